@@ -1,0 +1,163 @@
+"""Validated configuration of tiers and optimizer.
+
+Scope: pydantic models, sizes as text ("8GiB"), and closed sets as enums; checked once, at construction.
+Not here: decisions that follow from a configuration (see `plan/`).
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from tierstore.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size(value: int | str) -> int:
+    """Bytes of `8GiB`, `512 MiB`, `2GB` or a plain number of bytes.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(f"not a size: {value!r}; write a number of bytes or text such as '8GiB'")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(f"not a size: {value!r}; write a number of bytes or text such as '8GiB' or '512MiB'")
+        size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size < 0:
+        raise ConfigError(f"a size cannot be negative: {value!r}")
+    return size
+
+
+def format_size(size_bytes: float) -> str:
+    """A size as a person reads it, with three significant digits: `1.46 GiB`."""
+    value, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+
+
+class Tier(enum.Enum):
+    """Where bytes live."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+class Codec(enum.Enum):
+    """How a chunk is stored."""
+
+    NONE = "none"
+    LZ4 = "lz4"
+
+
+class UpdateSchedule(enum.Enum):
+    """When the optimizer update of a step runs (see DESIGN, "The step")."""
+
+    AUTO = "auto"
+    STEP = "step"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SPECULATIVE = "speculative"
+    DELAYED = "delayed"
+
+
+class Durability(enum.Enum):
+    """Whether steps are committed to the store."""
+
+    COMMIT = "commit"
+    NONE = "none"
+
+
+class Resume(enum.Enum):
+    """What to do with a store that already holds a generation."""
+
+    NEVER = "never"
+    AUTO = "auto"
+    MUST = "must"
+    PREVIOUS = "previous"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_sentence(type(self).__name__, item) for item in error.errors())) from None
+
+
+def _sentence(owner: str, item: Any) -> str:
+    field = ".".join(str(part) for part in item["loc"])
+    return f"{owner}.{field}: {item['msg']} (got {item['input']!r})" if field else f"{owner}: {item['msg']}"
+
+
+class TierConfig(_Model):
+    """Budgets and places of the three tiers.
+
+    Attributes:
+        device: "cpu", "cuda" or "cuda:N". Without CUDA the GPU tier is a part of host memory.
+        gpu_memory: bytes for parameters, gradients and staging on the compute device (not activations).
+        cpu_memory: bytes of the pinned arena.
+        nvme: directories of the store; several are striped over. Empty: no store, everything in memory.
+        codec: how chunks are stored.
+        chunk_bytes: upper bound of a chunk; None lets the planner choose (never above 32 MiB).
+        io_threads: threads per directory that read and write.
+        update_threads: threads that run the optimizer; None is one per core, at most 8.
+        prefetch_depth: groups moved ahead; None is computed from measured bandwidths.
+        bandwidth: measured rates (`plan.bandwidth.BandwidthTable`); None measures at start-up.
+        timeout_s: deadline of every wait.
+    """
+
+    device: str = "cpu"
+    gpu_memory: Size = 2**30
+    cpu_memory: Size = 2**30
+    nvme: tuple[Path, ...] = ()
+    codec: Codec = Codec.NONE
+    chunk_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=2**16, le=2**25)] | None = None
+    io_threads: Annotated[int, Field(ge=1, le=64)] = 4
+    update_threads: Annotated[int, Field(ge=1, le=64)] | None = None
+    prefetch_depth: Annotated[int, Field(ge=0, le=64)] | None = None
+    bandwidth: Any = None
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+
+    @model_validator(mode="after")
+    def _check(self) -> TierConfig:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
+        if len({os.path.abspath(path) for path in self.nvme}) != len(self.nvme):
+            raise ValueError("a directory is listed twice in nvme")
+        return self
+
+
+class AdamWConfig(_Model):
+    """Hyper-parameters of Adam.
+
+    Attributes:
+        decoupled: True is AdamW (Loshchilov and Hutter, 2019), False is Adam with L2 regularization.
+    """
+
+    lr: Annotated[float, Field(ge=0)] = 1e-3
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    eps: Annotated[float, Field(ge=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-2
+    decoupled: bool = True

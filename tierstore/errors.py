@@ -1,0 +1,59 @@
+"""The error tree: every exception that tierstore raises on purpose.
+
+Scope: classes only. Messages say what, where, numbers with units, and what to do.
+Not here: mapping of `OSError` (see `io/backend.py`).
+"""
+
+from __future__ import annotations
+
+
+class TierstoreError(Exception):
+    """Base of all errors raised by tierstore."""
+
+
+class ConfigError(TierstoreError, ValueError):
+    """An option has a value that cannot work; nothing was changed."""
+
+
+class FormatError(TierstoreError):
+    """A file does not hold what its format says."""
+
+
+class ChecksumMismatch(FormatError):
+    """Bytes read differ from the bytes written."""
+
+
+class Truncated(FormatError):
+    """A file ends before its declared content does."""
+
+
+class StorageError(TierstoreError):
+    """The operating system refused a file operation."""
+
+
+class StorageFull(StorageError):
+    """No space is left on the device (ENOSPC, EDQUOT)."""
+
+
+class ShortTransfer(StorageError):
+    """A read or write moved fewer bytes than asked and cannot go on."""
+
+
+class BudgetError(TierstoreError):
+    """A memory budget is too small; the message names the smallest that fits."""
+
+
+class StoreLocked(TierstoreError):
+    """Another process uses the store."""
+
+
+class ClosedError(TierstoreError):
+    """The object was closed, or belongs to the parent of a forked process."""
+
+
+class Timeout(TierstoreError, TimeoutError):
+    """A wait passed its deadline; the message says what was in flight."""
+
+
+class GraphError(TierstoreError):
+    """The model did in this step what the chosen update schedule cannot follow exactly."""

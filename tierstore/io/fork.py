@@ -1,0 +1,49 @@
+"""What happens to threads, mappings and loops in the child of a fork.
+
+Scope: marking objects of the parent as unusable in the child, without taking any lock there.
+Not here: what each object does when it is used anyway (it raises `ClosedError`).
+Owner: the registry holds weak references; the child alone keeps what it inherited alive.
+
+[Note: inherited objects live as long as the child]
+A mapping under MADV_DONTFORK does not exist in the child, so unmapping it there could unmap something newer at the
+same address; and closing an inherited event loop would change the epoll set that the kernel shares with the parent.
+So the child never finalizes what it inherited: it keeps one reference to each such object for good.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+from tierstore.errors import ClosedError
+
+_registered: weakref.WeakSet[ForkAware] = weakref.WeakSet()
+_inherited: list[ForkAware] = []
+
+
+class ForkAware:
+    """Base of objects that belong to the process that made them."""
+
+    def __init__(self) -> None:
+        self.is_inherited = False
+        _registered.add(self)
+
+    def check_process(self) -> None:
+        """Raises:
+        ClosedError: in the child of a fork; nothing was touched, no lock was taken.
+        """
+        if self.is_inherited:
+            raise ClosedError(
+                f"{type(self).__name__} belongs to the parent of this forked process (pid {os.getpid()}); "
+                "make a new one here, or start workers before it"
+            )
+
+
+def _mark_inherited() -> None:
+    # Only the forking thread exists here, so nothing can change the set meanwhile.
+    for item in list(_registered):
+        item.is_inherited = True
+        _inherited.append(item)
+
+
+os.register_at_fork(after_in_child=_mark_inherited)
