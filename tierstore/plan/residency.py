@@ -4,9 +4,9 @@ Scope: one policy over a cyclic order of visits, stateless between calls.
 Not here: transfers, and the choice of the depth (see `plan/prefetch.py`).
 Owner: the caller keeps what is resident, in use and loading; the policy only answers.
 
-[Note: rank] Seen from one position of the order, groups are ranked by their next use. The first is the group needed now,
-the next ones are the prefetch candidates, and the last is Belady's victim (Belady, 1966: evict what is used farthest in
-the future, optimal when the order is known). So one ranking per position answers everything.
+[Note: rank] Seen from one position of the order, groups are ranked by their next use. The first is the group needed
+now, the next ones are the prefetch candidates, and the last is the victim (Belady, 1966: evict what is used farthest
+in the future, optimal when the order is known). So one ranking per position answers everything.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ResidencyPolicy:
                 break
             if candidate in present or candidate == needed:
                 continue
-            farther = ranked[: rank : -1]  # farthest first, down to the candidate's own next use
+            farther = ranked[:rank:-1]  # farthest first, down to the candidate's own next use
             unpinned = (g for g in farther if g in present and g not in pinned and g not in evict and g != needed)
             victims = self._victims(self.sizes[candidate] - free_bytes, unpinned)
             if victims is None:
@@ -123,7 +123,7 @@ class ResidencyPolicy:
             )
 
     def _victims(self, missing_bytes: int, farthest_first: Iterable[int]) -> list[int] | None:
-        """Groups to evict for `missing_bytes`, or None; spares the soonest used ones that a large victim makes needless."""
+        """Groups to evict for `missing_bytes`, or None; spares those that a larger victim makes needless."""
         victims: list[int] = []
         surplus = -missing_bytes
         if surplus >= 0:
@@ -147,15 +147,15 @@ class ResidencyPolicy:
 
 def _rank(order: tuple[int, ...], groups: int) -> tuple[tuple[int, ...], ...]:
     """Per position, all groups by next use, soonest first; those never used last, by descending id."""
-    unused = [group for group in range(groups - 1, -1, -1) if group not in set(order)]
-    latest_first = dict.fromkeys(unused[::-1] + list(reversed(order)))
+    unused = sorted(set(range(groups)) - set(order))
+    farthest_first = dict.fromkeys([*unused, *reversed(order)])
     ranked: list[tuple[int, ...]] = []
-    # Walking back, the group at a position moves to the front of the ranking of the position after it. The last group
-    # inserted into a dict is its front here; one lap before the one that is kept fills in what the wrap-around needs.
+    # Walking back, the group at a position becomes the soonest used: it moves to the end of the dict. The first lap
+    # only fills in what lies beyond the end of the order.
     for lap in range(2):
         for group in reversed(order):
-            del latest_first[group]
-            latest_first[group] = None
+            del farthest_first[group]
+            farthest_first[group] = None
             if lap == 1:
-                ranked.append(tuple(reversed(latest_first)))
+                ranked.append(tuple(reversed(farthest_first)))
     return tuple(reversed(ranked))

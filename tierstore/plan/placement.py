@@ -1,0 +1,228 @@
+"""Where every byte of the training state lives: the record of the decision.
+
+Scope: what is to be placed, the chunk grid, the homes of weights, gradients and state, and the pools of the CPU arena.
+Not here: the decision (`plan/tiers.py`), when bytes move (`plan/prefetch.py`), and the arena itself (`io/memory.py`).
+
+[Note: pools] Each pool is a range of its own in which waiters queue in order, and a task that holds memory of one pool
+waits only for a later one in: weights, gradients, spill, update. So nothing waits in a circle, and the floor of each
+pool is one lease: one chunk's whole trip. What a pool has above its floor is speed.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+from tierstore.config import Tier
+from tierstore.errors import ConfigError
+
+BLOCK = 65536  # elements; norms and rank boundaries are cut at multiples of it
+ALIGN = 4096  # bytes; what O_DIRECT asks of addresses, offsets and lengths
+MAX_CHUNK_BYTES = 32 * 2**20
+
+GradientMode = Literal["held", "streamed", "doubled"]
+
+
+def padded(nbytes: int) -> int:
+    """`nbytes` rounded up to whole pages."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class Kind(enum.StrEnum):
+    """What bytes are for."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNeed:
+    """One group: `weight_bytes` and `state_bytes` are per element; a gradient has the weights' dtype."""
+
+    name: str
+    elements: int
+    weight_bytes: int
+    state_bytes: int
+    trainable: bool
+
+    def __post_init__(self) -> None:
+        if self.elements < 0 or self.weight_bytes <= 0 or self.state_bytes < 0:
+            raise ConfigError(f"group {self.name!r} has impossible sizes: {self}")
+        if self.state_bytes and not self.trainable:
+            raise ConfigError(f"group {self.name!r} is frozen but has {self.state_bytes} B of state per element")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be placed, and the budgets.
+
+    Attributes:
+        gradients: "held" keeps every gradient until the global norm is known; "streamed" consumes a group's gradient
+            soon after it arrives; "doubled" keeps the gradients of two steps.
+        chunk_bytes: upper bound of a chunk of any kind; None is 32 MiB. A chunk has at least one block of elements.
+        acquired_bytes: largest sum of simultaneously acquired groups; None is the largest group.
+        read_weights_with_state: the update reads weights that live on NVMe, instead of finding them at hand.
+    """
+
+    groups: tuple[GroupNeed, ...]
+    gpu_bytes: int
+    cpu_bytes: int
+    nvme: bool
+    gradients: GradientMode
+    chunk_bytes: int | None = None
+    acquired_bytes: int | None = None
+    read_weights_with_state: bool = False
+    workers: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Bytes of the ranges of the CPU arena (see [Note: pools]).
+
+    Attributes:
+        resident: weights and state chunks that live in CPU memory; permanent.
+        gradients: gradients that live in CPU memory; held for the step, or passing through if streamed.
+        spill: staging to write and accumulate gradient chunks that live on NVMe.
+        update: transient; one lease is a chunk's `trip_bytes`. More of it is read-ahead and write-behind.
+        weights: transient staging of weight chunks between NVMe and the device.
+    """
+
+    resident: int = 0
+    gradients: int = 0
+    spill: int = 0
+    update: int = 0
+    weights: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.resident + self.gradients + self.spill + self.update + self.weights
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """Bytes of one kind on one tier, and the number of groups that have some there."""
+
+    kind: Kind
+    tier: Tier
+    groups: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Padded sizes of a group's chunks in closed form: all whole but perhaps the last."""
+
+    need: GroupNeed
+    chunk_elements: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.need.elements // self.chunk_elements)
+
+    def total(self, element_bytes: int) -> int:
+        # A whole chunk has a multiple of 65536 elements, so it is whole pages: only the last one is padded.
+        return padded(self.need.elements * element_bytes)
+
+    def leading(self, element_bytes: int, chunks: int) -> int:
+        return padded(min(chunks * self.chunk_elements, self.need.elements) * element_bytes)
+
+    def largest(self, element_bytes: int, skip: int = 0) -> int:
+        """Largest chunk after the first `skip`."""
+        left = self.need.elements - skip * self.chunk_elements
+        return padded(min(max(left, 0), self.chunk_elements) * element_bytes)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The homes of all bytes; tuples are by group, in the order of `groups`.
+
+    Attributes:
+        gpu_weight_bytes: part of the GPU budget for weights on the device.
+        gpu_gradient_bytes: part of the GPU budget for gradients on their way to the CPU.
+        state_resident_chunks: leading chunks of each group whose state lives in CPU memory; the rest is on NVMe.
+        gradient_copies: gradients kept per parameter (2 under a delayed update).
+    """
+
+    groups: tuple[GroupNeed, ...]
+    chunk_elements: int
+    gpu_weight_bytes: int
+    gpu_gradient_bytes: int
+    pools: Pools
+    weights_home: tuple[Tier, ...]
+    state_resident_chunks: tuple[int, ...]
+    gradient_home: tuple[Tier, ...]
+    gradient_copies: int = 1
+
+    def chunk_count(self, group: int) -> int:
+        return -(-self.groups[group].elements // self.chunk_elements)
+
+    def chunk(self, group: int, chunk: int) -> tuple[int, int]:
+        """Elements `(start, stop)` of one chunk."""
+        start = chunk * self.chunk_elements
+        stop = min(start + self.chunk_elements, self.groups[group].elements)
+        if not 0 <= start < stop:
+            raise IndexError(f"group {group} has {self.chunk_count(group)} chunks, not a chunk {chunk}")
+        return start, stop
+
+    def chunks(self, group: int) -> tuple[tuple[int, int], ...]:
+        """Elements `(start, stop)` of all chunks of a group."""
+        return tuple(self.chunk(group, index) for index in range(self.chunk_count(group)))
+
+    def weight_bytes(self, group: int, chunk: int) -> int:
+        """Padded bytes of the weights of one chunk."""
+        return self._chunk_bytes(group, chunk, self.groups[group].weight_bytes)
+
+    def state_bytes(self, group: int, chunk: int) -> int:
+        """Padded bytes of the optimizer state of one chunk; 0 if frozen."""
+        return self._chunk_bytes(group, chunk, self.groups[group].state_bytes)
+
+    def gradient_bytes(self, group: int, chunk: int) -> int:
+        """Padded bytes of the gradient of one chunk; 0 if frozen."""
+        need = self.groups[group]
+        return self._chunk_bytes(group, chunk, need.weight_bytes if need.trainable else 0)
+
+    def is_state_resident(self, group: int, chunk: int) -> bool:
+        return chunk < self.state_resident_chunks[group]
+
+    def trip_bytes(self, group: int, chunk: int) -> int:
+        """The update pool's lease of one chunk: all that is not resident; 0 if frozen or all resident."""
+        if not self.groups[group].trainable:
+            return 0
+        state = 0 if self.is_state_resident(group, chunk) else self.state_bytes(group, chunk)
+        weights = 0 if self.weights_home[group] is Tier.CPU else self.weight_bytes(group, chunk)
+        gradient = 0 if self.gradient_home[group] is Tier.CPU else self.gradient_bytes(group, chunk)
+        return state + weights + gradient
+
+    def usage(self) -> tuple[UsageRow, ...]:
+        """Padded bytes per kind and tier; of the GPU tier its budgets, as far as there is something to fill them."""
+        everywhere: dict[tuple[Kind, Tier], list[int]] = {}
+        for index, need in enumerate(self.groups):
+            grid = Grid(need, self.chunk_elements)
+            resident = self.state_resident_chunks[index]
+            state_bytes = grid.total(need.state_bytes)
+            on_cpu = grid.leading(need.state_bytes, resident)
+            gradient_bytes = grid.total(need.weight_bytes) * self.gradient_copies if need.trainable else 0
+            for kind, tier, nbytes in (
+                (Kind.WEIGHTS, self.weights_home[index], grid.total(need.weight_bytes)),
+                (Kind.GRADIENTS, self.gradient_home[index], gradient_bytes),
+                (Kind.STATE, Tier.CPU, on_cpu),
+                (Kind.STATE, Tier.NVME, state_bytes - on_cpu),
+            ):
+                if nbytes:
+                    everywhere.setdefault((kind, tier), []).append(nbytes)
+        weights = [padded(need.elements * need.weight_bytes) for need in self.groups]
+        gradients = [nbytes for nbytes, need in zip(weights, self.groups) if need.trainable]
+        rows = [
+            UsageRow(Kind.WEIGHTS, Tier.GPU, len(weights), min(self.gpu_weight_bytes, sum(weights))),
+            UsageRow(Kind.GRADIENTS, Tier.GPU, len(gradients), min(self.gpu_gradient_bytes, sum(gradients))),
+        ]
+        rows += [UsageRow(kind, tier, len(sizes), sum(sizes)) for (kind, tier), sizes in everywhere.items()]
+        order = {key: rank for rank, key in enumerate(itertools.product(Kind, Tier))}
+        return tuple(sorted((row for row in rows if row.bytes), key=lambda row: order[row.kind, row.tier]))
+
+    def _chunk_bytes(self, group: int, chunk: int, element_bytes: int) -> int:
+        start, stop = self.chunk(group, chunk)
+        return padded((stop - start) * element_bytes)

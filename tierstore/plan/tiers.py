@@ -1,0 +1,346 @@
+"""Where every byte of the training state lives, decided from the budgets of the tiers.
+
+Scope: `place`, and the smallest budgets that it accepts. The record it returns is in `plan/placement.py`.
+Not here: when bytes move (`plan/prefetch.py`).
+
+[Note: homes] A byte of CPU memory goes where it saves most traffic of the NVMe disks per step: a gradient that stays
+is neither written nor read (2 per byte; half of it when two steps' gradients are kept), a weight is not read in forward
+and in backward (2, unless the GPU tier holds all weights), nor by the update where that reads it (1), a state byte is
+not read (1; it is still written for a commit).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from tierstore.config import Tier, format_size
+from tierstore.errors import BudgetError
+from tierstore.plan.placement import (
+    ALIGN,
+    BLOCK,
+    MAX_CHUNK_BYTES,
+    Grid,
+    GroupNeed,
+    Kind,
+    Placement,
+    Pools,
+    Request,
+    UsageRow,
+    padded,
+)
+
+__all__ = [
+    "ALIGN",
+    "BLOCK",
+    "MAX_CHUNK_BYTES",
+    "Budgets",
+    "GroupNeed",
+    "Kind",
+    "Placement",
+    "Pools",
+    "Request",
+    "UsageRow",
+    "padded",
+    "place",
+    "smallest_budgets",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Smallest budgets that a request fits in."""
+
+    gpu_bytes: int
+    cpu_bytes: int
+
+
+@dataclass(slots=True)
+class _Transient:
+    """What passes through a transient pool: its largest lease, and all of them together."""
+
+    largest_bytes: int = 0
+    total_bytes: int = 0
+
+    def add(self, largest_bytes: int, total_bytes: int) -> None:
+        self.largest_bytes = max(self.largest_bytes, largest_bytes)
+        self.total_bytes += total_bytes
+
+    def pool_bytes(self, leases: int) -> int:
+        """Room for `leases` of the largest, or for everything that ever passes if that is less."""
+        return min(leases * self.largest_bytes, self.total_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Homes:
+    weights: tuple[Tier, ...]
+    gradients: tuple[Tier, ...]
+    state: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Comfort:
+    """How many leases the transient pools hold, and how many whole groups' gradients if they are streamed."""
+
+    trips: int
+    staging: int
+    streamed_groups: int = 0
+
+
+_FLOOR = _Comfort(trips=1, staging=1)
+_WORKING = _Comfort(trips=4, staging=2)  # less than that and reading, updating and writing take turns
+
+
+def smallest_budgets(request: Request) -> Budgets:
+    """The smallest budgets that `place` accepts, each independent of the other."""
+    groups = request.groups
+    return Budgets(
+        gpu_bytes=_acquired_bytes(request) + _largest_gradient_bytes(groups),
+        cpu_bytes=min(_pools(request, BLOCK, homes, _FLOOR).total_bytes for homes in _corners(request, BLOCK)),
+    )
+
+
+def place(request: Request) -> Placement:
+    """Homes and pools that fit the budgets and move few bytes (see [Note: homes]).
+
+    Raises:
+        BudgetError: a budget is too small; the message names the smallest that fits.
+    """
+    smallest = smallest_budgets(request)
+    short = [
+        f"{name} of {have} B is too small for this model: the smallest that fits is {need} B ({format_size(need)})"
+        for name, have, need in (
+            ("gpu_memory", request.gpu_bytes, smallest.gpu_bytes),
+            ("cpu_memory", request.cpu_bytes, smallest.cpu_bytes),
+        )
+        if have < need
+    ]
+    if short:
+        hint = "" if request.nvme else "; with an nvme directory less cpu_memory is needed"
+        raise BudgetError("; ".join(short) + hint)
+    chunk_elements, homes, comfort = _start(request)
+    homes, pools = _Filler(request, chunk_elements, homes, comfort).fill()
+    gradient_bytes = _gpu_gradient_bytes(request)
+    return Placement(
+        groups=request.groups,
+        chunk_elements=chunk_elements,
+        gpu_weight_bytes=request.gpu_bytes - gradient_bytes,
+        gpu_gradient_bytes=gradient_bytes,
+        pools=pools,
+        weights_home=homes.weights,
+        state_resident_chunks=homes.state,
+        gradient_home=homes.gradients,
+        gradient_copies=2 if request.gradients == "doubled" else 1,
+    )
+
+
+def _acquired_bytes(request: Request) -> int:
+    if request.acquired_bytes is not None:
+        return request.acquired_bytes
+    return max((padded(need.elements * need.weight_bytes) for need in request.groups), default=0)
+
+
+def _largest_gradient_bytes(groups: tuple[GroupNeed, ...]) -> int:
+    return max((padded(need.elements * need.weight_bytes) for need in groups if need.trainable), default=0)
+
+
+def _gpu_gradient_bytes(request: Request) -> int:
+    """Room for the largest gradient; for two when a second one takes nothing that weights could use well."""
+    largest = _largest_gradient_bytes(request.groups)
+    all_weights = sum(padded(need.elements * need.weight_bytes) for need in request.groups)
+    enough = min(all_weights, 3 * _acquired_bytes(request))
+    return 2 * largest if request.gpu_bytes - 2 * largest >= max(enough, _acquired_bytes(request)) else largest
+
+
+def _corners(request: Request, chunk_elements: int) -> Iterator[_Homes]:
+    """Uniform homes, from everything in CPU memory to everything on disk."""
+    groups = request.groups
+    spilled = request.gradients != "streamed"
+    whole = tuple(Grid(need, chunk_elements).count if need.trainable else 0 for need in groups)
+    places = (Tier.CPU, Tier.NVME) if request.nvme else (Tier.CPU,)
+    for gradients, weights, state in itertools.product(places if spilled else (Tier.CPU,), places, places):
+        yield _Homes(
+            weights=(weights,) * len(groups),
+            gradients=tuple(gradients if need.trainable else Tier.CPU for need in groups),
+            state=whole if state is Tier.CPU else (0,) * len(groups),
+        )
+
+
+def _start(request: Request) -> tuple[int, _Homes, _Comfort]:
+    """Chunk size, homes to improve on, and the comfort that is not given up for them.
+
+    Everything in memory if that fits; otherwise from everything on disk, with the largest chunk of which a working set
+    takes at most a quarter of the memory, so that homes get the rest.
+    """
+    sizes = _chunk_sizes(request)
+    for comfort in (_WORKING, _FLOOR):
+        for size in sizes:
+            homes = next(_corners(request, size))
+            if _pools(request, size, homes, comfort).total_bytes <= request.cpu_bytes:
+                return size, homes, comfort
+    for size in sizes:
+        *_, homes = _corners(request, size)
+        if _pools(request, size, homes, _WORKING).total_bytes <= request.cpu_bytes // 4:
+            return size, homes, _WORKING
+    if _pools(request, BLOCK, homes, _WORKING).total_bytes <= request.cpu_bytes:
+        return BLOCK, homes, _WORKING
+    fitting = (
+        homes
+        for homes in _corners(request, BLOCK)
+        if _pools(request, BLOCK, homes, _FLOOR).total_bytes <= request.cpu_bytes
+    )
+    return BLOCK, next(fitting), _FLOOR
+
+
+def _chunk_sizes(request: Request) -> range:
+    """Chunk sizes in elements, largest first; none is larger than the largest group needs."""
+    limit = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
+    element_bytes = max((max(need.weight_bytes, need.state_bytes) for need in request.groups), default=1)
+    longest = max((need.elements for need in request.groups), default=0)
+    blocks = max(1, min(limit // element_bytes // BLOCK, -(-longest // BLOCK)))
+    return range(blocks * BLOCK, 0, -BLOCK)
+
+
+def _pools(request: Request, chunk_elements: int, homes: _Homes, comfort: _Comfort) -> Pools:
+    """Pools that these homes need; transient ones hold `comfort` leases, or all there ever are if those are fewer."""
+    copies = 2 if request.gradients == "doubled" else 1
+    resident = kept = 0
+    gradients: list[int] = []
+    streamed, spill, update, weights = (_Transient() for _ in range(4))
+    for need, weights_home, gradient_home, resident_chunks in zip(
+        request.groups, homes.weights, homes.gradients, homes.state
+    ):
+        grid = Grid(need, chunk_elements)
+        if weights_home is Tier.CPU:
+            resident += grid.total(need.weight_bytes)
+        else:
+            weights.add(grid.largest(need.weight_bytes), grid.total(need.weight_bytes))
+        if not need.trainable:
+            continue
+        resident += grid.leading(need.state_bytes, resident_chunks)
+        gradient_bytes = grid.total(need.weight_bytes)
+        if gradient_home is Tier.NVME:
+            spill.add(grid.largest(need.weight_bytes), gradient_bytes)
+        elif request.gradients == "streamed":
+            streamed.add(grid.largest(need.weight_bytes), gradient_bytes)
+            gradients.append(gradient_bytes)
+        else:
+            kept += copies * gradient_bytes
+        beside_state = (weights_home is Tier.NVME) + (gradient_home is Tier.NVME)
+        update.add(*_trips(grid, resident_chunks, beside_state))
+    whole_groups = min(sum(gradients), comfort.streamed_groups * max(gradients, default=0))
+    return Pools(
+        resident=resident,
+        gradients=kept + max(streamed.pool_bytes(comfort.staging), whole_groups),
+        spill=spill.pool_bytes(comfort.staging),
+        update=update.pool_bytes(comfort.trips),
+        weights=weights.pool_bytes(comfort.staging),
+    )
+
+
+def _trips(grid: Grid, resident_chunks: int, beside_state: int) -> tuple[int, int]:
+    """Largest and total trip of a group's updates, with `beside_state` copies of weight size beside the state."""
+    need = grid.need
+    moved_state = grid.largest(need.state_bytes, skip=resident_chunks)
+    with_state = moved_state + beside_state * grid.largest(need.weight_bytes, skip=resident_chunks)
+    without_state = beside_state * grid.largest(need.weight_bytes) if resident_chunks else 0
+    state_total = grid.total(need.state_bytes) - grid.leading(need.state_bytes, resident_chunks)
+    return max(with_state, without_state), state_total + beside_state * grid.total(need.weight_bytes)
+
+
+class _Filler:
+    """Spends the CPU budget on better homes and more leases, one accepted step at a time."""
+
+    def __init__(self, request: Request, chunk_elements: int, homes: _Homes, comfort: _Comfort) -> None:
+        self.request = request
+        self.chunk_elements = chunk_elements
+        self.homes = homes
+        self.comfort = comfort
+        self.budget_bytes = request.cpu_bytes // ALIGN * ALIGN
+
+    def fill(self) -> tuple[_Homes, Pools]:
+        """Homes by the traffic they save, a good working set before state, and the rest for read-ahead."""
+        self._widen(replace(self.comfort, streamed_groups=groups) for groups in (2, 1))
+        for kind in _by_value(self.request):
+            if kind is Kind.WEIGHTS:
+                self._promote(self.homes.weights, lambda homes, tiers: replace(homes, weights=tiers))
+            elif kind is Kind.GRADIENTS:
+                self._promote(self.homes.gradients, lambda homes, tiers: replace(homes, gradients=tiers))
+            else:
+                self._widen(self._working_sets())
+                self._keep_state()
+        pools = self._pools(self.homes, self.comfort)
+        every_trip = replace(self.comfort, trips=sum(self._chunk_counts()) + 1)
+        read_ahead = min(
+            self.budget_bytes - pools.total_bytes, self._pools(self.homes, every_trip).update - pools.update
+        )
+        return self.homes, replace(pools, update=pools.update + read_ahead)
+
+    def _pools(self, homes: _Homes, comfort: _Comfort) -> Pools:
+        return _pools(self.request, self.chunk_elements, homes, comfort)
+
+    def _spare_bytes(self, homes: _Homes, comfort: _Comfort) -> int:
+        return self.budget_bytes - self._pools(homes, comfort).total_bytes
+
+    def _chunk_counts(self) -> tuple[int, ...]:
+        return tuple(Grid(need, self.chunk_elements).count if need.trainable else 0 for need in self.request.groups)
+
+    def _working_sets(self) -> Iterator[_Comfort]:
+        """From three trips and two staging chunks per worker down to the comfort at hand."""
+        for trips in range(3 * self.request.workers, self.comfort.trips, -1):
+            staging = max(self.comfort.staging, -(-trips * 2 // 3))
+            yield replace(self.comfort, trips=trips, staging=staging)
+
+    def _widen(self, comforts: Iterable[_Comfort]) -> None:
+        """Takes the first comfort that fits, if one does."""
+        for comfort in comforts:
+            if self._spare_bytes(self.homes, comfort) >= 0:
+                self.comfort = comfort
+                return
+
+    def _promote(self, tiers: tuple[Tier, ...], replaced: Callable[[_Homes, tuple[Tier, ...]], _Homes]) -> None:
+        """Moves one kind to CPU memory: at once, since the last group also saves the staging, or group by group."""
+        whole = replaced(self.homes, (Tier.CPU,) * len(tiers))
+        if self._spare_bytes(whole, self.comfort) >= 0:
+            self.homes = whole
+            return
+        for index, tier in enumerate(tiers):
+            if tier is Tier.CPU:
+                continue
+            promoted = (*tiers[:index], Tier.CPU, *tiers[index + 1 :])
+            homes = replaced(self.homes, promoted)
+            if self._spare_bytes(homes, self.comfort) >= 0:
+                self.homes, tiers = homes, promoted
+
+    def _keep_state(self) -> None:
+        """Keeps leading chunks of state, group by group: a static split, since a cyclic scan never hits an LRU."""
+        whole = replace(self.homes, state=self._chunk_counts())
+        if self._spare_bytes(whole, self.comfort) >= 0:
+            self.homes = whole
+            return
+        spare_bytes = self._spare_bytes(self.homes, self.comfort)
+        kept = list(self.homes.state)
+        for index, need in enumerate(self.request.groups):
+            grid = Grid(need, self.chunk_elements)
+            while kept[index] < grid.count and need.trainable:
+                step_bytes = grid.leading(need.state_bytes, kept[index] + 1) - grid.leading(
+                    need.state_bytes, kept[index]
+                )
+                if step_bytes > spare_bytes:
+                    break
+                spare_bytes -= step_bytes
+                kept[index] += 1
+        self.homes = replace(self.homes, state=tuple(kept))
+
+
+def _by_value(request: Request) -> list[Kind]:
+    """Kinds by the NVMe traffic that a byte of CPU memory saves per step, most first (see [Note: homes])."""
+    all_weights = sum(padded(need.elements * need.weight_bytes) for need in request.groups)
+    weight_reads = 0 if request.gpu_bytes - _gpu_gradient_bytes(request) >= all_weights else 2
+    saved = {
+        Kind.GRADIENTS: 1.0 if request.gradients == "doubled" else 2.0,
+        Kind.WEIGHTS: float(weight_reads + request.read_weights_with_state),
+        Kind.STATE: 1.0,
+    }
+    return sorted(saved, key=lambda kind: -saved[kind])  # stable: gradients before weights before state
