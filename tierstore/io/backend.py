@@ -1,0 +1,382 @@
+"""Files of blocks: O_DIRECT where the filesystem takes it, buffered where it does not.
+
+Scope: opening, whole transfers, durability calls, counters, and the one place where `OSError` becomes `StorageError`.
+Not here: what the bytes mean; threads (every call here blocks its caller); small files (see `io/files.py`).
+Owner: whoever opened a `BlockFile` closes it; counters take their own lock.
+
+Every system call goes through a method of `Backend` whose name starts with `_call`, so that a test can fail it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import ClosedError, ShortTransfer, StorageError, StorageFull
+
+ALIGNMENT = 4096
+FRUITLESS_LIMIT = 64  # calls in a row that moved nothing before a transfer is given up
+
+_RETRIED = frozenset({errno.EINTR, errno.EAGAIN})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Totals since the backend was made. Seconds are summed over threads."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    reads: int = 0
+    writes: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+
+class Counters:
+    """What really moved, call by call, re-issued bytes included. Any thread.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._totals = Traffic()
+
+    def add_read(self, nbytes: int, seconds: float) -> None:
+        """One call to read has returned."""
+        with self._lock:
+            t = self._totals
+            self._totals = Traffic(
+                t.read_bytes + nbytes, t.written_bytes, t.reads + 1, t.writes, t.read_seconds + seconds, t.write_seconds
+            )
+
+    def add_write(self, nbytes: int, seconds: float) -> None:
+        """One call to write has returned."""
+        with self._lock:
+            t = self._totals
+            self._totals = Traffic(
+                t.read_bytes, t.written_bytes + nbytes, t.reads, t.writes + 1, t.read_seconds, t.write_seconds + seconds
+            )
+
+    def totals(self) -> Traffic:
+        """All six figures, of one moment."""
+        return self._totals
+
+    @property
+    def read_bytes(self) -> int:
+        return self._totals.read_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        return self._totals.written_bytes
+
+    @property
+    def reads(self) -> int:
+        return self._totals.reads
+
+    @property
+    def writes(self) -> int:
+        return self._totals.writes
+
+    @property
+    def read_seconds(self) -> float:
+        return self._totals.read_seconds
+
+    @property
+    def write_seconds(self) -> float:
+        return self._totals.write_seconds
+
+
+def storage_error(error: OSError, action: str, path: Path) -> StorageError:
+    """The `StorageError` that says what an `OSError` meant; raise it `from` the error.
+
+    Args:
+        action: what was tried, with numbers: `write of 4096 B at offset 0`.
+    """
+    kind = StorageFull if error.errno in _FULL else StorageError
+    name = errno.errorcode.get(error.errno or 0, "no errno")
+    return kind(f"{action} of {path} failed: {error.strerror or error} ({name})")
+
+
+class BlockFile:
+    """An open file that is read and written in whole transfers at given offsets.
+
+    Threads: any number at once; `close` lets the transfers in flight end first.
+
+    Attributes:
+        direct: O_DIRECT, so address, offset and length of each transfer must be multiples of 4096.
+    """
+
+    def __init__(self, backend: Backend, path: Path, descriptor: int, direct: bool) -> None:
+        self.path = path
+        self.direct = direct
+        self._backend = backend
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._users = 0
+        self._is_closed = False
+        self._sync_failure: StorageError | None = None
+
+    def read_into(self, buffer: Bytes, offset: int, required_bytes: int | None = None) -> int:
+        """Fills `buffer` from `offset` on.
+
+        Args:
+            required_bytes: how many must be there; the rest of the buffer may lie past the end of the file
+                (the aligned range around an unaligned end). None: all of it.
+
+        Returns:
+            Bytes read, at least `required_bytes`.
+
+        Raises:
+            ShortTransfer: the file ends too early.
+            StorageError: the system refused; the buffer's contents are undefined.
+        """
+        required = buffer.nbytes if required_bytes is None else required_bytes
+        return self._transfer("read", buffer, offset, required)
+
+    def write_from(self, buffer: Bytes, offset: int) -> None:
+        """Writes all of `buffer` at `offset`.
+
+        Raises:
+            StorageFull: no space is left; part of the buffer may have been written.
+            StorageError: the system refused; likewise.
+        """
+        self._transfer("write", buffer, offset, buffer.nbytes)
+
+    def datasync(self) -> None:
+        """Makes what was written durable.
+
+        Raises:
+            StorageError: what was written may be lost. The kernel may report such a loss only once and mark the pages
+                clean, so a failed call is never retried: from then on each call raises the same.
+        """
+        with self._in_use() as descriptor:
+            if self._sync_failure is not None:
+                raise StorageError(f"{self._sync_failure}; what was written since the last good sync may be lost")
+            try:
+                self._backend._call_fdatasync(descriptor, self.path)
+            except OSError as error:
+                self._sync_failure = storage_error(error, "fdatasync", self.path)
+                raise self._sync_failure from error
+
+    def close(self) -> None:
+        """Refuses new transfers; the last one in flight closes the descriptor. Twice is fine."""
+        with self._lock:
+            is_last = not self._is_closed and self._users == 0
+            self._is_closed = True
+        if is_last:
+            self._close_descriptor()
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[int]:
+        # A descriptor closed under a running call could be opened again as another file, and be written to.
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError(f"{self.path} is closed")
+            self._users += 1
+        try:
+            yield self._descriptor
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = self._is_closed and self._users == 0
+        if is_last:
+            self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
+        try:
+            self._backend._call_close(self._descriptor, self.path)
+        except OSError as error:
+            raise storage_error(error, "close", self.path) from error
+
+    def _check(self, verb: str, buffer: Bytes, offset: int) -> memoryview:
+        if buffer.dtype != np.uint8 or not buffer.flags.c_contiguous:
+            raise ValueError(f"{verb} of {self.path}: the buffer must be contiguous uint8, not {buffer.dtype}")
+        address = buffer.ctypes.data
+        if self.direct and (address % ALIGNMENT or offset % ALIGNMENT or buffer.nbytes % ALIGNMENT):
+            raise ValueError(
+                f"{verb} of {self.path}: O_DIRECT needs multiples of {ALIGNMENT}; "
+                f"got address {address:#x}, offset {offset}, {buffer.nbytes} B"
+            )
+        return buffer.data
+
+    def _transfer(self, verb: str, buffer: Bytes, offset: int, required: int) -> int:
+        view, call = self._check(verb, buffer, offset), self._backend._timed(verb)
+        done = fruitless = 0
+        with self._in_use() as descriptor:
+            while done < required:
+                try:
+                    moved = call(descriptor, view[done:], offset + done, self.path)
+                except OSError as error:
+                    if error.errno not in _RETRIED or fruitless >= FRUITLESS_LIMIT:
+                        action = f"{verb} of {len(view) - done} B at offset {offset + done}"
+                        raise storage_error(error, action, self.path) from error
+                    fruitless += 1
+                    continue
+                if done + moved >= required:
+                    return done + moved
+                # O_DIRECT goes on from the aligned boundary: the remainder of a short transfer is issued again.
+                gain = moved - (done + moved) % ALIGNMENT if self.direct else moved
+                fruitless = 0 if gain > 0 else fruitless + 1
+                if moved == 0 or fruitless > FRUITLESS_LIMIT:
+                    self._raise_short(verb, done + moved, required, offset)
+                done += gain
+        return done
+
+    def _raise_short(self, verb: str, done: int, required: int, offset: int) -> NoReturn:
+        hint = "is the file truncated?" if verb == "read" else "the system accepted no more, without an error"
+        raise ShortTransfer(f"short {verb}: {done} of {required} B at offset {offset} of {self.path}; {hint}")
+
+
+class Backend:
+    """Opens block files and changes directories durably.
+
+    Threads: any.
+
+    Attributes:
+        counters: of all its files together.
+        buffered_paths: files that could not be opened with O_DIRECT, in order.
+    """
+
+    def __init__(self, counters: Counters | None = None) -> None:
+        self.counters = Counters() if counters is None else counters
+        self.buffered_paths: list[Path] = []
+
+    def create(self, path: Path, size_bytes: int, mode: int = 0o600) -> BlockFile:
+        """A new file with all its space allocated, so that a full disk is found before anything is written.
+
+        Raises:
+            StorageFull: not enough space; the new file was removed again.
+            StorageError: it exists already (and was left alone), or the system refused (and it was removed).
+        """
+        descriptor = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        try:
+            try:
+                if size_bytes:
+                    self._call_allocate(descriptor, size_bytes, path)
+            except OSError as error:
+                raise storage_error(error, f"allocation of {size_bytes} B", path) from error
+            finally:
+                self._call_close(descriptor, path)
+            return self.open(path, writable=True)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._call_unlink(path)
+            raise
+
+    def open(self, path: Path, writable: bool = False) -> BlockFile:
+        """Opens an existing file, with O_DIRECT if the filesystem takes it."""
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        try:
+            return BlockFile(self, path, self._call_open(path, flags | os.O_DIRECT, 0), direct=True)
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                raise storage_error(error, "open", path) from error
+        descriptor = self._open(path, flags, 0)
+        self.buffered_paths.append(path)
+        return BlockFile(self, path, descriptor, direct=False)
+
+    def replace(self, source: Path, destination: Path) -> None:
+        """Renames over `destination`; durable once the directory is synced."""
+        with self._mapped(f"rename to {destination}", source):
+            self._call_replace(source, destination)
+
+    def fsync_file(self, descriptor: int, path: Path) -> None:
+        """Makes a file's bytes and size durable. Never retried (see `BlockFile.datasync`)."""
+        with self._mapped("fsync", path):
+            self._call_fsync(descriptor, path)
+
+    def sync_directory(self, path: Path) -> None:
+        """Makes the names in a directory durable."""
+        descriptor = self._open(path, os.O_RDONLY | os.O_DIRECTORY, 0)
+        try:
+            self.fsync_file(descriptor, path)
+        finally:
+            self._call_close(descriptor, path)
+
+    def make_directory(self, path: Path, mode: int = 0o700) -> None:
+        """Makes a directory if it is not there; its parent must be."""
+        with self._mapped("making", path), contextlib.suppress(FileExistsError):
+            self._call_mkdir(path, mode)
+
+    def remove(self, path: Path) -> None:
+        """Removes one file, which must be there."""
+        with self._mapped("removal", path):
+            self._call_unlink(path)
+
+    def _open(self, path: Path, flags: int, mode: int) -> int:
+        with self._mapped("open", path):
+            return self._call_open(path, flags, mode)
+
+    @contextlib.contextmanager
+    def _mapped(self, action: str, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise storage_error(error, action, path) from error
+
+    def _timed(self, verb: str) -> Callable[[int, memoryview, int, Path], int]:
+        if verb == "read":
+            call, count = self._call_pread, self.counters.add_read
+        else:
+            call, count = self._call_pwrite, self.counters.add_write
+        clock = self.counters.clock
+
+        def timed(descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+            start = clock()
+            moved = call(descriptor, view, offset, path)
+            count(moved, clock() - start)
+            return moved
+
+        return timed
+
+    # The system calls. The path is for faults and fakes that act on some files only.
+
+    def _call_open(self, path: Path, flags: int, mode: int) -> int:
+        return os.open(path, flags, mode)
+
+    def _call_close(self, descriptor: int, path: Path) -> None:
+        os.close(descriptor)
+
+    def _call_allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+
+    def _call_pread(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        return os.preadv(descriptor, [view], offset)
+
+    def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        return os.pwritev(descriptor, [view], offset)
+
+    def _call_fdatasync(self, descriptor: int, path: Path) -> None:
+        os.fdatasync(descriptor)
+
+    def _call_fsync(self, descriptor: int, path: Path) -> None:
+        os.fsync(descriptor)
+
+    def _call_replace(self, source: Path, destination: Path) -> None:
+        os.replace(source, destination)
+
+    def _call_unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def _call_mkdir(self, path: Path, mode: int) -> None:
+        os.mkdir(path, mode)

@@ -1,0 +1,85 @@
+"""Small files from coroutines: read whole, replaced whole.
+
+Scope: manifests, reports, indexes.
+Not here: chunks (see `io/backend.py`).
+Owner: no state; the caller sees to it that one writer at a time replaces a path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiofiles
+from aiofiles.os import wrap
+
+from tierstore.errors import StorageError
+from tierstore.io.backend import Backend, storage_error
+
+T = TypeVar("T")
+
+
+async def read_bytes(path: Path) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        StorageError: the system refused; `__cause__` is the `OSError` (`FileNotFoundError` if there is none).
+    """
+    try:
+        async with aiofiles.open(path, "rb") as file:
+            return await file.read()
+    except OSError as error:
+        raise storage_error(error, "read", path) from error
+
+
+async def write_atomic(path: Path, data: bytes, mode: int = 0o600, *, backend: Backend | None = None) -> None:
+    """Replaces `path` so that, whatever happens, it holds either what it held or all of `data`; durable on return.
+
+    Written to `<path>.tmp` (a leftover of that name is overwritten), fsynced, renamed, and the directory fsynced.
+
+    Cancellation: held back until the write has ended, so that no thread is left writing behind the caller's back.
+
+    Raises:
+        StorageError: `path` holds the old bytes, unless it was the directory's fsync that failed: then either.
+    """
+    await _to_the_end(_write_atomic(path, data, mode, Backend() if backend is None else backend))
+
+
+async def _write_atomic(path: Path, data: bytes, mode: int, backend: Backend) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        try:
+            async with aiofiles.open(temporary, "wb", opener=partial(_open_private, backend, mode)) as file:
+                await file.write(data)
+                await file.flush()
+                await wrap(backend.fsync_file)(file.fileno(), temporary)
+        except OSError as error:
+            raise storage_error(error, f"write of {len(data)} B", temporary) from error
+        await wrap(backend.replace)(temporary, path)
+    except StorageError:
+        with contextlib.suppress(StorageError):  # the first error is the one to tell
+            await wrap(backend.remove)(temporary)
+        raise
+    await wrap(backend.sync_directory)(path.parent)
+
+
+def _open_private(backend: Backend, mode: int, path: str, flags: int) -> int:
+    descriptor = backend._call_open(Path(path), flags | os.O_NOFOLLOW, mode)
+    os.fchmod(descriptor, mode)  # a leftover keeps its own mode otherwise
+    return descriptor
+
+
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error from None
+        raise

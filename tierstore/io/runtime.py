@@ -1,0 +1,329 @@
+"""The one border between blocking and asynchronous code: an event loop in a thread of its own.
+
+Scope: crossing over, owned tasks, errors that nobody waited for, deadlines, closing.
+Not here: worker threads (see `io/workers.py`); what the tasks do (see `store/`).
+Owner: the runtime owns its thread, its loop, and each task started through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Generic, TypeVar, TypeVarTuple, cast
+
+from tierstore.errors import ClosedError, Timeout
+from tierstore.io.fork import ForkAware
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+EXIT_TIMEOUT_S = 10.0
+_STACK_FRAMES = 3
+_TASKS_SHOWN = 20
+
+
+class _Call(Generic[T]):
+    """One crossing: what to run, and a lock that is released when it has ended."""
+
+    __slots__ = ("args", "error", "function", "is_abandoned", "result", "task", "waiting")
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> None:
+        self.function = function
+        self.args = args
+        self.task: asyncio.Task[T] | None = None
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.is_abandoned = False
+        self.waiting = threading.Lock()
+        self.waiting.acquire()
+
+    def end(self) -> None:
+        """Wakes the waiter. Once is enough, twice is fine."""
+        if self.waiting.locked():
+            self.waiting.release()
+
+
+class Runtime(ForkAware):
+    """An event loop in a daemon thread, entered by `call` and `post`.
+
+    Args:
+        timeout_s: deadline of each wait that names none.
+    """
+
+    def __init__(self, name: str = "tierstore", timeout_s: float = 300.0) -> None:
+        super().__init__()
+        self.name = name
+        self.timeout_s = timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_open = False
+        self._closing: asyncio.Task[None] | None = None
+        self._calls: set[_Call[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failures: deque[BaseException] = deque()
+        self._descriptions: list[Callable[[], list[str]]] = []
+
+    def start(self) -> Runtime:
+        """Starts the loop thread. Returns itself.
+
+        Raises:
+            ClosedError: it was started before.
+        """
+        self.check_process()
+        if self._loop is not None:
+            raise ClosedError(f"runtime {self.name!r} was started before; make a new one")
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(4, thread_name_prefix=f"{self.name}-files"))
+        self._loop.set_exception_handler(self._on_stray_error)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{self.name}-loop", daemon=True)
+        self._thread.start()
+        self._is_open = True
+        atexit.register(self._close_at_exit)
+        return self
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop.
+
+        Raises:
+            ClosedError: not started, closed, or the parent's.
+        """
+        self.check_process()
+        if self._loop is None or not self._is_open:
+            raise self._closed()
+        return self._loop
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first error that nobody waited for and that was not raised yet."""
+        return self._failures[0] if self._failures else None
+
+    def call(
+        self,
+        function: Callable[[*Ts], Coroutine[Any, Any, T]],
+        *args: *Ts,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Runs a coroutine function on the loop and waits for its result.
+
+        Threads: any but the loop's.
+
+        Raises:
+            Timeout: it did not end in time; it was cancelled, and an error of its ending is kept.
+            ClosedError: not running, or closed meanwhile.
+            BaseException: a kept failure (before anything was started), or whatever the coroutine raised.
+        """
+        self.check_process()
+        if not self._is_open:
+            raise self._closed()
+        self._refuse_loop_thread("call")
+        self.raise_failure()
+        call = _Call(function, args)
+        self._calls.add(call)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            self._to_loop(self._begin, call)
+            if not call.waiting.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
+                raise self._timeout(f"{_name(function)} did not end within {limit_s} s")
+        except BaseException:  # KeyboardInterrupt too: nobody waits any more
+            with contextlib.suppress(ClosedError):
+                self._to_loop(self._abandon, call)
+            raise
+        finally:
+            self._calls.discard(call)
+        if call.error is not None:
+            self._forget(call.error)
+            raise call.error
+        return cast(T, call.result)
+
+    def post(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Has the loop call `function` soon; its error is kept and raised by the next `call`. Any thread."""
+        self.check_process()
+        if not self._is_open:
+            raise self._closed()
+        self._to_loop(function, *args)
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Starts a task that the runtime owns; its failure is kept and raised once, by the next `call`.
+
+        Threads: the loop thread only.
+        """
+        task = self.loop.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def keep_failure(self, error: BaseException) -> None:
+        """Keeps an error whose waiter has gone. Any thread."""
+        self._failures.append(error)
+
+    def raise_failure(self) -> None:
+        """Raises the first kept error, if there is one; the others are noted on it, and all are forgotten."""
+        if not self._failures:
+            return
+        first = self._failures.popleft()
+        while self._failures:
+            first.add_note(f"then also: {self._failures.popleft()!r}")
+        raise first
+
+    def describe(self, description: Callable[[], list[str]]) -> None:
+        """Adds lines to the message of a timeout (`WorkerPool.in_flight`). Called from any thread."""
+        self._descriptions.append(description)
+
+    def in_flight(self) -> list[str]:
+        """Tasks with their innermost frames, the loop's own stack, and what the descriptions say. Any thread."""
+        lines = []
+        if self._loop is not None:
+            tasks = sorted(asyncio.all_tasks(self._loop), key=lambda task: task.get_name())
+            lines += [f"task {task.get_name()}: {_where(task)}" for task in tasks[:_TASKS_SHOWN]]
+            if len(tasks) > _TASKS_SHOWN:
+                lines.append(f"and {len(tasks) - _TASKS_SHOWN} more tasks")
+        frame = sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
+        if frame is not None:
+            lines.append(f"loop thread: {_stack(traceback.extract_stack(frame))}")
+        for description in self._descriptions:
+            lines += description()
+        return lines
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends everything that it owns. Twice is fine; in the child of a fork it does nothing.
+
+        Order: refuse new calls; cancel tasks and calls, wait for them; end file threads; stop the loop; join its
+        thread; close the loop. (A store finishes its write-backs and joins its workers before, in a `call`.)
+
+        Threads: any but the loop's.
+
+        Raises:
+            Timeout: tasks did not end in time; close again to go on waiting.
+            BaseException: a kept failure, after all was closed.
+        """
+        if self.is_inherited or self._loop is None or self._thread is None or self._loop.is_closed():
+            return
+        self._refuse_loop_thread("close")
+        if self._is_open:
+            self._is_open = False
+            self._to_loop(self._begin_closing)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        self._thread.join(min(limit_s, threading.TIMEOUT_MAX))
+        if self._thread.is_alive():
+            raise self._timeout(f"runtime {self.name!r} did not close within {limit_s} s")
+        self._loop.close()
+        atexit.unregister(self._close_at_exit)
+        for call in list(self._calls):  # queued after the loop had stopped
+            call.error = self._closed()
+            call.end()
+        self.raise_failure()
+
+    def __enter__(self) -> Runtime:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _close_at_exit(self) -> None:
+        self.close(min(self.timeout_s, EXIT_TIMEOUT_S))
+
+    def _to_loop(self, function: Callable[..., object], *args: Any) -> None:
+        try:
+            cast(asyncio.AbstractEventLoop, self._loop).call_soon_threadsafe(function, *args)
+        except RuntimeError as error:
+            raise self._closed() from error
+
+    def _forget(self, error: BaseException) -> None:
+        # Raised by a call just now, so its waiter has not gone.
+        with contextlib.suppress(ValueError):
+            self._failures.remove(error)
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"runtime {self.name!r} is closed")
+
+    def _timeout(self, what: str) -> Timeout:
+        return Timeout("\n  ".join([f"{what}; in flight:", *self.in_flight()]))
+
+    def _refuse_loop_thread(self, verb: str) -> None:
+        if self._thread is not None and threading.get_ident() == self._thread.ident:
+            raise RuntimeError(f"{verb} on the loop thread would wait for itself; await instead")
+
+    # On the loop thread.
+
+    def _begin(self, call: _Call[Any]) -> None:
+        if not self._is_open:
+            call.error = self._closed()
+            call.end()
+            return
+        try:
+            task = asyncio.get_running_loop().create_task(call.function(*call.args), name=_name(call.function))
+        except Exception as error:
+            call.error = error
+            call.end()
+            return
+        call.task = task
+        task.add_done_callback(partial(self._on_call_done, call))
+
+    def _on_call_done(self, call: _Call[Any], task: asyncio.Task[Any]) -> None:
+        call.task = None
+        if task.cancelled():
+            call.error = ClosedError(f"{task.get_name()} was cancelled")
+        elif (error := task.exception()) is not None:
+            call.error = error
+            if call.is_abandoned:
+                self.keep_failure(error)
+        else:
+            call.result = task.result()
+        call.end()
+
+    def _abandon(self, call: _Call[Any]) -> None:
+        call.is_abandoned = True
+        if call.task is not None:
+            call.task.cancel()
+        elif call.error is not None:
+            self.keep_failure(call.error)  # it failed after its waiter had given up
+
+    def _begin_closing(self) -> None:
+        self._closing = asyncio.get_running_loop().create_task(self._end_tasks(), name="close")
+
+    async def _end_tasks(self) -> None:
+        loop = asyncio.get_running_loop()
+        while others := asyncio.all_tasks() - {self._closing}:  # ending tasks may start some
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others)
+        await loop.shutdown_asyncgens()
+        await loop.shutdown_default_executor()
+        loop.stop()
+
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.keep_failure(error)
+
+    def _on_stray_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.keep_failure(error if error is not None else RuntimeError(str(context.get("message"))))
+
+
+def _name(function: Callable[..., object]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    """The frames of a waiting task, innermost first (`Task.get_stack` stops at the outermost)."""
+    frames: list[traceback.FrameSummary] = []
+    step: Any = task.get_coro()
+    while getattr(step, "cr_frame", None) is not None:
+        frames += traceback.extract_stack(step.cr_frame, 1)
+        step = step.cr_await
+    return _stack(frames)
+
+
+def _stack(frames: list[traceback.FrameSummary]) -> str:
+    shown = [f"{frame.name} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})" for frame in frames[-_STACK_FRAMES:]]
+    return " < ".join(reversed(shown)) or "not started"

@@ -1,0 +1,216 @@
+"""Threads that do the blocking work: one hop per job, most urgent first.
+
+Scope: priority, completion on the event loop, closing.
+Not here: what a job does; the loop (see `io/runtime.py`).
+Owner: the pool owns its threads; the loop thread submits; the job's future belongs to who submitted it.
+
+[Note: a cancelled await does not stop a job]
+A thread cannot be stopped in the middle of a system call, so the buffer that it fills stays in use to the job's end.
+A `Job` therefore refuses to be cancelled: its done-callbacks run when the thread has really finished, and that is
+where leases are freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, TypeVarTuple
+
+from tierstore.errors import ClosedError, Timeout
+from tierstore.io.fork import ForkAware
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class Priority(enum.IntEnum):
+    """Smaller goes first; equal ones in the order of submission."""
+
+    DEMAND = 0
+    UPDATE = 1
+    WRITE = 2
+    PREFETCH = 3
+
+
+class Job(asyncio.Future[T]):
+    """Completion of one job. See [Note: a cancelled await does not stop a job].
+
+    Awaiting it directly holds a cancellation back until the job has ended.
+    """
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Refused: the thread goes on, and so does this."""
+        return False
+
+
+class _Work(Generic[T]):
+    __slots__ = ("args", "function", "job", "loop", "priority")
+
+    def __init__(self, priority: Priority, function: Callable[..., T], args: tuple[Any, ...], job: Job[T]) -> None:
+        self.priority = priority
+        self.function = function
+        self.args = args
+        self.job = job
+        self.loop = job.get_loop()
+
+    def __str__(self) -> str:
+        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        return f"{name} ({self.priority.name.lower()})"
+
+
+class WorkerPool(ForkAware):
+    """Daemon threads over one priority queue.
+
+    Args:
+        keep_failure: told of an error in a job whose waiter was cancelled meanwhile (`Runtime.keep_failure`);
+            None: the loop's exception handler is.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        keep_failure: Callable[[BaseException], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        if threads < 1:
+            raise ValueError(f"pool {name!r} needs at least one thread, not {threads}")
+        self.name = name
+        self._keep_failure = keep_failure
+        self._clock = clock
+        self._queues: tuple[deque[_Work[Any]], ...] = tuple(deque() for _ in Priority)
+        # One True per queued job, then one False per thread: a thread that took a True finds a job in some queue.
+        self._tokens: SimpleQueue[bool] = SimpleQueue()
+        self._running: dict[str, tuple[_Work[Any], float]] = {}
+        self._lock = threading.Lock()  # no job may be queued behind the tokens that stop the threads
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True) for index in range(threads)
+        ]
+        self._is_started = False
+
+    def submit(self, priority: Priority, function: Callable[[*Ts], T], *args: *Ts) -> Job[T]:
+        """Queues a job; its future ends on the loop, when the thread has ended.
+
+        Threads: the loop thread only.
+
+        Raises:
+            ClosedError: the pool is closed.
+        """
+        self.check_process()
+        job: Job[T] = Job(loop=asyncio.get_running_loop())
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError(f"worker pool {self.name!r} is closed")
+            if not self._is_started:
+                self._is_started = True
+                for thread in self._threads:
+                    thread.start()
+            self._queues[priority].append(_Work(priority, function, args, job))
+            self._tokens.put(True)
+        return job
+
+    async def run(self, priority: Priority, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """The result of a job.
+
+        Cancellation: at once, while the job goes on to its end; should it fail then, the error is kept, not lost.
+        """
+        job = self.submit(priority, function, *args)
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            job.add_done_callback(self._report)
+            raise
+
+    def in_flight(self) -> list[str]:
+        """One line per running job, and one for those that wait. Any thread."""
+        now = self._clock()
+        running = sorted(self._running.copy().items())
+        lines = [f"{thread}: {work}, for {now - start:.1f} s" for thread, (work, start) in running]
+        waiting = sum(len(queue) for queue in self._queues)
+        return [*lines, f"{self.name}: {waiting} jobs queued"] if waiting else lines
+
+    def close(self, timeout_s: float) -> None:
+        """Refuses new jobs, lets the queued ones end, joins the threads. Twice is fine. Any thread but its own.
+
+        Raises:
+            Timeout: a job did not end in time; call again to go on waiting.
+        """
+        if self.is_inherited:
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                for _ in self._threads:
+                    self._tokens.put(False)
+        if not self._is_started:
+            return
+        deadline = self._clock() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock()))
+        if any(thread.is_alive() for thread in self._threads):
+            raise Timeout(
+                f"worker pool {self.name!r} did not end within {timeout_s} s; in flight: {'; '.join(self.in_flight())}"
+            )
+
+    def _report(self, job: asyncio.Future[Any]) -> None:
+        error = job.exception()
+        if error is None:
+            return
+        if self._keep_failure is not None:
+            self._keep_failure(error)
+        else:
+            message = f"a job of pool {self.name!r} failed after its waiter was cancelled"
+            job.get_loop().call_exception_handler({"message": message, "exception": error, "future": job})
+
+    def _next(self) -> _Work[Any]:
+        while True:
+            for queue in self._queues:
+                try:
+                    return queue.popleft()
+                except IndexError:
+                    continue
+
+    def _work(self) -> None:
+        name = threading.current_thread().name
+        while self._tokens.get():
+            work = self._next()
+            self._running[name] = (work, self._clock())
+            _run(work)
+            del self._running[name]
+            del work  # an idle thread keeps no buffer or tensor alive
+
+
+def _run(work: _Work[Any]) -> None:
+    result: Any = None
+    error: BaseException | None = None
+    try:
+        result = work.function(*work.args)
+    except BaseException as caught:  # whatever it is, the waiter must hear of it
+        error = caught
+    # Dropped here, in the thread, so that what a job held is gone before its waiter goes on.
+    work.args = ()
+    try:
+        work.loop.call_soon_threadsafe(_finish, work.job, result, error)
+    except RuntimeError:
+        return  # the loop is closed: nobody waits any more
+    finally:
+        del result, error
+
+
+def _finish(job: Job[Any], result: Any, error: BaseException | None) -> None:
+    if error is None:
+        job.set_result(result)
+    elif isinstance(error, StopIteration):  # a future cannot carry it
+        wrapped = RuntimeError("a job raised StopIteration")
+        wrapped.__cause__ = error
+        job.set_exception(wrapped)
+    else:
+        job.set_exception(error)
