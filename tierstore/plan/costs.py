@@ -1,0 +1,144 @@
+"""The arithmetic of a step: bytes per parameter, efficiency, overlap, codecs.
+
+Scope: formulas on plain numbers (bytes, seconds, bytes/s). Traffic counts padded chunks, as the disks see them.
+Not here: how often weights are fetched (`plan/simulate.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tierstore.config import Tier
+from tierstore.errors import ConfigError
+from tierstore.plan.placement import Grid, Kind, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class StepPattern:
+    """What a step does, as far as it moves bytes of the disks.
+
+    Attributes:
+        weight_loads: fetches per step of each group whose weights live on NVMe, as `simulate` counts them; None is
+            two (forward and backward) of a trainable or frozen group alike.
+        commits_per_step: 1 / commit_every; 0 without a store. What lives in CPU memory is written for a commit only.
+        micro_batches: backward passes per step; each but the first adds to the spilled gradient.
+        redone_share: share of the updates that are done twice (a speculation that was wrong).
+        read_weights_with_state: the update reads weights that live on NVMe.
+    """
+
+    weight_loads: tuple[int, ...] | None = None
+    commits_per_step: float = 1.0
+    micro_batches: int = 1
+    redone_share: float = 0.0
+    read_weights_with_state: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """NVMe bytes of one step by kind, an average when commits or redone updates are not in every step."""
+
+    read: Mapping[Kind, float]
+    written: Mapping[Kind, float]
+    trained_parameters: int
+
+    @property
+    def read_bytes(self) -> float:
+        return sum(self.read.values())
+
+    @property
+    def written_bytes(self) -> float:
+        return sum(self.written.values())
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes read and written per trained parameter; 0 if nothing is trained."""
+        return (self.read_bytes + self.written_bytes) / self.trained_parameters if self.trained_parameters else 0.0
+
+
+def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> StepTraffic:
+    """NVMe traffic of a step in which every trainable group is updated.
+
+    With all of a bf16 model on disk it is 26 B per parameter: weights read 2 + 2 and written 2, state read 10 and
+    written 10. With the weights in CPU memory 22, fp32 28, fp16 30; spilled bf16 gradients add 4; padding comes on top.
+    """
+    loads = pattern.weight_loads
+    if loads is not None and len(loads) != len(placement.groups):
+        raise ConfigError(f"weight_loads counts {len(loads)} groups, but {len(placement.groups)} are placed")
+    read = dict.fromkeys(Kind, 0.0)
+    written = dict.fromkeys(Kind, 0.0)
+    updates = 1 + pattern.redone_share
+    for index, need in enumerate(placement.groups):
+        grid = Grid(need, placement.chunk_elements)
+        weight_bytes = grid.total(need.weight_bytes)
+        on_nvme = placement.weights_home[index] is Tier.NVME
+        if on_nvme:
+            read[Kind.WEIGHTS] += weight_bytes * (2 if loads is None else loads[index])
+        if not need.trainable:
+            continue
+        if on_nvme and pattern.read_weights_with_state:
+            read[Kind.WEIGHTS] += weight_bytes * updates
+        written[Kind.WEIGHTS] += weight_bytes * (updates if on_nvme else pattern.commits_per_step)
+        resident_bytes = grid.leading(need.state_bytes, placement.state_resident_chunks[index])
+        moved_bytes = grid.total(need.state_bytes) - resident_bytes
+        read[Kind.STATE] += moved_bytes * updates
+        written[Kind.STATE] += moved_bytes * updates + resident_bytes * pattern.commits_per_step
+        if placement.gradient_home[index] is Tier.NVME:
+            read[Kind.GRADIENTS] += weight_bytes * (pattern.micro_batches - 1 + updates)
+            written[Kind.GRADIENTS] += weight_bytes * pattern.micro_batches
+    trained = sum(need.elements for need in placement.groups if need.trainable)
+    return StepTraffic(read, written, trained)
+
+
+def phase_seconds(compute_s: float, links_s: Iterable[float] = (), sync_s: float = 0.0) -> float:
+    """A fully overlapped phase: `max(compute, each link's own total) + sync`. Transfers of one link add up before."""
+    return max(compute_s, *links_s, 0.0) + sync_s
+
+
+def efficiency(compute_s: float, seconds: float) -> float:
+    """Share of a phase in which the device computes, `T_compute / T`."""
+    return compute_s / seconds if seconds > 0 else 1.0
+
+
+def overlap_speedup(compute_s: float, transfer_s: float, overlap: float) -> float:
+    """Speed-up over one after the other when `overlap` of the shorter of the two is hidden: 1 for 0, at most 2."""
+    serial_s = compute_s + transfer_s
+    overlapped_s = serial_s - overlap * min(compute_s, transfer_s)
+    return serial_s / overlapped_s if overlapped_s > 0 else 1.0
+
+
+def overlap_of_shorter(compute_s: float, transfer_s: float, seconds: float) -> float:
+    """Hidden time as a share of the shorter of compute and transfer: 1 is all that can be hidden."""
+    shorter_s = min(compute_s, transfer_s)
+    return (compute_s + transfer_s - seconds) / shorter_s if shorter_s > 0 else 1.0
+
+
+def hidden_share_of_transfer(compute_s: float, transfer_s: float, seconds: float) -> float:
+    """Hidden time as a share of the transfer: below 1 wherever transfers outlast compute."""
+    return (compute_s + transfer_s - seconds) / transfer_s if transfer_s > 0 else 1.0
+
+
+def codec_break_even_bytes_per_s(disk_bytes_per_s: float, ratio: float) -> float:
+    """Rate of raw bytes above which a codec in series pays, `B / (1 - 1/R)`; infinite if it shrinks nothing.
+
+    Args:
+        ratio: raw bytes per stored byte.
+    """
+    return disk_bytes_per_s / (1 - 1 / ratio) if ratio > 1 else math.inf
+
+
+def codec_rate_bytes_per_s(
+    disk_bytes_per_s: float, ratio: float, codec_bytes_per_s: float, *, overlapped: bool
+) -> float:
+    """Raw bytes per second through codec and disk: the slower of the two if overlapped, else one after the other."""
+    stored_bytes_per_s = disk_bytes_per_s * ratio
+    if overlapped:
+        return min(codec_bytes_per_s, stored_bytes_per_s)
+    return 1 / (1 / codec_bytes_per_s + 1 / stored_bytes_per_s)
+
+
+def codec_pays(disk_bytes_per_s: float, ratio: float, codec_bytes_per_s: float, *, overlapped: bool) -> bool:
+    """Whether a codec beats the raw disk."""
+    rate = codec_rate_bytes_per_s(disk_bytes_per_s, ratio, codec_bytes_per_s, overlapped=overlapped)
+    return rate > disk_bytes_per_s
