@@ -1,0 +1,175 @@
+"""What a compute device can do, and the choice of one.
+
+Scope: the face that the layers above use, marks on the compute stream, counters of the link.
+Not here: the two implementations (see `device/transfers.py`).
+Owner: nothing here has state but the counters, which take their own lock.
+
+[Note: streams and the allocator]
+Three streams meet at a group's storage: the compute stream, one that copies in (h2d) and one that copies out (d2h).
+* A storage is allocated while h2d is current, so its block belongs to h2d: freed, it may be handed out again at once to
+  the next allocation on h2d, and be written by a copy that is not ordered after the compute stream. Hence `release`
+  waits on the host for a mark that the compute thread recorded after its last use.
+* `copy_in` returns only when the bytes are there: kernels launched later need no event, and the host buffer is free.
+* `copy_out` waits on the host for its mark, so that a copy whose mark is far off does not hold up those behind it on
+  d2h, and returns only when the bytes have arrived. Its caller holds the sources until then, so that their blocks,
+  which belong to the compute stream, are not handed out again under the copy.
+* A failed issue still waits for the copies issued before it: no buffer is given back while a DMA may use it.
+No object outlives a call with an event inside, so there is no event to lose.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.errors import ConfigError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Mark(Protocol):
+    """A point in the compute stream: all work queued before it."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until that work is done. Any thread, any number of times."""
+
+    def is_done(self) -> bool:
+        """Whether that work is done, without waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTraffic:
+    """Totals of a device's link since it was opened. Seconds are summed over threads."""
+
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    h2d_seconds: float = 0.0
+    d2h_seconds: float = 0.0
+
+
+class LinkCounters:
+    """Counts finished copies. Any thread.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._totals = LinkTraffic()
+
+    def add(self, direction: Literal["h2d", "d2h"], nbytes: int, seconds: float) -> None:
+        """One copy has ended."""
+        with self._lock:
+            t = self._totals
+            if direction == "h2d":
+                self._totals = LinkTraffic(t.h2d_bytes + nbytes, t.d2h_bytes, t.h2d_seconds + seconds, t.d2h_seconds)
+            else:
+                self._totals = LinkTraffic(t.h2d_bytes, t.d2h_bytes + nbytes, t.h2d_seconds, t.d2h_seconds + seconds)
+
+    def totals(self) -> LinkTraffic:
+        """All four figures, of one moment."""
+        return self._totals
+
+
+class ComputeDevice(Protocol):
+    """Where groups are computed on. See [Note: streams and the allocator].
+
+    Copies never touch the version counter of a tensor: a storage is written through an alias.
+    """
+
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        """Which implementation this is."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where its storages live."""
+
+    @property
+    def counters(self) -> LinkCounters:
+        """What moved over the link."""
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Gives an empty storage its memory, contents undefined. Any thread.
+
+        Raises:
+            ValueError: the storage is not empty; nothing was changed.
+        """
+
+    def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
+        """Host bytes to a range of a storage; several workers may fill different ranges at once.
+
+        Threads: a worker. Blocks: until the bytes are valid for kernels launched from now on, on any stream.
+        """
+
+    def record(self) -> Mark:
+        """A mark after all that the calling thread's current compute stream has queued so far.
+
+        Threads: the one that launches the compute (training or autograd).
+        """
+
+    def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
+        """Elements of tensors, in order, to host bytes; tensors need not be contiguous.
+
+        Threads: a worker. Blocks: until all bytes have arrived; the caller holds the sources until then.
+
+        Raises:
+            ValueError: numbers or sizes differ; nothing was copied.
+        """
+
+    def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
+        """A range of a storage to host bytes. Threads and Blocks as for `copy_out`."""
+
+    def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
+        """Takes a storage's memory away, once the mark is reached.
+
+        Threads: a worker. Blocks: until then.
+        """
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Makes host memory reachable by DMA (see `Arena(register=)`).
+
+        Raises:
+            BudgetError: the system refused.
+        """
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        """Undoes `pin`, for the same range; no copy may be in flight there."""
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """A named range in a profile (NVTX)."""
+
+    def synchronize(self) -> None:
+        """Blocks until the device is idle."""
+
+
+def open_device(name: str, clock: Callable[[], float] = time.perf_counter) -> ComputeDevice:
+    """The device called "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    from tierstore.device.transfers import CpuDevice, CudaDevice
+
+    counters = LinkCounters(clock)
+    if name == "cpu":
+        return CpuDevice(counters)
+    device = torch.device(name)
+    if device.type != "cuda":
+        raise ConfigError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {name!r}")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} needs CUDA, which torch {torch.__version__} does not find; use 'cpu'")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return CudaDevice(torch.device("cuda", index), counters)

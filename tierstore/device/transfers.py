@@ -1,0 +1,209 @@
+"""Copies between host buffers and the storages of a device.
+
+Scope: the CPU twin and CUDA.
+Not here: the face and the reasoning about streams (see `device/streams.py`).
+Owner: a `CudaDevice` owns its two streams; the caller owns storages and buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+
+from tierstore.config import format_size
+from tierstore.device.streams import Bytes, LinkCounters, Mark
+from tierstore.errors import BudgetError
+
+_CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts, so for all GPUs
+
+
+def alias(storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> torch.Tensor:
+    """A range of a storage as uint8, with a version counter of its own.
+
+    Raises:
+        ValueError: the range is not in the storage. (Torch would silently enlarge it.)
+    """
+    if offset_bytes < 0 or offset_bytes + nbytes > storage.nbytes():
+        raise ValueError(f"{nbytes} B at offset {offset_bytes} are not in a storage of {storage.nbytes()} B")
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset_bytes, (nbytes,), (1,))
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _check_empty(storage: torch.UntypedStorage) -> None:
+    if storage.nbytes():
+        raise ValueError(f"the storage has {storage.nbytes()} B already")
+
+
+def _check_sizes(sources: Sequence[torch.Tensor], destinations: Sequence[Bytes]) -> None:
+    have = [source.numel() * source.element_size() for source in sources]
+    want = [destination.nbytes for destination in destinations]
+    if have != want:
+        raise ValueError(f"tensors of {have} B do not fill buffers of {want} B")
+
+
+class _Done:
+    """The CPU twin's mark: its work is done when the call that queued it returns."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_done(self) -> bool:
+        return True
+
+
+class CpuDevice:
+    """The CPU twin: storages in ordinary memory, copies by memcpy in the calling thread."""
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+
+    def __init__(self, counters: LinkCounters | None = None) -> None:
+        self.torch_device = torch.device("cpu")
+        self.counters = LinkCounters() if counters is None else counters
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        _check_empty(storage)
+        storage.resize_(nbytes)
+
+    def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
+        start = self.counters.clock()
+        # By numpy: it copies without the GIL and in this thread; torch would start a thread team for each worker.
+        alias(storage, offset_bytes, source.nbytes).numpy()[:] = source
+        self.counters.add("h2d", source.nbytes, self.counters.clock() - start)
+
+    def record(self) -> Mark:
+        return _Done()
+
+    def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
+        _check_sizes(sources, destinations)
+        after.synchronize()
+        start = self.counters.clock()
+        for source, destination in zip(sources, destinations, strict=True):
+            destination[:] = _flat_bytes(source).numpy()
+        moved_bytes = sum(destination.nbytes for destination in destinations)
+        self.counters.add("d2h", moved_bytes, self.counters.clock() - start)
+
+    def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
+        self.copy_out([alias(storage, offset_bytes, destination.nbytes)], [destination], after)
+
+    def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
+        after.synchronize()
+        storage.resize_(0)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        pass
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        pass
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _EventMark:
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+
+class CudaDevice:
+    """One GPU, with a stream to copy in and one to copy out. See [Note: streams and the allocator].
+
+    Args:
+        cuda: `torch.cuda`, or what a test puts in its place.
+    """
+
+    kind: Literal["cpu", "cuda"] = "cuda"
+
+    def __init__(
+        self, torch_device: torch.device, counters: LinkCounters | None = None, cuda: Any = torch.cuda
+    ) -> None:
+        self.torch_device = torch_device
+        self.counters = LinkCounters() if counters is None else counters
+        self._cuda = cuda
+        self._h2d = cuda.Stream(device=torch_device)
+        self._d2h = cuda.Stream(device=torch_device)
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        _check_empty(storage)
+        with self._cuda.stream(self._h2d):
+            storage.resize_(nbytes)
+
+    def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
+        target = alias(storage, offset_bytes, source.nbytes)
+        start = self.counters.clock()
+        with self._finished(self._h2d):
+            target.copy_(torch.from_numpy(source), non_blocking=True)
+        self.counters.add("h2d", source.nbytes, self.counters.clock() - start)
+
+    def record(self) -> Mark:
+        event = self._event()
+        event.record(self._cuda.current_stream(self.torch_device))
+        return _EventMark(event)
+
+    def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
+        _check_sizes(sources, destinations)
+        after.synchronize()
+        start = self.counters.clock()
+        with self._finished(self._d2h):
+            for source, destination in zip(sources, destinations, strict=True):
+                # A tensor that is not contiguous is first made so on d2h: its temporary belongs to that stream.
+                torch.from_numpy(destination).copy_(_flat_bytes(source), non_blocking=True)
+        moved_bytes = sum(destination.nbytes for destination in destinations)
+        self.counters.add("d2h", moved_bytes, self.counters.clock() - start)
+
+    def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
+        self.copy_out([alias(storage, offset_bytes, destination.nbytes)], [destination], after)
+
+    def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
+        after.synchronize()
+        with self._cuda.stream(self._h2d):
+            storage.resize_(0)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        with self._cuda.device(self.torch_device):
+            code = int(self._cuda.cudart().cudaHostRegister(address, nbytes, _CUDA_HOST_REGISTER_PORTABLE))
+        if code:
+            raise BudgetError(f"CUDA could not pin {nbytes} B ({format_size(nbytes)}): error {code}; give less memory")
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        with self._cuda.device(self.torch_device):
+            code = int(self._cuda.cudart().cudaHostUnregister(address))
+        if code:
+            raise BudgetError(f"CUDA could not unpin {nbytes} B at {address:#x}: error {code}")
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        manager: AbstractContextManager[None] = self._cuda.nvtx.range(name)
+        return manager
+
+    def synchronize(self) -> None:
+        self._cuda.synchronize(self.torch_device)
+
+    def _event(self) -> Any:
+        # blocking: a waiting thread sleeps; the default spins, on a core that the optimizer needs
+        return self._cuda.Event(blocking=True)
+
+    @contextlib.contextmanager
+    def _finished(self, stream: Any) -> Iterator[None]:
+        """Makes a stream current, and waits on the host for what was queued, even if the queueing failed."""
+        with self._cuda.stream(stream):
+            try:
+                yield
+            finally:
+                event = self._event()
+                event.record(stream)
+                event.synchronize()
