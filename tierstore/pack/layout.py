@@ -1,0 +1,327 @@
+"""Where each byte of a pack stands, and the header that says so.
+
+Scope: dtypes, tensors laid back to back into 4096-aligned extents, pad tensors, the safetensors header.
+Not here: reading a header that somebody else wrote (`validate.py`); reading or writing data (`io/`).
+Owner: none; pure functions on plain records.
+
+[Note: pads] safetensors allows no hole between tensors, and O_DIRECT wants every extent at a multiple of 4096. The
+space between the end of an extent and the next multiple is therefore a U8 tensor of its own. Its name starts with a
+prefix that no other tensor of the pack starts with; `__metadata__` says which, so a reader can tell pads from data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tierstore.errors import FormatError
+from tierstore.pack.codecs import checksum_bytes
+
+ALIGNMENT = 4096
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library refuses to exceed."""
+MAX_DIMENSIONS = 64
+PAD_KEY = "tierstore.pad_prefix"
+SEAL_KEY = "tierstore.header_xxh3"
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+"""Bits of one element, for every dtype that safetensors 0.8 reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that is to be laid out."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a pack; `begin` and `end` are bytes after the start of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Tensors that are read and written together."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpec:
+    """A chunk of a slot pack: sections (name, dtype, elements) back to back, in this order.
+
+    A section is the 1-D tensor `{chunk name}.{section name}` of the pack.
+    """
+
+    name: str
+    sections: tuple[tuple[str, str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where an extent or chunk stands: `offset` counts from the start of the file, a multiple of 4096.
+
+    `padded_bytes` is what one aligned transfer moves; the first `content_bytes` of it are the extent.
+    """
+
+    name: str
+    offset: int
+    content_bytes: int
+    padded_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A whole pack before its data is written; `spans` is by name, in file order."""
+
+    entries: tuple[TensorEntry, ...]
+    spans: dict[str, Span]
+    header: bytes = field(repr=False)
+    file_bytes: int
+    metadata: dict[str, str]
+    is_sealed: bool
+
+    @property
+    def data_start(self) -> int:
+        return len(self.header)
+
+    def header_with(self, metadata: Mapping[str, str]) -> bytes:
+        """The header with more metadata and every tensor where it is: for what is known only after the data.
+
+        Raises:
+            FormatError: it does not fit; more `reserve_bytes` were needed.
+        """
+        merged = {**self.metadata, **metadata}
+        return build_header(self.entries, merged, data_start=self.data_start, seal=self.is_sealed)
+
+
+def padded(size_bytes: int) -> int:
+    """The next multiple of 4096."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def quoted(name: str) -> str:
+    """A name from a file as a message may show it: escaped, and never long."""
+    return repr(name if len(name) <= 80 else name[:77] + "...")
+
+
+def tensor_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor.
+
+    Raises:
+        FormatError: unknown dtype, a bad dimension, more elements than 64 bits count, or not a whole number of bytes.
+    """
+    bits = DTYPE_BITS.get(dtype)
+    if bits is None:
+        raise FormatError(f"tensor {quoted(name)}: unknown dtype {quoted(dtype)}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise FormatError(f"tensor {quoted(name)}: {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    elements = 1
+    for size in shape:
+        if size < 0:
+            raise FormatError(f"tensor {quoted(name)}: the dimension {size} is negative")
+        elements *= size
+        # Bounded inside the loop: 64 large dimensions would otherwise multiply into a very long number.
+        if elements >= 2**63:
+            raise FormatError(f"tensor {quoted(name)}: the shape {list(shape)} has more than 2**63 elements")
+    if elements * bits % 8:
+        raise FormatError(f"tensor {quoted(name)}: {elements} elements of {bits} bits are not a whole number of bytes")
+    return elements * bits // 8
+
+
+def check_name(name: str) -> None:
+    """Refuse what would not survive a header, a terminal or a C string.
+
+    Raises:
+        FormatError: reserved, control characters, or not encodable.
+    """
+    if name == "__metadata__":
+        raise FormatError("no tensor can be named '__metadata__'")
+    if not name.isprintable():  # cheap; the exact test only for the few names that need it
+        if any(letter < " " or letter == "\x7f" for letter in name):
+            raise FormatError(f"tensor name {quoted(name)} holds a control character")
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise FormatError(f"tensor name {quoted(name)} is not valid Unicode (lone surrogate)")
+
+
+def check_contiguous(entries: Sequence[TensorEntry]) -> int:
+    """Bytes of data that `entries`, sorted by begin and end, cover without hole or overlap from byte 0.
+
+    Raises:
+        FormatError: a hole, an overlap, or a size that does not follow from dtype and shape.
+    """
+    position, previous = 0, "the start of the data"
+    for entry in entries:
+        needed = tensor_bytes(entry.name, entry.dtype, entry.shape)
+        if entry.end - entry.begin != needed:
+            raise FormatError(
+                f"tensor {quoted(entry.name)}: {entry.dtype} {list(entry.shape)} takes {needed} B, "
+                f"but its offsets [{entry.begin}, {entry.end}] span {entry.end - entry.begin} B"
+            )
+        if entry.begin != position:
+            what = "overlaps" if entry.begin < position else "leaves a hole after"
+            raise FormatError(
+                f"tensor {quoted(entry.name)} begins at {entry.begin} and {what} {previous}, which ends at {position}"
+            )
+        position, previous = entry.end, quoted(entry.name)
+    return position
+
+
+def build_header(
+    entries: Iterable[TensorEntry],
+    metadata: Mapping[str, str],
+    *,
+    data_start: int | None = None,
+    reserve_bytes: int = 0,
+    seal: bool = False,
+) -> bytes:
+    """A safetensors header, 8-byte length included, whose length is a multiple of 4096: where the data starts.
+
+    Args:
+        data_start: the exact length wanted; None is the shortest.
+        reserve_bytes: at least so many spaces of padding, for metadata that is not known yet.
+        seal: add a checksum of the header itself, which `read_header` verifies.
+
+    Raises:
+        FormatError: entries that no safetensors file may hold, or a header that is too long.
+    """
+    ordered = sorted(entries, key=lambda entry: (entry.begin, entry.end, entry.name))
+    check_contiguous(ordered)
+    names = {entry.name for entry in ordered}
+    if len(names) != len(ordered):
+        raise FormatError(f"{len(ordered) - len(names)} tensor names stand twice in one pack")
+    for name in names:
+        check_name(name)
+    if seal:
+        metadata = {**metadata, SEAL_KEY: header_seal(ordered, metadata)}
+    text = _header_text(ordered, metadata)
+    shortest = padded(8 + len(text) + reserve_bytes)
+    length = shortest if data_start is None else data_start
+    if length < shortest or length % ALIGNMENT:
+        raise FormatError(f"a header of {len(text)} B does not end at byte {length}; reserve more bytes for it")
+    if length - 8 > MAX_HEADER_BYTES:
+        raise FormatError(
+            f"a header of {length - 8} B for {len(ordered)} tensors is over the limit of safetensors, "
+            f"{MAX_HEADER_BYTES} B; write several packs"
+        )
+    return (length - 8).to_bytes(8, "little") + text.ljust(length - 8)
+
+
+def header_seal(ordered: Sequence[TensorEntry], metadata: Mapping[str, str]) -> str:
+    """Checksum of what a header says (not of how it is spelled), its own seal left out; entries in file order."""
+    bare = {key: metadata[key] for key in sorted(metadata) if key != SEAL_KEY}
+    return f"{checksum_bytes(_header_text(ordered, bare)):016x}"
+
+
+def lay_out(
+    extents: Sequence[Extent],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    reserve_bytes: int = 0,
+    seal: bool = False,
+) -> Layout:
+    """A pack of `extents` in this order; inside each, wider dtypes first, so that every tensor is aligned."""
+    ordered = [
+        Extent(extent.name, tuple(sorted(extent.tensors, key=lambda item: -DTYPE_BITS.get(item.dtype, 0))))
+        for extent in extents
+    ]
+    return _assemble(ordered, metadata or {}, reserve_bytes, seal)
+
+
+def slot_pack(chunks: Sequence[ChunkSpec], metadata: Mapping[str, str] | None = None) -> Layout:
+    """A pack of chunks, each an aligned span of 1-D tensors in the order given.
+
+    Raises:
+        FormatError: a section would not start at a multiple of its element size.
+    """
+    extents = []
+    for chunk in chunks:
+        tensors = []
+        position = 0
+        for section, dtype, elements in chunk.sections:
+            spec = TensorSpec(f"{chunk.name}.{section}", dtype, (elements,))
+            if position * 8 % DTYPE_BITS.get(dtype, 8):
+                raise FormatError(f"tensor {quoted(spec.name)} of {dtype} would start at byte {position}, not aligned")
+            position += tensor_bytes(spec.name, dtype, spec.shape)
+            tensors.append(spec)
+        extents.append(Extent(chunk.name, tuple(tensors)))
+    return _assemble(extents, metadata or {}, 0, False)
+
+
+def capacity_pack(chunks: Sequence[ChunkSpec], metadata: Mapping[str, str] | None = None) -> Layout:
+    """A pack of the same chunks as opaque U8 tensors of fixed capacity, named as the chunks: for encoded chunks."""
+    extents, contents = [], []
+    for chunk in chunks:
+        content_bytes = sum(tensor_bytes(f"{chunk.name}.{name}", dtype, (n,)) for name, dtype, n in chunk.sections)
+        contents.append(content_bytes)
+        extents.append(Extent(chunk.name, (TensorSpec(chunk.name, "U8", (padded(content_bytes),)),)))
+    layout = _assemble(extents, metadata or {}, 0, False)
+    for span, content_bytes in zip(list(layout.spans.values()), contents, strict=True):
+        layout.spans[span.name] = Span(span.name, span.offset, content_bytes, span.padded_bytes)
+    return layout
+
+
+def _assemble(extents: Sequence[Extent], metadata: Mapping[str, str], reserve_bytes: int, seal: bool) -> Layout:
+    prefix = _pad_prefix(tensor.name for extent in extents for tensor in extent.tensors)
+    entries: list[TensorEntry] = []
+    places: list[tuple[str, int, int]] = []
+    position, pads = 0, 0
+    for extent in extents:
+        begin = position
+        for tensor in extent.tensors:
+            end = position + tensor_bytes(tensor.name, tensor.dtype, tensor.shape)
+            entries.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, position, end))
+            position = end
+        places.append((extent.name, begin, position - begin))
+        pad_bytes = padded(position) - position
+        if pad_bytes:  # [Note: pads]
+            entries.append(TensorEntry(f"{prefix}{pads}", "U8", (pad_bytes,), position, position + pad_bytes))
+            position += pad_bytes
+            pads += 1
+    complete = {**metadata, PAD_KEY: prefix} if pads else dict(metadata)
+    header = build_header(entries, complete, reserve_bytes=reserve_bytes, seal=seal)
+    start = len(header)
+    spans = {name: Span(name, start + begin, size, padded(size)) for name, begin, size in places}
+    if len(spans) != len(extents):
+        raise FormatError(f"{len(extents) - len(spans)} extent names stand twice in one pack")
+    return Layout(tuple(entries), spans, header, start + position, complete, seal)
+
+
+def _pad_prefix(names: Iterable[str]) -> str:
+    taken = [name for name in names if name.startswith("__pad__")]
+    prefix = "__pad__"
+    while any(name.startswith(prefix) for name in taken):
+        prefix += "_"
+    return prefix
+
+
+def _header_text(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    # One line of text per tensor: four times faster than json.dumps of nested dictionaries for 80,000 tensors.
+    encode = json.encoder.encode_basestring
+    parts = [
+        f'{encode(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{",".join(map(str, entry.shape))}],'
+        f'"data_offsets":[{entry.begin},{entry.end}]}}'
+        for entry in entries
+    ]
+    if metadata:
+        parts.insert(0, f'"__metadata__":{json.dumps(dict(metadata), ensure_ascii=False)}')
+    try:
+        return f"{{{','.join(parts)}}}".encode()
+    except UnicodeEncodeError as error:
+        raise FormatError(f"a header cannot hold {error.object[error.start : error.end]!a}: a lone surrogate") from None
