@@ -6,9 +6,11 @@ Not here: decisions that follow from a configuration (see `plan/`).
 
 from __future__ import annotations
 
+import difflib
 import enum
 import os
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,9 +37,11 @@ def parse_size(value: int | str) -> int:
         match = _SIZE.fullmatch(value)
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(f"not a size: {value!r}; write a number of bytes or text such as '8GiB' or '512MiB'")
-        size = int(float(match[1]) * _UNITS[match[2].lower()])
+        size = int(Fraction(match[1]) * _UNITS[match[2].lower()])  # a float would round above 2**53
     if size < 0:
         raise ConfigError(f"a size cannot be negative: {value!r}")
+    if size >= 2**63:
+        raise ConfigError("a size of 8 EiB or more does not exist; check its digits and unit")
     return size
 
 
@@ -51,7 +55,14 @@ def format_size(size_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
 
 
+def _directory(value: Any) -> Any:
+    if value == "":  # an unset shell variable would otherwise become the current directory
+        raise ValueError("an empty path is not a directory")
+    return value
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
+Directory = Annotated[Path, BeforeValidator(_directory)]
 
 
 class Tier(enum.Enum):
@@ -70,7 +81,7 @@ class Codec(enum.Enum):
 
 
 class UpdateSchedule(enum.Enum):
-    """When the optimizer update of a step runs (see DESIGN, "The step")."""
+    """When the optimizer update of a step runs."""
 
     AUTO = "auto"
     STEP = "step"
@@ -97,18 +108,40 @@ class Resume(enum.Enum):
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError("; ".join(_sentence(type(self).__name__, item) for item in error.errors())) from None
+            options = list(type(self).model_fields)
+            raise ConfigError(
+                "; ".join(_sentence(type(self).__name__, item, options) for item in error.errors())
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigError(f"{type(self).__name__}.{name} cannot be changed after construction; make another one")
 
 
-def _sentence(owner: str, item: Any) -> str:
+def _sentence(owner: str, item: Any, options: list[str]) -> str:
+    """One problem that pydantic found, in the words of a person who wrote the option."""
     field = ".".join(str(part) for part in item["loc"])
-    return f"{owner}.{field}: {item['msg']} (got {item['input']!r})" if field else f"{owner}: {item['msg']}"
+    kind, given = item["type"], item["input"]
+    if kind == "extra_forbidden":
+        close = difflib.get_close_matches(field, options, n=1)
+        advice = f"did you mean {close[0]}?" if close else f"the options are {', '.join(options)}"
+        return f"{owner}.{field}: there is no such option; {advice}"
+    if kind == "value_error":  # a message of ours, which already shows the value
+        text = str(item["ctx"]["error"])
+        return f"{owner}.{field}: {text}" if field else f"{owner}: {text}"
+    if kind == "tuple_type":
+        return f"{owner}.{field}: must be a list (got {given!r})"
+    if kind == "missing":
+        return f"{owner}.{field}: is missing"
+    text = item["msg"].replace("Input should be", "must be").replace("Input is not", "is not")
+    if "memory" in field or field.endswith("_bytes"):
+        text = re.sub(r"\d+$", lambda match: format_size(int(match[0])), text)
+    return f"{owner}.{field}: {text} (got {given!r})"
 
 
 class TierConfig(_Model):
@@ -131,7 +164,7 @@ class TierConfig(_Model):
     device: str = "cpu"
     gpu_memory: Size = 2**30
     cpu_memory: Size = 2**30
-    nvme: tuple[Path, ...] = ()
+    nvme: tuple[Directory, ...] = ()
     codec: Codec = Codec.NONE
     chunk_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=2**16, le=2**25)] | None = None
     io_threads: Annotated[int, Field(ge=1, le=64)] = 4
