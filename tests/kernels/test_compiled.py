@@ -1,0 +1,56 @@
+"""The compiled code itself: what it may call, and that it lets other threads run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from llvmlite import binding
+
+from tierstore import kernels
+from tierstore.errors import ConfigError
+from tierstore.kernels import compiled
+
+
+def test_warm_up_compiles_everything_an_update_needs():
+    kernels.warm_up(["fp32", "bf16", "fp16"])
+    before = {name: len(getattr(compiled, name).signatures) for name in ("adam_bf16", "square_sums", "add_into")}
+    kernels.warm_up(["bf16", "fp16", "fp32"])
+    assert before == {"adam_bf16": 1, "square_sums": 3, "add_into": 3}
+    assert before == {name: len(getattr(compiled, name).signatures) for name in before}
+
+
+def test_every_loop_releases_the_gil_and_is_cached():
+    loops = [item for item in vars(compiled).values() if hasattr(item, "targetoptions")]
+    assert len(loops) >= 10
+    for loop in loops:
+        assert loop.targetoptions["nogil"]
+        assert not loop.targetoptions.get("fastmath")
+        assert not loop.targetoptions.get("parallel")
+
+
+MACHINE_CODE = """
+import numba, numpy as np
+from tierstore.kernels import compiled
+c = compiled.Scalars(*[np.float32(1)] * 10)
+f, h = np.zeros(8, np.float32), np.zeros(8, np.int16)
+loop = numba.njit(nogil=True, error_model="numpy")(compiled.adam_fp16.py_func)
+loop(h, h.copy(), f, f.copy(), f.copy(), c)
+print(loop.inspect_asm(loop.signatures[0]))
+"""
+
+
+def test_machine_code_has_no_contraction_and_no_library_call():
+    code = subprocess.run([sys.executable, "-c", MACHINE_CODE], capture_output=True, text=True, check=True).stdout
+    assert "sqrt" in code
+    assert not re.search(r"vfn?m(add|sub)|fmla|\bfmadd", code)
+    assert not re.search(r"__(extendhfsf2|truncsfhf2|gnu_[hf]2[hf]_ieee)", code)
+
+
+def test_fp16_without_its_instructions_is_refused(monkeypatch):
+    monkeypatch.setattr(compiled.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: {"f16c": False})
+    with pytest.raises(ConfigError, match="F16C"):
+        compiled._require_half_instructions()

@@ -1,0 +1,33 @@
+"""Compiled kernels of the CPU: Adam, norms, rounding.
+
+Scope: numba functions that release the GIL and work on numpy arrays; the caller brings the threads.
+Not here: tensors, tiers, files.
+Owner: none; pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from tierstore.kernels import adam, norms
+
+
+def warm_up(dtypes: Iterable[str]) -> None:
+    """Compiles, or loads from numba's cache on disk, every kernel for these dtypes ("fp32", "bf16", "fp16").
+
+    Call it at construction: a first step would otherwise wait for the compiler (about a second per dtype when nothing
+    is cached, milliseconds when it is). Loops of other dtypes are compiled when first used.
+    """
+    coefficients = adam.AdamCoefficients(lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, step=1)
+    for dtype in dtypes:
+        state = np.zeros(adam.state_bytes_per_element(dtype), np.uint8)
+        master = np.zeros(1, np.float32)
+        weights, gradient = (np.zeros(1, np.float32 if dtype == "fp32" else np.uint16) for _ in range(2))
+        adam.init_state(dtype, master, weights, state)
+        adam.adopt_weights(dtype, weights, adam.view_state(dtype, state), 0, 1)
+        adam.update(dtype, weights, state, gradient, 0, 1, coefficients)
+        adam.read_master(dtype, weights, state, master)
+        norms.add_into(dtype, gradient, weights)
+        norms.square_sums(dtype, gradient, np.zeros(1, np.float64))

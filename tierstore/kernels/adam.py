@@ -1,0 +1,226 @@
+"""One fused pass of Adam over a chunk, and the layout of a chunk's optimizer state.
+
+Scope: fp32, bf16 and fp16 weights in numpy arrays (bf16 and fp16 as uint16 bit patterns), updated in place.
+Not here: the loops (see `compiled.py`), threads, tensors, and where state lives.
+Owner: none; the caller owns the arrays and lets only one thread at a time work on an element.
+
+[Note: state of a chunk] The contiguous sections for n elements, in this order:
+    fp32:  m f4[n], v f4[n]                   the weights are the master
+    bf16:  m f4[n], v f4[n], residual i2[n]   master bits = (weight << 16) + residual
+    fp16:  master f4[n], m f4[n], v f4[n]
+A bf16 weight is its fp32 master rounded to nearest, ties away from zero. In bits that is "add 0x8000 and cut", so what
+was cut lies in [-0x8000, 0x7FFF], and 10 bytes hold losslessly what takes 12 with a full master. A master that rounds
+to inf keeps its value in the residual; a NaN stays a (quiet) NaN, its payload is not kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import ConfigError
+from tierstore.kernels import compiled
+
+BLOCK = 65536
+"""Elements. Chunks are cut at multiples of it, and norms are summed per block of it."""
+
+Weights = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+_STATE_BYTES = {"fp32": 8, "bf16": 10, "fp16": 12}
+_ELEMENT = {"fp32": np.dtype(np.float32), "bf16": np.dtype(np.uint16), "fp16": np.dtype(np.uint16)}
+
+
+@dataclass(frozen=True, slots=True)
+class AdamCoefficients:
+    """Hyper-parameters of one parameter in one step.
+
+    Attributes:
+        step: 1 in the first update of this parameter.
+        decoupled: True is AdamW (Loshchilov and Hutter, 2019), False adds `weight_decay * p` to the gradient.
+        gradient_scale: multiplied into the gradient first: clip coefficient divided by loss scale.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    decoupled: bool = True
+    gradient_scale: float = 1.0
+
+    def scalars(self) -> compiled.Scalars:
+        """The factors of the update, computed in double precision and rounded once to fp32.
+
+        Source: Kingma and Ba, 2015, algorithm 1, with both bias corrections drawn into factors:
+            p = p * decay - (lr / (1 - beta1^t)) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        """
+        if self.step < 1:
+            raise ConfigError(f"the first step of a parameter is 1, got {self.step}")
+        values = (
+            1.0 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            0.0 if self.decoupled else self.weight_decay,
+            self.beta1,
+            1.0 - self.beta1,
+            self.beta2,
+            1.0 - self.beta2,
+            1.0 / math.sqrt(1.0 - self.beta2**self.step),
+            self.eps,
+            self.lr / (1.0 - self.beta1**self.step),
+            self.gradient_scale,
+        )
+        return compiled.Scalars(*map(np.float32, values))
+
+
+@dataclass(frozen=True, slots=True)
+class StateViews:
+    """The sections of one state as arrays of equal length.
+
+    Attributes:
+        complement: what completes the weights to their fp32 master: the int16 residual of bf16, the fp32 master of
+            fp16, empty for fp32.
+    """
+
+    m: Floats
+    v: Floats
+    complement: npt.NDArray[Any]
+
+
+def state_bytes_per_element(dtype: str) -> int:
+    """Bytes of optimizer state per element, see [Note: state of a chunk]."""
+    _check_dtype(dtype)
+    return _STATE_BYTES[dtype]
+
+
+def view_state(dtype: str, state: Bytes) -> StateViews:
+    """The sections of a packed state, without a copy.
+
+    Raises:
+        ConfigError: the size is not one of whole elements, or the bytes are not aligned to 4.
+    """
+    elements, rest = divmod(state.size, state_bytes_per_element(dtype))
+    if rest or state.dtype != np.uint8 or not state.flags.c_contiguous or state.ctypes.data % 4:
+        raise ConfigError(
+            f"a {dtype} state is contiguous, 4-aligned bytes, {_STATE_BYTES[dtype]} per element; "
+            f"got {state.size} of {state.dtype}"
+        )
+    words = state[: state.size // 4 * 4].view(np.float32)
+    first, second, third = (words[k * elements : (k + 1) * elements] for k in range(3))
+    if dtype == "fp32":
+        return StateViews(first, second, first[:0])
+    if dtype == "bf16":
+        return StateViews(first, second, state[8 * elements :].view(np.int16))
+    return StateViews(second, third, first)
+
+
+def init_state(dtype: str, master: Floats, weights: Weights, state: Bytes) -> None:
+    """State before the first step: m = v = 0; weights and state hold `master`."""
+    views = _matching_views(dtype, weights, state)
+    views.m.fill(0)
+    views.v.fill(0)
+    write_master_views(dtype, master, weights, views)
+
+
+def write_master(dtype: str, master: Floats, weights: Weights, state: Bytes) -> None:
+    """Sets weights (rounded) and what completes them to `master`; m and v stay."""
+    write_master_views(dtype, master, weights, _matching_views(dtype, weights, state))
+
+
+def write_master_views(dtype: str, master: Floats, weights: Weights, views: StateViews) -> None:
+    """`write_master` on sections that lie apart."""
+    check_arrays("fp32", master, weights.size)
+    if dtype == "bf16":
+        compiled.split_bf16(master, weights, views.complement)
+    elif dtype == "fp16":
+        views.complement[:] = master
+        compiled.narrow_fp16(master, weights.view(np.int16))
+    else:
+        weights[:] = master
+
+
+def read_master(dtype: str, weights: Weights, state: Bytes, out: Floats) -> None:
+    """The fp32 master of every element; of fp16 the one in the state, whatever the weights are."""
+    read_master_views(dtype, weights, _matching_views(dtype, weights, state), out)
+
+
+def read_master_views(dtype: str, weights: Weights, views: StateViews, out: Floats) -> None:
+    """`read_master` on sections that lie apart."""
+    check_arrays("fp32", out, weights.size)
+    if dtype == "bf16":
+        compiled.join_bf16(weights, views.complement, out)
+    else:
+        out[:] = weights if dtype == "fp32" else views.complement
+
+
+def adopt_weights(dtype: str, weights: Weights, views: StateViews, start: int, stop: int) -> None:
+    """Makes weights changed from outside count: a master that does not round to its weight becomes the weight.
+
+    Only fp16 has anything to do: fp32 weights are their master, and a bf16 master is built from its weight (a residual
+    left over from before the change moves it by half a unit in the last place at most).
+    """
+    if dtype == "fp16":
+        compiled.adopt_fp16(weights[start:stop].view(np.int16), views.complement[start:stop])
+
+
+def update(
+    dtype: str, weights: Weights, state: Bytes, gradient: Weights, start: int, stop: int, c: AdamCoefficients
+) -> None:
+    """One Adam step in place over elements [start, stop) of a chunk; bit-identical however a chunk is cut.
+
+    bf16 weights are read and written. fp16 weights are written only: the master in the state decides.
+
+    Shapes: weights [n], gradient [n] of the weights' dtype, state [n * state_bytes_per_element].
+    Threads: releases the GIL; disjoint ranges of one chunk may run at the same time. See [Note: bit-exact elements].
+    """
+    update_views(dtype, weights, _matching_views(dtype, weights, state), gradient, start, stop, c)
+
+
+def update_views(
+    dtype: str, weights: Weights, views: StateViews, gradient: Weights, start: int, stop: int, c: AdamCoefficients
+) -> None:
+    """`update` on sections that lie apart, as an optimizer with a tensor for each keeps them."""
+    check_arrays(dtype, weights, weights.size)
+    check_arrays(dtype, gradient, weights.size)
+    if not 0 <= start <= stop <= weights.size:
+        raise ConfigError(f"range [{start}, {stop}) is not inside a chunk of {weights.size} elements")
+    # Cut here: loops that count from 0 need no check for negative indices and vectorize.
+    p, g, m, v = weights[start:stop], gradient[start:stop], views.m[start:stop], views.v[start:stop]
+    if dtype == "fp32":
+        compiled.adam_fp32(p, g, m, v, c.scalars())
+    elif dtype == "bf16":
+        compiled.adam_bf16(p, g, m, v, views.complement[start:stop], c.scalars())
+    else:
+        compiled.adam_fp16(p.view(np.int16), g.view(np.int16), m, v, views.complement[start:stop], c.scalars())
+
+
+def check_arrays(dtype: str, array: npt.NDArray[Any], elements: int) -> None:
+    """Refuses what the loops would misread: they index without bounds checks.
+
+    Raises:
+        ConfigError: the array is not `elements` contiguous elements of the dtype.
+    """
+    _check_dtype(dtype)
+    if array.dtype != _ELEMENT[dtype] or array.shape != (elements,) or not array.flags.c_contiguous:
+        raise ConfigError(
+            f"expected {elements} contiguous {dtype} elements as {_ELEMENT[dtype]}, "
+            f"got {array.dtype}{list(array.shape)}"
+        )
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in _STATE_BYTES:
+        raise ConfigError(f"dtype is one of {', '.join(_STATE_BYTES)}, not {dtype!r}")
+
+
+def _matching_views(dtype: str, weights: Weights, state: Bytes) -> StateViews:
+    check_arrays(dtype, weights, weights.size)
+    views = view_state(dtype, state)
+    if views.m.size != weights.size:
+        raise ConfigError(f"{weights.size} weights, but state for {views.m.size}")
+    return views

@@ -1,0 +1,46 @@
+"""Sums over gradients: partial squared norms by block, and accumulation.
+
+Scope: fp32, bf16 and fp16 gradients in numpy arrays (bf16 and fp16 as uint16 bit patterns).
+Not here: the order in which partials are added (by position, whatever the partition; the caller's), threads.
+Owner: none; the caller owns the arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import ConfigError
+from tierstore.kernels import compiled
+from tierstore.kernels.adam import BLOCK, check_arrays
+
+
+def square_sums(dtype: str, gradient: npt.NDArray[Any], out: npt.NDArray[np.float64]) -> None:
+    """out[k] = sum of squares of elements [k * BLOCK, (k + 1) * BLOCK), in fp64 and in one fixed order.
+
+    A partial depends on its own block only, and a ragged last block counts as if padded with zeros: cutting a gradient
+    at multiples of BLOCK never changes a bit. inf and NaN propagate.
+
+    Shapes: gradient [n], out [ceil(n / BLOCK)].
+    """
+    check_arrays(dtype, gradient, gradient.size)
+    blocks = -(-gradient.size // BLOCK)
+    if out.dtype != np.float64 or out.shape != (blocks,) or not out.flags.c_contiguous:
+        raise ConfigError(
+            f"{gradient.size} elements have {blocks} partials of float64, got {out.dtype}{list(out.shape)}"
+        )
+    compiled.square_sums(_typed(dtype, gradient), out, BLOCK)
+
+
+def add_into(dtype: str, total: npt.NDArray[Any], gradient: npt.NDArray[Any]) -> None:
+    """total += gradient: added in fp32 and rounded once, to nearest even, as torch's in-place addition does."""
+    check_arrays(dtype, total, total.size)
+    check_arrays(dtype, gradient, total.size)
+    compiled.add_into(_typed(dtype, total), _typed(dtype, gradient))
+
+
+def _typed(dtype: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """See [Note: element types] in `compiled.py`."""
+    return array.view(np.int16) if dtype == "fp16" else array
