@@ -1,0 +1,337 @@
+"""CPUAdam as a drop-in for torch's optimizers."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+
+from tierstore.errors import ConfigError
+from tierstore.train import cpu_adam
+from tierstore.train.cpu_adam import CPUAdam
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((), (3,), (17, 5), (0,), (1031,))
+
+
+def parameters_of(dtype, seed=0, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_gradients(parameters, step, scale=0.1):
+    generator = torch.Generator().manual_seed(1000 + step)
+    for parameter in parameters:
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter.dtype)
+
+
+def train(optimizer, parameters, steps, first=0):
+    for step in range(first, first + steps):
+        set_gradients(parameters, step)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def optimizer_of(parameters, **options):
+    optimizer = CPUAdam(parameters, **{"lr": 1e-2, "threads": 1, **options})
+    return optimizer, parameters
+
+
+def assert_equal(left, right):
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("lr", [1e-3, 0.1])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
+@pytest.mark.parametrize("eps", [1e-8, 1e-2])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_fp32_agrees_with_torch(decoupled, lr, betas, eps, weight_decay):
+    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    ours, theirs = parameters_of(torch.float32), parameters_of(torch.float32)
+    reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, foreach=False, **options)
+    got = train(CPUAdam(ours, decoupled=decoupled, threads=1, **options), ours, 10)
+    for a, b in zip(got, train(reference, theirs, 10), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6 * lr + 1e-7)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_16_bit_masters_agree_with_torch_in_fp32(dtype, decoupled):
+    optimizer, ours = optimizer_of(parameters_of(dtype), decoupled=decoupled)
+    theirs = [torch.nn.Parameter(parameter.detach().float()) for parameter in ours]
+    options = {"lr": 1e-2, "weight_decay": 1e-2, "foreach": False}
+    reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **options)
+    for step in range(20):
+        set_gradients(ours, step)
+        for mine, other in zip(ours, theirs, strict=True):
+            other.grad = mine.grad.float()
+        optimizer.step()
+        reference.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(optimizer.read_master(mine), other.detach(), rtol=2e-6, atol=2e-7)
+        torch.testing.assert_close(mine.detach(), other.detach().to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_steps_below_the_precision_of_the_weights_add_up(dtype):
+    parameter = torch.nn.Parameter(torch.ones(8, dtype=dtype))
+    optimizer = CPUAdam([parameter], lr=1e-5, weight_decay=0.0, threads=1)
+    for _ in range(1000):
+        parameter.grad = torch.ones(8, dtype=dtype)
+        optimizer.step()
+    torch.testing.assert_close(parameter.detach().float(), torch.full((8,), 0.99), rtol=4e-3, atol=0)
+    torch.testing.assert_close(optimizer.read_master(parameter), torch.full((8,), 0.99), rtol=5e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_no_bit(dtype, monkeypatch):
+    monkeypatch.setattr(cpu_adam, "_PIECE", 100)
+    shapes = ((1031,), (7,), (333, 3))
+    results = []
+    for threads in (1, 2, 5):
+        optimizer, parameters = optimizer_of(parameters_of(dtype, shapes=shapes), threads=threads)
+        weights = train(optimizer, parameters, 3)
+        results.append(weights + [optimizer.read_master(parameter) for parameter in parameters])
+        optimizer.close()
+    assert_equal(results[0], results[1])
+    assert_equal(results[0], results[2])
+
+
+def test_a_failure_in_a_thread_is_raised(monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    optimizer, parameters = optimizer_of(parameters_of(torch.float32, shapes=((4,), (4,))), threads=2)
+    monkeypatch.setattr(cpu_adam, "update_views", fail)
+    with pytest.raises(ZeroDivisionError):
+        train(optimizer, parameters, 1)
+    optimizer.close()
+
+
+def test_close_joins_and_a_later_step_works(monkeypatch):
+    optimizer, parameters = optimizer_of(parameters_of(torch.float32), threads=2)
+    train(optimizer, parameters, 1)
+    workers = list(optimizer._pool._threads)
+    optimizer.close()
+    optimizer.close()
+    assert not any(worker.is_alive() for worker in workers)
+    train(optimizer, parameters, 1, first=1)
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a forked child, where the threads are gone
+    before = optimizer._pool
+    train(optimizer, parameters, 1, first=2)
+    assert optimizer._pool is not before
+    optimizer.close()
+    before.shutdown()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("through", ["state_dict", "torch.save", "pickle", "deepcopy"])
+def test_a_restored_optimizer_goes_on_bit_for_bit(dtype, through, tmp_path):
+    optimizer, parameters = optimizer_of(parameters_of(dtype))
+    train(optimizer, parameters, 3)
+    if through in ("pickle", "deepcopy"):
+        clone = copy.deepcopy if through == "deepcopy" else lambda item: pickle.loads(pickle.dumps(item))
+        other, twins = clone((optimizer, parameters))
+    else:
+        saved = {"optimizer": optimizer.state_dict(), "weights": [p.detach() for p in parameters]}
+        if through == "torch.save":
+            torch.save(saved, tmp_path / "state.pt")
+            saved = torch.load(tmp_path / "state.pt", weights_only=True)
+        twins = [torch.nn.Parameter(item.clone()) for item in saved["weights"]]
+        other, _ = optimizer_of(twins, lr=123.0)
+        other.load_state_dict(saved["optimizer"])
+    assert_equal(train(other, twins, 3, first=3), train(optimizer, parameters, 3, first=3))
+    assert_equal([other.read_master(p) for p in twins], [optimizer.read_master(p) for p in parameters])
+
+
+def test_loaded_state_is_a_copy_in_fp32():
+    optimizer, parameters = optimizer_of(parameters_of(torch.bfloat16))
+    train(optimizer, parameters, 2)
+    saved = optimizer.state_dict()
+    other, twins = optimizer_of(parameters_of(torch.bfloat16))
+    other.load_state_dict(saved)
+    state, original = other.state[twins[4]], saved["state"][4]
+    assert {name: item.dtype for name, item in state.items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.float32,
+        "exp_avg_sq": torch.float32,
+        "residual": torch.int16,
+    }
+    for name, item in state.items():
+        assert torch.equal(item, original[name])
+        assert item.data_ptr() != original[name].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_state_dict_of_torch_fits(dtype):
+    parameters = parameters_of(dtype)
+    reference = torch.optim.AdamW(parameters, lr=1e-2)
+    train(reference, parameters, 4)
+    twins = copy.deepcopy(parameters)
+    optimizer, _ = optimizer_of(twins, lr=1.0, weight_decay=0.0)
+    optimizer.load_state_dict(reference.state_dict())
+    assert optimizer.param_groups[0]["decoupled"]
+    tolerance = {"rtol": 2e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-3}
+    for a, b in zip(train(optimizer, twins, 2, 4), train(reference, parameters, 2, 4), strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+def test_our_fp32_state_fits_torch():
+    optimizer, parameters = optimizer_of(parameters_of(torch.float32))
+    train(optimizer, parameters, 3)
+    twins = copy.deepcopy(parameters)
+    reference = torch.optim.AdamW(twins, lr=1e-2)
+    saved = copy.deepcopy(optimizer.state_dict())  # torch takes the tensors as they are
+    saved["param_groups"] = [{**reference.state_dict()["param_groups"][0]}]
+    reference.load_state_dict(saved)
+    for a, b in zip(train(optimizer, parameters, 2, 3), train(reference, twins, 2, 3), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+
+
+def test_hooks_of_load_see_tensors_and_may_change_them():
+    optimizer, parameters = optimizer_of(parameters_of(torch.bfloat16))
+    train(optimizer, parameters, 1)
+    other, twins = optimizer_of(parameters_of(torch.bfloat16))
+    seen = []
+
+    def before(_, state_dict):
+        state_dict["state"][1]["exp_avg"] = torch.full_like(state_dict["state"][1]["exp_avg"], 0.123)
+
+    other.register_load_state_dict_pre_hook(before)
+    other.register_load_state_dict_post_hook(lambda it: seen.append(it.state[twins[1]]["exp_avg"].dtype))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert seen == [torch.float32]
+    assert torch.equal(other.state[twins[1]]["exp_avg"], torch.full((3,), 0.123))
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    optimizer, parameters = optimizer_of(parameters_of(torch.float32))
+    train(optimizer, parameters, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(ConfigError, match="amsgrad"):
+        optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["amsgrad"] = False
+    saved["state"][2]["exp_avg"] = torch.zeros(5, 17)
+    with pytest.raises(ConfigError, match=r"\[5, 17\]"):
+        optimizer.load_state_dict(saved)
+    assert int(optimizer.state[parameters[2]]["step"]) == 1
+
+
+def test_groups_and_steps_are_per_parameter():
+    ours, theirs = parameters_of(torch.float32), parameters_of(torch.float32)
+
+    def groups(items):
+        return [{"params": items[:2], "lr": 0.1, "weight_decay": 0.0}, {"params": items[2:], "betas": (0.5, 0.9)}]
+
+    optimizer, reference = CPUAdam(groups(ours), threads=1), torch.optim.AdamW(groups(theirs), foreach=False)
+    for step in range(6):
+        for parameters, item in ((ours, optimizer), (theirs, reference)):
+            set_gradients(parameters, step)
+            if step % 2:
+                parameters[2].grad = None  # a module that was skipped
+            item.step()
+            item.param_groups[0]["lr"] *= 0.9
+    assert int(optimizer.state[ours[2]]["step"]) == 3
+    assert int(optimizer.state[ours[1]]["step"]) == 6
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+
+
+def test_closure_and_scheduler():
+    parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = CPUAdam([parameter], lr=0.1, weight_decay=0.0, threads=1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (parameter**2).sum()
+        loss.backward()
+        return loss.detach()
+
+    assert float(optimizer.step(closure)) == 5.0
+    torch.testing.assert_close(parameter.detach(), torch.tensor([0.9, -1.9]))  # a first step is lr * sign
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert optimizer.step() is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_layouts_change_no_bit(dtype):
+    base = torch.randn(6, 4, 3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layouts = [
+        base.clone(),
+        base.clone(memory_format=torch.channels_last),
+        base.clone().transpose(0, 3).contiguous().transpose(0, 3),
+        torch.zeros(12, 4, 3, 5, dtype=dtype)[::2].copy_(base),
+    ]
+    results = [train(*optimizer_of([torch.nn.Parameter(item)]), 3)[0] for item in layouts]
+    assert_equal(results[:1] * 3, results[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [0.0, -0.0, 0.5])
+def test_a_weight_changed_from_outside_counts(dtype, value):
+    optimizer, parameters = optimizer_of(parameters_of(dtype, shapes=((1031,),)), weight_decay=0.0)
+    train(optimizer, parameters, 3)
+    parameters[0].data.fill_(value)
+    torch.testing.assert_close(
+        optimizer.read_master(parameters[0]), torch.full((1031,), value), rtol=torch.finfo(dtype).eps, atol=1e-38
+    )
+    (after,) = train(optimizer, parameters, 1, first=3)
+    assert ((after - value).abs() < 0.05).all()
+
+
+def test_autograd_notices_an_update_of_what_it_saved():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = CPUAdam([parameter], threads=1)
+    loss = (parameter * parameter).sum()
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_nothing_changes_when_a_gradient_is_refused():
+    first, second = parameters_of(torch.float32, shapes=((4,), (4,)))
+    optimizer = CPUAdam([first, second], threads=1)
+    first.grad, second.grad = torch.ones(4), torch.ones(4).to_sparse()
+    before = first.detach().clone()
+    with pytest.raises(ConfigError, match="sparse"):
+        optimizer.step()
+    assert torch.equal(first, before)
+    assert int(optimizer.state[first]["step"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"betas": (1.0, 0.9)}, "betas"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"threads": 0}, "threads"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
+        CPUAdam(parameters_of(torch.float32), **options)
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(2, dtype=torch.float64), torch.zeros(2, device="meta")])
+def test_parameters_are_checked(bad):
+    optimizer = CPUAdam(parameters_of(torch.float32), threads=1)
+    with pytest.raises(ConfigError, match="dense fp32, bf16 or fp16 tensors in CPU memory"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(bad)]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_named_parameters_are_taken():
+    model = torch.nn.Linear(2, 3)
+    optimizer = CPUAdam(model.named_parameters(), threads=1)
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]

@@ -1,0 +1,299 @@
+"""Adam and AdamW for tensors in CPU memory, as an ordinary `torch.optim.Optimizer`.
+
+Scope: fp32, bf16 and fp16 parameters with gradients of the same dtype; fp32 moments and, for 16-bit weights, what
+    completes them to an fp32 master; a few threads of its own.
+Not here: state that lives on other tiers (see `optimizer.py`), the arithmetic (see `kernels/adam.py`).
+Owner: the thread that calls `step()`; its threads work only while that call lasts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore import kernels
+from tierstore.config import AdamWConfig
+from tierstore.errors import ConfigError
+from tierstore.kernels.adam import (
+    BLOCK,
+    AdamCoefficients,
+    StateViews,
+    adopt_weights,
+    read_master_views,
+    update_views,
+)
+
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_COMPLEMENTS = {"fp32": None, "bf16": ("residual", torch.int16), "fp16": ("master", torch.float32)}
+_PIECE = 4 * BLOCK  # elements of one job: 7 MB of bf16 weights, gradients and state, some 0.3 ms of work
+_UNSUPPORTED = ("amsgrad", "maximize")
+
+
+@dataclass(frozen=True, slots=True)
+class _Verbatim:
+    """A tensor of a state dict that torch must not cast to the dtype of its parameter."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One parameter in one step."""
+
+    parameter: torch.Tensor
+    weights: torch.Tensor  # the parameter itself, or a contiguous copy to be written back
+    gradient: torch.Tensor
+    state: dict[str, Any]
+    coefficients: AdamCoefficients
+
+    def pieces(self) -> list[Callable[[], None]]:
+        weights, gradient = _array(self.weights), _array(self.gradient)
+        run = partial(self._run, _DTYPES[self.weights.dtype], weights, _views(self.state), gradient)
+        return [partial(run, start, min(start + _PIECE, weights.size)) for start in range(0, weights.size, _PIECE)]
+
+    def _run(self, dtype: str, weights: Any, views: StateViews, gradient: Any, start: int, stop: int) -> None:
+        adopt_weights(dtype, weights, views, start, stop)
+        update_views(dtype, weights, views, gradient, start, stop, self.coefficients)
+
+    def finish(self) -> None:
+        self.state["step"] += 1
+        if self.weights is not self.parameter:
+            self.parameter.copy_(self.weights)
+        else:
+            torch.autograd.graph.increment_version(self.parameter)  # written behind torch's back
+
+
+class CPUAdam(torch.optim.Optimizer):
+    """AdamW (or Adam with L2 regularization) with one fused pass per parameter; a drop-in for `torch.optim.AdamW`.
+
+    16-bit parameters are trained against fp32 masters: the state of a bf16 parameter holds the int16 `residual` that
+    completes it losslessly (10 bytes per element), that of an fp16 parameter the `master` itself (12). A weight changed
+    from outside between two steps counts; what its master held beyond the weight's precision is then lost at most.
+
+    Results are bit-identical for every number of threads, provided that `torch.set_flush_denormal`, if used, is called
+    before the first step: the threads inherit it.
+
+    Args:
+        decoupled: True is AdamW, False adds `weight_decay * p` to the gradient, as `torch.optim.Adam` does.
+        threads: None is one per available core, at most 8.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        decoupled: bool = True,
+        threads: int | None = None,
+    ) -> None:
+        AdamWConfig(lr=float(lr), betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads must be at least 1, got {threads}")
+        self._threads = threads or min(8, len(os.sched_getaffinity(0)))
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_pid = 0
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
+        super().__init__(params, defaults)
+        kernels.warm_up(sorted({_DTYPES[p.dtype] for group in self.param_groups for p in group["params"]}))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's.
+
+        Raises:
+            ConfigError: a parameter is not a dense fp32, bf16 or fp16 tensor in CPU memory; the group was not added.
+        """
+        parameters = param_group["params"]
+        param_group["params"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for item in param_group["params"]:
+            parameter = item[1] if isinstance(item, tuple) else item
+            if isinstance(parameter, torch.Tensor):
+                _check_tensor("parameter", parameter)
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates every parameter that has a gradient.
+
+        Raises:
+            ConfigError: a gradient is not dense, or not of its parameter's dtype; nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        jobs = [
+            self._job(group, parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        self._run(deque(chain.from_iterable(job.pieces() for job in jobs)))
+        for job in jobs:
+            job.finish()
+        return loss
+
+    @torch.no_grad()
+    def read_master(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A copy of the fp32 master of a parameter; before its first step, the parameter itself in fp32."""
+        if not self.state.get(parameter):
+            return parameter.detach().to(torch.float32, copy=True)
+        weights = parameter.detach().contiguous()
+        out = torch.empty(parameter.shape, dtype=torch.float32)
+        dtype, views = _DTYPES[parameter.dtype], _views(self.state[parameter])
+        adopt_weights(dtype, _array(weights), views, 0, weights.numel())
+        read_master_views(dtype, _array(weights), views, _array(out))
+        return out
+
+    def close(self) -> None:
+        """Joins the threads; a later `step()` starts new ones. They also end with the optimizer itself."""
+        pool, self._pool = self._pool, None
+        if pool is not None and self._pool_pid == os.getpid():
+            pool.shutdown()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but keeps fp32 state of 16-bit parameters; a state dict of `torch.optim.AdamW` fits too.
+
+        Raises:
+            ConfigError: an option that this optimizer lacks is on, or a state has another shape; nothing was changed.
+        """
+        for group in state_dict["param_groups"]:
+            for option in _UNSUPPORTED:
+                if group.get(option):
+                    raise ConfigError(f"{option}=True of the loaded state is not supported by CPUAdam")
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: _protect(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_threads": self._threads}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Called by load_state_dict with protected tensors, and by pickle and deepcopy with ordinary ones.
+        restored = {
+            key: _restore(key, value) if isinstance(key, torch.Tensor) else value
+            for key, value in state["state"].items()
+        }
+        self.__dict__.setdefault("_pool", None)
+        self.__dict__.setdefault("_pool_pid", 0)
+        super().__setstate__({**state, "state": defaultdict(dict, restored)})
+        for group in self.param_groups:
+            group.setdefault("decoupled", group.get("decoupled_weight_decay", self.defaults["decoupled"]))
+
+    def _job(self, group: dict[str, Any], parameter: torch.Tensor) -> _Job:
+        gradient = parameter.grad
+        if gradient is None or gradient.dtype != parameter.dtype:
+            got = None if gradient is None else gradient.dtype
+            raise ConfigError(f"a parameter of {parameter.dtype} needs a gradient of its dtype, got {got}")
+        _check_tensor("gradient", gradient)
+        state = self.state[parameter]
+        if not state:
+            state.update(_new_state(parameter))
+        beta1, beta2 = group["betas"]
+        coefficients = AdamCoefficients(
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=int(state["step"]) + 1,
+            decoupled=group["decoupled"],
+        )
+        weights = parameter if parameter.is_contiguous() else parameter.contiguous()
+        return _Job(parameter, weights, gradient.contiguous(), state, coefficients)
+
+    def _run(self, pieces: deque[Callable[[], None]]) -> None:
+        """All pieces, in any order: a worker takes the next as soon as it is free."""
+        if self._threads == 1 or len(pieces) <= 1:
+            return _drain(pieces)
+        if self._pool is None or self._pool_pid != os.getpid():  # the threads of a forked process are gone
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tierstore-adam")
+            self._pool_pid = os.getpid()
+        for future in [self._pool.submit(_drain, pieces) for _ in range(self._threads)]:
+            future.result()
+        return None
+
+
+def _drain(pieces: deque[Callable[[], None]]) -> None:
+    while True:
+        try:
+            piece = pieces.popleft()
+        except IndexError:
+            return
+        piece()
+
+
+def _check_tensor(what: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in _DTYPES or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ConfigError(
+            f"CPUAdam takes dense fp32, bf16 or fp16 tensors in CPU memory; "
+            f"got a {what} of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        )
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The memory of a contiguous tensor as a flat array; 16-bit floats as uint16."""
+    flat = tensor.detach().view(-1)
+    return np.asarray((flat.view(torch.uint16) if flat.dtype in (torch.bfloat16, torch.float16) else flat).numpy())
+
+
+def _views(state: dict[str, Any]) -> StateViews:
+    m, v = _array(state["exp_avg"]), _array(state["exp_avg_sq"])
+    complement = state.get("residual", state.get("master"))
+    return StateViews(m, v, m[:0] if complement is None else _array(complement))
+
+
+def _new_state(parameter: torch.Tensor) -> dict[str, Any]:
+    def zeros(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(parameter.shape, dtype=dtype)
+
+    state = {"step": torch.tensor(0.0), "exp_avg": zeros(torch.float32), "exp_avg_sq": zeros(torch.float32)}
+    complement = _COMPLEMENTS[_DTYPES[parameter.dtype]]
+    if complement is not None:
+        name, dtype = complement
+        state[name] = zeros(dtype)  # an fp16 master that differs from its weight is replaced in the first step
+    return state
+
+
+def _protect(state_dict: dict[str, Any]) -> dict[str, Any]:
+    state = {
+        key: {name: _Verbatim(item) if isinstance(item, torch.Tensor) else item for name, item in entry.items()}
+        for key, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _restore(parameter: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+    """The state of one parameter from a loaded entry: copies, in our dtypes, with what a foreign state dict lacks."""
+    if not entry:
+        return {}
+    state = _new_state(parameter)
+    for name, fresh in state.items():
+        item = entry.get(name)
+        if item is None:
+            continue
+        value = item.tensor if isinstance(item, _Verbatim) else torch.as_tensor(item)
+        if name != "step" and value.shape != parameter.shape:
+            raise ConfigError(f"state {name!r} has shape {list(value.shape)}, its parameter {list(parameter.shape)}")
+        state[name] = value.detach().to(fresh.dtype, copy=True, memory_format=torch.contiguous_format)
+    return state
