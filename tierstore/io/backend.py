@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import ClosedError, ShortTransfer, StorageError, StorageFull
+from tierstore.io.fork import ForkAware
 
 ALIGNMENT = 4096
 FRUITLESS_LIMIT = 64  # calls in a row that moved nothing before a transfer is given up
@@ -114,7 +115,7 @@ def storage_error(error: OSError, action: str, path: Path) -> StorageError:
     return kind(f"{action} of {path} failed: {error.strerror or error} ({name})")
 
 
-class BlockFile:
+class BlockFile(ForkAware):
     """An open file that is read and written in whole transfers at given offsets.
 
     Threads: any number at once; `close` lets the transfers in flight end first.
@@ -124,6 +125,7 @@ class BlockFile:
     """
 
     def __init__(self, backend: Backend, path: Path, descriptor: int, direct: bool) -> None:
+        super().__init__()
         self.path = path
         self.direct = direct
         self._backend = backend
@@ -177,15 +179,18 @@ class BlockFile:
 
     def close(self) -> None:
         """Refuses new transfers; the last one in flight closes the descriptor. Twice is fine."""
+        if self.is_inherited:
+            return
         with self._lock:
             is_last = not self._is_closed and self._users == 0
             self._is_closed = True
         if is_last:
-            self._close_descriptor()
+            self._backend._close(self._descriptor, self.path)
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[int]:
         # A descriptor closed under a running call could be opened again as another file, and be written to.
+        self.check_process()
         with self._lock:
             if self._is_closed:
                 raise ClosedError(f"{self.path} is closed")
@@ -200,13 +205,7 @@ class BlockFile:
             self._users -= 1
             is_last = self._is_closed and self._users == 0
         if is_last:
-            self._close_descriptor()
-
-    def _close_descriptor(self) -> None:
-        try:
-            self._backend._call_close(self._descriptor, self.path)
-        except OSError as error:
-            raise storage_error(error, "close", self.path) from error
+            self._backend._close(self._descriptor, self.path)
 
     def _check(self, verb: str, buffer: Bytes, offset: int) -> memoryview:
         if buffer.dtype != np.uint8 or not buffer.flags.c_contiguous:
@@ -272,11 +271,10 @@ class Backend:
         try:
             try:
                 if size_bytes:
-                    self._call_allocate(descriptor, size_bytes, path)
-            except OSError as error:
-                raise storage_error(error, f"allocation of {size_bytes} B", path) from error
+                    with self._mapped(f"allocation of {size_bytes} B", path):
+                        self._call_allocate(descriptor, size_bytes, path)
             finally:
-                self._call_close(descriptor, path)
+                self._close(descriptor, path)
             return self.open(path, writable=True)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -311,7 +309,7 @@ class Backend:
         try:
             self.fsync_file(descriptor, path)
         finally:
-            self._call_close(descriptor, path)
+            self._close(descriptor, path)
 
     def make_directory(self, path: Path, mode: int = 0o700) -> None:
         """Makes a directory if it is not there; its parent must be."""
@@ -326,6 +324,10 @@ class Backend:
     def _open(self, path: Path, flags: int, mode: int) -> int:
         with self._mapped("open", path):
             return self._call_open(path, flags, mode)
+
+    def _close(self, descriptor: int, path: Path) -> None:
+        with self._mapped("close", path):
+            self._call_close(descriptor, path)
 
     @contextlib.contextmanager
     def _mapped(self, action: str, path: Path) -> Iterator[None]:

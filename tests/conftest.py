@@ -1,0 +1,83 @@
+"""Fixtures for all rooms: leaks are failures, and GPU tests need a GPU.
+
+Scope: `no_leaks` (use it by `pytestmark = pytest.mark.usefixtures("no_leaks")`), `runtime`.
+Not here: faulty storage (see `tests/faults.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tierstore.io.runtime import Runtime
+
+JOIN_S = 5.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # here: it takes seconds, and most runs collect no GPU test
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def open_descriptors() -> dict[int, str]:
+    """Descriptors of this process and what they are open on."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+    return found
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fails a test that leaves a thread or a descriptor behind."""
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    yield
+    gc.collect()
+    left = [thread for thread in threading.enumerate() if thread not in threads]
+    for thread in left:
+        thread.join(JOIN_S)  # one that is just ending is no leak
+    alive = [thread.name for thread in left if thread.is_alive()]
+    assert not alive, f"threads left: {alive}"
+    opened = {number: path for number, path in open_descriptors().items() if descriptors.get(number) != path}
+    assert not opened, f"descriptors left: {opened}"
+
+
+@pytest.fixture
+def runtime(no_leaks: None) -> Iterator[Runtime]:
+    """A running loop thread; fails a test that leaves a task, or an error that nobody saw."""
+    running = Runtime("test", timeout_s=30.0).start()
+    yield running
+    if running.loop.is_running():
+        left = running.call(_other_tasks)
+        assert not left, f"tasks left: {left}"
+    running.close(timeout_s=10.0)
+
+
+async def _other_tasks() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+
+@pytest.fixture
+def disk_path(tmp_path: Path) -> Path:
+    """An empty directory on a filesystem that takes O_DIRECT, for tests that need it; skips elsewhere."""
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        pytest.skip(f"no O_DIRECT in {tmp_path}")
+    (tmp_path / "probe").unlink()
+    return tmp_path

@@ -1,0 +1,131 @@
+"""A storage backend that fails on demand: the real one, with a fault at the n-th system call.
+
+Scope: `FaultyBackend`, and `each_fault` to try every call index in turn.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.io.backend import Backend
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong: an errno, or a transfer of at most so many bytes."""
+
+    errno: int = 0
+    short_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return errno.errorcode[self.errno] if self.errno else f"short-{self.short_bytes}"
+
+
+EIO, ENOSPC = Fault(errno.EIO), Fault(errno.ENOSPC)
+EINTR, EAGAIN = Fault(errno.EINTR), Fault(errno.EAGAIN)
+NOTHING, UNALIGNED, PART = Fault(short_bytes=0), Fault(short_bytes=100), Fault(short_bytes=8192 + 100)
+
+
+class FaultyBackend(Backend):
+    """Fails the call number `at` (counted from 0 over all kinds in `kinds`), and so many after it.
+
+    Attributes:
+        calls: every system call so far, by kind.
+    """
+
+    def __init__(
+        self, fault: Fault | None = None, at: int = 0, times: int = 1, kinds: tuple[str, ...] = (), direct: bool = True
+    ) -> None:
+        super().__init__()
+        self.fault = fault
+        self.at = at
+        self.times = times
+        self.kinds = kinds
+        self.direct = direct
+        self.calls: list[str] = []
+        self._counted = 0
+        self._fault_lock = threading.Lock()
+
+    def _due(self, kind: str) -> Fault | None:
+        with self._fault_lock:
+            self.calls.append(kind)
+            if self.kinds and kind not in self.kinds:
+                return None
+            index, self._counted = self._counted, self._counted + 1
+            return self.fault if self.at <= index < self.at + self.times else None
+
+    def _step(self, kind: str, path: Path) -> None:
+        fault = self._due(kind)
+        if fault is not None and fault.errno:
+            raise OSError(fault.errno, os.strerror(fault.errno), str(path))
+
+    def _move(self, kind: str, view: memoryview, path: Path, call: Callable[[memoryview], int]) -> int:
+        fault = self._due(kind)
+        if fault is None:
+            return call(view)
+        if fault.errno:
+            raise OSError(fault.errno, os.strerror(fault.errno), str(path))
+        assert fault.short_bytes is not None
+        # Moved whole, told short: the system may have done more than it says.
+        return min(call(view), fault.short_bytes)
+
+    def _call_open(self, path: Path, flags: int, mode: int) -> int:
+        self._step("open", path)
+        if flags & os.O_DIRECT and not self.direct:
+            raise OSError(errno.EINVAL, "no O_DIRECT here", str(path))
+        return super()._call_open(path, flags, mode)
+
+    def _call_close(self, descriptor: int, path: Path) -> None:
+        super()._call_close(descriptor, path)  # a failed close has closed all the same
+        self._step("close", path)
+
+    def _call_allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        self._step("allocate", path)
+        super()._call_allocate(descriptor, size_bytes, path)
+
+    def _call_pread(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        read = super()._call_pread
+        return self._move("pread", view, path, lambda part: read(descriptor, part, offset, path))
+
+    def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        write = super()._call_pwrite
+        return self._move("pwrite", view, path, lambda part: write(descriptor, part, offset, path))
+
+    def _call_fdatasync(self, descriptor: int, path: Path) -> None:
+        self._step("fdatasync", path)
+        super()._call_fdatasync(descriptor, path)
+
+    def _call_fsync(self, descriptor: int, path: Path) -> None:
+        self._step("fsync", path)
+        super()._call_fsync(descriptor, path)
+
+    def _call_replace(self, source: Path, destination: Path) -> None:
+        self._step("replace", source)
+        super()._call_replace(source, destination)
+
+    def _call_unlink(self, path: Path) -> None:
+        self._step("unlink", path)
+        super()._call_unlink(path)
+
+    def _call_mkdir(self, path: Path, mode: int) -> None:
+        self._step("mkdir", path)
+        super()._call_mkdir(path, mode)
+
+
+def each_fault(
+    fault: Fault, scenario: Callable[[FaultyBackend], object], kinds: tuple[str, ...] = ()
+) -> Iterator[FaultyBackend]:
+    """One backend for each call index, that fails there.
+
+    Args:
+        scenario: run once without a fault, to count the calls.
+    """
+    clean = FaultyBackend(kinds=kinds)
+    scenario(clean)
+    for index in range(sum(1 for kind in clean.calls if not kinds or kind in kinds)):
+        yield FaultyBackend(fault, at=index, kinds=kinds)

@@ -1,0 +1,72 @@
+"""Small files are replaced whole or not at all, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from faults import EIO, ENOSPC, Fault, FaultyBackend, each_fault
+
+from tierstore.errors import StorageError, StorageFull
+from tierstore.io.files import read_bytes, write_atomic
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def test_round_trip_and_mode(tmp_path: Path) -> None:
+    async def play() -> bytes:
+        await write_atomic(tmp_path / "manifest", b"one")
+        await write_atomic(tmp_path / "manifest", b"two", mode=0o640)
+        return await read_bytes(tmp_path / "manifest")
+
+    (tmp_path / "manifest.tmp").write_bytes(b"a longer leftover of a killed writer")
+    assert asyncio.run(play()) == b"two"
+    assert (tmp_path / "manifest").stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest"]
+
+
+def test_a_missing_file_names_itself(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"read of .*absent failed: .*ENOENT") as caught:
+        asyncio.run(read_bytes(tmp_path / "absent"))
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+@pytest.mark.parametrize("fault", [EIO, ENOSPC], ids=str)
+def test_each_fault_leaves_old_or_new(fault: Fault, tmp_path: Path) -> None:
+    path = tmp_path / "manifest"
+
+    def scenario(backend: FaultyBackend) -> None:
+        path.write_bytes(b"old")
+        asyncio.run(write_atomic(path, b"new", backend=backend))
+
+    outcomes = []
+    for backend in each_fault(fault, scenario):
+        with pytest.raises(StorageFull if fault is ENOSPC else StorageError):
+            scenario(backend)
+        outcomes.append((backend.calls[backend.at], path.read_bytes()))
+        assert [item.name for item in tmp_path.iterdir()] == ["manifest"]
+    assert outcomes == [
+        ("open", b"old"),
+        ("fsync", b"old"),
+        ("replace", b"old"),
+        ("open", b"new"),
+        ("fsync", b"new"),
+        ("close", b"new"),
+    ]
+
+
+def test_cancellation_waits_for_the_end_of_the_write(tmp_path: Path) -> None:
+    async def play(backend: FaultyBackend) -> None:
+        task = asyncio.create_task(write_atomic(tmp_path / "manifest", b"new", backend=backend))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    backend = FaultyBackend()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(play(backend))
+    assert (tmp_path / "manifest").read_bytes() == b"new"
+    assert backend.calls == ["open", "fsync", "replace", "open", "fsync", "close"]
+    with pytest.raises(StorageError, match="EIO"):  # a failure is not lost behind the cancellation
+        asyncio.run(play(FaultyBackend(EIO, at=1)))

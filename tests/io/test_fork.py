@@ -1,0 +1,120 @@
+"""The child of a fork: it may use nothing of the parent's, holds no lock, and does the parent no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tierstore.errors import ClosedError
+from tierstore.io.backend import Backend
+from tierstore.io.memory import Arena
+from tierstore.io.runtime import Runtime
+from tierstore.io.workers import Priority, WorkerPool
+
+
+def in_child(check: Callable[[], None]) -> str:
+    """What went wrong in a forked child that runs `check`; empty if nothing did."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads, which is what is tested
+        child = os.fork()
+    if child == 0:
+        try:
+            check()
+        except BaseException:
+            os.write(writer, traceback.format_exc().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        text = pipe.read().decode()
+    assert os.waitpid(child, 0)[1] == 0
+    return text
+
+
+async def one() -> int:
+    return 1
+
+
+def test_the_child_can_use_nothing(runtime: Runtime, tmp_path: Path) -> None:
+    file = Backend().create(tmp_path / "pack", 4096)
+    pool, arena = WorkerPool("test", 1), Arena(8192)
+    memory = arena.pool("test", 8192)
+    lease = memory.try_reserve(4096)
+    assert lease is not None
+
+    async def run() -> int:
+        return await pool.run(Priority.DEMAND, int)
+
+    def check() -> None:
+        uses: list[Callable[[], object]] = [
+            lambda: runtime.call(one),
+            lambda: runtime.post(print),
+            runtime.start,
+            lambda: asyncio.run(run()),
+            lambda: memory.try_reserve(1),
+            lambda: arena.pool("other", 0),
+            lambda: lease.array,
+            lambda: file.read_into(np.zeros(4096, np.uint8), 0),
+            file.datasync,
+            lease.free,
+        ]
+        for use in uses:
+            with pytest.raises(ClosedError, match="parent of this forked process"):
+                use()
+        runtime.close()  # these do nothing, and wait for nobody
+        pool.close(0)
+        file.close()
+        assert arena.close() == []
+
+    assert runtime.call(run) == 0  # the pool's thread runs
+    assert in_child(check) == ""
+    assert runtime.call(run) == 0  # the parent goes on
+    lease.array[:] = 1
+    file.read_into(lease.array, 0)
+    file.close()
+    lease.free()
+    pool.close(10)
+    assert arena.close() == []
+
+
+def test_a_lock_held_while_forking_does_not_hang_the_child(runtime: Runtime) -> None:
+    pool = WorkerPool("test", 1)
+
+    async def run() -> int:
+        return await pool.run(Priority.DEMAND, int)
+
+    def check() -> None:
+        with pytest.raises(ClosedError):
+            asyncio.run(run())
+
+    with pool._lock:
+        assert in_child(check) == ""
+    pool.close(0)
+
+
+def test_a_mapping_forgotten_in_the_child_is_not_unmapped_there() -> None:
+    """Its address may belong to something newer in the child."""
+    arenas = [Arena(2**22)]
+    address = arenas[0]._address
+
+    def check() -> None:
+        arenas.clear()
+        gc.collect()
+        with open("/proc/self/maps") as maps:  # not inherited at all
+            starts = [int(line.split("-")[0], 16) for line in maps]
+        assert not any(address <= start < address + 2**22 for start in starts)
+        from tierstore.io import fork
+
+        assert any(isinstance(item, Arena) and item._address == address for item in fork._inherited)
+
+    assert in_child(check) == ""
+    assert arenas[0].close() == []

@@ -1,0 +1,203 @@
+"""The arena: where buffers lie, who gets them next, and what is left when it closes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.errors import BudgetError, ClosedError
+from tierstore.io.memory import HUGE_PAGE_BYTES, Arena, Lease, Pool
+
+PAGE = 4096
+CAPACITY_PAGES = 16
+
+
+def make_pool(pages: int = CAPACITY_PAGES) -> Pool:
+    return Arena(pages * PAGE).pool("test", pages * PAGE)
+
+
+def take(pool: Pool, pages: int) -> Lease:
+    lease = pool.try_reserve(pages * PAGE)
+    assert lease is not None
+    return lease
+
+
+@dataclass
+class Session:
+    """Tasks that ask for memory, in order, and what they got."""
+
+    pool: Pool
+    asked: list[asyncio.Task[Lease]] = field(default_factory=list)
+    freed: set[int] = field(default_factory=set)
+
+    def held(self) -> dict[int, Lease]:
+        return {
+            index: task.result()
+            for index, task in enumerate(self.asked)
+            if index not in self.freed and task.done() and not task.cancelled()
+        }
+
+    def check(self) -> None:
+        spans = sorted((lease.start, lease.start + len(lease.array)) for lease in self.held().values())
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert all(start % PAGE == 0 and end <= self.pool.capacity_bytes for start, end in spans)
+        assert sum(end - start for start, end in spans) <= self.pool.used_bytes <= self.pool.capacity_bytes
+        waiting = [index for index, task in enumerate(self.asked) if not task.done()]
+        granted = [index for index, task in enumerate(self.asked) if task.done() and not task.cancelled()]
+        assert not waiting or not granted or max(granted) < min(waiting), "somebody overtook"
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("reserve"), st.integers(1, CAPACITY_PAGES * PAGE)),
+        st.tuples(st.just("free"), st.integers(0, 30)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("free and cancel"), st.integers(0, 30)),
+        st.tuples(st.just("turn"), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(operations)
+@settings(deadline=None, max_examples=200)
+def test_any_sequence_keeps_the_pool_right(sequence: list[tuple[str, int]]) -> None:
+    async def play() -> None:
+        session = Session(make_pool())
+        for name, number in sequence:
+            if name == "reserve":
+                session.asked.append(asyncio.create_task(session.pool.reserve(number)))
+                await asyncio.sleep(0)
+            if "free" in name and (held := session.held()):
+                index = sorted(held)[number % len(held)]
+                session.freed.add(index)
+                held[index].free()
+            if "cancel" in name and session.asked:  # right after a free: granted, and cancelled before it was told
+                session.asked[number % len(session.asked)].cancel()
+            if name == "turn":
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                session.check()
+        while not all(task.done() for task in session.asked) or session.held():
+            for index, lease in session.held().items():
+                session.freed.add(index)
+                lease.free()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert session.pool.used_bytes == 0
+        assert session.pool.peak_bytes <= session.pool.capacity_bytes
+        take(session.pool, CAPACITY_PAGES).free()  # everything is one piece again
+
+    asyncio.run(play())
+
+
+def test_a_cancelled_waiter_lets_those_behind_it_go() -> None:
+    async def play() -> None:
+        pool = make_pool(4)
+        first = take(pool, 2)
+        large = asyncio.create_task(pool.reserve(4 * PAGE))
+        small = asyncio.create_task(pool.reserve(1 * PAGE))
+        await asyncio.sleep(0)
+        assert pool.try_reserve(PAGE) is None  # it does not overtake those who wait
+        assert not small.done()
+        large.cancel()
+        assert (await small).nbytes == PAGE
+        first.free()
+
+    asyncio.run(play())
+
+
+def test_first_fit_and_coalescing_on_both_sides() -> None:
+    pool = make_pool(6)
+    leases = [take(pool, 2) for _ in range(3)]
+    assert [lease.start for lease in leases] == [0, 2 * PAGE, 4 * PAGE]
+    leases[0].free()
+    leases[2].free()
+    assert pool.try_reserve(4 * PAGE) is None  # enough, but in two pieces
+    leases[1].free()
+    assert take(pool, 6).start == 0
+    assert pool.peak_bytes == 6 * PAGE
+
+
+def test_lease_has_what_was_asked_rounded_up_and_aligned() -> None:
+    arena = Arena(3 * PAGE + 1)
+    assert arena.capacity_bytes == 4 * PAGE
+    lease = arena.pool("a", 2 * PAGE).try_reserve(PAGE + 1)
+    assert lease is not None
+    assert (lease.nbytes, len(lease.array)) == (PAGE + 1, 2 * PAGE)
+    assert lease.array.ctypes.data % HUGE_PAGE_BYTES == 0
+    assert lease.array.flags.writeable
+    lease.free()
+    with pytest.raises(ClosedError, match="was freed"):
+        lease.free()
+    with pytest.raises(ClosedError, match="was freed"):
+        lease.array
+
+
+def test_pools_do_not_overlap_and_fit_the_arena() -> None:
+    arena = Arena(4 * PAGE)
+    a, b = take(arena.pool("a", 2 * PAGE), 2), take(arena.pool("b", 2 * PAGE), 2)
+    a.array[:], b.array[:] = 1, 2
+    assert a.array.sum() == 2 * PAGE
+    with pytest.raises(BudgetError, match=r"'c' of 4096 B.*16384 B.*20480 B"):
+        arena.pool("c", 1)
+    with pytest.raises(ValueError, match="taken"):
+        arena.pool("a", 0)
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    pool = make_pool(2)
+    with pytest.raises(BudgetError, match=r"'test' holds 8192 B \(8 KiB\).*12288 B \(12 KiB\)"):
+        asyncio.run(pool.reserve(2 * PAGE + 1))
+    with pytest.raises(ValueError, match="at least one byte"):
+        pool.try_reserve(0)
+
+
+def test_close_names_leaks_fails_waiters_and_keeps_leased_memory() -> None:
+    pinned: list[tuple[str, int, int]] = []
+
+    async def play() -> None:
+        arena = Arena(2 * PAGE, lambda *r: pinned.append(("pin", *r)), lambda *r: pinned.append(("unpin", *r)))
+        pool = arena.pool("test", 2 * PAGE)
+        lease = take(pool, 2)
+        waiter = asyncio.create_task(pool.reserve(PAGE))
+        await asyncio.sleep(0)
+        assert arena.close() == [lease]
+        lease.array[:] = 3  # still mapped
+        with pytest.raises(ClosedError, match="was closed"):
+            await waiter
+        with pytest.raises(ClosedError, match="is closed"):
+            pool.try_reserve(1)
+        assert [call[0] for call in pinned] == ["pin"]
+        view = lease.array
+        lease.free()
+        assert arena.close() == []
+        assert arena.close() == []
+        assert np.all(view == 3)  # a view keeps the mapping
+        with pytest.raises(ClosedError):
+            arena.pool("late", 0)
+
+    asyncio.run(play())
+    assert [call[0] for call in pinned] == ["pin", "unpin"]
+    assert pinned[0][1:] == pinned[1][1:]
+    assert pinned[0][2] == 2 * PAGE
+
+
+def test_pages_are_touched_lazily() -> None:
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before = resident_bytes()
+    pool = Arena(2**30).pool("test", 2**30)
+    lease = pool.try_reserve(2**20)
+    assert lease is not None
+    lease.array[:] = 1
+    assert resident_bytes() - before < 64 * 2**20

@@ -1,0 +1,191 @@
+"""Jobs: order, cancellation, failures, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tierstore.errors import ClosedError, Timeout
+from tierstore.io.workers import Priority, WorkerPool
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Gate:
+    """A job that says when it has begun and ends when told to."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def __call__(self, error: Exception | None = None) -> str:
+        self.begun.set()
+        assert self.may_end.wait(30)
+        if error is not None:
+            raise error
+        return "ended"
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool("test", 1)
+    yield pool
+    pool.close(10)
+
+
+def test_most_urgent_first_and_fifo_within(pool: WorkerPool) -> None:
+    async def play() -> list[str]:
+        gate, order = Gate(), list[str]()
+        jobs: list[asyncio.Future[Any]] = [pool.submit(Priority.DEMAND, gate)]
+        gate.begun.wait(30)
+        for priority in (Priority.PREFETCH, Priority.WRITE, Priority.UPDATE, Priority.DEMAND):
+            jobs += [pool.submit(priority, order.append, f"{priority.name} {index}") for index in range(2)]
+        gate.may_end.set()
+        await asyncio.gather(*jobs)
+        return order
+
+    names = ["DEMAND", "UPDATE", "WRITE", "PREFETCH"]
+    assert asyncio.run(play()) == [f"{name} {index}" for name in names for index in range(2)]
+
+
+def test_results_errors_and_threads() -> None:
+    pool = WorkerPool("test", 3)
+
+    async def play() -> None:
+        assert await pool.run(Priority.DEMAND, divmod, 7, 2) == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            await pool.run(Priority.DEMAND, divmod, 7, 0)
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await pool.run(Priority.DEMAND, next, iter(()))
+        numbers = await asyncio.gather(*[pool.submit(Priority.WRITE, abs, -number) for number in range(500)])
+        assert numbers == list(range(500))
+
+    asyncio.run(play())
+    pool.close(10)
+
+
+def test_a_cancelled_run_ends_at_once_and_its_job_later(pool: WorkerPool) -> None:
+    async def play() -> None:
+        gate = Gate()
+        job = pool.submit(Priority.DEMAND, gate)
+        freed: list[str] = []
+        job.add_done_callback(lambda done: freed.append(done.result()))
+        waiter = asyncio.create_task(pool.run(Priority.DEMAND, int))
+        await asyncio.sleep(0)
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        assert not job.cancel()
+        assert not job.done()
+        assert not freed  # the lease is not free while the thread runs
+        gate.may_end.set()
+        assert await job == "ended"
+        assert freed == ["ended"]
+
+    asyncio.run(play())
+
+
+def test_awaiting_a_job_holds_cancellation_back(pool: WorkerPool) -> None:
+    async def play() -> None:
+        gate = Gate()
+
+        async def wait() -> None:
+            await pool.submit(Priority.DEMAND, gate)
+
+        waiter = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        waiter.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiter.done()
+        gate.may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+
+    asyncio.run(play())
+
+
+def test_a_failure_after_the_waiter_has_gone_is_kept() -> None:
+    kept: list[BaseException] = []
+    pool = WorkerPool("test", 1, keep_failure=kept.append)
+
+    async def play() -> None:
+        gate = Gate()
+        waiter = asyncio.create_task(pool.run(Priority.WRITE, gate, OSError("disk")))
+        await asyncio.sleep(0)
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        last = pool.submit(Priority.PREFETCH, int)  # one thread: it ends after the gate's job
+        gate.may_end.set()
+        await last
+
+    asyncio.run(play())
+    assert [str(error) for error in kept] == ["disk"]
+    pool.close(10)
+
+
+def test_close_lets_queued_jobs_end_and_refuses_new_ones() -> None:
+    async def play() -> None:
+        pool = WorkerPool("test", 2)
+        jobs = [pool.submit(Priority.WRITE, abs, -number) for number in range(100)]
+        pool.close(10)
+        pool.close(10)
+        with pytest.raises(ClosedError, match="'test' is closed"):
+            pool.submit(Priority.DEMAND, int)
+        assert await asyncio.gather(*jobs) == list(range(100))
+
+    asyncio.run(play())
+
+
+def test_close_says_what_hangs(pool: WorkerPool) -> None:
+    async def play() -> None:
+        gate = Gate()
+        jobs = [pool.submit(Priority.WRITE, gate), pool.submit(Priority.DEMAND, gate)]
+        gate.begun.wait(30)
+        with pytest.raises(Timeout, match=r"within 0 s; in flight: test-0: Gate \(.*\), for .* s; test: 1 jobs queued"):
+            pool.close(0)
+        gate.may_end.set()
+        await asyncio.gather(*jobs)
+
+    asyncio.run(play())
+
+
+def test_a_closed_loop_loses_the_result_quietly(pool: WorkerPool) -> None:
+    gate = Gate()
+
+    async def play() -> None:
+        pool.submit(Priority.WRITE, gate)
+        gate.begun.wait(30)
+
+    asyncio.run(play())
+    gate.may_end.set()
+    assert asyncio.run(pool.run(Priority.DEMAND, abs, -1)) == 1  # the thread lives on
+
+
+def test_an_idle_thread_holds_nothing(pool: WorkerPool) -> None:
+    async def play() -> weakref.ref[np.ndarray[Any, Any]]:
+        array = np.zeros(10)
+        await pool.run(Priority.DEMAND, np.sum, array)
+        await pool.run(Priority.DEMAND, lambda item: item, array)
+        return weakref.ref(array)
+
+    reference = asyncio.run(play())
+    gc.collect()
+    assert reference() is None
+
+
+def test_an_unused_pool_has_no_thread() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        WorkerPool("none", 0)
+    pool = WorkerPool("idle", 4)
+    pool.close(0)
+    with pytest.raises(ClosedError):
+        asyncio.run(pool.run(Priority.DEMAND, int))
