@@ -40,12 +40,15 @@ class BandwidthTable:
             raise ConfigError(f"rates are positive and finite: {bad}")
 
     def disk_seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """Least time of this traffic on the disks: each way has its own bound, and both share one."""
-        return max(
-            read_bytes / self.read_bytes_per_s,
-            written_bytes / self.write_bytes_per_s,
-            (read_bytes + written_bytes) / self.shared_bytes_per_s,
-        )
+        """Time of this traffic on the disks, reads and writes at once as far as both last.
+
+        How much of the shorter of the two is hidden behind the longer comes from the shared rate, measured with
+        as many bytes read as written: nothing on a disk whose ways share one budget, all of it on a full-duplex one.
+        """
+        read_s, write_s = 1 / self.read_bytes_per_s, 1 / self.write_bytes_per_s
+        hidden = min(1.0, (read_s + write_s - 2 / self.shared_bytes_per_s) / min(read_s, write_s))
+        reading_s, writing_s = read_bytes * read_s, written_bytes * write_s
+        return reading_s + writing_s - hidden * min(reading_s, writing_s)
 
     def scaled(self, *, disk: float = 1.0, links: float = 1.0, compute: float = 1.0) -> BandwidthTable:
         """A machine whose disks, links to the device, or memory and cores are so many times as fast."""

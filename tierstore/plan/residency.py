@@ -53,6 +53,7 @@ class ResidencyPolicy:
         self.sizes = sizes
         self.capacity_bytes = capacity_bytes
         self.depth = depth
+        self._visited = len(set(order))
         self._ranked = _rank(order, len(sizes))
 
     def decide(
@@ -96,8 +97,9 @@ class ResidencyPolicy:
             free_bytes += self._bytes(victims) - self.sizes[needed]
             evict += victims
             load.append(needed)
-        ahead = ranked[1 : self.depth + 1] if needed == ranked[0] else ranked[: self.depth]
-        for rank, candidate in enumerate(ahead, 1 if needed == ranked[0] else 0):
+        first = 1 if needed == ranked[0] else 0
+        for rank in range(first, min(first + self.depth, self._visited)):
+            candidate = ranked[rank]
             if candidate in evict:
                 break
             if candidate in present or candidate == needed:

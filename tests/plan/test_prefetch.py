@@ -1,0 +1,73 @@
+"""Depths: the textbook figure, and the recommended one with its reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierstore.errors import BudgetError, ConfigError
+from tierstore.plan.prefetch import Regime, Visit, recommend_depth, required_depth
+from tierstore.plan.simulate import simulate
+
+
+def there_and_back(groups: int, nbytes: int, compute_s: float) -> tuple[Visit, ...]:
+    return tuple(Visit(group, nbytes, compute_s) for group in (*range(groups), *range(groups - 2, -1, -1)))
+
+
+@pytest.mark.parametrize(
+    ("group_bytes", "compute_s", "depth"), [(0, 1.0, 1), (100, 1.0, 1), (101, 1.0, 2), (80, 0.05, 16), (250, 1.0, 3)]
+)
+def test_textbook_depth(group_bytes: int, compute_s: float, depth: int) -> None:
+    assert required_depth(group_bytes, 100.0, compute_s) == depth
+
+
+def test_textbook_depth_refuses_no_rate() -> None:
+    with pytest.raises(ConfigError, match="positive"):
+        required_depth(1, 0.0, 1.0)
+
+
+def test_a_fast_link_needs_depth_one() -> None:
+    choice = recommend_depth(there_and_back(20, 80, 0.05), 10_000.0, 800)
+    assert (choice.depth, choice.stall_s, choice.regime) == (1, 0.0, Regime.COMPUTE_BOUND)
+
+
+def test_nothing_to_fetch_when_all_fits() -> None:
+    choice = recommend_depth(there_and_back(5, 80, 0.05), 10.0, 400)
+    assert (choice.depth, choice.regime) == (1, Regime.RESIDENT)
+
+
+def test_a_slow_link_is_bandwidth_bound_at_any_depth() -> None:
+    order = tuple(Visit(group, 80, 0.05) for group in range(20))
+    choice = recommend_depth(order, 1000.0, 160)
+    assert choice.depth == 1
+    assert choice.regime is Regime.BANDWIDTH_BOUND
+    assert choice.stall_s == pytest.approx(20 * 0.03)
+
+
+def test_deeper_buffers_absorb_unequal_groups() -> None:
+    # one large group in six: on average the link keeps up, one group ahead it does not
+    order = tuple(Visit(group, 300 if group % 6 == 0 else 10, 0.1) for group in range(24))
+    choice = recommend_depth(order, 1000.0, 700)
+    assert choice.depth > 1
+    assert choice.stall_by_depth[1] > 1.5 * choice.stall_s
+    assert choice.stall_s <= 1.01 * min(choice.stall_by_depth.values()) + 1e-9
+    assert all(stall > 1.01 * choice.stall_s for depth, stall in choice.stall_by_depth.items() if depth < choice.depth)
+
+
+def test_buffer_bound_when_the_tier_is_too_small_to_fetch_ahead() -> None:
+    choice = recommend_depth(there_and_back(10, 80, 0.1), 1000.0, 90)
+    assert choice.regime is Regime.BUFFER_BOUND
+    assert "more memory" in choice.reason
+    assert recommend_depth(there_and_back(10, 80, 0.1), 1000.0, 180).stall_s < choice.stall_s
+
+
+def test_the_stalls_are_the_simulator_s() -> None:
+    order = there_and_back(12, 100, 0.05)
+    choice = recommend_depth(order, 1500.0, 400, max_depth=3)
+    assert choice.stall_by_depth == {depth: simulate(order, 400, depth, 1500.0).stall_s for depth in (1, 2, 3)}
+
+
+def test_a_group_larger_than_the_tier_is_refused() -> None:
+    with pytest.raises(BudgetError, match="80 B"):
+        recommend_depth(there_and_back(3, 80, 0.1), 1000.0, 79)
+    with pytest.raises(ConfigError, match="max_depth"):
+        recommend_depth(there_and_back(3, 80, 0.1), 1000.0, 800, max_depth=0)

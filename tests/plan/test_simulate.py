@@ -1,0 +1,127 @@
+"""The simulator: closed forms, and what holds for every order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.errors import ConfigError
+from tierstore.plan.simulate import Simulation, Span, Track, Visit, simulate
+
+
+def layers(count: int, nbytes: int = 80, compute_s: float = 0.05, other_bytes: int = 0) -> tuple[Visit, ...]:
+    return tuple(Visit(group, nbytes, compute_s, other_bytes) for group in range(count))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+def test_slow_equal_layers_take_the_transfer_time_at_any_depth(depth: int) -> None:
+    run = simulate(layers(24), 80 * (depth + 1), depth, 1000.0)
+    assert run.loads == (1,) * 24
+    assert run.seconds / 24 == pytest.approx(0.080)
+    assert run.stall_s / 24 == pytest.approx(0.030)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_fast_equal_layers_hide_their_transfers(depth: int) -> None:
+    run = simulate(layers(24, compute_s=0.1), 80 * (depth + 1), depth, 1000.0)
+    assert run.seconds == pytest.approx(2.4)
+    assert run.stall_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_without_prefetch_transfer_and_compute_take_turns() -> None:
+    run = simulate(layers(10), 80, 0, 1000.0, latency_s=0.01)
+    assert run.seconds == pytest.approx(10 * (0.05 + 0.08 + 0.01))
+    assert run.link_s == pytest.approx(10 * 0.09)
+
+
+def test_everything_resident_is_fetched_once() -> None:
+    first = simulate(layers(10), 800, 2, 1000.0, warm_up_steps=0)
+    later = simulate(layers(10), 800, 2, 1000.0)
+    assert first.loads == (1,) * 10
+    assert (later.load_bytes, later.stall_s, later.seconds) == (0, 0.0, pytest.approx(0.5))
+
+
+def test_the_turn_of_a_step_reuses_what_is_resident() -> None:
+    there_and_back = tuple(Visit(group, 80, 0.1) for group in (*range(10), *range(8, -1, -1)))
+    run = simulate(there_and_back, 240, 1, 1e9)
+    # Three groups are still there at either turn; only those between are fetched in both passes.
+    assert run.loads == (1, 1, 1, 2, 2, 2, 2, 1, 1, 1)
+
+
+def test_other_traffic_shares_the_link() -> None:
+    hidden = simulate(layers(10, compute_s=0.2, other_bytes=100), 160, 1, 1000.0)
+    assert hidden.seconds == pytest.approx(2.0)
+    bound = simulate(layers(10, compute_s=0.05, other_bytes=100), 160, 1, 1000.0)
+    assert bound.link_s == pytest.approx(10 * 0.18)
+    assert bound.seconds == pytest.approx(bound.link_s)
+
+
+def test_the_timeline_is_literal() -> None:
+    run = simulate(layers(2, nbytes=10, compute_s=1.0), 10, 1, 10.0, warm_up_steps=0)
+    assert run.timeline == (
+        Span(Track.LINK, 0, 0.0, 1.0),
+        Span(Track.COMPUTE, 0, 1.0, 2.0),
+        Span(Track.LINK, 1, 2.0, 3.0),
+        Span(Track.COMPUTE, 1, 3.0, 4.0),
+    )
+
+
+def test_impossible_orders_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one visit"):
+        simulate((), 10, 1, 1.0)
+    with pytest.raises(ConfigError, match="8 B in one visit and 9"):
+        simulate((Visit(0, 8, 1.0), Visit(0, 9, 1.0)), 10, 1, 1.0)
+    with pytest.raises(ConfigError, match="negative"):
+        Visit(0, -1, 1.0)
+    with pytest.raises(ConfigError, match="positive rate"):
+        simulate(layers(1), 80, 1, 0.0)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[tuple[Visit, ...], int, Simulation]:
+    sizes = draw(st.lists(st.integers(0, 50), min_size=1, max_size=8))
+    groups = draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=16))
+    visit = st.tuples(st.sampled_from([0.0, 0.01, 0.25]), st.integers(0, 40))
+    order = tuple(Visit(group, sizes[group], *draw(visit)) for group in groups)
+    capacity = draw(st.integers(max(sizes), sum(sizes)))
+    depth, warm_up = draw(st.integers(0, 5)), draw(st.integers(0, 3))
+    return order, capacity, simulate(order, capacity, depth, 100.0, latency_s=0.001, warm_up_steps=warm_up)
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=runs())
+def test_what_holds_for_every_order(case: tuple[tuple[Visit, ...], int, Simulation]) -> None:
+    order, capacity, run = case
+    sizes = {visit.group: visit.bytes for visit in order}
+    assert run.peak_bytes <= capacity
+    assert run.stall_s >= -1e-9
+    assert run.seconds == pytest.approx(run.compute_s + run.stall_s)
+    assert run.load_bytes == sum(count * sizes.get(group, 0) for group, count in enumerate(run.loads))
+    fetches = [span for span in run.timeline if span.track is Track.LINK and span.group is not None]
+    assert sum(run.loads) == len(fetches)
+    for track in Track:
+        spans = [span for span in run.timeline if span.track is track]
+        assert all(span.end_s >= span.start_s for span in spans)
+        assert all(after.start_s >= before.end_s - 1e-9 for before, after in itertools.pairwise(spans))
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=runs())
+def test_a_group_is_on_the_device_before_it_is_computed(case: tuple[tuple[Visit, ...], int, Simulation]) -> None:
+    order, _, run = case
+    computed = [span for span in run.timeline if span.track is Track.COMPUTE]
+    assert [span.group for span in computed] == [visit.group for visit in order]
+    for index, span in enumerate(run.timeline):
+        if span.track is Track.COMPUTE:
+            before = [s for s in run.timeline[:index] if s.track is Track.LINK and s.group == span.group]
+            assert all(fetch.end_s <= span.start_s + 1e-9 for fetch in before)
+
+
+@settings(deadline=None, max_examples=50)
+@given(case=runs())
+def test_a_run_repeats_exactly(case: tuple[tuple[Visit, ...], int, Simulation]) -> None:
+    order, capacity, _ = case
+    assert simulate(order, capacity, 2, 100.0) == simulate(order, capacity, 2, 100.0)

@@ -1,0 +1,261 @@
+"""Placement from budgets: homes, pools, chunks, and the smallest budgets."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.config import Tier
+from tierstore.errors import BudgetError, ConfigError
+from tierstore.plan.tiers import (
+    ALIGN,
+    BLOCK,
+    MAX_CHUNK_BYTES,
+    GroupNeed,
+    Kind,
+    Placement,
+    Request,
+    padded,
+    place,
+    smallest_budgets,
+)
+
+MIB = 2**20
+STATE_BYTES = {"bf16": 10, "fp16": 12, "fp32": 8}
+WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def need(elements: int, dtype: str = "bf16", trainable: bool = True, name: str = "h") -> GroupNeed:
+    return GroupNeed(name, elements, WEIGHT_BYTES[dtype], STATE_BYTES[dtype] if trainable else 0, trainable)
+
+
+def request(groups: tuple[GroupNeed, ...], cpu_bytes: int, gpu_bytes: int = 2**36, **options: object) -> Request:
+    settings_ = {"nvme": True, "gradients": "held", **options}
+    return Request(groups, gpu_bytes, cpu_bytes, **settings_)  # type: ignore[arg-type]
+
+
+groups_of = st.lists(
+    st.builds(
+        need,
+        elements=st.integers(0, 6 * BLOCK) | st.integers(1, 2000),
+        dtype=st.sampled_from(sorted(STATE_BYTES)),
+        trainable=st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+).map(tuple)
+options_of = st.fixed_dictionaries(
+    {
+        "nvme": st.booleans(),
+        "gradients": st.sampled_from(["held", "streamed", "doubled"]),
+        "chunk_bytes": st.none() | st.integers(65536, 4 * MIB),
+        "read_weights_with_state": st.booleans(),
+        "workers": st.integers(1, 6),
+    }
+)
+
+
+def check(placement: Placement, asked: Request) -> None:
+    pools = placement.pools
+    for size in (pools.resident, pools.gradients, pools.spill, pools.update, pools.weights):
+        assert size >= 0
+        assert size % ALIGN == 0
+    assert pools.total_bytes <= asked.cpu_bytes
+    copies = 2 if asked.gradients == "doubled" else 1
+    resident = gradients = 0
+    for group, spec in enumerate(asked.groups):
+        assert placement.state_resident_chunks[group] <= placement.chunk_count(group)
+        chunks = placement.chunks(group)
+        assert [start for start, _ in chunks] == list(range(0, spec.elements, placement.chunk_elements))
+        assert sum(stop - start for start, stop in chunks) == spec.elements
+        for chunk in range(len(chunks)):
+            weights = placement.weight_bytes(group, chunk)
+            if placement.weights_home[group] is Tier.CPU:
+                resident += weights
+            else:
+                assert weights <= pools.weights
+            if not spec.trainable:
+                assert placement.trip_bytes(group, chunk) == 0
+                assert placement.gradient_bytes(group, chunk) == 0
+                continue
+            if placement.is_state_resident(group, chunk):
+                resident += placement.state_bytes(group, chunk)
+            assert placement.trip_bytes(group, chunk) <= pools.update
+            if placement.gradient_home[group] is Tier.NVME:
+                assert placement.gradient_bytes(group, chunk) <= pools.spill
+            elif asked.gradients == "streamed":
+                assert placement.gradient_bytes(group, chunk) <= pools.gradients
+            else:
+                gradients += copies * placement.gradient_bytes(group, chunk)
+    assert resident == pools.resident
+    if asked.gradients != "streamed":
+        assert gradients == pools.gradients
+    if not asked.nvme:
+        assert {*placement.weights_home, *placement.gradient_home} <= {Tier.CPU}
+        assert pools.spill == pools.update == pools.weights == 0
+
+
+@settings(deadline=None, max_examples=150)
+@given(groups=groups_of, options=options_of, spare=st.integers(0, 64 * MIB) | st.integers(0, 20 * ALIGN))
+def test_every_placement_fits_and_covers_every_lease(
+    groups: tuple[GroupNeed, ...], options: dict[str, object], spare: int
+) -> None:
+    smallest = smallest_budgets(request(groups, 0, **options))
+    asked = request(groups, smallest.cpu_bytes + spare, smallest.gpu_bytes, **options)
+    check(place(asked), asked)
+
+
+@settings(deadline=None, max_examples=100)
+@given(groups=groups_of, options=options_of)
+def test_the_smallest_budgets_work_and_one_page_less_fails(
+    groups: tuple[GroupNeed, ...], options: dict[str, object]
+) -> None:
+    smallest = smallest_budgets(request(groups, 0, **options))
+    asked = request(groups, smallest.cpu_bytes, smallest.gpu_bytes, **options)
+    check(place(asked), asked)
+    if smallest.cpu_bytes:
+        with pytest.raises(BudgetError, match=rf"cpu_memory.* {smallest.cpu_bytes} B"):
+            place(request(groups, smallest.cpu_bytes - ALIGN, smallest.gpu_bytes, **options))
+    if smallest.gpu_bytes:
+        with pytest.raises(BudgetError, match=rf"gpu_memory.* {smallest.gpu_bytes} B"):
+            place(request(groups, smallest.cpu_bytes, smallest.gpu_bytes - 1, **options))
+
+
+def test_smallest_cpu_budget_on_disk_is_one_block_of_each_pool() -> None:
+    groups = (need(100 * BLOCK),) * 3
+    # staging 2 B, trip 10 + 2 + 2 B, spill 2 B per element of one block
+    assert smallest_budgets(request(groups, 0)).cpu_bytes == BLOCK * (2 + 14 + 2)
+    assert smallest_budgets(request(groups, 0, gradients="streamed")).cpu_bytes == BLOCK * (2 + 12 + 2)
+
+
+def test_smallest_budget_of_one_small_group_is_everything_resident() -> None:
+    assert smallest_budgets(request((need(1000),), 0)).cpu_bytes == padded(10000) + 2 * padded(2000)
+
+
+def test_smallest_gpu_budget_is_the_acquired_groups_and_one_gradient() -> None:
+    groups = (need(BLOCK), need(3 * BLOCK), need(5 * BLOCK, trainable=False))
+    assert smallest_budgets(request(groups, 0)).gpu_bytes == 2 * 5 * BLOCK + 2 * 3 * BLOCK
+    assert smallest_budgets(request(groups, 0, acquired_bytes=2 * 8 * BLOCK)).gpu_bytes == 2 * 8 * BLOCK + 2 * 3 * BLOCK
+
+
+def test_without_nvme_the_error_names_what_everything_needs() -> None:
+    groups = (need(10 * BLOCK, "fp32"),) * 2
+    everything = 2 * 10 * BLOCK * (4 + 8 + 4)
+    with pytest.raises(BudgetError, match=f"{everything} B .*nvme"):
+        place(request(groups, everything - ALIGN, nvme=False))
+    assert place(request(groups, everything, nvme=False)).pools.resident == 2 * 10 * BLOCK * 12
+
+
+def test_plenty_of_memory_keeps_everything_in_it() -> None:
+    groups = (need(100 * BLOCK), need(7, trainable=False), need(3 * BLOCK + 1))
+    placement = place(request(groups, 2**31))
+    assert set(placement.weights_home) == set(placement.gradient_home) == {Tier.CPU}
+    assert placement.state_resident_chunks == (placement.chunk_count(0), 0, placement.chunk_count(2))
+    assert placement.pools.update == placement.pools.spill == placement.pools.weights == 0
+    assert placement.chunk_elements == MAX_CHUNK_BYTES // 10 // BLOCK * BLOCK
+
+
+def test_memory_goes_to_gradients_then_weights_then_state() -> None:
+    groups = tuple(need(64 * BLOCK, name=f"h.{index}") for index in range(16))
+    model = 16 * 64 * BLOCK
+    counts = []
+    for cpu_bytes in (64 * MIB, 2 * model, 3 * model, 5 * model, 9 * model):
+        placement = place(request(groups, cpu_bytes, gpu_bytes=2 * 6 * 64 * BLOCK))
+        counts.append(
+            (
+                placement.gradient_home.count(Tier.CPU),
+                placement.weights_home.count(Tier.CPU),
+                sum(placement.state_resident_chunks),
+            )
+        )
+    for (gradients, weights, state), (more_gradients, more_weights, more_state) in itertools.pairwise(counts):
+        assert (gradients, weights, state) < (more_gradients, more_weights, more_state)
+    for gradients, weights, state in counts:
+        assert not weights or gradients == 16
+        assert not state or weights == 16
+
+
+def test_state_is_kept_in_leading_chunks_of_leading_groups() -> None:
+    groups = (need(64 * BLOCK),) * 8
+    placement = place(request(groups, 350 * MIB, gpu_bytes=2 * 6 * 64 * BLOCK))
+    kept = placement.state_resident_chunks
+    assert kept[0] == placement.chunk_count(0)
+    assert list(kept) == sorted(kept, reverse=True)
+    assert sum(0 < count < placement.chunk_count(0) for count in kept) <= 1
+
+
+def test_weights_that_the_device_holds_wait_for_state() -> None:
+    groups = (need(64 * BLOCK),) * 8
+    all_on_device = place(request(groups, 300 * MIB))
+    streamed_through = place(request(groups, 300 * MIB, gpu_bytes=2 * 6 * 64 * BLOCK))
+    assert all_on_device.weights_home.count(Tier.CPU) == 0
+    assert sum(all_on_device.state_resident_chunks) > sum(streamed_through.state_resident_chunks)
+
+
+def test_delayed_gradients_save_half_as_much_so_weights_come_first() -> None:
+    groups = (need(64 * BLOCK),) * 8
+    placement = place(request(groups, 60 * MIB, gpu_bytes=2 * 6 * 64 * BLOCK, gradients="doubled"))
+    assert placement.weights_home.count(Tier.CPU) > 0
+    assert placement.gradient_home.count(Tier.CPU) == 0
+
+
+@pytest.mark.parametrize("cpu_mib", [8, 16, 64, 256, 1024])
+def test_chunks_shrink_until_four_trips_fit(cpu_mib: int) -> None:
+    groups = (need(500 * BLOCK),) * 20
+    placement = place(request(groups, cpu_mib * MIB, gpu_bytes=2 * 3 * 500 * BLOCK))
+    largest_trip = max(placement.trip_bytes(group, 0) for group in range(20))
+    assert placement.pools.update >= 4 * largest_trip
+    assert placement.chunk_elements % BLOCK == 0
+    if cpu_mib >= 1024:
+        assert placement.chunk_elements * 10 > MAX_CHUNK_BYTES - 10 * BLOCK
+    else:
+        assert placement.chunk_elements < MAX_CHUNK_BYTES // 10 // BLOCK * BLOCK
+
+
+def test_chunk_bytes_bounds_the_largest_kind_but_never_below_a_block() -> None:
+    groups = (need(100 * BLOCK, "fp16"),)
+    assert place(request(groups, 2**31, chunk_bytes=2**16)).chunk_elements == BLOCK
+    assert place(request(groups, 2**31, chunk_bytes=3 * 12 * BLOCK + 5)).chunk_elements == 3 * BLOCK
+
+
+def test_streamed_gradients_get_whole_groups_when_there_is_room() -> None:
+    groups = (need(64 * BLOCK),) * 8
+    one = 64 * BLOCK * 2
+    placement = place(request(groups, 256 * MIB, gpu_bytes=2 * 6 * 64 * BLOCK, gradients="streamed"))
+    assert placement.pools.gradients >= 2 * one
+
+
+def test_gpu_budget_doubles_the_gradient_only_when_weights_lack_nothing() -> None:
+    groups = (need(10 * BLOCK),) * 10
+    one = 20 * BLOCK
+    assert place(request(groups, 2**30, gpu_bytes=4 * one)).gpu_gradient_bytes == one
+    assert place(request(groups, 2**30, gpu_bytes=5 * one)).gpu_gradient_bytes == 2 * one
+    assert place(request(groups, 2**30, gpu_bytes=5 * one)).gpu_weight_bytes == 3 * one
+
+
+def test_usage_counts_every_byte_once_per_home() -> None:
+    groups = (need(3 * BLOCK), need(1000, "fp32"), need(2 * BLOCK, trainable=False))
+    placement = place(request(groups, 6 * MIB, gpu_bytes=13 * BLOCK))
+    rows = {(row.kind, row.tier): row.bytes for row in placement.usage()}
+    below_gpu = (Tier.CPU, Tier.NVME)
+    assert sum(rows.get((Kind.STATE, tier), 0) for tier in below_gpu) == 30 * BLOCK + padded(8000)
+    assert sum(rows.get((Kind.WEIGHTS, tier), 0) for tier in below_gpu) == 10 * BLOCK + padded(4000)
+    assert sum(rows.get((Kind.GRADIENTS, tier), 0) for tier in below_gpu) == 6 * BLOCK + padded(4000)
+    assert rows[Kind.WEIGHTS, Tier.GPU] <= placement.gpu_weight_bytes
+    assert all(row.bytes and row.groups for row in placement.usage())
+
+
+def test_a_frozen_group_has_no_state() -> None:
+    with pytest.raises(ConfigError, match="frozen"):
+        GroupNeed("h", 10, 2, 10, trainable=False)
+    with pytest.raises(ConfigError, match="impossible"):
+        GroupNeed("h", -1, 2, 10, trainable=True)
+
+
+def test_a_chunk_that_does_not_exist_is_an_index_error() -> None:
+    placement = place(request((need(3 * BLOCK),), 2**30))
+    with pytest.raises(IndexError, match="1 chunks"):
+        placement.chunk(0, 1)
