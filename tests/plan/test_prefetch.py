@@ -43,6 +43,14 @@ def test_a_slow_link_is_bandwidth_bound_at_any_depth() -> None:
     assert choice.stall_s == pytest.approx(20 * 0.03)
 
 
+def test_the_best_depth_may_be_the_deepest() -> None:
+    choice = recommend_depth(there_and_back(20, 80, 0.05), 700.0, 800, max_depth=4)
+    stalls = [choice.stall_by_depth[depth] for depth in (1, 2, 3, 4)]
+    assert stalls == sorted(stalls, reverse=True)
+    assert stalls[2] < 1.2 * stalls[3]
+    assert (choice.depth, choice.regime) == (4, Regime.BANDWIDTH_BOUND)
+
+
 def test_deeper_buffers_absorb_unequal_groups() -> None:
     # one large group in six: on average the link keeps up, one group ahead it does not
     order = tuple(Visit(group, 300 if group % 6 == 0 else 10, 0.1) for group in range(24))

@@ -26,6 +26,7 @@ def test_prefetch_looks_past_resident_groups_and_never_evicts_a_sooner_one() -> 
     policy = ResidencyPolicy(THERE_AND_BACK, (10,) * 4, 30, depth=2)
     assert policy.decide(0, (), (), ()) == Decision(load=(0, 1, 2))
     assert policy.decide(1, {0, 1, 2}, (), ()) == Decision(evict=(0,), load=(3,))
+    assert ResidencyPolicy((0, 1, 2, 3), (10,) * 4, 20, depth=3).decide(0, {0, 1}, (), ()) == Decision()
     # at position 2 (needed 2, next 3, then 1): 3 may not push out 1 while 0 can go
     assert policy.decide(2, {0, 1, 2}, (), ()) == Decision(evict=(0,), load=(3,))
     # at position 4 (needed 2, next 1, then 0): 3 is used last

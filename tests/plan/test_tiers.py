@@ -90,6 +90,11 @@ def check(placement: Placement, asked: Request) -> None:
                 assert placement.gradient_bytes(group, chunk) <= pools.gradients
             else:
                 gradients += copies * placement.gradient_bytes(group, chunk)
+    assert pools.update <= sum(
+        placement.trip_bytes(group, chunk)
+        for group in range(len(asked.groups))
+        for chunk in range(placement.chunk_count(group))
+    )
     assert resident == pools.resident
     if asked.gradients != "streamed":
         assert gradients == pools.gradients

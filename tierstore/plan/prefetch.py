@@ -87,8 +87,8 @@ def _explain(run: Simulation, depth: int) -> tuple[Regime, str]:
         return Regime.RESIDENT, "all groups stay on the device: nothing is fetched"
     if run.stall_s <= 0.01 * run.seconds:
         return Regime.COMPUTE_BOUND, f"{times}: depth {depth} hides the transfers"
-    if run.link_s >= 0.99 * run.seconds:
-        return Regime.BANDWIDTH_BOUND, f"{times}: the link is always busy, so no depth hides the transfers"
+    if run.link_s > run.compute_s:
+        return Regime.BANDWIDTH_BOUND, f"{times}: the link is the slower of the two, so no depth hides all transfers"
     return (
         Regime.BUFFER_BOUND,
         f"{times}: compute waits {run.stall_s:.4g} s because too few groups fit ahead; "
