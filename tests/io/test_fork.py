@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tierstore.errors import ClosedError
@@ -50,6 +49,7 @@ def test_the_child_can_use_nothing(runtime: Runtime, tmp_path: Path) -> None:
     memory = arena.pool("test", 8192)
     lease = memory.try_reserve(4096)
     assert lease is not None
+    array = lease.array
 
     async def run() -> int:
         return await pool.run(Priority.DEMAND, int)
@@ -63,7 +63,7 @@ def test_the_child_can_use_nothing(runtime: Runtime, tmp_path: Path) -> None:
             lambda: memory.try_reserve(1),
             lambda: arena.pool("other", 0),
             lambda: lease.array,
-            lambda: file.read_into(np.zeros(4096, np.uint8), 0),
+            lambda: file.read_into(array, 0),
             file.datasync,
             lease.free,
         ]

@@ -8,10 +8,12 @@ Owner: a `CudaDevice` owns its two streams; the caller owns storages and buffers
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from tierstore.config import format_size
@@ -21,19 +23,24 @@ from tierstore.errors import BudgetError
 _CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts, so for all GPUs
 
 
-def alias(storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> torch.Tensor:
-    """A range of a storage as uint8, with a version counter of its own.
-
-    Raises:
-        ValueError: the range is not in the storage. (Torch would silently enlarge it.)
-    """
-    if offset_bytes < 0 or offset_bytes + nbytes > storage.nbytes():
+def _check_range(storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> None:
+    if offset_bytes < 0 or offset_bytes + nbytes > storage.nbytes():  # torch would silently enlarge it
         raise ValueError(f"{nbytes} B at offset {offset_bytes} are not in a storage of {storage.nbytes()} B")
+
+
+def _check_host(array: Bytes) -> None:
+    if array.dtype != np.uint8 or not array.flags.c_contiguous:
+        raise ValueError(f"a host buffer is contiguous uint8, not {array.dtype}")
+
+
+def _alias(storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> torch.Tensor:
+    """A range of a storage as uint8, with a version counter of its own."""
+    _check_range(storage, offset_bytes, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset_bytes, (nbytes,), (1,))
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _check_empty(storage: torch.UntypedStorage) -> None:
@@ -42,6 +49,8 @@ def _check_empty(storage: torch.UntypedStorage) -> None:
 
 
 def _check_sizes(sources: Sequence[torch.Tensor], destinations: Sequence[Bytes]) -> None:
+    for destination in destinations:
+        _check_host(destination)
     have = [source.numel() * source.element_size() for source in sources]
     want = [destination.nbytes for destination in destinations]
     if have != want:
@@ -58,6 +67,12 @@ class _Done:
         return True
 
 
+def _copy(target: int, source: int, nbytes: int) -> None:
+    # Without the GIL, and in this thread: torch's copy would start a thread team for each worker. Not by
+    # `Tensor.numpy()`: that marks the storage as never to be resized again.
+    ctypes.memmove(target, source, nbytes)
+
+
 class CpuDevice:
     """The CPU twin: storages in ordinary memory, copies by memcpy in the calling thread."""
 
@@ -72,9 +87,10 @@ class CpuDevice:
         storage.resize_(nbytes)
 
     def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
+        _check_host(source)
+        _check_range(storage, offset_bytes, source.nbytes)
         start = self.counters.clock()
-        # By numpy: it copies without the GIL and in this thread; torch would start a thread team for each worker.
-        alias(storage, offset_bytes, source.nbytes).numpy()[:] = source
+        _copy(storage.data_ptr() + offset_bytes, source.ctypes.data, source.nbytes)
         self.counters.add("h2d", source.nbytes, self.counters.clock() - start)
 
     def record(self) -> Mark:
@@ -85,12 +101,13 @@ class CpuDevice:
         after.synchronize()
         start = self.counters.clock()
         for source, destination in zip(sources, destinations, strict=True):
-            destination[:] = _flat_bytes(source).numpy()
+            flat = _flat_bytes(source)
+            _copy(destination.ctypes.data, flat.data_ptr(), destination.nbytes)
         moved_bytes = sum(destination.nbytes for destination in destinations)
         self.counters.add("d2h", moved_bytes, self.counters.clock() - start)
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
-        self.copy_out([alias(storage, offset_bytes, destination.nbytes)], [destination], after)
+        self.copy_out([_alias(storage, offset_bytes, destination.nbytes)], [destination], after)
 
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         after.synchronize()
@@ -144,7 +161,8 @@ class CudaDevice:
             storage.resize_(nbytes)
 
     def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
-        target = alias(storage, offset_bytes, source.nbytes)
+        _check_host(source)
+        target = _alias(storage, offset_bytes, source.nbytes)
         start = self.counters.clock()
         with self._finished(self._h2d):
             target.copy_(torch.from_numpy(source), non_blocking=True)
@@ -167,7 +185,7 @@ class CudaDevice:
         self.counters.add("d2h", moved_bytes, self.counters.clock() - start)
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
-        self.copy_out([alias(storage, offset_bytes, destination.nbytes)], [destination], after)
+        self.copy_out([_alias(storage, offset_bytes, destination.nbytes)], [destination], after)
 
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         after.synchronize()

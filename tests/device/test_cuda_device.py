@@ -1,0 +1,179 @@
+"""CUDA: the order of its calls against a recording stand-in; on a GPU, the contract and the races themselves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_cpu_device import DeviceContract, random_bytes
+
+from tierstore.device.streams import ComputeDevice, open_device
+from tierstore.device.transfers import CudaDevice
+from tierstore.errors import BudgetError
+from tierstore.io.memory import Arena
+
+
+class RecordingCuda:
+    """Stands in for `torch.cuda` and writes down what it is asked, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current = ["compute"]
+        self.code = 0
+        self._names = iter(["h2d", "d2h"])
+
+    def Stream(self, device: torch.device) -> str:
+        return next(self._names)
+
+    @contextlib.contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        self.current.append(name)
+        self.log.append(f"enter {name}")
+        yield
+        self.current.pop()
+
+    def current_stream(self, device: torch.device) -> str:
+        return self.current[-1]
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        yield
+
+    def Event(self, blocking: bool) -> RecordedEvent:
+        assert blocking
+        return RecordedEvent(self)
+
+    def cudart(self) -> RecordingCuda:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.log.append(f"register {nbytes} B, flags {flags}")
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.log.append("unregister")
+        return self.code
+
+
+class RecordedEvent:
+    def __init__(self, cuda: RecordingCuda) -> None:
+        self._cuda = cuda
+        self._stream = ""
+
+    def record(self, stream: str) -> None:
+        self._stream = stream
+        self._cuda.log.append(f"record {stream}")
+
+    def synchronize(self) -> None:
+        self._cuda.log.append(f"wait for {self._stream}")
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def cuda() -> RecordingCuda:
+    return RecordingCuda()
+
+
+@pytest.fixture
+def device(cuda: RecordingCuda) -> CudaDevice:
+    return CudaDevice(torch.device("cpu"), cuda=cuda)
+
+
+def test_order_of_a_groups_life(device: CudaDevice, cuda: RecordingCuda) -> None:
+    storage, target = torch.UntypedStorage(0), np.zeros(64, np.uint8)
+    device.allocate(storage, 64)
+    device.copy_in(storage, 0, random_bytes(64))
+    device.copy_out_range(storage, 0, target, device.record())
+    device.release(storage, device.record())
+    assert cuda.log == [
+        "enter h2d",  # the block belongs to h2d
+        *("enter h2d", "record h2d", "wait for h2d"),
+        *("record compute", "wait for compute", "enter d2h", "record d2h", "wait for d2h"),
+        *("record compute", "wait for compute", "enter h2d"),
+    ]
+    assert np.array_equal(target, random_bytes(64))
+    assert storage.nbytes() == 0
+
+
+def test_a_copy_that_fails_half_way_waits_for_its_first_half(
+    device: CudaDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first destination is under DMA until then, and the caller is about to free it."""
+    good, bad = torch.ones(4), torch.empty(4, device="meta")
+    with pytest.raises(Exception, match="meta"):
+        device.copy_out([good, bad], [np.zeros(16, np.uint8), np.zeros(16, np.uint8)], device.record())
+    assert cuda.log[-2:] == ["record d2h", "wait for d2h"]
+    assert device.counters.totals().d2h_bytes == 0
+
+
+def test_pinning(device: CudaDevice, cuda: RecordingCuda) -> None:
+    arena = Arena(8192, device.pin, device.unpin)
+    arena.close()
+    assert cuda.log == ["register 8192 B, flags 1", "unregister"]
+    cuda.code = 2
+    with pytest.raises(BudgetError, match=r"could not pin 8192 B \(8 KiB\): error 2"):
+        Arena(8192, device.pin, device.unpin)
+    with pytest.raises(BudgetError, match="could not unpin"):
+        device.unpin(0, 8192)
+
+
+@pytest.mark.gpu
+class TestCuda(DeviceContract):
+    @pytest.fixture
+    def device(self) -> ComputeDevice:
+        return open_device("cuda")
+
+    def test_release_waits_for_the_compute_stream(self, device: ComputeDevice) -> None:
+        """Without the mark, the next group's bytes would be read by this group's slow kernel."""
+        storage = self.empty_storage(device)
+        nbytes = 2**24
+        device.allocate(storage, nbytes)
+        device.copy_in(storage, 0, np.full(nbytes, 1, np.uint8))
+        view = torch.empty(0, dtype=torch.uint8, device=device.torch_device).set_(storage)
+        torch.cuda._sleep(200_000_000)
+        result = view.sum(dtype=torch.int64)
+        device.release(storage, device.record())
+        following = self.empty_storage(device)
+        device.allocate(following, nbytes)
+        device.copy_in(following, 0, np.full(nbytes, 2, np.uint8))
+        assert int(result) == nbytes
+
+    def test_copy_out_waits_for_its_mark(self, device: ComputeDevice) -> None:
+        torch.cuda._sleep(200_000_000)
+        gradient = torch.full((2**20,), 3.0, device=device.torch_device) * 2
+        target = np.zeros(gradient.nbytes, np.uint8)
+        mark = device.record()
+        assert not mark.is_done()
+        device.copy_out([gradient], [target], mark)
+        assert np.all(target.view(np.float32) == 6.0)
+
+    def test_through_a_pinned_arena(self, device: ComputeDevice) -> None:
+        arena = Arena(2**22, device.pin, device.unpin)
+        pool = arena.pool("staging", 2**22)
+        lease: Any = pool.try_reserve(2**22)
+        assert torch.from_numpy(lease.array).is_pinned()
+        lease.array[:] = random_bytes(2**22)
+        storage, target = self.empty_storage(device), np.zeros(2**22, np.uint8)
+        device.allocate(storage, 2**22)
+        for turn in range(8):  # the same buffer again and again, each time with other bytes
+            lease.array[:] = random_bytes(2**22, turn)
+            device.copy_in(storage, 0, lease.array)
+            lease.array[:] = 0
+            device.copy_out_range(storage, 0, target, device.record())
+            assert np.array_equal(target, random_bytes(2**22, turn))
+        lease.free()
+        assert arena.close() == []
+
+    def test_memory_is_given_back(self, device: ComputeDevice) -> None:
+        before = torch.cuda.memory_allocated(device.torch_device)
+        storage = self.empty_storage(device)
+        device.allocate(storage, 2**24)
+        assert torch.cuda.memory_allocated(device.torch_device) >= before + 2**24
+        device.release(storage, device.record())
+        assert torch.cuda.memory_allocated(device.torch_device) == before
