@@ -1,0 +1,125 @@
+"""An engine that keeps everything in memory: plain torch, with the face that the training loop uses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tierstore.config import Tier
+from tierstore.plan.placement import Kind, UsageRow
+
+
+@dataclass
+class FakeReport:
+    step: int
+    grad_norm: float | None
+    lr: list[float]
+    loss_scale: float = 1.0
+    skipped: bool = False
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"forward": 0.3, "backward": 0.5, "update": 0.1, "wait": 0.2, "total": 1.0}
+    )
+    bytes: dict[str, int] = field(default_factory=lambda: {"nvme_read": 10**9, "nvme_write": 5 * 10**8, "h2d": 0})
+    peak_bytes: dict[str, int] = field(default_factory=lambda: {"gpu": 2**20, "cpu": 2**21})
+    prefetch_depth: int = 2
+    schedule: str = "forward"
+
+
+@dataclass
+class FakePlacement:
+    def usage(self) -> tuple[UsageRow, ...]:
+        return (UsageRow(Kind.WEIGHTS, Tier.NVME, 3, 3 * 2**20),)
+
+
+class FakeStore(dict[str, Any]):
+    """The last generation: what outlives an engine."""
+
+
+class FakeEngine:
+    """Plain torch behind the engine's face; a generation is a dictionary in `store`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        store: FakeStore,
+        before_commit: Callable[[int], None] = lambda _: None,
+        **arguments: Any,
+    ) -> None:
+        self.arguments = arguments
+        self.placement = FakePlacement()
+        self.calls: list[str] = []
+        self.step_count = 0
+        self._model, self._store, self._before_commit = model, store, before_commit
+        self._callbacks: list[Callable[[Any], None]] = []
+        self.optimizer = torch.optim.AdamW(arguments["parameter_groups"], lr=arguments["optimizer"].lr)
+        make_scheduler = arguments["lr_scheduler"]
+        self._scheduler = make_scheduler(self.optimizer) if make_scheduler else None
+        if store and arguments["resume"] in ("auto", "must"):
+            self._load()
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.calls.append("close")
+
+    def __call__(self, **batch: Any) -> Any:
+        self.calls.append("forward" if torch.is_grad_enabled() else "evaluate")
+        return self._model(**batch)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.calls.append("no_sync")
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.calls.append("backward")
+        loss.backward()
+
+    def on_step(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
+
+    def step(self) -> FakeReport:
+        self.calls.append("step")
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self.arguments["max_grad_norm"] or 1e9)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self.step_count += 1
+        report = FakeReport(self.step_count, float(norm), rates)
+        for callback in self._callbacks:
+            callback(report)
+        self._before_commit(self.step_count)
+        self._save()
+        return report
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def export(self, directory: Any) -> None:
+        self.calls.append(f"export {directory.name}")
+        directory.mkdir(exist_ok=True)
+
+    def _save(self) -> None:
+        clone = lambda state: torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, state)  # noqa: E731
+        self._store.update(
+            step=self.step_count, model=clone(self._model.state_dict()), optimizer=clone(self.optimizer.state_dict()),
+            data=self.arguments["registered"]["data"].state_dict(), rng=torch.get_rng_state(),
+            scheduler=self._scheduler.state_dict() if self._scheduler else None,
+        )  # fmt: skip
+
+    def _load(self) -> None:
+        self.step_count = self._store["step"]
+        self._model.load_state_dict(self._store["model"])
+        self.optimizer.load_state_dict(self._store["optimizer"])
+        self.arguments["registered"]["data"].load_state_dict(self._store["data"])
+        torch.set_rng_state(self._store["rng"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(self._store["scheduler"])

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierstore.apps.options import Preset, TrainOptions
+from tierstore.config import Resume
+from tierstore.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"preset": Preset.P25M, "config": Path("x")}, "--preset and --config exclude each other"),
+        ({"config": Path("x"), "checkpoint": Path("y")}, "--config and --checkpoint exclude each other"),
+        ({"batch": 0}, "--batch must be at least 1, not 0"),
+        ({"commit_every": 0}, "--commit-every must be at least 1, not 0"),
+        ({"workers": -1}, "--workers must be at least 0, not -1"),
+        ({"sequence": 1}, "--sequence must be at least 2, not 1"),
+        ({"threads": 0}, "--threads must be at least 1, not 0"),
+        ({"lr": float("nan")}, "--lr must be a number that is not negative, not nan"),
+        ({"clip": -1.0}, "--clip must be a number that is not negative, not -1.0"),
+        ({"weight_decay": float("inf")}, "--weight-decay must be a number"),
+        ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, not 1.0"),
+        ({"resume": Resume.MUST}, "--resume must needs the store to resume from: give its --nvme DIR"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        TrainOptions(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_clipping_is_none() -> None:
+    assert TrainOptions(clip=0.0).max_grad_norm is None
+    assert TrainOptions().max_grad_norm == 1.0

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import tierstore.apps.train
+from tierstore.apps.options import Precision, Preset, TrainOptions
+from tierstore.apps.report import Totals
+from tierstore.apps.train import Outcome
+from tierstore.cli import app
+from tierstore.config import Durability, Resume, UpdateSchedule
+from tierstore.errors import BudgetError, ConfigError, StorageFull
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the training application was asked; its first item, if any, is returned or raised by it."""
+    answers: list[Any] = []
+
+    def answer(options: TrainOptions, reporter: Any) -> Outcome:
+        result = answers.pop(0) if answers else Outcome()
+        answers.append(options)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    monkeypatch.setattr(tierstore.apps.train, "train", answer)
+    return answers
+
+
+def _train(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["train", *arguments])
+
+
+def test_without_options_the_defaults_of_the_record_hold(asked: list[Any]) -> None:
+    assert _train().exit_code == 0
+    assert asked == [TrainOptions()]
+
+
+def test_every_option_arrives(asked: list[Any]) -> None:
+    given = """
+        --preset 124m --data text --gpu-memory 256MiB --cpu-memory 1GB --nvme a --nvme b --dtype fp16 --batch 2
+        --sequence 64 --accumulate 3 --steps 7 --lr 0.5 --weight-decay 0.2 --warmup 4 --clip 0 --update delayed
+        --commit-every 5 --durability none --resume auto --seed 9 --workers 2 --dropout 0.1 --checkpointing
+        --evaluate 0 --export out --json steps --trace trace --device cuda:1 --threads 3
+    """
+    result = _train(*given.split())
+    assert result.exit_code == 0, result.output
+    expected = TrainOptions(
+        preset=Preset.P124M, data=Path("text"), gpu_memory=256 * 2**20, cpu_memory=10**9,
+        nvme=(Path("a"), Path("b")), dtype=Precision.FP16, batch=2, sequence=64, accumulate=3, steps=7, lr=0.5,
+        weight_decay=0.2, warmup=4, clip=0, update=UpdateSchedule.DELAYED, commit_every=5, durability=Durability.NONE,
+        resume=Resume.AUTO, seed=9, workers=2, dropout=0.1, checkpointing=True, evaluate=0, export=Path("out"),
+        json=Path("steps"), trace=Path("trace"), device="cuda:1", threads=3,
+    )  # fmt: skip
+    assert asked == [expected]
+    asked.clear()
+    assert _train("--config", "c.json").exit_code == 0
+    assert asked[-1].config == Path("c.json")
+    asked.clear()
+    assert _train("--checkpoint", "folder").exit_code == 0
+    assert asked[-1].checkpoint == Path("folder")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--update", "sometimes"], "Invalid value for '--update'"),
+        (["--gpu-memory", "8GX"], "Invalid value for '--gpu-memory': not a size: '8GX'"),
+        (["--batch", "0"], "tierstore: --batch must be at least 1, not 0"),
+        (["--lr", "fast"], "Invalid value for '--lr'"),
+        (["--nvm", "x"], "No such option: --nvm"),
+        (["--preset", "25m", "--config", "x"], "tierstore: --preset and --config exclude each other"),
+        (["--lr", "nan"], "tierstore: --lr must be a number that is not negative, not nan"),
+    ],
+)
+def test_a_bad_option_is_a_usage_error(asked: list[Any], arguments: list[str], sentence: str) -> None:
+    result = _train(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("no such\n  thing"), 2), (BudgetError("no such thing"), 2), (StorageFull("no such thing"), 1)],
+)
+def test_an_error_is_one_sentence(asked: list[Any], error: Exception, code: int) -> None:
+    asked.append(error)
+    result = _train()
+    assert (result.exit_code, result.stderr) == (code, "tierstore: no such thing\n")
+
+
+def test_debug_shows_where_it_was_raised(asked: list[Any]) -> None:
+    asked.append(StorageFull("full"))
+    result = _train("--debug")
+    assert isinstance(result.exception, StorageFull)
+
+
+@pytest.mark.parametrize(
+    ("nvme", "sentence"),
+    [
+        (["--nvme", "x"], "stopped by SIGINT after step 3 of 9; it is committed: go on with --resume auto"),
+        ([], "stopped by SIGINT after step 3 of 9; nothing is kept without --nvme"),
+    ],
+)
+def test_a_stopped_run_says_what_is_kept(asked: list[Any], nvme: list[str], sentence: str) -> None:
+    asked.append(Outcome(Totals(last_step=3), signal.SIGINT))
+    result = _train("--steps", "9", *nvme)
+    assert (result.exit_code, result.stderr) == (130, f"tierstore: {sentence}\n")
+    asked[:] = [Outcome(Totals(last_step=3), signal.SIGTERM)]
+    assert _train("--steps", "9", *nvme).exit_code == 143
+
+
+def test_a_second_interrupt_is_one_sentence(asked: list[Any]) -> None:
+    asked.append(KeyboardInterrupt())
+    result = _train("--nvme", "x")
+    assert result.exit_code == 130
+    assert result.stderr.startswith("tierstore: interrupted at once; the store holds the last committed step")
+
+
+@pytest.mark.parametrize("command", [["-m", "tierstore.cli"], ["tools/train.py"]])
+def test_the_scripts_run(command: list[str]) -> None:
+    root = Path(tierstore.__file__).parents[1]
+    arguments = [*command, *(["train"] if command[0] == "-m" else []), "--update", "sometimes"]
+    result = subprocess.run([sys.executable, *arguments], cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True,
+                            text=True, timeout=60)  # fmt: skip
+    assert result.returncode == 2
+    assert "Invalid value for '--update'" in result.stderr
+
+
+def test_help_names_the_commands() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert "train" in result.output

@@ -1,0 +1,80 @@
+"""tierstore: train models whose state does not fit in memory.
+
+Scope: the public names, each imported from its module when it is first used, so that `import tierstore` stays quick:
+torch alone takes seconds to import.
+Not here: any code of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tierstore.config import (
+        AdamWConfig,
+        Codec,
+        Durability,
+        Resume,
+        Tier,
+        TierConfig,
+        UpdateSchedule,
+        format_size,
+        parse_size,
+    )
+    from tierstore.errors import TierstoreError
+    from tierstore.store.tensors import TensorStore
+    from tierstore.trace import Tracer
+    from tierstore.train.cpu_adam import CPUAdam
+    from tierstore.train.engine import Engine, StepReport
+    from tierstore.train.materialize import deferred
+
+__all__ = [
+    "AdamWConfig",
+    "CPUAdam",
+    "Codec",
+    "Durability",
+    "Engine",
+    "Resume",
+    "StepReport",
+    "TensorStore",
+    "Tier",
+    "TierConfig",
+    "TierstoreError",
+    "Tracer",
+    "UpdateSchedule",
+    "deferred",
+    "format_size",
+    "parse_size",
+]
+
+_HOME = {
+    "AdamWConfig": "config",
+    "CPUAdam": "train.cpu_adam",
+    "Codec": "config",
+    "Durability": "config",
+    "Engine": "train.engine",
+    "Resume": "config",
+    "StepReport": "train.engine",
+    "TensorStore": "store.tensors",
+    "Tier": "config",
+    "TierConfig": "config",
+    "TierstoreError": "errors",
+    "Tracer": "trace",
+    "UpdateSchedule": "config",
+    "deferred": "train.materialize",
+    "format_size": "config",
+    "parse_size": "config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,253 @@
+"""Text as bytes: a corpus with a held-out part, and batches that resume at the exact sample.
+
+Scope: reading files, the split, the order of samples, the loader and its position.
+Not here: tokenizers (a byte is a token), the model.
+Owner: `Batches` owns its loader and worker processes; the training thread owns `Batches`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from tierstore.config import format_size
+from tierstore.errors import ConfigError
+
+STANDARD_LIBRARY_CAP_BYTES = 8 * 2**20
+DIRECTORY_CAP_BYTES = 256 * 2**20
+_HELD_OUT_EVERY = 20  # one file of 20, or the last twentieth of a single file
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Training text and held-out text, as bytes.
+
+    Attributes:
+        description: what it is, for a person.
+        fingerprint: tells corpora apart: lengths, and xxh3 of both ends of the training text.
+    """
+
+    training: Bytes
+    held_out: Bytes
+    description: str
+    fingerprint: str
+
+
+def read_corpus(path: Path | None) -> Corpus:
+    """Reads the text of a file, of a directory, or (None) of the running Python's standard library.
+
+    A file is mapped, not read, and its last twentieth is held out; of the files of a directory, in sorted
+    order, every twentieth is held out. Hidden files, and folders of tests and installed packages, are left out.
+
+    Raises:
+        ConfigError: nothing to read there.
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = (file for file in _walk(root) if file.suffix == ".py")
+        return _from_files(files, STANDARD_LIBRARY_CAP_BYTES, "the source of Python's standard library")
+    try:
+        if path.is_dir():
+            return _from_files(_walk(path), DIRECTORY_CAP_BYTES, str(path))
+        if not path.exists():
+            raise ConfigError(f"no such file or directory: --data {path}")
+        if path.stat().st_size == 0:
+            raise ConfigError(f"--data {path} is empty")
+        return _split_tail(np.memmap(path, dtype=np.uint8, mode="r"), str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read --data {path}: {error.strerror}") from None
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Regular files below `root`, in the same order on every machine; hidden ones and folders of tests left out."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
+        for name in sorted(names):
+            file = Path(folder, name)
+            if not name.startswith(".") and file.is_file():
+                yield file
+
+
+def _from_files(files: Iterable[Path], cap_bytes: int, name: str) -> Corpus:
+    training: list[bytes] = []
+    held_out: list[bytes] = []
+    size_bytes = 0
+    for index, file in enumerate(files):
+        text = file.read_bytes()
+        if size_bytes and size_bytes + len(text) > cap_bytes:
+            name = f"the first {format_size(size_bytes)} of {name}"
+            break
+        size_bytes += len(text)
+        (held_out if index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1 else training).append(text)
+    if not size_bytes:
+        raise ConfigError(f"no text in {name}; give a file or a directory with --data")
+    if not held_out:
+        return _split_tail(_as_bytes(training), name)
+    return _corpus(_as_bytes(training), _as_bytes(held_out), name)
+
+
+def _split_tail(text: Bytes, name: str) -> Corpus:
+    held_out = len(text) // _HELD_OUT_EVERY
+    return _corpus(text[: len(text) - held_out], text[len(text) - held_out :], name)
+
+
+def _as_bytes(pieces: list[bytes]) -> Bytes:
+    return np.frombuffer(b"".join(pieces), dtype=np.uint8)
+
+
+def _corpus(training: Bytes, held_out: Bytes, name: str) -> Corpus:
+    digest = xxhash.xxh3_64(training[:65536].tobytes())
+    digest.update(training[-65536:].tobytes())
+    fingerprint = f"{len(training)}-{len(held_out)}-{digest.hexdigest()}"
+    return Corpus(training, held_out, name, fingerprint)
+
+
+class Windows(Dataset[torch.Tensor]):
+    """Samples of `length` bytes, at pseudo-random offsets that depend on (seed, index) alone.
+
+    The counter of a Philox generator is the index, so any sample is found at once, in any process, without a
+    permutation in memory. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    Offsets are drawn with replacement.
+
+    Raises:
+        ConfigError: the text is shorter than one sample.
+    """
+
+    def __init__(self, text: Bytes, length: int, seed: int) -> None:
+        if len(text) < length:
+            raise ConfigError(
+                f"the training text has {len(text)} bytes, fewer than one sample of {length}; "
+                f"give more text with --data or a smaller --sequence"
+            )
+        self._text = text
+        self._length = length
+        self._seed = seed
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Shapes: int64 [length]."""
+        raw = np.random.Philox(key=self._seed, counter=index).random_raw()
+        return _tokens(self._text, int(raw) % (len(self._text) - self._length + 1), self._length)
+
+
+def held_out_batches(text: Bytes, length: int, samples: int, batch: int) -> Iterator[torch.Tensor]:
+    """Evenly spaced samples of the held-out text, in batches; the same ones at every call.
+
+    Shapes: int64 [at most batch, length]. A text shorter than one sample is one short sample; fewer than two
+    bytes are none.
+    """
+    if len(text) < 2:
+        return
+    length = min(length, len(text))
+    samples = max(1, min(samples, len(text) // length))
+    starts = np.linspace(0, len(text) - length, samples).astype(np.int64)
+    for first in range(0, samples, batch):
+        yield torch.stack([_tokens(text, int(start), length) for start in starts[first : first + batch]])
+
+
+def _tokens(text: Bytes, start: int, length: int) -> torch.Tensor:
+    return torch.from_numpy(text[start : start + length].astype(np.int64))
+
+
+class _Onward(Sampler[int]):
+    """All sample indices from `first` on, without an end."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield self._next
+            self._next += 1
+
+
+class Batches:
+    """Micro-batches, with a position that counts the samples handed out, not those a worker has prefetched.
+
+    The position is in samples, so that a run may be resumed with another batch size. It belongs to a
+    generation: the engine asks for it when a step returns.
+
+    Attributes:
+        notes: what a person should know about the state that was loaded.
+    """
+
+    def __init__(self, corpus: Corpus, *, length: int, batch: int, seed: int, workers: int = 0,
+                 pin_memory: bool = False) -> None:  # fmt: skip
+        self._windows = Windows(corpus.training, length, seed)
+        self._identity = {"corpus": corpus.fingerprint, "seed": seed, "sequence": length}
+        self._batch = batch
+        self._workers = workers
+        self._pin_memory = pin_memory
+        self._position = 0
+        self._iterator: Iterator[torch.Tensor] | None = None
+        self.notes: list[str] = []
+
+    @property
+    def position(self) -> int:
+        """Samples handed out since the first step."""
+        return self._position
+
+    def next(self) -> torch.Tensor:
+        """The next micro-batch. Shapes: int64 [batch, length]."""
+        if self._iterator is None:
+            self._iterator = iter(self._loader())
+        batch = next(self._iterator)
+        self._position += self._batch
+        return batch
+
+    def _loader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(
+            self._windows,
+            batch_size=self._batch,
+            sampler=_Onward(self._position),
+            num_workers=self._workers,
+            pin_memory=self._pin_memory,
+            worker_init_fn=_ignore_interrupt,
+            # A loader draws a seed for its workers when it starts. Without a generator of its own that draw would
+            # come from torch's global one, and a resumed run would see other dropout masks.
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position and identity of the data."""
+        return {"position": self._position, **self._identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on at a saved position; data, seed or length other than the saved ones are put into `notes`."""
+        self.close()
+        self._position = int(state["position"])
+        words = {"corpus": "the training text", "seed": "the seed", "sequence": "the sequence length"}
+        changed = [words[key] for key, value in self._identity.items() if state.get(key) != value]
+        if changed:
+            self.notes.append(
+                f"{' and '.join(changed)} differ from those of the stored run; training goes on with the new ones "
+                f"at sample {self._position}"
+            )
+
+    def close(self) -> None:
+        """Stops the worker processes; the next batch starts new ones. Twice is fine."""
+        self._iterator = None
+
+
+def _ignore_interrupt(worker: int) -> None:
+    # Ctrl-C reaches the whole process group: a worker that died of it would fail the step in flight.
+    del worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def corpus_bytes(corpus: Corpus) -> int:
+    """Bytes of both parts."""
+    return len(corpus.training) + len(corpus.held_out)

@@ -1,0 +1,112 @@
+"""One line of JSON per step, on the disk before the step is committed.
+
+Scope: the file behind `--json`: its check, its torn end, its lines; the peak of resident memory.
+Not here: what a line says (`apps/train.py`).
+Owner: the training thread; one writer per file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tierstore.errors import ConfigError, StorageError, StorageFull
+
+_TAIL_BYTES = 2**16
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class StepLog:
+    """A file of lines that only grows.
+
+    A process killed while it wrote leaves half a line; that step was never committed, so the half is cut off and the
+    step writes its line again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def open(self) -> None:
+        """Creates the file if it is not there.
+
+        Raises:
+            ConfigError: the file cannot be written; nothing was changed.
+        """
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"cannot write --json {self._path}: {error.strerror}") from None
+
+    def begin(self, *, resumed: bool) -> None:
+        """Before the first line: a resumed run keeps the whole lines that are there, a new one starts empty."""
+        os.ftruncate(self._opened(), self._whole_lines_bytes() if resumed else 0)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes one line; when it returns, a power cut leaves the line in place.
+
+        Raises:
+            StorageError: the line is not, or not wholly, on the disk.
+        """
+        line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
+        try:
+            written = os.write(self._opened(), line)
+            if written != len(line):
+                raise StorageFull(f"wrote {written} of {len(line)} B of a line of {self._path}: no space left?")
+            os.fsync(self._opened())
+        except OSError as error:
+            kind = StorageFull if error.errno in _FULL else StorageError
+            raise kind(f"cannot write a line of {self._path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Twice is fine."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _opened(self) -> int:
+        if self._descriptor is None:
+            raise StorageError(f"{self._path} is not open")
+        return self._descriptor
+
+    def _whole_lines_bytes(self) -> int:
+        end = os.fstat(self._opened()).st_size
+        while end > 0:
+            start = max(0, end - _TAIL_BYTES)
+            newline = os.pread(self._opened(), end - start, start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+        return 0
+
+
+def _finite(value: Any) -> Any:
+    """`value` with every infinity and NaN, which JSON does not have, as None."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident set of this process so far.
+
+    Source: `VmHWM`, where there is one; `ru_maxrss` counts what the parent had when it forked.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

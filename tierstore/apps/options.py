@@ -1,0 +1,116 @@
+"""What a person asks of `tierstore train`, checked once, before anything heavy is imported.
+
+Scope: the closed sets and the record of options; which of them exclude each other.
+Not here: parsing of the command line (`cli.py`); budgets and optimizer settings (`tierstore.config` checks those).
+Owner: the record is immutable; `apps/train.py` only reads it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.config import Durability, Resume, UpdateSchedule
+from tierstore.errors import ConfigError
+
+
+class Preset(enum.Enum):
+    """Architectures known by a name; see `apps/presets.py` for their sizes."""
+
+    P25M = "25m"
+    P124M = "124m"
+    P350M = "350m"
+    P1_5B = "1.5b"
+    P7B = "7b"
+
+
+class Precision(enum.Enum):
+    """Dtype of weights, gradients and arithmetic; the optimizer always keeps fp32 accuracy."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """All options of one run; every field is the command-line option of the same name.
+
+    Attributes:
+        preset, config, checkpoint: where the model comes from; at most one. None of them means preset 25m.
+        data: file or directory of training text; None is the source of Python's standard library.
+        gpu_memory, cpu_memory: budgets of the two tiers, in bytes.
+        nvme: directories of the store; empty keeps everything in memory, and nothing after the end.
+        sequence: bytes per sample; None is the model's context, at most 1024.
+        steps: the step at which training ends; a resumed run counts the steps of its past.
+        warmup: steps of linear warm-up; the rate is constant afterwards, so that a run can be prolonged.
+        clip: bound of the global gradient norm; 0 switches clipping off.
+        evaluate: samples of held-out text, measured before and after; 0 leaves the evaluation out.
+        threads: threads of torch and, apart from those, of the update; None leaves both to their defaults.
+
+    Raises:
+        ConfigError: a value that cannot work, or options that exclude each other.
+    """
+
+    preset: Preset | None = None
+    config: Path | None = None
+    checkpoint: Path | None = None
+    data: Path | None = None
+    gpu_memory: int = 2**30
+    cpu_memory: int = 2**30
+    nvme: tuple[Path, ...] = ()
+    dtype: Precision = Precision.BF16
+    batch: int = 8
+    sequence: int | None = None
+    accumulate: int = 1
+    steps: int = 100
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    warmup: int = 0
+    clip: float = 1.0
+    update: UpdateSchedule = UpdateSchedule.AUTO
+    commit_every: int = 1
+    durability: Durability = Durability.COMMIT
+    resume: Resume = Resume.NEVER
+    seed: int = 0
+    workers: int = 0
+    dropout: float = 0.0
+    checkpointing: bool = False
+    evaluate: int = 16
+    export: Path | None = None
+    json: Path | None = None
+    trace: Path | None = None
+    device: str = "cpu"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        sources = [f"--{name}" for name in ("preset", "config", "checkpoint") if getattr(self, name) is not None]
+        if len(sources) > 1:
+            raise ConfigError(f"{' and '.join(sources)} exclude each other: each says which model to train")
+        for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1), ("commit_every", 1), ("warmup", 0),
+                            ("seed", 0), ("workers", 0), ("evaluate", 0)):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{_dashed(name)} must be at least {least}, not {getattr(self, name)}")
+        for name, least in (("sequence", 2), ("threads", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"--{_dashed(name)} must be at least {least}, not {value}")
+        for name in ("lr", "weight_decay", "clip"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"--{_dashed(name)} must be a number that is not negative, not {value}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        if not self.nvme and self.resume in (Resume.MUST, Resume.PREVIOUS):
+            raise ConfigError(f"--resume {self.resume.value} needs the store to resume from: give its --nvme DIR")
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The bound of the gradient norm as the engine takes it."""
+        return self.clip or None
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,143 @@
+"""Models from a name, a configuration file, or a local checkpoint; never from the network.
+
+Scope: Hugging Face configurations and the construction of a causal language model from one.
+Not here: where the built weights are put (`train/materialize.py`, `train/engine.py`).
+Owner: nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from tierstore.apps.options import Precision, Preset
+from tierstore.errors import ConfigError
+
+_TORCH_DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
+
+# (vocabulary, layers, width, heads, context) of the GPT-2 family. Source of 124m, 350m and 1.5b: Radford et al.,
+# "Language Models are Unsupervised Multitask Learners" (2019), table 2. 25m reads bytes: 25.5 million parameters.
+_GPT2_SIZES = {
+    Preset.P25M: (256, 8, 512, 8, 256),
+    Preset.P124M: (50257, 12, 768, 12, 1024),
+    Preset.P350M: (50257, 24, 1024, 16, 1024),
+    Preset.P1_5B: (50257, 48, 1600, 25, 1024),
+}
+# Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models" (2023), the 7B model.
+_LLAMA_7B = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+             "num_attention_heads": 32, "max_position_embeddings": 4096}  # fmt: skip
+
+# What the architectures call the same knob. Absent names are left alone.
+_DROPOUT_NAMES = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout", "dropout",
+                  "dropout_rate", "activation_dropout", "residual_dropout", "embedding_dropout")  # fmt: skip
+
+
+def preset_configuration(preset: Preset) -> Any:
+    """The `transformers` configuration of a preset."""
+    transformers = _transformers()
+    if preset is Preset.P7B:
+        return transformers.LlamaConfig(**_LLAMA_7B)
+    vocabulary, layers, width, heads, context = _GPT2_SIZES[preset]
+    ends = {"bos_token_id": 0, "eos_token_id": 0} if vocabulary == 256 else {}
+    return transformers.GPT2Config(
+        vocab_size=vocabulary, n_layer=layers, n_embd=width, n_head=heads, n_positions=context, **ends
+    )
+
+
+def file_configuration(path: Path) -> Any:
+    """The configuration in a `config.json`, of any architecture that `transformers` knows as a causal LM.
+
+    Code that the file points to is never run.
+
+    Raises:
+        ConfigError: no such file, not JSON, an unknown architecture, or values that it refuses.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"the configuration {path} is not JSON: {error}") from None
+    if not isinstance(values, Mapping) or not isinstance(values.get("model_type"), str):
+        raise ConfigError(f"the configuration {path} names no model_type, so its architecture is unknown")
+    transformers = _transformers()
+    kind = values["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(f"the configuration {path} has model_type {kind!r}, which transformers does not know")
+    plain = {key: value for key, value in values.items() if key != "auto_map"}
+    try:
+        return transformers.CONFIG_MAPPING[kind].from_dict(plain)
+    except Exception as error:  # the classes validate with exceptions of their own, of no common base
+        raise ConfigError(f"transformers refuses the configuration {path}: {_first_line(error)}") from None
+
+
+def prepare(configuration: Any, *, dropout: float) -> Any:
+    """Sets what training needs on a configuration: the dropout everywhere, no cache for generation; returns it."""
+    for name in _DROPOUT_NAMES:
+        if isinstance(getattr(configuration, name, None), (int, float)):
+            setattr(configuration, name, dropout)
+    configuration.use_cache = False
+    configuration.loss_type = "ForCausalLM"
+    return configuration
+
+
+def build(configuration: Any, precision: Precision) -> nn.Module:
+    """A causal language model with new weights, on the current default device (which may be meta).
+
+    Raises:
+        ConfigError: the architecture is no causal language model, or its sizes do not fit together.
+    """
+    transformers = _transformers()
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(
+            configuration, dtype=_TORCH_DTYPES[precision], trust_remote_code=False
+        )
+    except Exception as error:  # the classes validate with exceptions of their own, of no common base
+        name = type(configuration).__name__
+        raise ConfigError(f"no causal language model can be built from this {name}: {_first_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{type(model).__name__} is not a torch module")
+    return model
+
+
+def context_length(configuration: Any) -> int | None:
+    """Positions that the model can tell apart; None when the configuration sets no bound."""
+    value = getattr(_text(configuration), "max_position_embeddings", None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def vocabulary_size(configuration: Any) -> int:
+    """Number of token ids.
+
+    Raises:
+        ConfigError: the configuration has none.
+    """
+    value = getattr(_text(configuration), "vocab_size", None)
+    if not isinstance(value, int):
+        raise ConfigError(f"{type(configuration).__name__} has no vocab_size: it is not a language model")
+    return value
+
+
+def _text(configuration: Any) -> Any:
+    return configuration.get_text_config() if hasattr(configuration, "get_text_config") else configuration
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _transformers() -> ModuleType:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            "models come from the package transformers, which is not installed: pip install 'tierstore[transformers]'"
+        ) from None
+    module: ModuleType = transformers
+    module.logging.set_verbosity_error()
+    return module

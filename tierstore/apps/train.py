@@ -1,0 +1,335 @@
+"""`tierstore train`: a causal language model on bytes of text, within the budgets, never losing a step.
+
+Scope: the loop: build, resume, evaluate, step, report, stop.
+Not here: options (`apps/options.py`), models (`apps/presets.py`), data (`apps/data.py`), how a step is done (`train/`).
+Owner: the thread that calls `train`; on the main thread it also owns SIGINT and SIGTERM while the loop runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.apps import presets
+from tierstore.apps.data import Batches, Corpus, corpus_bytes, held_out_batches, read_corpus
+from tierstore.apps.metrics import StepLog, peak_resident_bytes
+from tierstore.apps.options import Preset, TrainOptions
+from tierstore.apps.report import Reporter, Totals
+from tierstore.apps.stopping import StopRequest
+from tierstore.config import AdamWConfig, TierConfig, format_size
+from tierstore.errors import ConfigError
+from tierstore.trace import Tracer
+
+_LONGEST_DEFAULT_SEQUENCE = 1024
+_SMALLEST_VOCABULARY = 256  # one id per byte
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run is made of, before the engine takes the model over."""
+
+    configuration: Any
+    model: nn.Module
+    source: Any
+    corpus: Corpus
+    batches: Batches
+    sequence: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        stopped_by: the signal that ended it before its last step, or None.
+    """
+
+    totals: Totals = field(default_factory=Totals)
+    stopped_by: signal.Signals | None = None
+
+
+def train(options: TrainOptions, reporter: Reporter, make_engine: Callable[..., Any] | None = None) -> Outcome:
+    """Trains until `options.steps`, or until a signal asks for the end of the step in flight.
+
+    Args:
+        make_engine: takes the arguments of `Engine`; None is `Engine` itself.
+
+    Raises:
+        TierstoreError: bad options, budgets, stores, disks; every committed step stays in the store.
+    """
+    log = StepLog(options.json) if options.json is not None else None
+    with contextlib.ExitStack() as stack:
+        if log is not None:
+            log.open()
+            stack.callback(log.close)
+        _check_outputs(options)
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        parts = assemble(options)
+        stack.callback(parts.batches.close)
+        tracer = Tracer(time.perf_counter, enabled=options.trace is not None)
+        engine = stack.enter_context((make_engine or _engine())(**_engine_arguments(options, parts, tracer)))
+        run = _Run(options, reporter, parts, engine, log)
+        run.describe()
+        outcome = run.finish(run.loop())
+        if options.trace is not None:
+            tracer.to_chrome(options.trace)
+            reporter.say(f"trace: {options.trace} (open it at https://ui.perfetto.dev)")
+    return outcome
+
+
+def assemble(options: TrainOptions) -> Parts:
+    """Model (its weights not yet in memory), data and order of samples.
+
+    Raises:
+        ConfigError: the model cannot read bytes, or not that many; no such model or data.
+    """
+    configuration = _configuration(options)
+    vocabulary = presets.vocabulary_size(configuration)
+    if vocabulary < _SMALLEST_VOCABULARY:
+        raise ConfigError(f"the model knows {vocabulary} token ids; text as bytes needs {_SMALLEST_VOCABULARY}")
+    sequence = _sequence(options, configuration)
+    corpus = read_corpus(options.data)
+    batches = Batches(
+        corpus, length=sequence, batch=options.batch, seed=options.seed, workers=options.workers,
+        pin_memory=options.device.startswith("cuda"),
+    )  # fmt: skip
+    torch.manual_seed(options.seed)
+    model, source = _deferred(options, configuration)
+    model.train()
+    if options.checkpointing:
+        _enable_checkpointing(model)
+    return Parts(configuration, model, source, corpus, batches, sequence)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of parameters: matrices, which decay, and vectors (biases, norms), which do not."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.dim() >= 2]
+    vectors = [parameter for parameter in trainable if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def warm_up(steps: int) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR]:
+    """Linear warm-up over so many steps, then a constant rate."""
+
+    def factor(finished_steps: int) -> float:
+        return min(1.0, (finished_steps + 1) / steps) if steps > 0 else 1.0
+
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+class _Run:
+    """The loop and what it counts."""
+
+    def __init__(
+        self, options: TrainOptions, reporter: Reporter, parts: Parts, engine: Any, log: StepLog | None
+    ) -> None:
+        self._options = options
+        self._reporter = reporter
+        self._parts = parts
+        self._engine = engine
+        self._log = log
+        self._device = torch.device(options.device)
+        self._loss = float("nan")
+        self._totals = Totals()
+        self._tokens_per_step = options.accumulate * options.batch * (parts.sequence - 1)
+
+    def describe(self) -> None:
+        """Says what will be trained, from where, and where it is placed."""
+        parts, options = self._parts, self._options
+        for note in parts.batches.notes:
+            self._reporter.say(f"note: {note}")
+        count = sum(parameter.numel() for parameter in parts.model.parameters())
+        memory = options.gpu_memory + options.cpu_memory
+        state = 16 * count
+        self._reporter.say(
+            f"model: {type(parts.model).__name__}, {count / 1e6:.1f} million parameters, "
+            f"{format_size(state)} of training state; memory {format_size(memory)} ({state / max(memory, 1):.1f} x)"
+        )
+        self._reporter.say(f"text: {parts.corpus.description}, {format_size(corpus_bytes(parts.corpus))}")
+        self._reporter.placement(self._engine.placement.usage())
+        if self._engine.step_count:
+            self._reporter.say(f"resumed after step {self._engine.step_count}")
+
+    def loop(self) -> signal.Signals | None:
+        """All steps up to the last one, or up to a signal, which is returned."""
+        if self._log is not None:
+            self._log.begin(resumed=self._engine.step_count > 0)
+            self._engine.on_step(self._write_line)
+        last = self._options.steps
+        with StopRequest() as stop:
+            self._totals.held_out_before = self._held_out_loss()
+            self._reporter.start(self._engine.step_count, last)
+            started_s = time.perf_counter()
+            try:
+                while self._engine.step_count < last and stop.signal_number is None:
+                    report = self._step()
+                    self._totals.add(report, self._loss, self._tokens_per_step, peak_resident_bytes())
+                    self._reporter.step(report, self._loss, self._tokens_per_step, last)
+                # Late updates belong to the time of the steps; and a wish to stop means: with everything committed.
+                self._engine.flush()
+            finally:
+                self._reporter.stop()
+            self._totals.wall_s = time.perf_counter() - started_s
+            return stop.signal_number if self._engine.step_count < last else None
+
+    def finish(self, stopped_by: signal.Signals | None) -> Outcome:
+        """The last evaluation, the table, and the export of a run that reached its end."""
+        options, reporter = self._options, self._reporter
+        if stopped_by is not None:
+            return Outcome(self._totals, stopped_by)
+        if self._totals.steps:
+            self._totals.held_out_after = self._held_out_loss()
+            self._totals.peak_rss_bytes = peak_resident_bytes()
+            reporter.summary(self._totals)
+        else:
+            reporter.say(f"nothing to train: step {self._engine.step_count} of {options.steps} is done already")
+        if options.export is not None:
+            self._engine.export(options.export)
+            self._parts.configuration.save_pretrained(options.export)
+            reporter.say(f"exported to {options.export}")
+        return Outcome(self._totals)
+
+    def _step(self) -> Any:
+        losses: list[torch.Tensor] = []
+        for micro_batch in range(self._options.accumulate):
+            tokens = self._parts.batches.next().to(self._device, non_blocking=True)
+            is_last = micro_batch == self._options.accumulate - 1
+            with contextlib.nullcontext() if is_last else self._engine.no_sync():
+                loss = self._engine(input_ids=tokens, labels=tokens).loss
+                self._engine.backward(loss / self._options.accumulate)
+            losses.append(loss.detach())
+        self._loss = float(torch.stack(losses).mean())
+        return self._engine.step()
+
+    def _write_line(self, report: Any) -> None:
+        """The line of a step, inside that step and before its commit; its loss is known by then."""
+        if self._log is not None:
+            self._log.append(step_record(report, self._loss, self._tokens_per_step))
+
+    def _held_out_loss(self) -> float | None:
+        options, parts = self._options, self._parts
+        if not options.evaluate:
+            return None
+        total, count = 0.0, 0
+        parts.model.eval()
+        try:
+            with torch.no_grad():
+                for tokens in held_out_batches(parts.corpus.held_out, parts.sequence, options.evaluate, options.batch):
+                    moved = tokens.to(self._device)
+                    predicted = tokens.shape[0] * (tokens.shape[1] - 1)
+                    total += float(self._engine(input_ids=moved, labels=moved).loss) * predicted
+                    count += predicted
+        finally:
+            parts.model.train()
+        return total / count if count else None
+
+
+def step_record(report: Any, loss: float, tokens: int) -> dict[str, Any]:
+    """One line of `--json`: the step as the engine reports it, with its loss and the peak of resident memory."""
+    return {
+        "step": report.step,
+        "loss": loss,
+        "grad_norm": report.grad_norm,
+        "lr": list(report.lr),
+        "loss_scale": report.loss_scale,
+        "skipped": report.skipped,
+        "tokens": tokens,
+        "seconds": dict(report.seconds),
+        "bytes": dict(report.bytes),
+        "peak_bytes": dict(report.peak_bytes),
+        "peak_rss_bytes": peak_resident_bytes(),
+        "prefetch_depth": report.prefetch_depth,
+        "schedule": report.schedule,
+    }
+
+
+def _engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer) -> dict[str, Any]:
+    return {
+        "model": parts.model,
+        "tiers": TierConfig(
+            device=options.device, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory,
+            nvme=options.nvme, update_threads=options.threads,
+        ),
+        "optimizer": AdamWConfig(lr=options.lr, weight_decay=options.weight_decay),
+        "parameter_groups": parameter_groups(parts.model, options.weight_decay),
+        "lr_scheduler": warm_up(options.warmup) if options.warmup else None,
+        "update": options.update.value,
+        "max_grad_norm": options.max_grad_norm,
+        "commit_every": options.commit_every,
+        "durability": options.durability.value,
+        "resume": options.resume.value,
+        "initialize": parts.source,
+        "registered": {"data": parts.batches},
+        "tracer": tracer,
+    }  # fmt: skip
+
+
+def _engine() -> Callable[..., Any]:
+    from tierstore.train.engine import Engine
+
+    return Engine
+
+
+def _deferred(options: TrainOptions, configuration: Any) -> tuple[nn.Module, Any]:
+    from tierstore.train.materialize import deferred
+
+    return deferred(lambda: presets.build(configuration, options.dtype), checkpoint=options.checkpoint)
+
+
+def _configuration(options: TrainOptions) -> Any:
+    if options.checkpoint is not None:
+        if not options.checkpoint.is_dir():
+            raise ConfigError(f"no such directory: --checkpoint {options.checkpoint}")
+        configuration = presets.file_configuration(options.checkpoint / "config.json")
+    elif options.config is not None:
+        configuration = presets.file_configuration(options.config)
+    else:
+        configuration = presets.preset_configuration(options.preset or Preset.P25M)
+    return presets.prepare(configuration, dropout=options.dropout)
+
+
+def _sequence(options: TrainOptions, configuration: Any) -> int:
+    context = presets.context_length(configuration)
+    if options.sequence is None:
+        return min(context or _LONGEST_DEFAULT_SEQUENCE, _LONGEST_DEFAULT_SEQUENCE)
+    if context is not None and options.sequence > context:
+        raise ConfigError(f"--sequence {options.sequence} is longer than the model's context of {context}")
+    return options.sequence
+
+
+def _enable_checkpointing(model: nn.Module) -> None:
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ConfigError(f"{type(model).__name__} does not support --checkpointing")
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)  # the later of its two names
+    if enable is not None:
+        enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        enable = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _check_outputs(options: TrainOptions) -> None:
+    """A path that cannot be written is found before the first step, not after the last."""
+    for name, path in (("trace", options.trace), ("export", options.export)):
+        if path is not None and not _can_create(path):
+            raise ConfigError(f"cannot write --{name} {path}: its directory is missing or not writable")
+
+
+def _can_create(path: Path) -> bool:
+    parent = path.absolute().parent
+    return os.access(path, os.W_OK) if path.exists() else parent.is_dir() and os.access(parent, os.W_OK)

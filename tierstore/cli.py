@@ -1,0 +1,142 @@
+"""The command line: parses, calls `apps/`, turns errors into one sentence and an exit code.
+
+Scope: commands and their options. Exit codes: 0 done, 1 the run failed, 2 an option or a budget cannot work,
+130 and 143 stopped by SIGINT and SIGTERM after a committed step.
+Not here: anything that works. Torch is imported inside a command, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.apps.options import Precision, Preset, TrainOptions
+from tierstore.config import Durability, Resume, UpdateSchedule, parse_size
+from tierstore.errors import BudgetError, ConfigError, TierstoreError
+
+_NOTHING_KEPT = "nothing is kept without --nvme"
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)  # fmt: skip
+
+
+def _size(text: int | str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@app.callback()
+def _root() -> None:
+    """Train models whose state does not fit in memory."""
+
+
+@app.command()
+def train(
+    preset: Annotated[Preset | None, typer.Option(help="Architecture with new weights [default: 25m].")] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="config.json of any Hugging Face causal LM, with new weights.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Local safetensors checkpoint to fine-tune.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE|DIR", help="Training text, read as bytes [default: Python's own library source]."),
+    ] = None,
+    gpu_memory: Annotated[
+        int,
+        typer.Option(
+            parser=_size, metavar="SIZE", show_default="1GiB",
+            help="Budget of the GPU tier: weights, gradients, staging; not activations.",
+        ),
+    ] = 2**30,
+    cpu_memory: Annotated[
+        int, typer.Option(parser=_size, metavar="SIZE", show_default="1GiB", help="Budget of the (pinned) CPU tier.")
+    ] = 2**30,
+    nvme: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="Directory of the store; repeat it for several disks.")
+    ] = None,
+    dtype: Annotated[Precision, typer.Option(help="Dtype of weights and gradients.")] = Precision.BF16,
+    batch: Annotated[int, typer.Option(help="Samples per micro-batch.")] = 8,
+    sequence: Annotated[
+        int | None, typer.Option(help="Bytes per sample [default: the model's context, at most 1024].")
+    ] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    steps: Annotated[int, typer.Option(help="Step to stop at, counted from the first run.")] = 100,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 3e-4,
+    weight_decay: Annotated[float, typer.Option(help="Decay of matrices; vectors do not decay.")] = 0.1,
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up; constant afterwards.")] = 0,
+    clip: Annotated[float, typer.Option(help="Bound of the global gradient norm; 0 is none.")] = 1.0,
+    update: Annotated[UpdateSchedule, typer.Option(help="When the optimizer runs.")] = UpdateSchedule.AUTO,
+    commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
+    durability: Annotated[
+        Durability, typer.Option(help="none: half the disk space, and a killed run is lost.")
+    ] = Durability.COMMIT,
+    resume: Annotated[
+        Resume, typer.Option(help="What to do with a store that holds a run: refuse, go on, insist, step back.")
+    ] = Resume.NEVER,
+    seed: Annotated[int, typer.Option(help="Seed of weights, dropout and data order.")] = 0,
+    workers: Annotated[int, typer.Option(help="Processes that load data.")] = 0,
+    dropout: Annotated[float, typer.Option(help="Dropout, wherever the model has one.")] = 0.0,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Recompute activations in backward instead of keeping them.")
+    ] = False,
+    evaluate: Annotated[int, typer.Option(help="Held-out samples, before and after; 0 is none.")] = 16,
+    export: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the final weights as Hugging Face reads them.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="One line per step, before its commit.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Chrome trace with a track per link and tier.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of torch, and of the update [default: all cores].")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+) -> None:
+    """Train a causal language model within the given memory; end with Ctrl-C, go on with --resume auto."""
+    values = {name: value for name, value in locals().items() if name not in ("debug", "nvme")}
+    try:
+        _run_training(TrainOptions(**values, nvme=tuple(nvme or ())))
+    except KeyboardInterrupt:
+        kept = "the store holds the last committed step: go on with --resume auto" if nvme else _NOTHING_KEPT
+        _fail(f"interrupted at once; {kept}", 130)
+    except TierstoreError as error:
+        if debug:
+            raise
+        _fail(" ".join(str(error).split()), 2 if isinstance(error, (ConfigError, BudgetError)) else 1)
+
+
+def _run_training(options: TrainOptions) -> None:
+    from rich.console import Console
+
+    from tierstore.apps.report import Reporter
+    from tierstore.apps.train import train as run
+
+    outcome = run(options, Reporter(Console()))
+    if outcome.stopped_by is not None:
+        step = outcome.totals.last_step
+        kept = "it is committed: go on with --resume auto" if options.nvme else _NOTHING_KEPT
+        _fail(f"stopped by {outcome.stopped_by.name} after step {step} of {options.steps}; {kept}",
+              128 + outcome.stopped_by)  # fmt: skip
+
+
+def _fail(sentence: str, code: int) -> None:
+    typer.echo(f"tierstore: {sentence}", err=True)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Entry point of the command `tierstore`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
