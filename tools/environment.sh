@@ -1,0 +1,89 @@
+# Makes the virtual environment that tools/quickstart.sh and tools/run_tests.sh run in. Sourced, not run.
+# Reads $root (this repository), TIERSTORE_VENV (where the environment is; default .venv) and TIERSTORE_PYTHON
+# (the Python to make it from). Sets $venv and $python. Anything installed elsewhere is kept out of the way.
+
+unset PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV
+export PYTHONNOUSERSITE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_USER=0
+venv=${TIERSTORE_VENV:-$root/.venv}
+python=$venv/bin/python
+
+say() { printf '%s\n' "$*"; }
+die() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }
+
+# A name may be there and not run (a pyenv shim of a version that is not chosen), or lack venv (Debian).
+python_works() {
+  "$1" -c 'import sys, venv, ensurepip; sys.exit(not sys.version_info >= (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+  local name
+  for name in ${TIERSTORE_PYTHON:-python3.13 python3.12 python3.11 python3 python}; do
+    if python_works "$name"; then
+      command -v "$name"
+      return
+    fi
+  done
+  die "no Python 3.11 or newer with its venv module was found${TIERSTORE_PYTHON:+ as $TIERSTORE_PYTHON};" \
+    "install one (on Debian and Ubuntu: apt install python3 python3-venv), or name it in TIERSTORE_PYTHON"
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
+
+# What a finished installation looks like: it changes with the project file, the extras and the place.
+stamp_text() { printf '%s %s ' "$1" "$root"; cksum <"$root/pyproject.toml"; }
+
+is_current() {  # extras
+  "$python" -c 'import sys' >/dev/null 2>&1 && [ -f "$venv/.tierstore-$1" ] &&
+    [ "$(cat "$venv/.tierstore-$1")" = "$(stamp_text "$1")" ]
+}
+
+# Imports everything heavy, from where it should be, and lets torch and the compiler compute something.
+check_installation() {
+  (cd / && "$python" - "$root") <<'PYTHON'
+import pathlib, sys
+import numba, torch, transformers, tierstore
+assert torch.ones(2, 3) @ torch.ones(3, 1) is not None
+assert numba.njit(lambda x: x + 1)(1) == 2
+root, found = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(tierstore.__file__).resolve()
+assert root in found.parents, f"tierstore is imported from {found}, not from {root}"
+print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}, "
+      f"numba {numba.__version__}")
+PYTHON
+}
+
+# A broken environment in this repository is ours to remove; one that the user named may hold other things.
+discard() {
+  [ -f "$venv/pyvenv.cfg" ] || return 0
+  if [ -n "${TIERSTORE_VENV:-}" ]; then die "the virtual environment $venv does not work; remove it and try again"; fi
+  rm -rf "$venv"
+}
+
+install() {  # extras
+  local base
+  base=$(find_python)
+  if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
+    die "$venv is there and is no virtual environment; remove it, or name another place in TIERSTORE_VENV"
+  fi
+  if ! python_works "$python"; then  # none yet, or one whose Python is gone or too old
+    say "making a virtual environment in $venv"
+    discard
+    "$base" -m venv "$venv" || die "$base cannot make a virtual environment in $venv"
+  fi
+  rm -f "$venv"/.tierstore-*
+  say "installing (this can take some minutes) ..."
+  if ! has_gpu; then
+    "$python" -m pip install --quiet torch==2.13.0 || die "pip could not install torch==2.13.0; see its message above"
+  fi
+  "$python" -m pip install --quiet -e "$root[$1]" || die "pip could not install tierstore; see its message above"
+}
+
+make_environment() {  # extras
+  if ! is_current "$1"; then install "$1"; fi
+  if ! check_installation 2>/dev/null; then
+    say "what is installed in $venv does not work; making it anew"
+    discard
+    install "$1"
+    check_installation || die "the installation in $venv does not work; see the message above"
+  fi
+  stamp_text "$1" >"$venv/.tierstore-$1"
+}

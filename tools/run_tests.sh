@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Environment, lint, types, import floors, tests. Arguments go to pytest. Fails when any of them fails.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+. "$root/tools/environment.sh"
+cd "$root"
+
+make_environment dev
+
+failed=()
+check() {  # name, command...
+  local name=$1 output
+  shift
+  if output=$("$@" 2>&1); then
+    say "$name: ok"
+  else
+    say "$name: FAILED"
+    say "$output"
+    failed+=("$name")
+  fi
+}
+check "lint (ruff)" "$python" -m ruff check .
+check "types (mypy)" "$python" -m mypy
+check "import floors (import-linter)" "$venv/bin/lint-imports"
+if [ ${#failed[@]} -gt 0 ]; then say "failed so far: ${failed[*]}"; fi
+
+status=0
+"$python" -m pytest "$@" || status=$?
+if [ "$status" -eq 0 ] && [ ${#failed[@]} -gt 0 ]; then status=1; fi
+exit "$status"
