@@ -63,6 +63,7 @@ class Request:
         gradients: "held" keeps every gradient until the global norm is known; "streamed" consumes a group's gradient
             soon after it arrives; "doubled" keeps the gradients of two steps.
         chunk_bytes: upper bound of a chunk of any kind; None is 32 MiB. A chunk has at least one block of elements.
+        chunk_elements: the grid of a store that is there already; then `chunk_bytes` does not count.
         acquired_bytes: largest sum of simultaneously acquired groups; None is the largest group.
         read_weights_with_state: the update reads weights that live on NVMe, instead of finding them at hand.
     """
@@ -73,6 +74,7 @@ class Request:
     nvme: bool
     gradients: GradientMode
     chunk_bytes: int | None = None
+    chunk_elements: int | None = None
     acquired_bytes: int | None = None
     read_weights_with_state: bool = False
     workers: int = 4

@@ -12,7 +12,7 @@ not read (1; it is still written for a commit).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.config import Tier, format_size
@@ -94,10 +94,10 @@ _WORKING = _Comfort(trips=4, staging=2)  # less than that and reading, updating 
 
 def smallest_budgets(request: Request) -> Budgets:
     """The smallest budgets that `place` accepts, each independent of the other."""
-    groups = request.groups
+    groups, least = request.groups, _chunk_sizes(request)[-1]
     return Budgets(
         gpu_bytes=_acquired_bytes(request) + _largest_gradient_bytes(groups),
-        cpu_bytes=min(_pools(request, BLOCK, homes, _FLOOR).total_bytes for homes in _corners(request, BLOCK)),
+        cpu_bytes=min(_pools(request, least, homes, _FLOOR).total_bytes for homes in _corners(request, least)),
     )
 
 
@@ -183,18 +183,21 @@ def _start(request: Request) -> tuple[int, _Homes, _Comfort]:
         *_, homes = _corners(request, size)
         if _pools(request, size, homes, _WORKING).total_bytes <= request.cpu_bytes // 4:
             return size, homes, _WORKING
-    if _pools(request, BLOCK, homes, _WORKING).total_bytes <= request.cpu_bytes:
-        return BLOCK, homes, _WORKING
+    least = sizes[-1]
+    if _pools(request, least, homes, _WORKING).total_bytes <= request.cpu_bytes:
+        return least, homes, _WORKING
     fitting = (
         homes
-        for homes in _corners(request, BLOCK)
-        if _pools(request, BLOCK, homes, _FLOOR).total_bytes <= request.cpu_bytes
+        for homes in _corners(request, least)
+        if _pools(request, least, homes, _FLOOR).total_bytes <= request.cpu_bytes
     )
-    return BLOCK, next(fitting), _FLOOR
+    return least, next(fitting), _FLOOR
 
 
-def _chunk_sizes(request: Request) -> range:
+def _chunk_sizes(request: Request) -> Sequence[int]:
     """Chunk sizes in elements, largest first; none is larger than the largest group needs."""
+    if request.chunk_elements is not None:
+        return (request.chunk_elements,)
     limit = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
     element_bytes = max((max(need.weight_bytes, need.state_bytes) for need in request.groups), default=1)
     longest = max((need.elements for need in request.groups), default=0)

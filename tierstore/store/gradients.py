@@ -1,0 +1,297 @@
+"""Gradients on their way from the device to the update: collected per chunk, in CPU memory or spilled to NVMe.
+
+Scope: copying, accumulating and the partial norms of one step's gradients.
+Not here: when a gradient is complete (`train/backward.py`), and the update (`updates.py`).
+Owner: the loop thread; workers run `_collect`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.config import Tier
+from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.io.memory import Lease, Pool
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.kernels.adam import BLOCK
+from tierstore.kernels.norms import add_into, square_sums
+from tierstore.plan.tiers import Placement
+from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.slots import Bytes, SlotPack
+from tierstore.store.tasks import together
+
+Array = npt.NDArray[Any]
+_NUMPY = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
+
+
+def elements_of(array: Bytes, dtype: str, count: int) -> Array:
+    """The first `count` elements of a buffer, as the kernels see them."""
+    item = np.dtype(_NUMPY[dtype])
+    return array[: count * item.itemsize].view(item)
+
+
+def to_float(dtype: str, elements: Array) -> npt.NDArray[np.float32]:
+    """The values of elements as the kernels see them, as fp32."""
+    if dtype == "bf16":
+        return (elements.astype(np.uint32) << 16).view(np.float32)
+    return elements.view(np.float16).astype(np.float32) if dtype == "fp16" else elements.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A parameter's gradient from autograd, at element `start` of its group; `is_first` of this step, else added."""
+
+    start: int
+    gradient: torch.Tensor
+    is_first: bool
+
+
+@dataclass(slots=True)
+class _Chunk:
+    lease: Lease | None = None
+    is_filled: bool = False
+    is_measured: bool = False
+    coming: deque[asyncio.Future[None]] = field(default_factory=deque)
+
+
+class Gradients:
+    """The gradients of one step.
+
+    Invariant: a chunk that is filled is either in its lease or in the spill pack, never in neither.
+
+    Args:
+        pool: leases of chunks that stay in CPU memory.
+        staging: leases of chunks on their way to NVMe, and of what is added to a chunk.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        placement: Placement,
+        pool: Pool,
+        staging: Pool,
+        spill: SlotPack | None,
+        workers: WorkerPool,
+        device: ComputeDevice,
+    ) -> None:
+        self._groups = groups
+        self._placement = placement
+        self._pool = pool
+        self._staging = staging
+        self._spill = spill
+        self._workers = workers
+        self._device = device
+        self._index = ChunkIndex(placement)
+        self._chunks = {key: _Chunk() for key in self._index.all()}
+        self._partials = [np.zeros(-(-group.elements // BLOCK)) for group in groups]
+
+    def is_spilled(self, group: int) -> bool:
+        """Whether this group's gradients live on NVMe."""
+        return self._placement.gradient_home[group] is Tier.NVME
+
+    def accept(
+        self, group: int, pieces: Sequence[Piece], after: Mark, *, is_final: bool
+    ) -> Coroutine[Any, Any, None]:
+        """Take gradients off the device; the coroutine ends when their device memory is not needed any more.
+
+        From this call on (not from the first await) `fetch` waits for them.
+
+        Args:
+            after: the device work that must be over before the gradients are valid.
+            is_final: no more is expected in this step, so the partial norms are computed on the way.
+        """
+        work = []
+        for chunk, (start, stop) in enumerate(self._placement.chunks(group)):
+            parts = [part for piece in pieces for part in _cut(piece, start, stop)]
+            if parts:
+                state = self._chunks[group, chunk]
+                turn = state.coming[-1] if state.coming else None
+                state.coming.append(asyncio.get_running_loop().create_future())
+                work.append(self._accept_chunk(group, chunk, parts, after, is_final, turn, state.coming[-1]))
+        return together(work)
+
+    async def _accept_chunk(
+        self,
+        group: int,
+        chunk: int,
+        parts: list[Piece],
+        after: Mark,
+        is_final: bool,
+        turn: asyncio.Future[None] | None,
+        arrived: asyncio.Future[None],
+    ) -> None:
+        if turn is not None:
+            await asyncio.shield(turn)
+        state = self._chunks[group, chunk]
+        try:
+            if self.is_spilled(group):
+                await self._accept_spilled(state, group, chunk, parts, after, is_final)
+            else:
+                if state.lease is None:
+                    state.lease = await self._pool.reserve(self._placement.gradient_bytes(group, chunk))
+                await self._collect(state, group, chunk, state.lease.array, parts, after, is_final)
+        except BaseException as error:
+            arrived.set_exception(error)
+            arrived.exception()  # retrieved: this task raises it, too
+            raise
+        else:
+            arrived.set_result(None)
+        finally:
+            state.coming.remove(arrived)
+
+    async def _accept_spilled(
+        self, state: _Chunk, group: int, chunk: int, parts: list[Piece], after: Mark, is_final: bool
+    ) -> None:
+        spill, index = self._need_spill(), self._index(group, chunk)
+        lease = await self._staging.reserve(spill.padded_bytes(index))
+        try:
+            if state.is_filled:
+                await spill.read(index, lease.array, Priority.DEMAND)
+            await self._collect(state, group, chunk, lease.array, parts, after, is_final)
+            await spill.write(index, lease.array)
+        finally:
+            lease.free()
+
+    async def _collect(
+        self, state: _Chunk, group: int, chunk: int, array: Bytes, parts: list[Piece], after: Mark, is_final: bool
+    ) -> None:
+        start, stop = self._placement.chunk(group, chunk)
+        dtype = self._groups[group].dtype
+        total = elements_of(array, dtype, stop - start)
+        partials = self._partials_of(group, start, stop) if is_final else None
+        is_new = not state.is_filled
+        device = self._device
+
+        def job() -> None:
+            if is_new:
+                array[total.nbytes :] = 0
+                if sum(part.gradient.numel() for part in parts) < len(total):
+                    total[:] = 0
+            first = [part for part in parts if part.is_first]
+            device.copy_out(
+                [part.gradient for part in first],
+                [_bytes_of(total, part.start, part.gradient.numel()) for part in first],
+                after,
+            )
+            for part in parts:
+                if not part.is_first:
+                    _add(device, dtype, total, part, after)
+            if partials is not None:
+                square_sums(dtype, total, partials)
+
+        await self._workers.submit(Priority.UPDATE, job)
+        state.is_filled = True
+        state.is_measured = is_final
+
+    async def square_sum(self) -> float:
+        """The squared global norm: fp64 sums of fixed blocks, added by position, whatever order they arrived in."""
+        await together(
+            self._measure(group, chunk, state)
+            for (group, chunk), state in self._chunks.items()
+            if state.is_filled and not state.is_measured
+        )
+        for (group, chunk), state in self._chunks.items():
+            if not state.is_filled:
+                self._partials_of(group, *self._placement.chunk(group, chunk))[:] = 0
+        blocks = np.concatenate(self._partials) if self._partials else np.zeros(1)
+        return float(np.cumsum(blocks)[-1])
+
+    async def _measure(self, group: int, chunk: int, state: _Chunk) -> None:
+        partials = self._partials_of(group, *self._placement.chunk(group, chunk))
+
+        def job(array: Bytes) -> Callable[[], None]:
+            start, stop = self._placement.chunk(group, chunk)
+            dtype = self._groups[group].dtype
+            return lambda: square_sums(dtype, elements_of(array, dtype, stop - start), partials)
+
+        if state.lease is not None:
+            await self._workers.submit(Priority.UPDATE, job(state.lease.array))
+        else:
+            spill, index = self._need_spill(), self._index(group, chunk)
+            lease = await self._staging.reserve(spill.padded_bytes(index))
+            try:
+                await spill.read(index, lease.array, Priority.DEMAND)
+                await self._workers.submit(Priority.UPDATE, job(lease.array))
+            finally:
+                lease.free()
+        state.is_measured = True
+
+    def is_filled(self, group: int, chunk: int) -> bool:
+        """Whether any gradient of this chunk arrived in this step."""
+        return self._chunks[group, chunk].is_filled
+
+    async def fetch(self, group: int, chunk: int, into: Bytes) -> Array:
+        """The gradient of one chunk as kernels see it; a spilled one is read into `into` (padded length)."""
+        state = self._chunks[group, chunk]
+        if state.coming:
+            await asyncio.shield(state.coming[-1])
+        start, stop = self._placement.chunk(group, chunk)
+        if state.lease is None:
+            await self._need_spill().read(self._index(group, chunk), into, Priority.UPDATE)
+        source = state.lease.array if state.lease is not None else into
+        return elements_of(source, self._groups[group].dtype, stop - start)
+
+    async def read(self, group: int, start: int, stop: int) -> Array:
+        """Elements `[start, stop)` of a group's gradient, zero where none arrived."""
+        found = np.zeros(stop - start, _NUMPY[self._groups[group].dtype])
+        for chunk, (first, last) in enumerate(self._placement.chunks(group)):
+            if first < stop and last > start and self._chunks[group, chunk].is_filled:
+                lease = None
+                if self.is_spilled(group):
+                    lease = await self._staging.reserve(self._placement.gradient_bytes(group, chunk))
+                values = await self.fetch(group, chunk, lease.array if lease else np.empty(0, np.uint8))
+                a, b = max(start, first), min(stop, last)
+                found[a - start : b - start] = values[a - first : b - first]
+                if lease is not None:
+                    lease.free()
+        return found
+
+    def drop(self, group: int, chunk: int) -> None:
+        """The gradient of this chunk is used up."""
+        state = self._chunks[group, chunk]
+        if state.lease is not None:
+            state.lease.free()
+        self._chunks[group, chunk] = _Chunk()
+
+    def drop_all(self) -> None:
+        """Forget all gradients."""
+        for key in self._chunks:
+            self.drop(*key)
+
+    def _partials_of(self, group: int, start: int, stop: int) -> npt.NDArray[np.float64]:
+        return self._partials[group][start // BLOCK : -(-stop // BLOCK)]
+
+    def _need_spill(self) -> SlotPack:
+        if self._spill is None:
+            raise RuntimeError("a gradient was placed on NVMe, but there is no store")
+        return self._spill
+
+
+def _cut(piece: Piece, start: int, stop: int) -> list[Piece]:
+    """The part of a piece in elements `[start, stop)`, with its start counted from there."""
+    first, last = max(piece.start, start), min(piece.start + piece.gradient.numel(), stop)
+    if first >= last:
+        return []
+    flat = piece.gradient.reshape(-1)[first - piece.start : last - piece.start]
+    return [Piece(first - start, flat, piece.is_first)]
+
+
+def _bytes_of(total: Array, start: int, count: int) -> Bytes:
+    return total[start : start + count].view(np.uint8)
+
+
+def _add(device: ComputeDevice, dtype: str, total: Array, part: Piece, after: Mark) -> None:
+    """Add in steps of one block, so that the copy of the addend takes next to nothing."""
+    scratch = np.empty(BLOCK, total.dtype)
+    for offset in range(0, part.gradient.numel(), BLOCK):
+        addend = scratch[: min(BLOCK, part.gradient.numel() - offset)]
+        device.copy_out([part.gradient[offset : offset + len(addend)]], [addend.view(np.uint8)], after)
+        add_into(dtype, total[part.start + offset : part.start + offset + len(addend)], addend)

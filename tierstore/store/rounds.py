@@ -1,0 +1,123 @@
+"""The updates of one step as plain data: what each parameter gets, and which groups may go ahead.
+
+Scope: gates and decisions of a round, and the record of a chunk's trip through the update.
+Not here: the trips themselves (`updates.py`).
+Owner: the loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tierstore.io.memory import Lease
+from tierstore.kernels.adam import AdamCoefficients
+from tierstore.store.slots import ChunkRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUpdate:
+    """One Adam step of the elements `[start, stop)` of a group."""
+
+    start: int
+    stop: int
+    coefficients: AdamCoefficients
+
+
+Updates = Mapping[int, Sequence[ParameterUpdate]]
+
+
+@dataclass(slots=True, eq=False)
+class Trip:
+    """One chunk on its way through the update of one round.
+
+    Attributes:
+        applied: ends when the new weights exist; True if they were put on the device too.
+        task: ends when they are at rest.
+        recalled: set to take back a lease that read ahead, because a trip behind it is needed sooner.
+        before: the records of state and weights that the trip read; a redo begins from them.
+    """
+
+    group: int
+    chunk: int
+    applied: asyncio.Future[bool]
+    recalled: asyncio.Event = field(default_factory=asyncio.Event)
+    lease: Lease | None = None
+    task: asyncio.Task[None] | None = None
+    before: tuple[ChunkRecord | None, ChunkRecord | None] = (None, None)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.group, self.chunk
+
+
+class Round:
+    """All trips of one step, in the order in which they are needed.
+
+    Args:
+        order: groups, soonest needed first.
+        reads_weights: the trips read weights that live on NVMe along with the state; otherwise they take them from the
+            device, where backward has just used them.
+        is_lazy: a group's trips wait until somebody asks for the group (`allow_through`).
+        keeps_gradients: gradients stay after they were applied, until the update is approved or redone.
+        barrier: the commit that must be published before a trip may write (see `commit.py`, [Note: the barrier]).
+    """
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        *,
+        reads_weights: bool,
+        is_lazy: bool,
+        keeps_gradients: bool,
+        barrier: asyncio.Task[None] | None,
+    ) -> None:
+        self.order = tuple(order)
+        self.reads_weights = reads_weights
+        self.keeps_gradients = keeps_gradients
+        self.barrier = barrier
+        self.trips: list[Trip] = []
+        self.is_decided = False
+        self.kept: list[tuple[int, int]] = []
+        self._updates: dict[int, Sequence[ParameterUpdate]] = {}
+        self._rank = {group: rank for rank, group in enumerate(self.order)}
+        self._allowed = 0 if is_lazy else len(self.order)
+        self._gates = {group: asyncio.Event() for group in self.order}
+
+    def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> None:
+        """What this group gets is final; its trips may go."""
+        self._updates[group] = updates
+        self._refresh()
+
+    def decide(self, updates: Updates) -> None:
+        """What every group gets is final: nothing for those not named and not decided before."""
+        self._updates = {group: updates.get(group, ()) for group in self.order} | self._updates
+        self.is_decided = True
+        self._refresh()
+
+    def allow_through(self, group: int | None = None) -> None:
+        """Somebody needs this group: it and all before it in the order may go; None: all."""
+        self._allowed = max(self._allowed, len(self.order) if group is None else self._rank.get(group, -1) + 1)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        for group in self.order[: self._allowed]:
+            if group in self._updates:
+                self._gates[group].set()
+
+    def is_open(self, group: int) -> bool:
+        """Whether trips of this group may be applied."""
+        return self._gates[group].is_set()
+
+    async def opened(self, group: int) -> None:
+        """Wait for that."""
+        await self._gates[group].wait()
+
+    def updates_of(self, group: int, start: int, stop: int) -> list[ParameterUpdate]:
+        """The updates of elements `[start, stop)` of a group, cut to them and counted from `start`."""
+        return [
+            ParameterUpdate(max(u.start, start) - start, min(u.stop, stop) - start, u.coefficients)
+            for u in self._updates.get(group, ())
+            if u.start < stop and u.stop > start
+        ]

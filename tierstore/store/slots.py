@@ -1,0 +1,261 @@
+"""Chunks at rest: one kind of bytes in two slots, striped over directories.
+
+Scope: where each chunk lies, reading it verified, writing it to the slot that no committed generation needs.
+Not here: when a generation is committed (`commit.py`), what the bytes mean (`updates.py`, `residency.py`).
+Owner: the loop thread changes records; worker threads run `_read_chunk` and `_write_chunk`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.config import Codec
+from tierstore.errors import ChecksumMismatch, FormatError
+from tierstore.io.backend import Backend, BlockFile
+from tierstore.io.memory import Pool
+from tierstore.io.meter import LinkMeter
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.pack.codecs import checksum, codec_for
+from tierstore.pack.layout import ChunkSpec, Layout, capacity_pack, slot_pack
+
+Bytes = npt.NDArray[np.uint8]
+SLOT_NAMES = "ab"
+_READ, _WRITE = "read", "write"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """What a slot holds for one chunk; the part of it that a manifest keeps."""
+
+    slot: int
+    stored_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    disk: int
+    offset: int
+    padded_bytes: int
+
+
+class ChunkIO:
+    """What every pack of a store shares: files, threads, codec, scratch memory and the meter of the link.
+
+    Args:
+        scratch: pool for encoded bytes; needed by every codec but `NONE`. One lease is taken per job, so that a job
+            never waits for memory while it holds a thread.
+    """
+
+    def __init__(
+        self, backend: Backend, workers: WorkerPool, codec: Codec, scratch: Pool | None, clock: Callable[[], float]
+    ) -> None:
+        self.backend = backend
+        self.workers = workers
+        self.codec_name = codec
+        self.codec = codec_for(codec)
+        self.scratch = scratch if codec is not Codec.NONE else None
+        self.meters = {_READ: LinkMeter(clock), _WRITE: LinkMeter(clock)}
+
+    async def run(self, link: str, nbytes: int, priority: Priority, job: Callable[[Bytes | None], None]) -> None:
+        """Run one transfer in a worker, metered; it gets scratch memory when the codec needs some.
+
+        Blocks: on scratch memory and on the job.
+        Cancellation: held back until the job has ended (see `io/workers.py`), so that what follows an await on this
+            may free the memory that the job used.
+        """
+        scratch = await self.scratch.reserve(nbytes) if self.scratch is not None else None
+        meter = self.meters[link]
+        meter.begin()
+        try:
+            await self.workers.submit(priority, job, scratch.array if scratch is not None else None)
+        finally:
+            meter.end(nbytes)
+            if scratch is not None:
+                scratch.free()
+
+
+class SlotPack:
+    """One kind of chunks (weights, state, gradients) in files `KIND.a.safetensors`, `KIND.b.safetensors` per directory.
+
+    Invariant: a write goes to the slot that `committed` does not name, so that the last committed generation stays
+    whole until `commit()` says that a newer one is published.
+    """
+
+    def __init__(
+        self, kind: str, chunks: Sequence[ChunkSpec], directories: Sequence[Path], io: ChunkIO, *, slots: int = 2
+    ) -> None:
+        self.kind = kind
+        self._io = io
+        self._names = [chunk.name for chunk in chunks]
+        self._directories = list(directories)
+        self._slots = slots
+        build = slot_pack if io.codec_name is Codec.NONE else capacity_pack
+        disks = len(self._directories)
+        # Round robin: consecutive chunks are needed at the same time, so each disk reads its part of a group.
+        self._layouts: list[Layout] = [build(list(chunks[disk::disks])) for disk in range(disks)]
+        self._places = [self._place(chunk.name, i % disks) for i, chunk in enumerate(chunks)]
+        self._files: list[list[BlockFile]] = []
+        self.current: list[ChunkRecord | None] = [None] * len(chunks)
+        self.committed: list[ChunkRecord | None] = [None] * len(chunks)
+
+    def _place(self, name: str, disk: int) -> _Place:
+        span = self._layouts[disk].spans[name]
+        return _Place(disk, span.offset, span.padded_bytes)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def padded_bytes(self, index: int) -> int:
+        """Bytes that chunk `index` takes in memory and, uncompressed, on disk."""
+        return self._places[index].padded_bytes
+
+    def paths(self) -> list[Path]:
+        """All files, in the order of disks, then slots."""
+        return [
+            directory / f"{self.kind}.{SLOT_NAMES[slot]}.safetensors"
+            for directory in self._directories
+            for slot in range(self._slots)
+        ]
+
+    def create(self) -> None:
+        """Make the files at full size, so that a full disk shows before the first step.
+
+        Raises:
+            StorageError: files already made by this call are removed.
+        """
+        made: list[Path] = []
+        try:
+            for path, layout in zip(self.paths(), self._layouts_by_path()):
+                self._files_append(self._io.backend.create(path, layout.file_bytes))
+                made.append(path)
+        except BaseException:
+            self.close()
+            for path in made:
+                path.unlink(missing_ok=True)
+            raise
+        self._write_headers()
+
+    def open(self) -> None:
+        """Open existing files.
+
+        Raises:
+            FormatError: a file is missing, or its size or header is not what this layout says.
+        """
+        for path, layout in zip(self.paths(), self._layouts_by_path()):
+            if not path.exists():
+                raise FormatError(f"the store is damaged: {path} is missing")
+            size = path.stat().st_size
+            if size != layout.file_bytes:
+                raise FormatError(f"the store is damaged: {path} has {size} B, expected {layout.file_bytes} B")
+            with path.open("rb") as file:
+                if file.read(len(layout.header)) != layout.header:
+                    raise FormatError(f"the header of {path} is not the one that the model and options ask for")
+            self._files_append(self._io.backend.open(path, writable=True))
+
+    def _layouts_by_path(self) -> list[Layout]:
+        return [layout for layout in self._layouts for _ in range(self._slots)]
+
+    def _files_append(self, file: BlockFile) -> None:
+        if not self._files or len(self._files[-1]) == self._slots:
+            self._files.append([])
+        self._files[-1].append(file)
+
+    def _write_headers(self) -> None:
+        for path, layout in zip(self.paths(), self._layouts_by_path()):
+            with path.open("r+b") as file:
+                file.write(layout.header)
+
+    async def read(self, index: int, array: Bytes, priority: Priority, *, record: ChunkRecord | None = None) -> None:
+        """Fill `array` (padded length) with the chunk, verified. `record` reads an older state of it.
+
+        Raises:
+            ChecksumMismatch: names the chunk and its file.
+        """
+        wanted = record or self.current[index]
+        if wanted is None:
+            raise FormatError(f"chunk {self._names[index]} was never written")
+        await self._io.run(
+            _READ, self._places[index].padded_bytes, priority,
+            lambda scratch: self.read_here(index, array, wanted, scratch),
+        )  # fmt: skip
+
+    def read_here(self, index: int, array: Bytes, record: ChunkRecord, scratch: Bytes | None) -> None:
+        """The job of `read`, for a worker thread that does more with the bytes in the same hop."""
+        place = self._places[index]
+        file = self._files[place.disk][record.slot]
+        raw = record.stored_bytes >= place.padded_bytes
+        source = array if raw or scratch is None else scratch
+        length = -(-record.stored_bytes // 4096) * 4096
+        file.read_into(source[:length], place.offset)
+        found = checksum(source[: record.stored_bytes])
+        if found != record.checksum:
+            raise ChecksumMismatch(
+                f"damaged: chunk {self._names[index]} at offset {place.offset} of {file.path}: "
+                f"{record.stored_bytes} B have checksum {found:016x}, committed as {record.checksum:016x}; "
+                "restore the store from a copy, or resume='previous'"
+            )
+        if not raw:
+            self._io.codec.decode(source[: record.stored_bytes], array[: place.padded_bytes])
+
+    async def read_with(
+        self, index: int, priority: Priority, job: Callable[[Callable[[Bytes], None]], None]
+    ) -> None:
+        """Run `job(read)` in one worker hop; the job calls `read(array)` to have the chunk in `array`."""
+        record = self.current[index]
+        if record is None:
+            raise FormatError(f"chunk {self._names[index]} was never written")
+        await self._io.run(
+            _READ, self._places[index].padded_bytes, priority,
+            lambda scratch: job(lambda array: self.read_here(index, array, record, scratch)),
+        )  # fmt: skip
+
+    async def write(self, index: int, array: Bytes, priority: Priority = Priority.WRITE) -> None:
+        """Write `array` (padded length) to the slot that no committed generation needs."""
+        committed = self.committed[index]
+        slot = 0 if committed is None or self._slots == 1 else 1 - committed.slot
+        place = self._places[index]
+        records: list[ChunkRecord] = []
+        await self._io.run(
+            _WRITE, place.padded_bytes, priority,
+            lambda scratch: records.append(self._write_chunk(place, slot, array, scratch)),
+        )  # fmt: skip
+        self.current[index] = records[0]
+
+    def _write_chunk(self, place: _Place, slot: int, array: Bytes, scratch: Bytes | None) -> ChunkRecord:
+        source = array[: place.padded_bytes]
+        stored = place.padded_bytes
+        if scratch is not None:
+            encoded = self._io.codec.encode(source, scratch[: place.padded_bytes])
+            if encoded <= place.padded_bytes - 4096:
+                source, stored = scratch, encoded
+                scratch[stored : -(-stored // 4096) * 4096] = 0
+        self._files[place.disk][slot].write_from(source[: -(-stored // 4096) * 4096], place.offset)
+        return ChunkRecord(slot, stored, checksum(source[:stored]))
+
+    def datasync(self) -> None:
+        """Make every write durable. Worker thread; a failure is final, it is never retried."""
+        for files in self._files:
+            for file in files:
+                file.datasync()
+
+    def commit(self, records: Sequence[ChunkRecord | None]) -> None:
+        """The manifest that holds `records` is published: from now on they are what must not be overwritten."""
+        self.committed = list(records)
+
+    def adopt(self, records: Sequence[ChunkRecord | None]) -> None:
+        """Take the records of an opened manifest as the current and the committed ones."""
+        self.current = list(records)
+        self.committed = list(records)
+
+    def close(self) -> None:
+        """Close all files."""
+        for files in self._files:
+            for file in files:
+                file.close()
+        self._files = []

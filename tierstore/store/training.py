@@ -1,0 +1,419 @@
+"""The training state of a model: weights, gradients and optimizer state on their tiers, and the commits of steps.
+
+Scope: assembling the rooms of this floor from a placement; filling, opening, committing and closing a store.
+Not here: modules, hooks and coefficients (`train/`); how a chunk moves (`weights.py`, `gradients.py`, `updates.py`).
+Owner: everything here runs on the loop thread, but for `__init__` and `release`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.config import Tier, TierConfig
+from tierstore.device.streams import ComputeDevice
+from tierstore.errors import ConfigError
+from tierstore.io.backend import Backend
+from tierstore.io.memory import Arena, Lease
+from tierstore.io.runtime import Runtime
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.kernels.adam import init_state, read_master, state_bytes_per_element, write_master
+from tierstore.plan.tiers import Kind, Placement
+from tierstore.store.budget import ByteBudget
+from tierstore.store.commit import Generation, Manifests, StoreLock, claim_directory
+from tierstore.store.gradients import Gradients, elements_of, to_float
+from tierstore.store.layout import ChunkIndex, GroupSpec, chunk_specs, fingerprint
+from tierstore.store.rounds import Round
+from tierstore.store.slots import Bytes, ChunkIO, SlotPack
+from tierstore.store.tasks import together
+from tierstore.store.updates import UpdatePipeline
+from tierstore.store.weights import Weights
+from tierstore.trace import Tracer
+
+Floats = npt.NDArray[np.float32]
+
+
+class TrainingStore:
+    """All state of one model on its tiers.
+
+    Args:
+        storages: flat device storages of the groups, in their order, size 0 while a group is not on the device;
+            `use_storages` gives them later.
+        is_durable: steps can be committed; otherwise the packs have one slot and are removed at the end.
+        gradient_sets: 2 keeps the gradients of two steps (a delayed update), otherwise 1.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        placement: Placement,
+        tiers: TierConfig,
+        device: ComputeDevice,
+        storages: list[torch.UntypedStorage],
+        runtime: Runtime,
+        backend: Backend,
+        tracer: Tracer,
+        clock: Callable[[], float],
+        *,
+        is_durable: bool,
+        update_threads: int,
+        codec_scratch_bytes: int = 0,
+    ) -> None:
+        self.groups = groups
+        self.placement = placement
+        self.directories = [Path(path) for path in tiers.nvme]
+        self.is_durable = is_durable and bool(self.directories)
+        self._codec = tiers.codec
+        self._backend = backend
+        self._runtime = runtime
+        self._index = ChunkIndex(placement)
+        pools = placement.pools
+        self.arena = Arena(pools.total_bytes + codec_scratch_bytes, device.pin, device.unpin)
+        self._storages = storages
+        self._pools = {
+            name: self.arena.pool(name, nbytes)
+            for name, nbytes in (
+                ("resident", pools.resident),
+                ("gradients", pools.gradients),
+                ("spill", pools.spill),
+                ("update", pools.update),
+                ("weights", pools.weights),
+                ("codec", codec_scratch_bytes),
+            )
+        }
+        self._io_workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(self.directories)))
+        self._compute = WorkerPool("tierstore-update", update_threads)
+        for workers in (self._io_workers, self._compute):
+            runtime.describe(workers.in_flight)
+        self.io = ChunkIO(backend, self._io_workers, tiers.codec, self._pools["codec"], clock)
+        self._packs = self._make_packs() if self.directories else []
+        self._manifests = Manifests(self.directories[0], backend) if self.directories else None
+        self._lock: StoreLock | None = None
+        self._leases: list[Lease] = []
+        self._resident: dict[Kind, dict[tuple[int, int], Lease]] = {Kind.WEIGHTS: {}, Kind.STATE: {}}
+        self._reserve_resident()
+        durable_packs = (self._packs[0], self._packs[1]) if self._packs else None
+        self.gpu_budget = ByteBudget("gpu_memory", placement.gpu_weight_bytes)
+        self.weights = Weights(
+            groups, placement, storages, self.gpu_budget, self._packs[0] if self._packs else None,
+            self._resident[Kind.WEIGHTS], self._pools["weights"], self._io_workers, device, tracer,
+        )  # fmt: skip
+        self.gradients = [
+            Gradients(groups, placement, self._pools["gradients"], self._pools["spill"], pack, self._compute, device)
+            for pack in (*self._packs[2:], *[None] * (placement.gradient_copies - len(self._packs[2:])))
+        ]
+        self.updates = UpdatePipeline(
+            groups, placement, self.weights, durable_packs,
+            {key: lease.array for key, lease in self._resident[Kind.STATE].items()},
+            self._pools["update"], self._compute, device, runtime.spawn, tracer,
+        )  # fmt: skip
+        self.weights.settle = self.updates.settle
+        self.weights.leave_device = self.updates.leave_device
+        self._commit: asyncio.Task[None] | None = None
+        self._next_number = 0
+        self.generation = -1
+        """Number of the last published generation; -1 before the first."""
+
+    def _make_packs(self) -> list[SlotPack]:
+        slots = 2 if self.is_durable else 1
+        packs = [
+            SlotPack(kind.value, chunk_specs(kind, self.groups, self.placement), self.directories, self.io, slots=slots)
+            for kind in (Kind.WEIGHTS, Kind.STATE)
+        ]
+        copies = self.placement.gradient_copies
+        is_spilled = any(home is Tier.NVME for home in self.placement.gradient_home)
+        for copy in range(copies if is_spilled else 0):
+            specs = chunk_specs(Kind.GRADIENTS, self.groups, self.placement)
+            packs.append(SlotPack(f"gradients{copy or ''}", specs, self.directories, self.io, slots=1))
+        return packs
+
+    def _reserve_resident(self) -> None:
+        """Memory of what lives in CPU memory, taken once and for ever."""
+        pool = self._pools["resident"]
+        for group, chunk in self._index.all():
+            wanted = []
+            if self.placement.weights_home[group] is Tier.CPU:
+                wanted.append((Kind.WEIGHTS, self.placement.weight_bytes(group, chunk)))
+            if self.groups[group].trainable and self.placement.is_state_resident(group, chunk):
+                wanted.append((Kind.STATE, self.placement.state_bytes(group, chunk)))
+            for kind, nbytes in wanted:
+                lease = pool.try_reserve(nbytes)
+                if lease is None:
+                    raise ConfigError(f"the placement promises {nbytes} B more resident memory than its pool has")
+                self._resident[kind][group, chunk] = lease
+                self._leases.append(lease)
+
+    def use_storages(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """The device storages, made after the files: what cannot be stored must not cost the model its weights."""
+        self._storages[:] = storages
+
+    @property
+    def cpu_peak_bytes(self) -> int:
+        """Largest use of the arena, at most: every pool at its own peak."""
+        return sum(pool.peak_bytes for pool in self._pools.values())
+
+    # --- making and opening -------------------------------------------------------------------------------------
+
+    async def create(self) -> None:
+        """Make the files of an empty store, at full size.
+
+        Raises:
+            ConfigError, StorageError, StoreLocked: nothing is left behind but the directories.
+        """
+        await asyncio.to_thread(self._create)
+
+    def _create(self) -> None:
+        if not self.directories:
+            return
+        self._take_directories()
+        made: list[SlotPack] = []
+        try:
+            for pack in self._packs:
+                for path in pack.paths():
+                    path.unlink(missing_ok=True)  # left by a run that never committed
+                pack.create()
+                made.append(pack)
+        except BaseException:
+            for pack in made:
+                self._remove(pack)
+            raise
+
+    def _take_directories(self) -> None:
+        for directory in self.directories:
+            claim_directory(directory)
+        self._lock = StoreLock(self.directories)
+
+    async def open(self, generation: Generation) -> None:
+        """Continue from a generation: its records are current, and what lives in CPU memory is read."""
+        await asyncio.to_thread(self._open)
+        for pack in self._packs[:2]:
+            pack.adopt(generation.records[pack.kind])
+        self.generation, self._next_number = generation.number, generation.number + 1
+        await together(
+            self._packs[position].read(self._index(*key), lease.array, Priority.DEMAND)
+            for position, kind in enumerate((Kind.WEIGHTS, Kind.STATE))
+            for key, lease in self._resident[kind].items()
+        )
+
+    def _open(self) -> None:
+        self._take_directories()
+        for pack in self._packs[:2]:
+            pack.open()
+        for pack in self._packs[2:]:
+            for path in pack.paths():
+                path.unlink(missing_ok=True)
+            pack.create()
+
+    async def verify(self, generation: Generation) -> None:
+        """Read every chunk of a generation; the store is open.
+
+        Raises:
+            ChecksumMismatch: names the first damaged chunk.
+        """
+        for group, chunk in self._index.all():
+            index = self._index(group, chunk)
+            lease, weights, state = await self._working_memory(group, chunk)
+            for pack, array in zip(self._packs, (weights, state)):
+                if len(array):
+                    await pack.read(index, array, Priority.DEMAND, record=generation.records[pack.kind][index])
+            if lease is not None:
+                lease.free()
+
+    async def measure_reads(self, limit_bytes: int = 2**27) -> tuple[int, float]:
+        """Bytes and seconds of reading some chunks, as loads and updates will: the rate that a first depth is from."""
+        before = self.io.meters["read"].totals()
+        if self._packs:
+            some = [key for key in self._index.all() if self.placement.trip_bytes(*key)]
+            count = limit_bytes // max((self.placement.trip_bytes(*key) for key in some), default=1)
+            await together(self._measure_read(*key) for key in some[:count])
+        after = self.io.meters["read"].totals()
+        return after[0] - before[0], after[1] - before[1]
+
+    async def _measure_read(self, group: int, chunk: int) -> None:
+        lease, weights, state = await self._working_memory(group, chunk)
+        await self._read_chunk(group, chunk, weights, state)
+        if lease is not None:
+            lease.free()
+
+    def layout(self) -> dict[str, Any]:
+        """What must be equal for a store to open."""
+        return fingerprint(self.groups, self.placement.chunk_elements, len(self.directories), self._codec.value)
+
+    # --- whole chunks from and to the outside -------------------------------------------------------------------
+
+    async def put_chunk(self, group: int, chunk: int, master: Floats, *, keep_moments: bool = False) -> None:
+        """Set the weights of a chunk from fp32 values; moments are zero unless kept.
+
+        The caller has flushed. The device copy is not touched.
+        """
+        lease, weights, state = await self._working_memory(group, chunk)
+        try:
+            if keep_moments:
+                await self._read_chunk(group, chunk, weights, state)
+            await self._compute.submit(Priority.UPDATE, self._encode, group, master, weights, state, keep_moments)
+            await self._write_chunk(group, chunk, weights, state)
+        finally:
+            if lease is not None:
+                lease.free()
+
+    async def read_chunk(self, group: int, chunk: int) -> Floats:
+        """The fp32 master of a chunk at rest; the caller has flushed."""
+        lease, weights, state = await self._working_memory(group, chunk)
+        try:
+            await self._read_chunk(group, chunk, weights, state)
+            return await self._compute.submit(Priority.UPDATE, self._decode, group, chunk, weights, state)
+        finally:
+            if lease is not None:
+                lease.free()
+
+    async def _working_memory(self, group: int, chunk: int) -> tuple[Lease | None, Bytes, Bytes]:
+        weights = self._resident[Kind.WEIGHTS].get((group, chunk))
+        state = self._resident[Kind.STATE].get((group, chunk))
+        is_trainable = self.groups[group].trainable
+        weight_bytes = 0 if weights else self.placement.weight_bytes(group, chunk)
+        state_bytes = 0 if state or not is_trainable else self.placement.state_bytes(group, chunk)
+        if weight_bytes + state_bytes == 0:
+            empty = np.empty(0, np.uint8)
+            return None, weights.array if weights else empty, state.array if state else empty
+        pool = self._pools["update" if is_trainable else "weights"]
+        self.updates.recall_all()  # what reads ahead for a step that may be far away makes room, and queues behind
+        lease = await pool.reserve(weight_bytes + state_bytes)
+        rest = lease.array
+        return (
+            lease,
+            weights.array if weights else rest[:weight_bytes],
+            state.array if state else rest[weight_bytes : weight_bytes + state_bytes],
+        )
+
+    async def _read_chunk(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> None:
+        index, reads = self._index(group, chunk), []
+        for position, (kind, array) in enumerate(((Kind.WEIGHTS, weights), (Kind.STATE, state))):
+            if (group, chunk) not in self._resident[kind] and len(array):
+                reads.append(self._packs[position].read(index, array, Priority.DEMAND))
+        await together(reads)
+
+    async def _write_chunk(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> None:
+        index = self._index(group, chunk)
+        if self._packs:
+            writes = [self._packs[0].write(index, weights)]
+            if self.groups[group].trainable:
+                writes.append(self._packs[1].write(index, state))
+            await together(writes)
+
+    def _encode(self, group: int, master: Floats, weights: Bytes, state: Bytes, keep_moments: bool) -> None:
+        spec = self.groups[group]
+        flat = elements_of(weights, spec.dtype, len(master))
+        size = len(master) * state_bytes_per_element(spec.dtype)
+        # A frozen group has no state on its tiers; the kernel's is thrown away.
+        exact = state[:size] if spec.trainable else np.empty(size, np.uint8)
+        (write_master if keep_moments else init_state)(spec.dtype, master, flat, exact)
+        weights[flat.nbytes :] = 0
+        state[size:] = 0
+
+    def _decode(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> Floats:
+        spec = self.groups[group]
+        start, stop = self.placement.chunk(group, chunk)
+        count = stop - start
+        flat = elements_of(weights, spec.dtype, count)
+        if not spec.trainable:
+            return to_float(spec.dtype, flat)
+        out = np.empty(count, np.float32)
+        read_master(spec.dtype, flat, state[: count * state_bytes_per_element(spec.dtype)], out)
+        return out
+
+    # --- commits ------------------------------------------------------------------------------------------------
+
+    @property
+    def barrier(self) -> asyncio.Task[None] | None:
+        """The commit that must be published before the writes of a round that begins now."""
+        return self._commit
+
+    def commit(self, round_: Round | None, captured: Mapping[str, Any]) -> None:
+        """Publish the state after `round_` (None: as it is), in the background; commits follow one another."""
+        previous, writes = self._commit, []
+        for group, chunk in self._index.all():
+            key = (group, chunk)
+            is_resident = key in self._resident[Kind.WEIGHTS] or key in self._resident[Kind.STATE]
+            if is_resident and self.groups[group].trainable:
+                after = self.updates.chain.get(key)
+                task = self._runtime.spawn(self._commit_resident(group, chunk, after, previous), "write resident")
+                self.updates.chain[key] = task
+                writes.append(task)
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._commit = self._runtime.spawn(self._publish(number, round_, previous, writes, captured), "commit")
+
+    async def _commit_resident(
+        self, group: int, chunk: int, after: asyncio.Task[None] | None, previous: asyncio.Task[None] | None
+    ) -> None:
+        if after is not None:
+            await asyncio.shield(after)
+        if (group, chunk) in self.updates.dirty:
+            if previous is not None:
+                await asyncio.shield(previous)
+            await self.updates.write_resident(group, chunk)
+            self.updates.dirty.discard((group, chunk))
+
+    async def _publish(
+        self,
+        number: int,
+        round_: Round | None,
+        previous: asyncio.Task[None] | None,
+        writes: list[asyncio.Task[None]],
+        captured: Mapping[str, Any],
+    ) -> None:
+        if round_ is not None:
+            await self.updates.round_ended(round_)
+        for write in writes:
+            await asyncio.shield(write)
+        if previous is not None:
+            await asyncio.shield(previous)
+        packs = self._packs[:2]
+        for pack in packs:
+            await self._io_workers.submit(Priority.WRITE, pack.datasync)
+        records = {pack.kind: list(pack.current) for pack in packs}
+        if self._manifests is not None:
+            await self._manifests.publish(Generation(number, self.layout(), records, captured))
+        for pack in packs:
+            pack.commit(records[pack.kind])
+        self.generation = number
+
+    async def flush(self) -> None:
+        """Wait until every decided update is at rest and every commit is published."""
+        self.updates.allow_through()
+        await self.updates.finished()
+        if self._commit is not None:
+            await asyncio.shield(self._commit)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Give everything back, after the runtime has closed: threads, memory, files, the lock. Twice is fine."""
+        for workers in (self._io_workers, self._compute):
+            workers.close(timeout_s=30.0)
+        for lease in self.arena.close():
+            with contextlib.suppress(Exception):
+                lease.free()
+        self.arena.close()
+        for pack in self._packs:
+            pack.close()
+        if self._lock is not None:
+            if not self.is_durable:
+                for pack in self._packs:
+                    self._remove(pack)
+            for pack in self._packs[2:]:
+                self._remove(pack)
+            self._lock.release()
+            self._lock = None
+
+    @staticmethod
+    def _remove(pack: SlotPack) -> None:
+        pack.close()
+        for path in pack.paths():
+            path.unlink(missing_ok=True)

@@ -1,0 +1,420 @@
+"""The update of every chunk: state read ahead, one Adam pass, state and weights written behind.
+
+Scope: the trips of all rounds, how loads wait for them, and taking back what read ahead in the wrong order.
+Not here: what the coefficients are (`train/optimizer.py`), when a generation is committed (`training.py`).
+Owner: the loop thread; workers read, run the kernel and write.
+
+[Note: one lease per trip] A trip reserves all the memory it will need before it reads, so it never waits for memory while
+it holds memory. Leases are granted in the order in which updates are needed. Where a step leaves that order (a block
+skipped, a new graph), a lease that waits for a later gradient is recalled and queues again, so nothing waits in a circle.
+
+[Note: chain] A chunk is on one trip at a time: a trip awaits the last task that touched its chunk (the trip of the step
+before, or the write of a resident chunk for a commit).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from tierstore.device.streams import ComputeDevice
+from tierstore.io.memory import Pool
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.kernels.adam import update as adam_update
+from tierstore.plan.tiers import Placement
+from tierstore.store.gradients import Array, Gradients, elements_of
+from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.rounds import ParameterUpdate, Round, Trip, Updates
+from tierstore.store.slots import Bytes, SlotPack
+from tierstore.store.tasks import together
+from tierstore.store.weights import Weights
+from tierstore.trace import Tracer
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+
+
+class UpdatePipeline:
+    """Runs the trips of all rounds.
+
+    Args:
+        resident_state: state chunks that live in CPU memory, by (group, chunk).
+        pool: leases of one trip each.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        placement: Placement,
+        weights: Weights,
+        packs: tuple[SlotPack, SlotPack] | None,
+        resident_state: dict[tuple[int, int], Bytes],
+        pool: Pool,
+        workers: WorkerPool,
+        device: ComputeDevice,
+        spawn: Spawn,
+        tracer: Tracer,
+    ) -> None:
+        self._groups = groups
+        self._placement = placement
+        self._weights = weights
+        self._packs = packs
+        self._resident_state = resident_state
+        self._pool = pool
+        self._workers = workers
+        self._device = device
+        self._spawn = spawn
+        self._tracer = tracer
+        self._index = ChunkIndex(placement)
+        self._rounds: list[Round] = []
+        self._pending: dict[tuple[int, int], Trip] = {}
+        self._device_jobs: dict[int, int] = {}
+        self._device_idle = asyncio.Condition()
+        self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self.dirty: set[tuple[int, int]] = set()
+
+    # --- rounds -------------------------------------------------------------------------------------------------
+
+    def begin(self, round_: Round, gradients: Gradients) -> None:
+        """Start the trips of a step: they read ahead as far as memory allows, and wait to be decided."""
+        self._rounds = [r for r in self._rounds if any(not t.task.done() for t in r.trips if t.task)] + [round_]
+        for group in round_.order:
+            for chunk in range(self._placement.chunk_count(group)):
+                self._start(round_, Trip(group, chunk, asyncio.get_running_loop().create_future()), gradients)
+
+    def _start(self, round_: Round, trip: Trip, gradients: Gradients, redo: bool = False) -> None:
+        previous = self.chain.get(trip.key)
+        name = f"update {self._groups[trip.group].name}/{trip.chunk}"
+        trip.task = self._spawn(self._guarded(round_, trip, gradients, previous, redo), name)
+        self.chain[trip.key] = trip.task
+        round_.trips.append(trip)
+
+    def decide_group(self, round_: Round, group: int, updates: Sequence[ParameterUpdate]) -> None:
+        """The gradient of a group is complete and its coefficients are known: update it now."""
+        round_.decide_group(group, updates)
+        self._make_pending(round_, group)
+        self._recall()
+
+    def decide(self, round_: Round, updates: Updates) -> None:
+        """The coefficients of all groups are known."""
+        round_.decide(updates)
+        for group in round_.order:
+            self._make_pending(round_, group)
+        self._recall()
+
+    def allow_through(self, group: int | None = None) -> None:
+        """Somebody needs this group (None: all of them): its decided updates may run."""
+        for round_ in self._rounds:
+            if round_.is_decided:
+                round_.allow_through(group)
+        self._recall()
+
+    def approve(self, round_: Round, gradients: Gradients) -> None:
+        """The speculation was right: gradients kept for a redo may go."""
+        round_.keeps_gradients = False
+        for key in round_.kept:
+            gradients.drop(*key)
+        round_.kept.clear()
+
+    async def redo(self, round_: Round, updates: Updates, gradients: Gradients) -> Round:
+        """The speculation was wrong: every update of the round once more, from the records that its trips read.
+
+        Args:
+            updates: the right ones; empty for a step that is skipped.
+        Returns:
+            The round that replaces the first.
+        """
+        await self.round_finished(round_)
+        again = Round(
+            sorted(round_.order), reads_weights=True, is_lazy=False, keeps_gradients=False, barrier=round_.barrier
+        )
+        again.decide(updates)
+        self._rounds.append(again)
+        kept = set(round_.kept)
+        for trip in sorted(round_.trips, key=lambda trip: trip.key):
+            if trip.key in kept:
+                applied = asyncio.get_running_loop().create_future()
+                replacement = Trip(trip.group, trip.chunk, applied, before=trip.before)
+                self._start(again, replacement, gradients, redo=True)
+                self._pending[trip.key] = replacement
+        self._recall()
+        return again
+
+    def _make_pending(self, round_: Round, group: int) -> None:
+        for trip in round_.trips:
+            if trip.group == group:
+                self._pending[trip.key] = trip
+
+    def _recall(self) -> None:
+        """If a trip that may go has no memory, take back all that waits for a closed gate.
+
+        In the order of need there is nothing to take back: what reads ahead queued behind what may go.
+        """
+        trips = [(r, t) for r in self._rounds for t in r.trips if t.task is None or not t.task.done()]
+        if any(t.lease is None and r.is_open(t.group) and self._placement.trip_bytes(*t.key) for r, t in trips):
+            self.recall_all()
+
+    # --- what others wait for -----------------------------------------------------------------------------------
+
+    async def settle(self, group: int, chunk: int) -> bool:
+        """Wait for the decided update of a chunk. True: its new weights are on the device; False: they are at rest."""
+        trip = self._pending.get((group, chunk))
+        if trip is None:
+            return False
+        self.allow_through(group)
+        was_applied = trip.applied.done()
+        delivered = await asyncio.shield(trip.applied)
+        if delivered and not was_applied:
+            return True
+        if self._weights.is_home_nvme(group) and trip.task is not None:
+            await asyncio.shield(trip.task)
+        return False
+
+    async def applied(self, group: int) -> None:
+        """Wait until every decided update of a group is in its weights on the device."""
+        self.allow_through(group)
+        for chunk in range(self._placement.chunk_count(group)):
+            trip = self._pending.get((group, chunk))
+            if trip is not None:
+                await asyncio.shield(trip.applied)
+
+    async def leave_device(self, group: int) -> None:
+        """Wait until no trip needs the device copy of a group's weights."""
+        for round_ in self._rounds:
+            if not round_.reads_weights and round_.is_open(group):
+                self._recall()
+                for trip in round_.trips:
+                    if trip.group == group:
+                        await asyncio.shield(trip.applied)
+        async with self._device_idle:
+            await self._device_idle.wait_for(lambda: not self._device_jobs.get(group))
+
+    async def finished(self) -> None:
+        """Wait for every trip of the decided rounds."""
+        for round_ in list(self._rounds):
+            if round_.is_decided:
+                await self.round_finished(round_)
+
+    async def round_finished(self, round_: Round) -> None:
+        """Let every trip of a round go, and wait for all."""
+        round_.allow_through()
+        self._recall()
+        await self.round_ended(round_)
+
+    async def round_ended(self, round_: Round) -> None:
+        """Wait for every trip of a round; all of them have ended when the first failure is raised."""
+        results = await asyncio.gather(*(t.task for t in round_.trips if t.task), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def recall_all(self) -> None:
+        """Take back every lease that only reads ahead."""
+        for round_ in self._rounds:
+            for trip in round_.trips:
+                if trip.lease is not None and not round_.is_open(trip.group):
+                    trip.recalled.set()
+
+    # --- one trip -----------------------------------------------------------------------------------------------
+
+    async def _guarded(
+        self, round_: Round, trip: Trip, gradients: Gradients, previous: asyncio.Task[None] | None, redo: bool
+    ) -> None:
+        try:
+            await self._travel(round_, trip, gradients, previous, redo)
+        except BaseException as error:
+            if not trip.applied.done():
+                trip.applied.set_exception(error)
+                trip.applied.exception()  # retrieved: the task raises it, too
+            raise
+        finally:
+            if trip.lease is not None:
+                trip.lease.free()
+                trip.lease = None
+
+    async def _travel(
+        self, round_: Round, trip: Trip, gradients: Gradients, previous: asyncio.Task[None] | None, redo: bool
+    ) -> None:
+        while not await self._read_ahead(round_, trip, previous, redo):
+            if trip.lease is not None:
+                trip.lease.free()
+                trip.lease = None
+        updates = round_.updates_of(trip.group, *self._placement.chunk(trip.group, trip.chunk))
+        if updates or redo:
+            await self._apply(round_, trip, gradients, updates, redo)
+        else:
+            trip.applied.set_result(False)
+        if round_.keeps_gradients and updates:
+            round_.kept.append(trip.key)
+        else:
+            gradients.drop(trip.group, trip.chunk)
+        if updates:
+            await self._write(round_, trip)
+        elif redo and self._packs is not None:
+            for pack, record in zip(self._packs, trip.before):
+                pack.current[self._index(*trip.key)] = record
+
+    async def _read_ahead(
+        self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None, redo: bool
+    ) -> bool:
+        """Reserve, wait for the chunk, read its state, wait for the gate. False: recalled, begin again."""
+        trip.recalled.clear()
+        group, chunk = trip.key
+        nbytes = self._placement.trip_bytes(group, chunk)
+        if nbytes:
+            trip.lease = await self._pool.reserve(nbytes)
+        if previous is not None and not await _unless(trip.recalled, _ended(previous)):
+            return False
+        if round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk)) and not redo:
+            return True
+        await together((self._read_state(trip, redo), self._read_weights(trip, redo, round_.reads_weights)))
+        return await _unless(trip.recalled, round_.opened(group))
+
+    async def _read_state(self, trip: Trip, redo: bool) -> None:
+        if self._packs is None:
+            return
+        pack, index = self._packs[1], self._index(*trip.key)
+        if not redo:
+            trip.before = (self._packs[0].current[index], pack.current[index])
+        if redo or trip.key not in self._resident_state:
+            await pack.read(index, self._parts(trip)[1], Priority.PREFETCH, record=trip.before[1])
+
+    async def _read_weights(self, trip: Trip, redo: bool, with_state: bool) -> None:
+        if self._packs is None:
+            return
+        is_nvme = self._weights.is_home_nvme(trip.group)
+        if redo or (is_nvme and with_state):
+            pack, index = self._packs[0], self._index(*trip.key)
+            # Not from `trip.before` unless redone: it is set by the read of the state, side by side with this one.
+            record = trip.before[0] if redo else None
+            await pack.read(index, self._parts(trip)[0], Priority.PREFETCH, record=record)
+
+    def _parts(self, trip: Trip) -> tuple[Bytes, Bytes, Bytes]:
+        """Where the weights, the state and a spilled gradient of a trip are: resident, or parts of its lease."""
+        group, chunk = trip.key
+        rest = trip.lease.array if trip.lease is not None else None
+        parts: list[Bytes] = []
+        for resident, nbytes in (
+            (self._weights.resident(group, chunk), self._placement.weight_bytes(group, chunk)),
+            (self._resident_state.get(trip.key), self._placement.state_bytes(group, chunk)),
+        ):
+            if resident is not None:
+                parts.append(resident)
+            elif rest is not None:
+                parts.append(rest[:nbytes])
+                rest = rest[nbytes:]
+        if len(parts) < 2:
+            raise RuntimeError(f"trip {trip.key} has no memory")
+        return parts[0], parts[1], rest if rest is not None else parts[0][:0]
+
+    async def _apply(
+        self, round_: Round, trip: Trip, gradients: Gradients, updates: list[ParameterUpdate], redo: bool
+    ) -> None:
+        group, chunk = trip.key
+        weights, state, spare = self._parts(trip)
+        needs_weights = self._weights.is_home_nvme(group) and not round_.reads_weights
+        if needs_weights and not self._weights.is_valid_on_device(group):
+            await self._weights.read(group, chunk, weights, Priority.UPDATE)
+            needs_weights = False
+        gradient = await gradients.fetch(group, chunk, spare) if updates else None
+        # No await from here to the count of device jobs: the group may not leave the device in between.
+        storage = self._weights.on_device(group)
+        raw, offset = self._weights.raw_bytes(group, chunk), self._weights.device_offset(group, chunk)
+        spec, device = self._groups[group], self._device
+        count = raw // spec.item_bytes
+
+        def job() -> None:
+            if needs_weights and storage is not None:
+                device.copy_out_range(storage, offset, weights[:raw], _Reached())
+                weights[raw:] = 0
+            if gradient is not None:
+                _run_adam(spec, count, weights, state, gradient, updates)
+            if storage is not None:
+                device.copy_in(storage, offset, weights[:raw])
+
+        self._device_jobs[group] = self._device_jobs.get(group, 0) + 1
+        try:
+            with self._tracer.measure("update", spec.name):
+                await self._workers.submit(Priority.UPDATE, job)
+        finally:
+            async with self._device_idle:
+                self._device_jobs[group] -= 1
+                self._device_idle.notify_all()
+        trip.applied.set_result(storage is not None)
+
+    async def _write(self, round_: Round, trip: Trip) -> None:
+        """Write what does not live in CPU memory; what does is dirty until a commit writes it."""
+        weights, state, _ = self._parts(trip)
+        index, is_state_resident = self._index(*trip.key), trip.key in self._resident_state
+        is_weights_resident = not self._weights.is_home_nvme(trip.group)
+        if is_state_resident or is_weights_resident:
+            self.dirty.add(trip.key)
+        if self._packs is None or (is_state_resident and is_weights_resident):
+            return
+        if round_.barrier is not None:
+            await asyncio.shield(round_.barrier)
+        writes = []
+        if not is_state_resident:
+            writes.append(self._packs[1].write(index, state))
+        if not is_weights_resident:
+            writes.append(self._packs[0].write(index, weights))
+        await together(writes)
+
+    async def write_resident(self, group: int, chunk: int) -> None:
+        """Write the parts of a chunk that live in CPU memory, for a commit."""
+        if self._packs is None:
+            return
+        index, state = self._index(group, chunk), self._resident_state.get((group, chunk))
+        weights = self._weights.resident(group, chunk)
+        writes = []
+        if state is not None:
+            writes.append(self._packs[1].write(index, state))
+        if weights is not None:
+            writes.append(self._packs[0].write(index, weights))
+        await together(writes)
+
+
+class _Reached:
+    """A mark with nothing before it: backward's own mark was waited for when the gradients were collected."""
+
+    def synchronize(self) -> None:
+        return None
+
+    def is_done(self) -> bool:
+        return True
+
+
+def _run_adam(
+    spec: GroupSpec, count: int, weights: Bytes, state: Bytes, gradient: Array, updates: list[ParameterUpdate]
+) -> None:
+    flat = elements_of(weights, spec.dtype, count)
+    exact = state[: count * spec.need().state_bytes]
+    for part in updates:
+        adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Wait for a task, whatever became of it: its failure is raised where it belongs."""
+    with contextlib.suppress(Exception):
+        await asyncio.shield(task)
+
+
+async def _unless(recalled: asyncio.Event, wanted: Coroutine[Any, Any, None]) -> bool:
+    """Wait for `wanted`; False if `recalled` is set first."""
+    first = asyncio.ensure_future(wanted)
+    if not first.done():
+        await asyncio.sleep(0)
+    if first.done():
+        first.result()
+        return True
+    second = asyncio.ensure_future(recalled.wait())
+    try:
+        await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            first.result()
+            return True
+        return False
+    finally:
+        for future in (first, second):
+            future.cancel()

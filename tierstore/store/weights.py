@@ -1,0 +1,176 @@
+"""The weights of every group: at rest in CPU memory or on NVMe, and on the device while they are used.
+
+Scope: loading a group to the device and dropping it, chunk by chunk, under the GPU tier's budget.
+Not here: which group to load or drop (`plan/residency.py` decides, `train/access.py` asks), and new weights
+    (`updates.py`).
+Owner: the loop thread; workers copy.
+
+Invariant: the weights of a chunk are at rest in CPU memory or on NVMe at every moment, or a trip of the update holds
+them and settles every load that waits for it; what is on the device is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import torch
+
+from tierstore.config import Tier
+from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.io.memory import Lease, Pool
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.plan.tiers import Placement
+from tierstore.store.budget import ByteBudget
+from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.slots import Bytes, SlotPack
+from tierstore.store.tasks import together
+from tierstore.trace import Tracer
+
+Settle = Callable[[int, int], Awaitable[bool]]
+
+
+async def _not_needed(group: int) -> None:
+    return None
+
+
+async def _never_pending(group: int, chunk: int) -> bool:
+    return False
+
+
+class Weights:
+    """Flat device storages of the groups, and how their bytes get there.
+
+    Args:
+        storages: one per group, size 0 while it is not on the device.
+        pack: chunks on NVMe; None without a store.
+        resident: leases of the chunks that live in CPU memory, by (group, chunk).
+        settle: waits for a pending update of a chunk; True if that has put the new weights on the device itself.
+        staging: memory that a chunk passes on its way from NVMe.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        placement: Placement,
+        storages: Sequence[torch.UntypedStorage],
+        budget: ByteBudget,
+        pack: SlotPack | None,
+        resident: dict[tuple[int, int], Lease],
+        staging: Pool,
+        workers: WorkerPool,
+        device: ComputeDevice,
+        tracer: Tracer,
+    ) -> None:
+        self._groups = groups
+        self._placement = placement
+        self._storages = storages
+        self.budget = budget
+        self._pack = pack
+        self._resident = resident
+        self._staging = staging
+        self._workers = workers
+        self._device = device
+        self._tracer = tracer
+        self._index = ChunkIndex(placement)
+        self._allocated: set[int] = set()
+        self._valid: set[int] = set()
+        self._dropping: set[int] = set()
+        # Set by the update pipeline, which is built after this.
+        self.settle: Settle = _never_pending
+        self.leave_device: Callable[[int], Awaitable[None]] = _not_needed
+
+    def resident(self, group: int, chunk: int) -> Bytes | None:
+        """The chunk's weights in CPU memory, if they live there."""
+        lease = self._resident.get((group, chunk))
+        return lease.array if lease is not None else None
+
+    def is_valid_on_device(self, group: int) -> bool:
+        """Whether the device copy of a group is complete."""
+        return group in self._valid and group not in self._dropping
+
+    def on_device(self, group: int) -> torch.UntypedStorage | None:
+        """The storage of a group that is on the device or on its way there, for reading and writing its chunks."""
+        is_there = group in self._allocated and group not in self._dropping
+        return self._storages[group] if is_there else None
+
+    def device_offset(self, group: int, chunk: int) -> int:
+        """Byte offset of a chunk in its group's storage."""
+        return self._placement.chunk(group, chunk)[0] * self._groups[group].item_bytes
+
+    def raw_bytes(self, group: int, chunk: int) -> int:
+        """Bytes of a chunk without padding."""
+        start, stop = self._placement.chunk(group, chunk)
+        return (stop - start) * self._groups[group].item_bytes
+
+    async def load(self, group: int, priority: Priority) -> None:
+        """Bring a group to the device; it must not be there.
+
+        Blocks: on the GPU tier's budget, on pending updates of the group, and on the disk.
+        """
+        nbytes = self._groups[group].weight_bytes
+        await self.budget.take(nbytes)
+        self._device.allocate(self._storages[group], nbytes)
+        self._allocated.add(group)
+        with self._tracer.measure("acquire", self._groups[group].name):
+            await together(self._load_chunk(group, c, priority) for c in range(self._placement.chunk_count(group)))
+        self._valid.add(group)
+
+    async def drop(self, group: int, after: Mark) -> None:
+        """Give back the device memory of a group, once the device work before `after` is over."""
+        await self.leave_device(group)
+        self._dropping.add(group)
+        self._valid.discard(group)
+        await self._workers.submit(Priority.DEMAND, self._device.release, self._storages[group], after)
+        self._allocated.discard(group)
+        self._dropping.discard(group)
+        self.budget.give(self._groups[group].weight_bytes)
+
+    async def _load_chunk(self, group: int, chunk: int, priority: Priority) -> None:
+        if await self.settle(group, chunk):
+            return
+        storage, offset = self._storages[group], self.device_offset(group, chunk)
+        nbytes, device = self.raw_bytes(group, chunk), self._device
+        here = self.resident(group, chunk)
+        if here is not None:
+            await self._workers.submit(priority, device.copy_in, storage, offset, here[:nbytes])
+            return
+        if self._pack is None:
+            raise RuntimeError("weights were placed on NVMe, but there is no store")
+        index = self._index(group, chunk)
+        lease = await self._staging.reserve(self._pack.padded_bytes(index))
+        array = lease.array
+        try:
+            await self._pack.read_with(
+                index, priority, lambda read: _fill(read, array, device, storage, offset, nbytes)
+            )
+        finally:
+            lease.free()
+
+    async def read(self, group: int, chunk: int, into: Bytes, priority: Priority) -> None:
+        """The weights at rest into `into` (padded length); the caller has waited for pending updates."""
+        here = self.resident(group, chunk)
+        if here is not None:
+            await self._workers.submit(priority, _copy, into, here)
+        elif self._pack is not None:
+            await self._pack.read(self._index(group, chunk), into, priority)
+
+    def is_home_nvme(self, group: int) -> bool:
+        """Whether this group's weights live on NVMe."""
+        return self._placement.weights_home[group] is Tier.NVME
+
+
+def _fill(
+    read: Callable[[Bytes], None],
+    array: Bytes,
+    device: ComputeDevice,
+    storage: torch.UntypedStorage,
+    offset: int,
+    nbytes: int,
+) -> None:
+    """Worker job: one chunk from disk to the device in one hop."""
+    read(array)
+    device.copy_in(storage, offset, array[:nbytes])
+
+
+def _copy(into: Bytes, source: Bytes) -> None:
+    into[: len(source)] = source

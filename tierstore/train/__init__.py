@@ -1,0 +1,1 @@
+"""The synchronous floor that knows modules: groups, hooks, the optimizer and the engine."""

@@ -1,0 +1,341 @@
+"""Which groups the training side holds on the device, and what it asks of the store when it goes from one to the next.
+
+Scope: entering and leaving groups, prefetch by the recorded order, guarding parameters that are not on the device.
+Not here: the policy (`plan/residency.py`), the transfers (`store/weights.py`), the hooks that call this (`hooks.py`).
+Owner: the training side, which is one thread at a time (forward's, or the one that runs backward). It keeps the lease of
+a group as long as it holds it, so going on inside a held group crosses no thread.
+
+[Note: who may drop] Only the training side decides to drop a group, and only if nobody is inside it and nobody holds a
+view of its storage (`Group.is_viewed`). The loop then waits for the device and frees the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.errors import GraphError
+from tierstore.io.runtime import Runtime
+from tierstore.io.workers import Priority
+from tierstore.plan.prefetch import ResidencyPolicy
+from tierstore.store.training import TrainingStore
+from tierstore.train.groups import Group
+
+
+class DeviceAccess:
+    """The groups on the device.
+
+    Args:
+        depth: groups fetched ahead, once the order is known.
+        clock: seconds, for the compute time of each visit.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        store: TrainingStore,
+        runtime: Runtime,
+        device: ComputeDevice,
+        clock: Callable[[], float],
+        depth: int,
+    ) -> None:
+        self._groups = groups
+        self._store = store
+        self._runtime = runtime
+        self._device = device
+        self._clock = clock
+        self.depth = depth
+        self.sizes = tuple(group.spec.weight_bytes for group in groups)
+        count = len(groups)
+        # Until the first step has shown the order: as registered, and back again, on demand only.
+        self.order: tuple[int, ...] = (*range(count), *reversed(range(count)))
+        self.is_recorded = False
+        self.visit_seconds: list[float] = [0.0] * len(self.order)
+        self._policy = self._make_policy()
+        self._position = -1
+        self._current: int | None = None
+        self._users = [0] * count
+        self._for_pass: list[int] = []
+        self._held: set[int] = set()
+        self._ready: set[int] = set()
+        self._loads: dict[int, asyncio.Task[None]] = {}
+        self._drops: dict[int, asyncio.Task[None]] = {}
+        self._visits: list[tuple[int, float]] = []
+        self._since = clock()
+        self.stall_s = 0.0
+        self.is_inside = False
+        self.stops_at_step = False
+        for group in groups:
+            self._hide(group)
+
+    # --- passes -------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The model's forward begins."""
+        self._position = -1
+        self._current = None
+        self._visits = []
+        self._since = self._clock()
+        self.is_inside = True
+
+    def begin_backward(self) -> None:
+        """Backward begins; the recorded order goes on after forward's visits."""
+        self._since = self._clock()
+        self.is_inside = True
+
+    def end_pass(self) -> None:
+        """Forward or backward is over: what was acquired for its whole length is released."""
+        self.is_inside = False
+        self._account()
+        for group in self._for_pass:
+            self._users[group] -= 1
+        self._for_pass.clear()
+
+    def learn_order(self) -> None:
+        """Take the visits of the last forward and backward as the order of the steps to come."""
+        order = tuple(group for group, _ in self._visits)
+        if not order:
+            return
+        if order != self.order or not self.is_recorded:
+            self.order = order
+            self.is_recorded = True
+            self._policy = self._make_policy()
+            self.visit_seconds = [seconds for _, seconds in self._visits]
+        else:
+            self.visit_seconds = [0.5 * (a + b) for a, (_, b) in zip(self.visit_seconds, self._visits)]
+
+    def set_depth(self, depth: int) -> None:
+        """Fetch so many groups ahead from now on."""
+        self.depth = depth
+
+    def _make_policy(self) -> ResidencyPolicy:
+        return ResidencyPolicy(self.order, self.sizes, self._store.placement.gpu_weight_bytes, 0)
+
+    # --- entering and leaving -----------------------------------------------------------------------------------
+
+    def enter(self, group: int) -> None:
+        """Have a group on the device until `leave`.
+
+        Raises:
+            BudgetError: it does not fit beside the groups in use.
+        """
+        if group != self._current or group not in self._ready:
+            self._go_to(group)
+        self._users[group] += 1
+
+    def leave(self, group: int) -> None:
+        """Undo one `enter`; the group stays as long as the policy keeps it."""
+        self._users[group] -= 1
+
+    def visit(self, group: int) -> None:
+        """Have a group on the device now; a view of its storage keeps it there (see [Note: who may drop])."""
+        if group != self._current or group not in self._ready:
+            self._go_to(group)
+
+    def enter_for_pass(self, group: int) -> None:
+        """Have a group on the device until forward or backward is over.
+
+        Raises:
+            GraphError: neither is running.
+        """
+        if not self.is_inside:
+            name = self._groups[group].spec.name
+            raise GraphError(
+                f"a parameter of group {name!r} was read while it is not on the device; "
+                "read it inside `with engine.gathered([names]):`"
+            )
+        self.enter(group)
+        self._for_pass.append(group)
+
+    def _go_to(self, group: int) -> None:
+        self._account()
+        position = self._locate(group)
+        if position is not None:
+            self._position = position
+        self._visits.append((group, 0.0))
+        self._current = group
+        while True:
+            loading = self._held - self._ready
+            self._policy.depth = self._depth_from(self._position)
+            decision = self._policy.decide(
+                max(self._position, 0), self._held & self._ready, self._in_use(), loading, demand=group
+            )
+            if not decision.wait:
+                break
+            self._wait_for(decision.wait[0])
+        self._drop(decision.evict)
+        for wanted in decision.load:
+            self._held.add(wanted)
+            self._runtime.post(self._start_load, wanted)
+        if group not in self._ready:
+            self._wait_for(group)
+        self._show(self._groups[group])
+        self._since = self._clock()
+
+    def _depth_from(self, position: int) -> int:
+        """How far to fetch ahead: not before the order is known, and not over an update that makes weights stale."""
+        if not self.is_recorded:
+            return 0
+        if not self.stops_at_step:
+            return self.depth
+        return min(self.depth, len(set(self.order[position + 1 :]) - {self.order[position]}))
+
+    def _in_use(self) -> list[int]:
+        return [g for g in self._held if self._users[g] or self._groups[g].is_viewed()]
+
+    def _locate(self, group: int) -> int | None:
+        """The next place of a group in the order, cyclically."""
+        order, start = self.order, self._position + 1
+        for offset in range(len(order)):
+            position = (start + offset) % len(order)
+            if order[position] == group:
+                return position
+        return None
+
+    def _wait_for(self, group: int) -> None:
+        begin = self._clock()
+        self._runtime.call(self._loaded, group)
+        self.stall_s += self._clock() - begin
+
+    def _account(self) -> None:
+        """Add the time since the last visit began to that visit."""
+        if self._visits:
+            group, seconds = self._visits[-1]
+            self._visits[-1] = (group, seconds + self._clock() - self._since)
+        self._since = self._clock()
+
+    def _drop(self, groups: Iterable[int]) -> None:
+        mark: Mark | None = None
+        for group in groups:
+            mark = mark or self._device.record()
+            self._hide(self._groups[group])
+            self._held.discard(group)
+            self._ready.discard(group)
+            self._runtime.post(self._start_drop, group, mark)
+
+    # --- between steps ------------------------------------------------------------------------------------------
+
+    def weights_changed(self, groups: Iterable[int]) -> None:
+        """Updates of these groups are pending: what is held of them is ready again only after those."""
+        changed = set(groups) & self._held
+        self._ready -= changed
+        self._current = None
+        for group in changed:
+            self._runtime.post(self._start_refresh, group)
+
+    def prefetch_start(self) -> None:
+        """Begin to fetch what the next forward needs first."""
+        if not self.is_recorded:
+            return
+        first = self.order[0]
+        self._policy.depth = max(self.depth - 1, 0)
+        loading = self._held - self._ready
+        decision = self._policy.decide(0, self._held & self._ready, self._in_use(), loading, demand=first)
+        if self.depth == 0 or decision.wait:
+            return
+        self._drop(decision.evict)
+        for wanted in decision.load:
+            self._held.add(wanted)
+            self._runtime.post(self._start_load, wanted)
+
+    def release_all(self) -> None:
+        """Drop every group that nobody uses."""
+        for group in sorted(self._held - self._ready):
+            self._wait_for(group)
+        in_use = set(self._in_use())
+        self._drop(sorted(self._held - in_use))
+        self._current = None
+
+    # --- on the loop thread -------------------------------------------------------------------------------------
+
+    def _start_load(self, group: int) -> None:
+        self._loads[group] = self._runtime.spawn(self._load(group), f"load {self._groups[group].spec.name}")
+
+    async def _load(self, group: int) -> None:
+        if group in self._drops:
+            await asyncio.shield(self._drops[group])
+        await self._store.weights.load(group, Priority.DEMAND)
+        await self._store.updates.applied(group)
+        self._ready.add(group)
+
+    def _start_drop(self, group: int, mark: Mark) -> None:
+        self._drops[group] = self._runtime.spawn(
+            self._store.weights.drop(group, mark), f"drop {self._groups[group].spec.name}"
+        )
+
+    def _start_refresh(self, group: int) -> None:
+        before = self._loads.get(group)
+        self._loads[group] = self._runtime.spawn(
+            self._refresh(group, before), f"refresh {self._groups[group].spec.name}"
+        )
+
+    async def _refresh(self, group: int, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.shield(before)
+        await self._store.updates.applied(group)
+        self._ready.add(group)
+
+    async def _loaded(self, group: int) -> None:
+        await asyncio.shield(self._loads[group])
+
+    # --- guarding -----------------------------------------------------------------------------------------------
+
+    def _hide(self, group: Group) -> None:
+        for parameter, kind in zip(group.parameters, group.classes):
+            if kind is nn.Parameter:
+                parameter.__class__ = OffloadedParameter
+                parameter._tierstore_access = (self, group.index)  # type: ignore[attr-defined]
+
+    def _show(self, group: Group) -> None:
+        for parameter, kind in zip(group.parameters, group.classes):
+            if kind is nn.Parameter:
+                parameter.__class__ = kind
+
+
+def _harmless() -> frozenset[Any]:
+    names = ["shape", "dtype", "device", "requires_grad", "grad", "grad_fn", "is_leaf", "ndim", "layout", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "itemsize", "nbytes", "names", "name", "is_nested", "is_mps", "is_xpu", "_version", "output_nr"]
+    getters = {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+    setters = {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")}
+    deleters = {torch.Tensor.grad.__delete__}  # type: ignore[attr-defined]
+    methods = {
+        getattr(torch.Tensor, name)
+        for name in ["size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_floating_point", "is_complex", "element_size", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "is_contiguous", "is_signed", "__len__", "untyped_storage", "get_device", "is_shared"]
+        if hasattr(torch.Tensor, name)
+    }
+    return frozenset(getters | setters | deleters | methods)
+
+
+_HARMLESS = _harmless()
+
+
+class OffloadedParameter(nn.Parameter):
+    """What a parameter is while its group is not on the device: reading it acquires the group, or raises by name.
+
+    A parameter changes between this class and its own; without it, reading its empty storage would crash the process.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _HARMLESS:
+            for value in _leaves((*args, *kwargs.values())):
+                if isinstance(value, OffloadedParameter):
+                    access, group = value._tierstore_access  # type: ignore[attr-defined]
+                    access.enter_for_pass(group)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _leaves(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _leaves(value)
+        else:
+            yield value

@@ -1,0 +1,198 @@
+"""Gradients as autograd makes them: counted per group, and handed to the store when a group is complete.
+
+Scope: accumulate-grad hooks, counting, back-pressure on device memory.
+Not here: copying and norms (`store/gradients.py`), what follows from a complete gradient (`engine.py`).
+Owner: the training side; `_accept` runs on the loop.
+
+[Note: complete] A group is complete when every parameter that got a gradient in the last step has got one. In the first
+step that is not known, and with a new graph it is wrong: what is left is taken when backward ends, and a gradient that
+comes after its group was taken is added, or, if the group was updated already, an error by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.errors import GraphError
+from tierstore.io.runtime import Runtime
+from tierstore.store.gradients import Gradients, Piece
+from tierstore.train.groups import Group, ModelGroups
+
+
+@dataclass(slots=True)
+class _Collected:
+    """One group in one backward: gradients that came, how often, and whether they were taken."""
+
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    fired: int = 0
+    is_taken: bool = False
+
+
+class GradientCollector:
+    """Collects the gradients of all groups.
+
+    Args:
+        capacity_bytes: device memory for gradients that are complete or being made.
+        is_free: whether backward has no more use for a group's weights.
+        on_complete: called on the loop when a group's gradient of a final micro-batch is with the store.
+    """
+
+    def __init__(
+        self,
+        groups: ModelGroups,
+        runtime: Runtime,
+        device: ComputeDevice,
+        capacity_bytes: int,
+        is_free: Callable[[int], bool],
+    ) -> None:
+        self._groups = groups.groups
+        self._names = groups.names
+        self._runtime = runtime
+        self._device = device
+        self._capacity_bytes = capacity_bytes
+        self._is_free = is_free
+        self._collected = [_Collected() for _ in self._groups]
+        self._expected: list[int | None] = [None] * len(self._groups)
+        self._waiting: set[int] = set()
+        self._begun_bytes = 0
+        self._done_bytes = 0
+        self.peak_bytes = 0
+        self._accepting: dict[int, asyncio.Task[None]] = {}
+        self.touched: set[nn.Parameter] = set()
+        self.is_final = True
+        self.is_streaming = False
+        self.store: Gradients | None = None
+        self.on_complete: Callable[[int], Callable[[], None] | None] = lambda group: None
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(group, position))
+            for group in self._groups
+            if group.spec.trainable
+            for position, parameter in enumerate(group.parameters)
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters. Twice is fine."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def knows_graph(self) -> bool:
+        """Whether a final backward has shown how many gradients each group gets."""
+        return all(count is not None for count in self._expected)
+
+    def begin(self, store: Gradients, *, is_final: bool, is_streaming: bool) -> None:
+        """A backward begins.
+
+        Args:
+            is_final: it is the last one of the step.
+            is_streaming: a group may be updated as soon as it is complete.
+        """
+        self.store = store
+        self.is_final = is_final
+        self.is_streaming = is_streaming and is_final
+        self._collected = [_Collected() for _ in self._groups]
+        self._waiting.clear()
+
+    def finish(self) -> None:
+        """Backward is over: take what is left."""
+        for index, collected in enumerate(self._collected):
+            if collected.gradients:
+                self._take(self._groups[index])
+            if self.is_final:
+                self._expected[index] = collected.fired
+        self._runtime.call(self._accepted)
+
+    def forget(self) -> None:
+        """The step is over, or given up."""
+        self.touched.clear()
+
+    def _hook(self, group: Group, position: int) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            self._arrived(group, position, parameter)
+
+        return hook
+
+    def _arrived(self, group: Group, position: int, parameter: torch.Tensor) -> None:
+        collected, gradient = self._collected[group.index], parameter.grad
+        if gradient is None:
+            return
+        parameter.grad = None
+        if collected.is_taken and self.is_streaming:
+            raise GraphError(
+                f"the gradient of {group.spec.parameters[position].name} came after its group was updated: the model did "
+                "something else than in the step before; use update='forward' for models whose graph changes"
+            )
+        if not collected.gradients:
+            self._make_room(group)
+        if position in collected.gradients:
+            collected.gradients[position].add_(gradient)
+        else:
+            collected.gradients[position] = gradient
+        collected.fired += 1
+        expected = self._expected[group.index]
+        if collected.fired == (len(group.parameters) if expected is None else expected):
+            self._waiting.add(group.index)
+        for index in sorted(self._waiting):
+            if not self.is_streaming or self._is_free(index):
+                self._take(self._groups[index])
+
+    def _make_room(self, group: Group) -> None:
+        self._begun_bytes += group.spec.weight_bytes
+        over_bytes = self._begun_bytes - self._done_bytes - self._capacity_bytes
+        if over_bytes > 0:
+            self._runtime.call(self._drained, self._begun_bytes - self._capacity_bytes)
+        self.peak_bytes = max(self.peak_bytes, self._begun_bytes - self._done_bytes)
+
+    def _take(self, group: Group) -> None:
+        """Hand what came of a group to the store."""
+        collected = self._collected[group.index]
+        pieces = []
+        for position, gradient in sorted(collected.gradients.items()):
+            parameter = group.parameters[position]
+            pieces.append(Piece(group.spec.parameters[position].start, gradient, parameter not in self.touched))
+            self.touched.add(parameter)
+        collected.gradients = {}
+        collected.is_taken = True
+        self._waiting.discard(group.index)
+        then = self.on_complete(group.index) if self.is_streaming else None
+        self._runtime.post(self._start_accept, group, pieces, self._device.record(), self.is_final, then)
+
+    # --- on the loop thread -------------------------------------------------------------------------------------
+
+    def _start_accept(
+        self, group: Group, pieces: list[Piece], after: Mark, is_final: bool, then: Callable[[], None] | None
+    ) -> None:
+        if self.store is None:
+            return
+        work = self._accept(group, pieces, self.store.accept(group.index, pieces, after, is_final=is_final),
+                            self._accepting.get(group.index))  # fmt: skip
+        if then is not None:
+            then()  # the update may begin with the first chunk that has arrived
+        self._accepting[group.index] = self._runtime.spawn(work, f"gradient of {group.spec.name}")
+
+    async def _accept(
+        self, group: Group, pieces: list[Piece], work: Coroutine[Any, Any, None], before: asyncio.Task[None] | None
+    ) -> None:
+        await work
+        pieces.clear()
+        self._done_bytes += group.spec.weight_bytes
+        if before is not None:
+            await asyncio.shield(before)
+
+    async def _accepted(self) -> None:
+        for task in list(self._accepting.values()):
+            await asyncio.shield(task)
+
+    async def _drained(self, done_bytes: int) -> None:
+        for task in list(self._accepting.values()):
+            if self._done_bytes >= done_bytes:
+                return
+            await asyncio.shield(task)

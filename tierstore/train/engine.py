@@ -1,0 +1,406 @@
+"""The engine: a model trained from three tiers with an ordinary loop.
+
+Scope: the public face of training; what happens in forward, backward and step, in which order.
+Not here: making and opening the store (`assembly.py`), the rooms that do the work.
+Owner: the thread that trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
+from tierstore.errors import ClosedError, ConfigError
+from tierstore.plan.placement import Placement
+from tierstore.store.gradients import to_float
+from tierstore.trace import Tracer
+from tierstore.train import capture, whole
+from tierstore.train.assembly import Assembly, Options, assemble, schedule_for
+from tierstore.train.meters import StepMeters
+from tierstore.train.optimizer import LossScale, TieredOptimizer, clip_coefficient
+from tierstore.train.report import StepReport
+
+
+class Engine:
+    """Trains a model whose state lives on GPU, CPU and NVMe tiers.
+
+    Args:
+        model: parameters in fp32, bf16 or fp16, one of them per block or mixed; on the meta device with `initialize`.
+            The engine takes it over: outside of forward its weights are read by `gathered`.
+        tiers: budgets and directories.
+        optimizer: hyper-parameters; groups in `parameter_groups` may override them, as in torch.
+        update: "auto", "step", "forward", "backward", "speculative" or "delayed".
+        max_grad_norm: clip gradients to this global norm; None: no clipping.
+        commit_every: a generation is committed every so many steps.
+        durability: "commit", or "none": half the disk, and all training is lost with the process.
+        resume: what to do with a store that holds a generation: "never" refuses it, "auto" continues if there is one,
+            "must" insists on one, "previous" goes back one generation.
+        lr_scheduler: makes a scheduler from `engine.optimizer`; stepped inside `step()`.
+        loss_scale: None is dynamic for fp16 and 1 otherwise; "dynamic", or a fixed scale.
+        initialize: source of the weights of a model on the meta device.
+        registered: objects with a state_dict that are part of every generation, restored before this returns.
+        overlap: False waits for every update and commit inside `step()`: the serial baseline.
+
+    Raises:
+        ConfigError, BudgetError, StoreLocked, StorageError, FormatError: nothing was changed on disk.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tiers: TierConfig,
+        optimizer: AdamWConfig | None = None,
+        *,
+        update: str = "auto",
+        max_grad_norm: float | None = None,
+        commit_every: int = 1,
+        durability: str = "commit",
+        resume: str = "never",
+        parameter_groups: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]] | None = None,
+        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        loss_scale: float | str | None = None,
+        initialize: Any = None,
+        registered: Mapping[str, capture.Stateful] | None = None,
+        overlap: bool = True,
+        tracer: Tracer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        options = Options(
+            schedule=schedule_for(update, max_grad_norm, model, commit_every, durability, overlap),
+            durability=_choice(Durability, "durability", durability),
+            resume=_choice(Resume, "resume", resume),
+            commit_every=commit_every,
+            max_grad_norm=max_grad_norm,
+            overlap=overlap,
+        )
+        self.model = model
+        self._options = options
+        self._registered: dict[str, capture.Stateful] = dict(registered or {})
+        for name, value in self._registered.items():
+            capture.check_stateful(name, value)
+        self._callbacks: list[Callable[[StepReport], None]] = []
+        self._loss_scale = _loss_scale(loss_scale, model)
+        self._is_closed = False
+        self._is_syncing = True
+        self._scheduler: Any = None
+        self._parts: Assembly = assemble(
+            model, tiers, optimizer or AdamWConfig(), options, parameter_groups, initialize, self.step,
+            tracer or Tracer(clock, enabled=False), clock,
+        )  # fmt: skip
+        try:
+            self._meters = StepMeters(self._parts, clock)
+            if lr_scheduler is not None:
+                self._scheduler = lr_scheduler(self._parts.stepper.optimizer)
+            self.step_count = 0
+            if self._parts.opened is not None:
+                self._restore(self._parts.opened)
+            elif self._parts.store.is_durable:
+                self._commit(None)
+            self._parts.measure_depth(tiers)
+        except BaseException:
+            self._parts.close()
+            raise
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        parts = self._open_parts()
+        is_training = torch.is_grad_enabled()
+        if is_training and not parts.driver.has_begun:
+            parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
+            parts.driver.begin(parts.access.order, knows_graph=parts.collector.knows_graph)
+        parts.access.stops_at_step = self._is_syncing and not parts.driver.is_streaming
+        parts.access.begin_forward()
+        try:
+            with self._meters.phase("forward"), parts.hooks.watching():
+                return self.model(*args, **kwargs)
+        finally:
+            parts.access.end_pass()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of a loss; gradients go to their tier on the way, and `.grad` is None afterwards."""
+        parts = self._open_parts()
+        parts.driver.backward_begins()
+        is_streaming = parts.driver.is_streaming
+        parts.collector.begin(parts.store.gradients[0], is_final=self._is_syncing, is_streaming=is_streaming)
+        parts.access.begin_backward()
+        try:
+            with self._meters.phase("backward"):
+                with parts.hooks.watching():
+                    (loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss).backward()
+                parts.collector.finish()
+        finally:
+            parts.access.end_pass()
+        parts.access.learn_order()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only accumulate: another one of the same step follows."""
+        self._is_syncing = False
+        try:
+            yield
+        finally:
+            self._is_syncing = True
+
+    def train_step(self, batches: Sequence[Any], loss_of: Callable[[Any], torch.Tensor] | None = None) -> StepReport:
+        """One step over all its micro-batches; the loss of each counts 1 / their number.
+
+        Args:
+            batches: mappings become keyword arguments of the model, anything else its first argument.
+            loss_of: takes the model's output; None takes its `.loss`.
+        """
+        for position, batch in enumerate(batches):
+            is_last = position == len(batches) - 1
+            with contextlib.nullcontext() if is_last else self.no_sync():
+                output = self(**batch) if isinstance(batch, Mapping) else self(batch)
+                loss = output.loss if loss_of is None else loss_of(output)
+                self.backward(loss / len(batches))
+        return self.step()
+
+    def step(self) -> StepReport:
+        """Apply the gradients, and commit the step in the background.
+
+        Returns:
+            What the step did; it is on its way to disk, `flush` waits for it.
+        Raises:
+            TierstoreError: also failures of work that earlier steps left running; the last generation is untouched.
+        """
+        parts = self._open_parts()
+        with self._meters.phase("update"):
+            norm, is_finite = self._apply()
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if self._scheduler is not None and is_finite:
+            self._scheduler.step()
+        self.step_count += 1
+        parts.choose_depth()
+        report = self._meters.report(
+            step=self.step_count,
+            grad_norm=norm,
+            loss_scale=self._loss_scale.scale,
+            skipped=not is_finite,
+            lr=rates,
+            depth=parts.access.depth,
+            schedule=parts.driver.schedule,
+        )
+        self._loss_scale.update(is_finite)
+        for callback in self._callbacks:
+            callback(report)
+        is_due = self.step_count % self._options.commit_every == 0
+        if parts.store.is_durable and is_due:
+            self._commit(parts.driver.last_round)
+        if not self._options.overlap:
+            self.flush()
+        parts.access.prefetch_start()
+        return report
+
+    def _apply(self) -> tuple[float | None, bool]:
+        """Decide the updates of the step. Returns the norm, and whether it was finite."""
+        parts = self._parts
+        if not parts.driver.has_begun:
+            raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
+        touched = set(parts.collector.touched)
+        square_sum = parts.runtime.call(parts.store.gradients[0].square_sum)
+        norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
+        is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
+        updates = {}
+        if is_finite:
+            scale = clip / self._loss_scale.scale
+            updates = {
+                group.index: parts.stepper.updates(group, touched, scale)
+                for group in parts.groups.groups
+                if group.spec.trainable
+            }
+        was_guessed = parts.driver.is_streaming and parts.driver.is_speculating
+        parts.driver.decide(updates, is_redo=was_guessed and (clip != 1.0 or not is_finite))
+        if is_finite:
+            parts.stepper.count(touched)
+        parts.collector.forget()
+        parts.access.weights_changed(group.index for group in parts.groups.groups if group.spec.trainable)
+        return (norm if touched else None), is_finite
+
+    # --- generations --------------------------------------------------------------------------------------------
+
+    def _commit(self, round_: Any) -> None:
+        self._parts.runtime.post(self._parts.store.commit, round_, self._captured())
+
+    def _captured(self) -> dict[str, Any]:
+        state = {
+            "step": self.step_count,
+            "steps": self._parts.stepper.steps,
+            "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
+            "optimizer": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
+            "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
+            "registered": {name: value.state_dict() for name, value in self._registered.items()},
+            "buffers": capture.persistent_buffers(self.model),
+        }
+        # The random states last: making the others may draw.
+        plain: dict[str, Any] = capture.plain(state) | {"random": capture.random_states()}
+        return plain
+
+    def _restore(self, captured: Mapping[str, Any]) -> None:
+        self.step_count = captured["step"]
+        self._parts.stepper.steps.update(captured["steps"])
+        self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
+        if len(captured["optimizer"]) != len(self.optimizer.param_groups):
+            raise ConfigError(
+                f"the store was trained with {len(captured['optimizer'])} parameter groups, "
+                f"now there are {len(self.optimizer.param_groups)}"
+            )
+        for group, options in zip(self.optimizer.param_groups, captured["optimizer"]):
+            group.update(options)
+        if self._scheduler is not None and captured["scheduler"] is not None:
+            self._scheduler.load_state_dict(capture.with_tensors(captured["scheduler"]))
+        self._to_restore = dict(captured["registered"])
+        for name in list(self._registered):
+            self._restore_registered(name)
+        capture.load_buffers(self.model, captured["buffers"])
+        capture.restore_random_states(captured["random"])
+
+    def _restore_registered(self, name: str) -> None:
+        if name in self._to_restore:
+            self._registered[name].load_state_dict(capture.with_tensors(self._to_restore.pop(name)))
+
+    def register(self, name: str, value: capture.Stateful) -> None:
+        """Make an object part of every generation; on resume it gets its state now."""
+        capture.check_stateful(name, value)
+        self._registered[name] = value
+        self._restore_registered(name)
+
+    def on_step(self, callback: Callable[[StepReport], None]) -> None:
+        """Call this inside every `step()`, before that step's commit is published."""
+        self._callbacks.append(callback)
+
+    def flush(self) -> None:
+        """Wait until every update is at rest and every commit is published."""
+        self._parts.runtime.call(self._open_parts().store.flush)
+
+    # --- looking in ---------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> TieredOptimizer:
+        """The optimizer as torch knows it; its `param_groups` hold the learning rates."""
+        return self._parts.stepper.optimizer
+
+    @property
+    def placement(self) -> Placement:
+        """Where every byte lives."""
+        return self._parts.store.placement
+
+    @contextlib.contextmanager
+    def gathered(self, names: Iterable[str], modify: bool = False) -> Iterator[None]:
+        """Parameters on the device, for reading outside of forward; with `modify` changes are kept.
+
+        Raises:
+            ConfigError: no parameter has such a name.
+            BudgetError: they do not fit together.
+        """
+        parts = self._open_parts()
+        self.flush()
+        wanted = sorted({parts.groups.locate(name)[0].index for name in names})
+        for position, group in enumerate(wanted):
+            try:
+                parts.access.enter(group)
+            except BaseException:
+                for entered in wanted[:position]:
+                    parts.access.leave(entered)
+                raise
+        try:
+            yield
+            if modify:
+                whole.keep_changes(parts, wanted)
+        finally:
+            for group in wanted:
+                parts.access.leave(group)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """The accumulated gradient of a parameter after backward and before step, in fp32, with the loss scale.
+
+        Shapes: as the parameter.
+        """
+        parts = self._open_parts()
+        group, spec = parts.groups.locate(name)
+        flat = parts.runtime.call(parts.store.gradients[0].read, group.index, spec.start, spec.stop)
+        return torch.from_numpy(to_float(group.spec.dtype, flat)).reshape(spec.shape)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All weights in fp32 and the persistent buffers, in CPU memory; tied parameters under each of their names."""
+        self.flush()
+        return whole.state_dict(self._open_parts(), self.model)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Set all weights and buffers; moments stay.
+
+        Raises:
+            FormatError: a tensor is missing or has another shape; nothing was changed.
+        """
+        self.flush()
+        whole.load_state_dict(self._open_parts(), self.model, state_dict)
+        if self._parts.store.is_durable:
+            self._commit(None)
+
+    def export(self, directory: str | Path) -> None:
+        """Write the weights as ordinary sharded safetensors with an index, streaming, atomically."""
+        self.flush()
+        whole.export(self._open_parts(), self.model, Path(directory))
+
+    def statistics(self) -> dict[str, Any]:
+        """Totals since the engine was made: bytes by link, peaks by tier, generation, depth."""
+        return self._meters.totals()
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Finish what is running, commit it, and give everything back. Twice is fine.
+
+        Raises:
+            TierstoreError: a failure of work left running; everything was given back all the same.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._parts.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(Exception):  # the error on its way out is the one to tell
+            self.close()
+
+    def _open_parts(self) -> Assembly:
+        if self._is_closed:
+            raise ClosedError("the engine is closed")
+        return self._parts
+
+
+def _choice(kind: Any, name: str, value: Any) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{name} must be one of {', '.join(k.value for k in kind)}, not {value!r}") from None
+
+
+def _loss_scale(value: float | str | None, model: nn.Module) -> LossScale:
+    is_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
+    if value == "dynamic" or (value is None and is_half):
+        return LossScale(2.0**16, growth_interval=2000)
+    if value is None:
+        return LossScale()
+    if isinstance(value, str) or not value > 0:
+        raise ConfigError(f"loss_scale must be 'dynamic' or above 0, not {value!r}")
+    return LossScale(float(value))
+
+
+__all__ = ["Engine", "StepReport", "UpdateSchedule"]

@@ -1,0 +1,142 @@
+"""Filling a new store with weights that arrive in pieces, without the whole model in memory.
+
+Scope: collecting pieces into chunks, a few chunks open at a time.
+Not here: where pieces come from (`materialize.py`, `checkpoints.py`), how a chunk is stored (`store/training.py`).
+Owner: the thread that makes the engine.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from tierstore.errors import FormatError
+from tierstore.io.runtime import Runtime
+from tierstore.store.layout import ParameterSpec
+from tierstore.store.training import TrainingStore
+from tierstore.train.groups import ModelGroups
+
+Piece = tuple[str, int, torch.Tensor]
+_OPEN_CHUNKS = 2
+
+
+def weights_of(model: nn.Module) -> Iterator[Piece]:
+    """The weights of an ordinary model; a parameter's memory is let go when its piece was taken."""
+    tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    tensors.reverse()
+
+    def pieces() -> Iterator[Piece]:
+        while tensors:
+            name, tensor = tensors.pop()
+            yield name, 0, tensor.reshape(-1)
+
+    return pieces()
+
+
+@dataclass(slots=True)
+class _Open:
+    master: npt.NDArray[np.float32]
+
+
+class _Filler:
+    def __init__(self, store: TrainingStore, runtime: Runtime, keep: bool) -> None:
+        self._keep = keep
+        self._store = store
+        self._runtime = runtime
+        self._open: OrderedDict[tuple[int, int], _Open] = OrderedDict()
+        self._left: dict[tuple[int, int], int] = {}
+        self._written: set[tuple[int, int]] = set()
+
+    def put(self, group: int, start: int, values: torch.Tensor) -> None:
+        """Elements from `start` of a group on."""
+        size = self._store.placement.chunk_elements
+        position = 0
+        while position < values.numel():
+            chunk = (start + position) // size
+            first, stop = self._store.placement.chunk(group, chunk)
+            count = min(stop - start - position, values.numel() - position)
+            opened = self._opened(group, chunk)
+            offset = start + position - first
+            target = torch.from_numpy(opened.master[offset : offset + count])
+            target.copy_(values[position : position + count])
+            self._left[group, chunk] -= count
+            if self._left[group, chunk] == 0:
+                self._close((group, chunk))
+            position += count
+
+    def finish(self) -> None:
+        """Write what is still open."""
+        for key in list(self._open):
+            self._close(key)
+
+    def _opened(self, group: int, chunk: int) -> _Open:
+        key = (group, chunk)
+        if key in self._open:
+            self._open.move_to_end(key)
+            return self._open[key]
+        while len(self._open) >= _OPEN_CHUNKS:
+            self._close(next(iter(self._open)))
+        if key in self._written:
+            self._open[key] = _Open(self._runtime.call(self._store.read_chunk, group, chunk))
+        else:
+            start, stop = self._store.placement.chunk(group, chunk)
+            self._open[key] = _Open(np.zeros(stop - start, np.float32))
+            self._left.setdefault(key, stop - start)
+        return self._open[key]
+
+    def _close(self, key: tuple[int, int]) -> None:
+        opened = self._open.pop(key)
+        self._runtime.call(self._put, key, opened.master)
+        self._written.add(key)
+
+
+    async def _put(self, key: tuple[int, int], master: npt.NDArray[np.float32]) -> None:
+        await self._store.put_chunk(*key, master, keep_moments=self._keep)
+
+
+def fill(
+    store: TrainingStore,
+    runtime: Runtime,
+    groups: ModelGroups,
+    pieces: Iterable[Piece],
+    *,
+    keep: bool = False,
+    only: Collection[int] | None = None,
+) -> None:
+    """Write all weights.
+
+    Args:
+        pieces: (parameter, first element, flat values), each element once, in any order; what the model does not have
+            is left out.
+        keep: moments stay; otherwise they are zero.
+        only: just these groups.
+
+    Raises:
+        FormatError: a parameter got too many or too few elements.
+    """
+    places: dict[str, tuple[int, ParameterSpec]] = {
+        spec.name: (group.index, spec)
+        for group in groups.groups
+        for spec in group.spec.parameters
+        if only is None or group.index in only
+    }
+    missing = {name: spec.numel for name, (_, spec) in places.items()}
+    filler = _Filler(store, runtime, keep)
+    for name, start, values in pieces:
+        if name not in places:
+            continue
+        group, spec = places[name]
+        missing[name] -= values.numel()
+        if missing[name] < 0 or start + values.numel() > spec.numel:
+            raise FormatError(f"more than {spec.numel} elements were given for parameter {name}")
+        filler.put(group, spec.start + start, values)
+    filler.finish()
+    short = [f"{name} ({count} elements)" for name, count in missing.items() if count]
+    if short:
+        raise FormatError(f"no weights were given for {', '.join(short[:5])}" + (", ..." if len(short) > 5 else ""))

@@ -1,0 +1,162 @@
+"""Which parameters move together, and the flat storages that they are views of.
+
+Scope: finding groups in a module tree, and binding parameters to one storage per group.
+Not here: when a group is on the device (`access.py`), and its bytes (`store/`).
+Owner: the training side; storages are resized by the store only.
+
+[Note: one storage per group] Autograd saves views of a weight's storage, `weight.t()` for one: giving a parameter new
+data would free nothing and leave such a view stale. So a group keeps one storage for ever, which is resized to 0 when
+the group leaves the device and filled again when it comes back. Filling goes through an alias, so no version counter moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from tierstore.errors import ConfigError
+from tierstore.store.layout import GroupSpec, ParameterSpec
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(eq=False)
+class Group:
+    """Parameters of one block with one dtype, all trainable or all frozen.
+
+    Attributes:
+        idle_uses: how many references the storage has while nobody but the parameters looks at it.
+    """
+
+    index: int
+    spec: GroupSpec
+    parameters: list[nn.Parameter]
+    storage: torch.UntypedStorage
+    idle_uses: int = 0
+    classes: list[type] = field(default_factory=list)
+
+    def is_viewed(self) -> bool:
+        """Whether somebody holds a view of the weights, so that they must stay: a saved tensor, a user's `weight.t()`."""
+        return torch._C._storage_Use_Count(self.storage._cdata) > self.idle_uses
+
+    def bind(self, device: torch.device) -> None:
+        """Make the parameters views of the group's storage, and leave that empty. Their old data goes."""
+        flat = torch.empty(self.spec.elements, dtype=self.parameters[0].dtype, device=device)
+        self.storage = flat.untyped_storage()
+        for parameter, spec in zip(self.parameters, self.spec.parameters):
+            stride = torch.empty(spec.shape, device="meta").stride()
+            view = torch.empty(0, dtype=flat.dtype, device=device).set_(self.storage, spec.start, spec.shape, stride)
+            parameter.data = view
+            del view
+        del flat
+        self.idle_uses = torch._C._storage_Use_Count(self.storage._cdata)
+        self.classes = [type(parameter) for parameter in self.parameters]
+        self.storage.resize_(0)
+
+
+@dataclass(frozen=True)
+class ModelGroups:
+    """All groups of a model, and which of them each module needs for its own parameters."""
+
+    groups: list[Group]
+    of_module: dict[nn.Module, tuple[int, ...]]
+    names: dict[nn.Parameter, str]
+    replaced: dict[nn.Parameter, nn.Parameter]
+
+    def locate(self, name: str) -> tuple[Group, ParameterSpec]:
+        """The group and the place of a parameter by its name."""
+        for group in self.groups:
+            for spec in group.spec.parameters:
+                if spec.name == name:
+                    return group, spec
+        raise ConfigError(f"the model has no parameter {name!r}")
+
+
+def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
+    """Cut a model into groups: every block of a list of blocks, and what is left by the module that owns it.
+
+    Parameters without real data (on the meta device) are replaced by real ones in all modules that share them; they
+    get their data when their group is filled.
+
+    Raises:
+        ConfigError: a parameter has a dtype that is not fp32, bf16 or fp16.
+    """
+    replaced = _replace_meta_parameters(model, device)
+    blocks = _block_of_parameters(model)
+    names: dict[nn.Parameter, str] = {}
+    members: dict[tuple[str, str, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in DTYPES:
+            raise ConfigError(f"parameter {name} has dtype {parameter.dtype}; fp32, bf16 and fp16 can be trained")
+        if parameter.numel() == 0:
+            continue
+        names[parameter] = name
+        members.setdefault((blocks[name], DTYPES[parameter.dtype], parameter.requires_grad), []).append(parameter)
+    groups: list[Group] = []
+    taken: set[str] = set()
+    for (block, dtype, trainable), parameters in members.items():
+        name = block if block not in taken else f"{block}.{dtype}{'' if trainable else '.frozen'}"
+        taken.add(name)
+        groups.append(_make_group(len(groups), name, dtype, trainable, parameters, names))
+    index_of = {parameter: group.index for group in groups for parameter in group.parameters}
+    of_module = {}
+    for module in model.modules():
+        own = {index_of[p] for p in module._parameters.values() if p is not None and p in index_of}
+        if own:
+            of_module[module] = tuple(sorted(own))
+    return ModelGroups(groups, of_module, names, replaced)
+
+
+def _make_group(
+    index: int, name: str, dtype: str, trainable: bool, parameters: list[nn.Parameter], names: dict[nn.Parameter, str]
+) -> Group:
+    specs, start = [], 0
+    for parameter in parameters:
+        specs.append(ParameterSpec(names[parameter], tuple(parameter.shape), start))
+        start += parameter.numel()
+    return Group(index, GroupSpec(name, dtype, trainable, tuple(specs)), parameters, torch.UntypedStorage(0))
+
+
+def _block_of_parameters(model: nn.Module) -> dict[str, str]:
+    """The name of the block of every parameter: an item of the outermost list of blocks, or the owning module."""
+    blocks = [
+        f"{prefix}.{child}" if prefix else child
+        for prefix, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        for child, _ in module.named_children()
+    ]
+    outermost = _outermost(blocks)
+    return {name: _owner(name, outermost) for name, _ in model.named_parameters()}
+
+
+def _outermost(names: Iterable[str]) -> set[str]:
+    kept: set[str] = set()
+    for name in sorted(names, key=lambda name: name.count(".")):
+        parts = name.split(".")
+        if not any(".".join(parts[:n]) in kept for n in range(1, len(parts))):
+            kept.add(name)
+    return kept
+
+
+def _owner(parameter: str, blocks: set[str]) -> str:
+    parts = parameter.split(".")
+    for n in range(1, len(parts)):
+        if ".".join(parts[:n]) in blocks:
+            return ".".join(parts[:n])
+    return ".".join(parts[:-1]) or "model"
+
+
+def _replace_meta_parameters(model: nn.Module, device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
+    real: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in real:
+                    # One element seen as the whole shape: `bind` gives it its memory, the store its bytes.
+                    data = torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
+                    real[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                module._parameters[name] = real[parameter]
+    return real

@@ -1,0 +1,102 @@
+"""Hooks on modules and on saved tensors: they tell which group is needed, before it is touched.
+
+Scope: forward hooks of modules that own parameters, and the packing of saved views of weights.
+Not here: what happens then (`access.py`), gradients (`backward.py`).
+Owner: the training side.
+
+[Note: backward by saved tensors] What backward needs of a group are the views that forward saved. Each is packed into a
+handle, and unpacking it brings the group back. So backward needs no hook on the outputs of a module: in-place operations,
+dictionaries as outputs, skipped and twice-called modules all come out right. What is saved past these hooks (inside a
+recomputation) holds a view, and a group with a view is not dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.train.access import DeviceAccess
+from tierstore.train.groups import ModelGroups
+
+
+class SavedView:
+    """A view of a group's storage that autograd saved."""
+
+    __slots__ = ("__weakref__", "dtype", "group", "offset", "shape", "stride")
+
+    def __init__(self, group: int, tensor: torch.Tensor) -> None:
+        self.group = group
+        self.dtype = tensor.dtype
+        self.offset = tensor.storage_offset()
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+
+
+class ModelHooks:
+    """Installs the hooks on a model, and removes them."""
+
+    def __init__(self, model: nn.Module, groups: ModelGroups, access: DeviceAccess) -> None:
+        self._groups = groups.groups
+        self._access = access
+        self._by_storage = {group.storage._cdata: group.index for group in groups.groups}
+        self._saved: list[weakref.WeakSet[SavedView]] = [weakref.WeakSet() for _ in groups.groups]
+        self._handles = []
+        for module, needed in groups.of_module.items():
+            self._handles.append(module.register_forward_pre_hook(_pre_hook(access, needed), prepend=True))
+            self._handles.append(module.register_forward_hook(_post_hook(access, needed), always_call=True))
+
+    def remove(self) -> None:
+        """Take all hooks off the model. Twice is fine."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def is_saved(self, group: int) -> bool:
+        """Whether backward still has views of this group to unpack."""
+        return len(self._saved[group]) > 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Forward and backward run in this."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        group = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if group is None:
+            return tensor
+        view = SavedView(group, tensor)
+        self._saved[group].add(view)
+        return view
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, SavedView):
+            tensor: torch.Tensor = packed
+            return tensor
+        self._access.visit(packed.group)
+        group = self._groups[packed.group]
+        alias = torch.empty(0, dtype=packed.dtype, device=group.storage.device)
+        return alias.set_(group.storage, packed.offset, packed.shape, packed.stride)
+
+
+def _pre_hook(access: DeviceAccess, needed: tuple[int, ...]) -> Any:
+    @torch._dynamo.disable
+    def enter(module: nn.Module, args: Any) -> None:
+        for group in needed:
+            access.enter(group)
+
+    return enter
+
+
+def _post_hook(access: DeviceAccess, needed: tuple[int, ...]) -> Any:
+    @torch._dynamo.disable
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        for group in needed:
+            access.leave(group)
+
+    return leave

@@ -1,0 +1,83 @@
+"""Seconds by phase, bytes by link, peaks by tier.
+
+Scope: reading the counters of all rooms once per step. Not here: the counters.
+Owner: the training side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tierstore.config import UpdateSchedule
+from tierstore.train.assembly import Assembly
+from tierstore.train.report import StepReport
+
+_PHASES = ("forward", "backward", "update")
+
+
+class StepMeters:
+    """What happened since the last report."""
+
+    def __init__(self, parts: Assembly, clock: Callable[[], float]) -> None:
+        self._parts = parts
+        self._clock = clock
+        self._seconds = dict.fromkeys(_PHASES, 0.0)
+        self._stall_s = 0.0
+        self._since = clock()
+        self._bytes = self._links()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what runs in here as a phase of the step."""
+        start = self._clock()
+        try:
+            with self._parts.device.range(f"tierstore.{name}"):
+                yield
+        finally:
+            end = self._clock()
+            self._seconds[name] += end - start
+            self._parts.tracer.span("step", name, start, end)
+
+    def report(
+        self, *, step: int, grad_norm: float | None, loss_scale: float, skipped: bool, lr: list[float], depth: int,
+        schedule: UpdateSchedule,
+    ) -> StepReport:  # fmt: skip
+        """The step that ends now; the next one is counted from here."""
+        now, links, stall_s = self._clock(), self._links(), self._parts.access.stall_s
+        seconds = self._seconds | {"wait": stall_s - self._stall_s, "total": now - self._since}
+        moved = {link: links[link] - self._bytes[link] for link in links}
+        self._seconds = dict.fromkeys(_PHASES, 0.0)
+        self._since, self._bytes, self._stall_s = now, links, stall_s
+        for link, nbytes in moved.items():
+            self._parts.tracer.counter(link, "bytes per step", nbytes)
+        return StepReport(
+            step, grad_norm, loss_scale, skipped, lr, seconds, moved, self._peaks(), depth, schedule.value
+        )
+
+    def totals(self) -> dict[str, Any]:
+        """Since the engine was made."""
+        return {
+            "bytes": self._links(),
+            "peak_bytes": self._peaks(),
+            "stall_s": self._parts.access.stall_s,
+            "generation": self._parts.store.generation,
+            "prefetch_depth": self._parts.access.depth,
+        }
+
+    def _links(self) -> dict[str, int]:
+        disk, link = self._parts.backend.counters.totals(), self._parts.device.counters.totals()
+        return {
+            "nvme_read": disk.read_bytes,
+            "nvme_write": disk.written_bytes,
+            "h2d": link.h2d_bytes,
+            "d2h": link.d2h_bytes,
+        }
+
+    def _peaks(self) -> dict[str, int]:
+        store = self._parts.store
+        return {
+            "gpu": store.gpu_budget.peak_bytes + self._parts.collector.peak_bytes,
+            "cpu": store.cpu_peak_bytes,
+        }

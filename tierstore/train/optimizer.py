@@ -1,0 +1,127 @@
+"""Adam as the engine runs it: parameter groups, step counts, clipping and the loss scale.
+
+Scope: what each parameter gets in a step, as coefficients for the kernel.
+Not here: the kernel (`kernels/adam.py`), when it runs (`store/updates.py`).
+Owner: the training side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.config import AdamWConfig
+from tierstore.errors import ConfigError
+from tierstore.kernels.adam import AdamCoefficients
+from tierstore.store.rounds import ParameterUpdate
+from tierstore.train.groups import Group, ModelGroups
+
+
+class TieredOptimizer(torch.optim.Optimizer):
+    """The engine's optimizer as torch knows it: schedulers set the learning rate of its `param_groups`.
+
+    `step()` is the engine's step. It keeps no state of its own: moments live in the store.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter] | Sequence[Mapping[str, Any]],
+        config: AdamWConfig,
+        step: Callable[[], object],
+    ) -> None:
+        self._engine_step = step
+        defaults = config.model_dump()
+        known = defaults.keys() | {"params"}
+        for group in parameters:
+            if isinstance(group, Mapping) and not group.keys() <= known | {"initial_lr"}:
+                raise ConfigError(f"unknown option {min(group.keys() - known)!r} in a parameter group")
+        super().__init__([dict(g) if isinstance(g, Mapping) else g for g in parameters], defaults)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """The engine's step; see `Engine.step`."""
+        if closure is not None:
+            raise ConfigError("a closure is not supported: call engine.backward, then step")
+        self._engine_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: gradients are consumed by the step."""
+
+
+@dataclass(slots=True)
+class LossScale:
+    """Loss scaling for fp16; dynamic as in Micikevicius et al., 2018.
+
+    Attributes:
+        growth_interval: finite steps in a row before the scale doubles; 0 keeps it fixed.
+    """
+
+    scale: float = 1.0
+    growth_interval: int = 0
+    good_steps: int = 0
+
+    def update(self, is_finite: bool) -> None:
+        """One step was finite, or was skipped because it was not."""
+        if self.growth_interval == 0:
+            return
+        if not is_finite:
+            self.scale, self.good_steps = max(self.scale / 2, 2.0**-14), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+
+class AdamStepper:
+    """Turns parameter groups and step counts into the updates of a step."""
+
+    def __init__(self, groups: ModelGroups, optimizer: TieredOptimizer) -> None:
+        self._groups = groups.groups
+        self.optimizer = optimizer
+        self.names = groups.names
+        self.steps: dict[str, int] = dict.fromkeys(groups.names.values(), 0)
+        self._option_group: dict[nn.Parameter, int] = {}
+        for index, options in enumerate(optimizer.param_groups):
+            for parameter in options["params"]:
+                self._option_group[parameter] = index
+
+    def updates(
+        self, group: Group, touched: Iterable[nn.Parameter], gradient_scale: float
+    ) -> tuple[ParameterUpdate, ...]:
+        """What the touched parameters of a group get; the learning rate and its kin are copied now."""
+        wanted, found = set(touched), []
+        for parameter, spec in zip(group.parameters, group.spec.parameters):
+            if parameter in wanted and parameter in self._option_group:
+                options = self.optimizer.param_groups[self._option_group[parameter]]
+                coefficients = AdamCoefficients(
+                    lr=float(options["lr"]),
+                    beta1=options["betas"][0],
+                    beta2=options["betas"][1],
+                    eps=options["eps"],
+                    weight_decay=options["weight_decay"],
+                    step=self.steps[spec.name] + 1,
+                    decoupled=options["decoupled"],
+                    gradient_scale=gradient_scale,
+                )
+                found.append(ParameterUpdate(spec.start, spec.stop, coefficients))
+        return tuple(found)
+
+    def count(self, touched: Iterable[nn.Parameter]) -> None:
+        """These parameters have made a step."""
+        for parameter in touched:
+            self.steps[self.names[parameter]] += 1
+
+
+def clip_coefficient(square_sum: float, scale: float, max_norm: float | None) -> tuple[float, float]:
+    """The gradient norm without the loss scale, and the factor that brings it to at most `max_norm`.
+
+    Source: `torch.nn.utils.clip_grad_norm_`, which adds 1e-6 to the norm.
+    """
+    norm = math.sqrt(square_sum) / scale if square_sum >= 0 else math.nan
+    if max_norm is None or not math.isfinite(norm):
+        return norm, 1.0
+    return norm, min(1.0, max_norm / (norm + 1e-6))

@@ -1,0 +1,36 @@
+"""What a step reports.
+
+Scope: plain data. Not here: measuring it (`engine.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step.
+
+    Attributes:
+        step: 1 for the first.
+        grad_norm: global norm of the gradients before clipping, without the loss scale; None if none arrived.
+        skipped: the gradients were not finite, so no weight was changed.
+        lr: of each parameter group, as this step used it.
+        seconds: forward, backward, update (inside step()), wait (stalls on weights), total since the step before.
+        bytes: by link (nvme_read, nvme_write, h2d, d2h) since the step before.
+        peak_bytes: largest use by tier so far (gpu, cpu).
+        prefetch_depth: groups fetched ahead in the next step.
+        schedule: the update schedule in force.
+    """
+
+    step: int
+    grad_norm: float | None
+    loss_scale: float
+    skipped: bool
+    lr: list[float]
+    seconds: dict[str, float]
+    bytes: dict[str, int]
+    peak_bytes: dict[str, int]
+    prefetch_depth: int
+    schedule: str

@@ -1,0 +1,142 @@
+"""When the update of a step runs: the schedules.
+
+Scope: beginning a round of updates, deciding it, speculating.
+Not here: the trips (`store/updates.py`), coefficients (`optimizer.py`).
+Owner: the training side; `_decide...` and `_begin` run on the loop.
+
+| schedule | a group is updated | its weights come from |
+|---|---|---|
+| step | inside step() | the store, with the state |
+| forward | when the next forward needs it, or backward begins | the store, with the state |
+| backward | when its gradient is complete | the device |
+| speculative | as backward, with no clipping assumed; redone from the committed slot if that was wrong | the device |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tierstore.config import UpdateSchedule
+from tierstore.io.runtime import Runtime
+from tierstore.store.rounds import ParameterUpdate, Round
+from tierstore.store.training import TrainingStore
+
+Updates = dict[int, Sequence[ParameterUpdate]]
+
+
+class Speculation:
+    """Whether speculating still pays: after two wrong guesses in a row it rests, each time twice as long."""
+
+    def __init__(self) -> None:
+        self.wrong_in_a_row = 0
+        self.rest_steps = 0
+        self._next_rest = 8
+
+    def should_try(self) -> bool:
+        """Whether the next step speculates."""
+        if self.rest_steps:
+            self.rest_steps -= 1
+            return False
+        return True
+
+    def was(self, right: bool) -> None:
+        """How the last guess turned out."""
+        self.wrong_in_a_row = 0 if right else self.wrong_in_a_row + 1
+        if right:
+            self._next_rest = 8
+        elif self.wrong_in_a_row == 2:
+            self.rest_steps, self._next_rest = self._next_rest, min(2 * self._next_rest, 512)
+            self.wrong_in_a_row = 0
+
+
+class RoundDriver:
+    """The round of the step in progress.
+"""
+
+    def __init__(self, schedule: UpdateSchedule, store: TrainingStore, runtime: Runtime) -> None:
+        self.schedule = schedule
+        self._store = store
+        self._runtime = runtime
+        self._round: Round | None = None
+        self.speculation = Speculation()
+        self.is_speculating = False
+        self.last_round: Round | None = None
+        self.guessed_scale = 1.0
+        """What the gradients are multiplied with when a group is decided before the norm is known."""
+        self.is_streaming = False
+        """Whether groups are decided one by one in this step."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this step's round reads ahead already."""
+        return self._round is not None
+
+    def begin(self, order: Sequence[int], *, knows_graph: bool) -> None:
+        """The first forward of a step begins: updates may read ahead.
+
+        Args:
+            order: all visits of forward and backward.
+            knows_graph: a step was seen to its end; until then nothing is updated before step().
+        """
+        self.is_speculating = self.schedule is UpdateSchedule.SPECULATIVE and self.speculation.should_try()
+        from_device = self.schedule is UpdateSchedule.BACKWARD or self.is_speculating
+        trainable = [i for i, group in enumerate(self._store.groups) if group.trainable]
+        seen = list(dict.fromkeys(reversed(order) if from_device else order))
+        wanted = [group for group in seen if group in trainable]
+        wanted += [group for group in trainable if group not in wanted]
+        self.is_streaming = from_device and knows_graph
+        round_ = Round(
+            wanted,
+            reads_weights=not from_device,
+            is_lazy=self.schedule is not UpdateSchedule.STEP and not from_device,
+            keeps_gradients=self.is_speculating,
+            barrier=None,
+        )
+        self._round = round_
+        self._runtime.call(self._begin, round_)
+
+    async def _begin(self, round_: Round) -> None:
+        round_.barrier = self._store.barrier
+        self._store.updates.begin(round_, self._store.gradients[0])
+
+    def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[], None] | None:
+        """What the loop does when the gradient of this group is with the store."""
+        round_ = self._round
+        if round_ is None:
+            return None
+        return lambda: self._store.updates.decide_group(round_, group, updates)
+
+    def backward_begins(self) -> None:
+        """Forward is over: updates of the step before need not wait for it any more."""
+        self._runtime.post(self._store.updates.allow_through, None)
+
+    def decide(self, updates: Updates, *, is_redo: bool) -> Round | None:
+        """The step is complete; these are its updates, empty if it is skipped.
+
+        Args:
+            is_redo: what was decided group by group was wrong.
+        """
+        round_, self._round = self._round, None
+        if round_ is None:
+            return None
+        if self.is_speculating:
+            self.speculation.was(not is_redo)
+        decided = self._runtime.call(self._decide, round_, updates, is_redo)
+        if self.schedule is UpdateSchedule.STEP:
+            self._runtime.call(self._store.updates.round_ended, decided)
+        self.last_round = decided
+        return decided
+
+    async def _decide(self, round_: Round, updates: Mapping[int, Sequence[ParameterUpdate]], is_redo: bool) -> Round:
+        pipeline, gradients = self._store.updates, self._store.gradients[0]
+        pipeline.decide(round_, {} if is_redo else updates)
+        if is_redo:
+            return await pipeline.redo(round_, updates, gradients)
+        if round_.keeps_gradients:
+            pipeline.approve(round_, gradients)
+        return round_
+
+    def give_up(self) -> None:
+        """No step will follow: what was read ahead is let go."""
+        if self._round is not None:
+            self.decide({}, is_redo=False)

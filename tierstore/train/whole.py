@@ -1,0 +1,91 @@
+"""The whole model at once or in passing: state_dict, export, and weights changed from outside.
+
+Scope: reading fp32 masters chunk by chunk, and writing changes back. The caller has flushed.
+Not here: the file format of a checkpoint (`checkpoints.py`).
+Owner: the training side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tierstore.errors import FormatError
+from tierstore.train import capture
+from tierstore.train.assembly import Assembly
+from tierstore.train.checkpoints import TensorOut, write_checkpoint
+from tierstore.train.filling import Piece, fill
+from tierstore.train.groups import Group
+
+
+def masters(parts: Assembly, group: Group, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """The fp32 values of elements `[start, stop)` of a group, in pieces of at most a chunk."""
+    placement = parts.store.placement
+    for chunk in range(start // placement.chunk_elements, -(-stop // placement.chunk_elements)):
+        first, last = placement.chunk(group.index, chunk)
+        values = torch.from_numpy(parts.runtime.call(parts.store.read_chunk, group.index, chunk))
+        yield values[max(start - first, 0) : min(stop, last) - first]
+
+
+def state_dict(parts: Assembly, model: nn.Module) -> dict[str, torch.Tensor]:
+    """All weights in fp32, tied ones under each name (one tensor), and copies of the persistent buffers."""
+    by_name: dict[str, torch.Tensor] = {}
+    for group in parts.groups.groups:
+        for spec in group.spec.parameters:
+            by_name[spec.name] = torch.cat(list(masters(parts, group, spec.start, spec.stop))).reshape(spec.shape)
+    result: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in parts.groups.names:
+            result[name] = by_name[parts.groups.names[parameter]]
+    for name, buffer in capture.persistent_buffers(model).items():
+        result[name] = buffer.detach().cpu().clone()
+    return result
+
+
+def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Set all weights and buffers from full tensors; moments stay."""
+    wanted = {spec.name: spec.shape for group in parts.groups.groups for spec in group.spec.parameters}
+    wanted |= {name: tuple(buffer.shape) for name, buffer in capture.persistent_buffers(model).items()}
+    wrong = [
+        f"{name} {tuple(state[name].shape) if name in state else 'missing'}, expected {shape}"
+        for name, shape in wanted.items()
+        if name not in state or tuple(state[name].shape) != shape
+    ]
+    if wrong:
+        raise FormatError(f"{len(wrong)} tensors do not fit the model: {'; '.join(wrong[:5])}")
+    parts.access.release_all()
+    names = [spec.name for group in parts.groups.groups for spec in group.spec.parameters]
+    fill(parts.store, parts.runtime, parts.groups, ((n, 0, state[n].detach().reshape(-1)) for n in names), keep=True)
+    with torch.no_grad():
+        for name, buffer in capture.persistent_buffers(model).items():
+            buffer.copy_(state[name])
+
+
+def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
+    """Write back the weights of groups that are on the device and were changed there; moments stay."""
+
+    def pieces(group: Group) -> Iterator[Piece]:
+        for spec, parameter in zip(group.spec.parameters, group.parameters):
+            yield spec.name, 0, parameter.detach().reshape(-1).cpu()
+
+    for index in groups:
+        group = parts.groups.groups[index]
+        fill(parts.store, parts.runtime, parts.groups, pieces(group), keep=True, only={index})
+
+
+def export(parts: Assembly, model: nn.Module, directory: Path) -> None:
+    """Stream weights, in the dtype they are trained in, and persistent buffers to ordinary safetensors."""
+
+    def tensors() -> Iterator[TensorOut]:
+        for group in parts.groups.groups:
+            dtype = group.parameters[0].dtype
+            for spec in group.spec.parameters:
+                pieces = (piece.to(dtype) for piece in masters(parts, group, spec.start, spec.stop))
+                yield TensorOut(spec.name, spec.shape, dtype, pieces)
+        for name, buffer in capture.persistent_buffers(model).items():
+            yield TensorOut(name, tuple(buffer.shape), buffer.dtype, iter([buffer.detach().cpu().reshape(-1)]))
+
+    write_checkpoint(directory, tensors())
