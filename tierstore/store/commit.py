@@ -32,7 +32,7 @@ from tierstore.store.slots import ChunkRecord
 
 FORMAT_VERSION = 1
 _MANIFEST = re.compile(r"manifest-(\d{12})\.json")
-_OURS = re.compile(r"lock|(manifest|captured)-\d{12}\..*|(weights|state|gradients|put-\d+)\.[ab]\.safetensors|.*\.tmp.*")
+_OURS = re.compile(r"lock|(manifest|captured)-\d{12}\..*|(weights|state|gradients1?|put-\d+)\.[ab]\.safetensors")
 
 
 @dataclass(frozen=True)

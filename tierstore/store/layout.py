@@ -89,7 +89,7 @@ class ChunkIndex:
 
 
 def chunk_specs(kind: Kind, groups: Sequence[GroupSpec], placement: Placement) -> list[ChunkSpec]:
-    """The chunks of one kind as tensors of a pack, every group in its turn; frozen groups have one empty state tensor."""
+    """The chunks of one kind as tensors of a pack, group by group; the state of a frozen group is one byte a chunk."""
     return [
         _chunk_spec(kind, groups[group], chunk, *placement.chunk(group, chunk))
         for group, chunk in ChunkIndex(placement).all()

@@ -4,9 +4,10 @@ Scope: the trips of all rounds, how loads wait for them, and taking back what re
 Not here: what the coefficients are (`train/optimizer.py`), when a generation is committed (`training.py`).
 Owner: the loop thread; workers read, run the kernel and write.
 
-[Note: one lease per trip] A trip reserves all the memory it will need before it reads, so it never waits for memory while
-it holds memory. Leases are granted in the order in which updates are needed. Where a step leaves that order (a block
-skipped, a new graph), a lease that waits for a later gradient is recalled and queues again, so nothing waits in a circle.
+[Note: one lease per trip] A trip reserves all the memory it will need before it reads, so it never waits for memory
+while it holds memory. Leases are granted in the order in which updates are needed. Where a step leaves that order (a
+block skipped, a new graph), a lease that waits for a later gradient is recalled and queues again, so nothing waits in a
+circle.
 
 [Note: chain] A chunk is on one trip at a time: a trip awaits the last task that touched its chunk (the trip of the step
 before, or the write of a resident chunk for a commit).

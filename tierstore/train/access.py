@@ -2,8 +2,8 @@
 
 Scope: entering and leaving groups, prefetch by the recorded order, guarding parameters that are not on the device.
 Not here: the policy (`plan/residency.py`), the transfers (`store/weights.py`), the hooks that call this (`hooks.py`).
-Owner: the training side, which is one thread at a time (forward's, or the one that runs backward). It keeps the lease of
-a group as long as it holds it, so going on inside a held group crosses no thread.
+Owner: the training side, which is one thread at a time (forward's, or the one that runs backward). It keeps the lease
+of a group as long as it holds it, so going on inside a held group crosses no thread.
 
 [Note: who may drop] Only the training side decides to drop a group, and only if nobody is inside it and nobody holds a
 view of its storage (`Group.is_viewed`). The loop then waits for the device and frees the memory.
@@ -297,17 +297,22 @@ class DeviceAccess:
                 parameter.__class__ = kind
 
 
+_READABLE = (
+    "shape dtype device requires_grad grad grad_fn is_leaf ndim layout is_meta is_cuda is_cpu is_sparse is_quantized "
+    "itemsize nbytes names name is_nested is_mps is_xpu _version output_nr"
+)
+_CALLABLE = (
+    "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex element_size register_hook "
+    "register_post_accumulate_grad_hook requires_grad_ is_contiguous is_signed __len__ untyped_storage get_device"
+)
+
+
 def _harmless() -> frozenset[Any]:
-    names = ["shape", "dtype", "device", "requires_grad", "grad", "grad_fn", "is_leaf", "ndim", "layout", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "itemsize", "nbytes", "names", "name", "is_nested", "is_mps", "is_xpu", "_version", "output_nr"]
-    getters = {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
-    setters = {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")}
-    deleters = {torch.Tensor.grad.__delete__}  # type: ignore[attr-defined]
-    methods = {
-        getattr(torch.Tensor, name)
-        for name in ["size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_floating_point", "is_complex", "element_size", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "is_contiguous", "is_signed", "__len__", "untyped_storage", "get_device", "is_shared"]
-        if hasattr(torch.Tensor, name)
-    }
-    return frozenset(getters | setters | deleters | methods)
+    """What may be asked of a parameter without its values."""
+    tensor: Any = torch.Tensor
+    found = {getattr(tensor, name).__get__ for name in _READABLE.split() if hasattr(tensor, name)}
+    found |= {getattr(tensor, name) for name in _CALLABLE.split() if hasattr(tensor, name)}
+    return frozenset(found | {tensor.grad.__set__, tensor.grad.__delete__, tensor.requires_grad.__set__})
 
 
 _HARMLESS = _harmless()

@@ -35,7 +35,7 @@ from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer
 from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
-from tierstore.train.filling import fill, weights_of
+from tierstore.train.filling import Piece, fill, weights_of
 from tierstore.train.groups import ModelGroups, find_groups
 from tierstore.train.hooks import ModelHooks
 from tierstore.train.optimizer import AdamStepper, TieredOptimizer
@@ -197,8 +197,8 @@ def assemble(
     runtime = Runtime(timeout_s=tiers.timeout_s).start()
     store: TrainingStore | None = None
     try:
-        generation, manifests = _find_generation(runtime, tiers, options, backend)
-        initial = weights_of(model) if source is None else None
+        generation = _find_generation(runtime, tiers, options, backend)
+        pieces: Iterable[Piece] = weights_of(model) if source is None else source.stream()
         groups = find_groups(model, device.torch_device)
         specs = [group.spec for group in groups.groups]
         warm_up({spec.dtype for spec in specs})
@@ -215,7 +215,7 @@ def assemble(
         if generation is None:
             runtime.call(store.create)
             _bind(groups, store, device)
-            fill(store, runtime, groups, initial if source is None else source.stream())
+            fill(store, runtime, groups, pieces)
         else:
             runtime.call(store.open, generation)
             if options.resume is Resume.PREVIOUS:
@@ -277,7 +277,7 @@ def _hook_up(
 
 def _find_generation(
     runtime: Runtime, tiers: TierConfig, options: Options, backend: Backend
-) -> tuple[Generation | None, Manifests | None]:
+) -> Generation | None:
     """The generation to resume, by the user's wish."""
     resume = options.resume
     directory = Path(tiers.nvme[0]) if tiers.nvme else None
@@ -286,7 +286,7 @@ def _find_generation(
     if not numbers or manifests is None:
         if resume in (Resume.MUST, Resume.PREVIOUS):
             raise ConfigError(f"resume='{resume.value}': there is no generation in {directory or 'memory'}")
-        return None, None
+        return None
     if resume is Resume.NEVER:
         raise ConfigError(
             f"{directory} already holds generation {numbers[0]}; continue it with resume='auto', "
@@ -295,7 +295,7 @@ def _find_generation(
     if resume is Resume.PREVIOUS and len(numbers) < 2:
         raise ConfigError(f"{directory} holds only generation {numbers[0]}; there is none before it")
     number = numbers[1] if resume is Resume.PREVIOUS else numbers[0]
-    return runtime.call(manifests.read, number), manifests
+    return runtime.call(manifests.read, number)
 
 
 def _check_same_store(generation: Generation, tiers: TierConfig) -> None:

@@ -71,7 +71,7 @@ class GradientCollector:
         self.store: Gradients | None = None
         self.on_complete: Callable[[int], Callable[[], None] | None] = lambda group: None
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(group, position))
+            parameter.register_post_accumulate_grad_hook(self._hook(group, position))  # type: ignore[no-untyped-call]
             for group in self._groups
             if group.spec.trainable
             for position, parameter in enumerate(group.parameters)
@@ -127,8 +127,8 @@ class GradientCollector:
         parameter.grad = None
         if collected.is_taken and self.is_streaming:
             raise GraphError(
-                f"the gradient of {group.spec.parameters[position].name} came after its group was updated: the model did "
-                "something else than in the step before; use update='forward' for models whose graph changes"
+                f"the gradient of {group.spec.parameters[position].name} came after its group was updated: the model "
+                "did something else than in the step before; use update='forward' for models whose graph changes"
             )
         if not collected.gradients:
             self._make_room(group)

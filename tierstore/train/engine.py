@@ -27,6 +27,7 @@ from tierstore.train.assembly import Assembly, Options, assemble, schedule_for
 from tierstore.train.meters import StepMeters
 from tierstore.train.optimizer import LossScale, TieredOptimizer, clip_coefficient
 from tierstore.train.report import StepReport
+from tierstore.train.rounds import Updates
 
 
 class Engine:
@@ -101,7 +102,7 @@ class Engine:
                 self._scheduler = lr_scheduler(self._parts.stepper.optimizer)
             self.step_count = 0
             if self._parts.opened is not None:
-                self._restore(self._parts.opened)
+                self._restore(self._parts.opened.captured)
             elif self._parts.store.is_durable:
                 self._commit(None)
             self._parts.measure_depth(tiers)
@@ -135,8 +136,9 @@ class Engine:
         parts.access.begin_backward()
         try:
             with self._meters.phase("backward"):
+                scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
                 with parts.hooks.watching():
-                    (loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss).backward()
+                    scaled.backward()  # type: ignore[no-untyped-call]
                 parts.collector.finish()
         finally:
             parts.access.end_pass()
@@ -211,7 +213,7 @@ class Engine:
         square_sum = parts.runtime.call(parts.store.gradients[0].square_sum)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
         is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
-        updates = {}
+        updates: Updates = {}
         if is_finite:
             scale = clip / self._loss_scale.scale
             updates = {

@@ -6,7 +6,8 @@ Owner: the training side; storages are resized by the store only.
 
 [Note: one storage per group] Autograd saves views of a weight's storage, `weight.t()` for one: giving a parameter new
 data would free nothing and leave such a view stale. So a group keeps one storage for ever, which is resized to 0 when
-the group leaves the device and filled again when it comes back. Filling goes through an alias, so no version counter moves.
+the group leaves the device and filled again when it comes back. Filling goes through an alias, so no version counter
+moves.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Group:
     classes: list[type] = field(default_factory=list)
 
     def is_viewed(self) -> bool:
-        """Whether somebody holds a view of the weights, so that they must stay: a saved tensor, a user's `weight.t()`."""
+        """Whether somebody holds a view of the weights, so that they must stay."""
         return torch._C._storage_Use_Count(self.storage._cdata) > self.idle_uses
 
     def bind(self, device: torch.device) -> None:
@@ -117,7 +118,7 @@ def _make_group(
     for parameter in parameters:
         specs.append(ParameterSpec(names[parameter], tuple(parameter.shape), start))
         start += parameter.numel()
-    return Group(index, GroupSpec(name, dtype, trainable, tuple(specs)), parameters, torch.UntypedStorage(0))
+    return Group(index, GroupSpec(name, dtype, trainable, tuple(specs)), parameters, torch.UntypedStorage(0))  # type: ignore[no-untyped-call]
 
 
 def _block_of_parameters(model: nn.Module) -> dict[str, str]:

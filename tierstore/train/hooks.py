@@ -5,9 +5,9 @@ Not here: what happens then (`access.py`), gradients (`backward.py`).
 Owner: the training side.
 
 [Note: backward by saved tensors] What backward needs of a group are the views that forward saved. Each is packed into a
-handle, and unpacking it brings the group back. So backward needs no hook on the outputs of a module: in-place operations,
-dictionaries as outputs, skipped and twice-called modules all come out right. What is saved past these hooks (inside a
-recomputation) holds a view, and a group with a view is not dropped.
+handle, and unpacking it brings the group back. So backward needs no hook on the outputs of a module: in-place
+operations, dictionaries as outputs, skipped and twice-called modules all come out right. What is saved past these hooks
+(inside a recomputation) holds a view, and a group with a view is not dropped.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ModelHooks:
 
 
 def _pre_hook(access: DeviceAccess, needed: tuple[int, ...]) -> Any:
-    @torch._dynamo.disable
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def enter(module: nn.Module, args: Any) -> None:
         for group in needed:
             access.enter(group)
@@ -94,7 +94,7 @@ def _pre_hook(access: DeviceAccess, needed: tuple[int, ...]) -> Any:
 
 
 def _post_hook(access: DeviceAccess, needed: tuple[int, ...]) -> Any:
-    @torch._dynamo.disable
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         for group in needed:
             access.leave(group)

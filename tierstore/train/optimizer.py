@@ -40,7 +40,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         for group in parameters:
             if isinstance(group, Mapping) and not group.keys() <= known | {"initial_lr"}:
                 raise ConfigError(f"unknown option {min(group.keys() - known)!r} in a parameter group")
-        super().__init__([dict(g) if isinstance(g, Mapping) else g for g in parameters], defaults)
+        items: list[Any] = [dict(g) if isinstance(g, Mapping) else g for g in parameters]
+        super().__init__(items, defaults)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """The engine's step; see `Engine.step`."""
