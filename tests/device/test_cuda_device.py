@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_cpu_device import DeviceContract, random_bytes
+from device_contract import DeviceContract, random_bytes
 
 from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.device.transfers import CudaDevice

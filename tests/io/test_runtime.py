@@ -262,18 +262,23 @@ class TestClose:
 
 
 def test_exit_without_close_does_not_hang() -> None:
-    """With a task, a worker job and a blocked file thread at hand."""
+    """A task is ended in order; a stuck worker job does not hold the exit up."""
     script = """
 import asyncio, threading
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority, WorkerPool
 runtime, pool = Runtime().start(), WorkerPool("io", 2)
+async def sleep():
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        print("ended")
 async def start():
-    runtime.spawn(asyncio.sleep(1000), "sleeper")
+    runtime.spawn(sleep(), "sleeper")
     runtime.spawn(pool.run(Priority.WRITE, threading.Event().wait), "stuck write")
     await asyncio.to_thread(int)
 runtime.call(start)
 print("left")
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr, done.returncode) == ("left\n", "", 0)
+    assert (done.stdout, done.stderr, done.returncode) == ("left\nended\n", "", 0)
