@@ -65,16 +65,16 @@ install() {  # extras
     die "$venv is there and is no virtual environment; remove it, or name another place in TIERSTORE_VENV"
   fi
   if ! python_works "$python"; then  # none yet, or one whose Python is gone or too old
-    say "making a virtual environment in $venv"
     discard
+    say "making a virtual environment in $venv"
     "$base" -m venv "$venv" || die "$base cannot make a virtual environment in $venv"
   fi
   rm -f "$venv"/.tierstore-*
   say "installing (this can take some minutes) ..."
   if ! has_gpu; then
-    "$python" -m pip install --quiet torch==2.13.0 || die "pip could not install torch==2.13.0; see its message above"
+    "$python" -m pip install -qq torch==2.13.0 || die "pip could not install torch==2.13.0; see its message above"
   fi
-  "$python" -m pip install --quiet -e "$root[$1]" || die "pip could not install tierstore; see its message above"
+  "$python" -m pip install -qq -e "$root[$1]" || die "pip could not install tierstore; see its message above"
 }
 
 make_environment() {  # extras

@@ -288,7 +288,7 @@ def _engine() -> Callable[..., Any]:
 def _deferred(options: TrainOptions, configuration: Any) -> tuple[nn.Module, Any]:
     from tierstore.train.materialize import deferred
 
-    return deferred(lambda: presets.build(configuration, options.dtype), checkpoint=options.checkpoint)
+    return deferred(lambda: presets.build(configuration, options.dtype))
 
 
 def _configuration(options: TrainOptions) -> Any:
