@@ -28,6 +28,17 @@ def test_seconds_come_from_the_clock() -> None:
     assert (totals.h2d_seconds, totals.d2h_seconds) == (1, 1)
 
 
+def test_a_storage_that_numpy_shares_is_filled_again_in_place() -> None:
+    device, parameter = CpuDevice(), torch.nn.Parameter(torch.zeros(4))
+    shared, storage = parameter.detach().numpy(), parameter.untyped_storage()
+    device.release(storage, device.record())
+    device.allocate(storage, 16)
+    device.copy_in(storage, 0, np.ones(4, np.float32).view(np.uint8))
+    assert parameter.tolist() == shared.tolist() == [1.0] * 4
+    with pytest.raises(ValueError, match="16 B already"):
+        device.allocate(storage, 32)
+
+
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"'cuda:0' needs CUDA.*use 'cpu'"):

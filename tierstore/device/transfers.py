@@ -74,7 +74,11 @@ def _copy(target: int, source: int, nbytes: int) -> None:
 
 
 class CpuDevice:
-    """The CPU twin: storages in ordinary memory, copies by memcpy in the calling thread."""
+    """The CPU twin: storages in ordinary memory, copies by memcpy in the calling thread.
+
+    A storage that numpy shares (`parameter.detach().numpy()`; on a GPU `.cpu()` makes a copy first) cannot be resized
+    any more. It keeps its memory when released, and is filled again in place.
+    """
 
     kind: Literal["cpu", "cuda"] = "cpu"
 
@@ -83,6 +87,8 @@ class CpuDevice:
         self.counters = LinkCounters() if counters is None else counters
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        if storage.nbytes() == nbytes and not storage.resizable():
+            return
         _check_empty(storage)
         storage.resize_(nbytes)
 
@@ -111,7 +117,8 @@ class CpuDevice:
 
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         after.synchronize()
-        storage.resize_(0)
+        if storage.resizable():
+            storage.resize_(0)
 
     def pin(self, address: int, nbytes: int) -> None:
         pass
