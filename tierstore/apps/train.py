@@ -28,6 +28,9 @@ from tierstore.apps.stopping import StopRequest
 from tierstore.config import AdamWConfig, TierConfig, format_size
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
+from tierstore.train.checkpoints import CheckpointSource
+from tierstore.train.engine import Engine
+from tierstore.train.materialize import Source, deferred
 
 _LONGEST_DEFAULT_SEQUENCE = 1024
 _SMALLEST_VOCABULARY = 256  # one id per byte
@@ -39,7 +42,7 @@ class Parts:
 
     configuration: Any
     model: nn.Module
-    source: Any
+    source: Source
     corpus: Corpus
     batches: Batches
     sequence: int
@@ -57,11 +60,11 @@ class Outcome:
     stopped_by: signal.Signals | None = None
 
 
-def train(options: TrainOptions, reporter: Reporter, make_engine: Callable[..., Any] | None = None) -> Outcome:
+def train(options: TrainOptions, reporter: Reporter, make_engine: Callable[..., Any] = Engine) -> Outcome:
     """Trains until `options.steps`, or until a signal asks for the end of the step in flight.
 
     Args:
-        make_engine: takes the arguments of `Engine`; None is `Engine` itself.
+        make_engine: takes the arguments of `Engine`, and gives something with its face.
 
     Raises:
         TierstoreError: bad options, budgets, stores, disks; every committed step stays in the store.
@@ -77,7 +80,7 @@ def train(options: TrainOptions, reporter: Reporter, make_engine: Callable[..., 
         parts = assemble(options)
         stack.callback(parts.batches.close)
         tracer = Tracer(time.perf_counter, enabled=options.trace is not None)
-        engine = stack.enter_context((make_engine or _engine())(**_engine_arguments(options, parts, tracer)))
+        engine = stack.enter_context(make_engine(**_engine_arguments(options, parts, tracer)))
         run = _Run(options, reporter, parts, engine, log)
         run.describe()
         outcome = run.finish(run.loop())
@@ -153,6 +156,9 @@ class _Run:
         parts, options = self._parts, self._options
         for note in parts.batches.notes:
             self._reporter.say(f"note: {note}")
+        unused = parts.source.unexpected if isinstance(parts.source, CheckpointSource) else ()
+        if unused:
+            self._reporter.say(f"note: {len(unused)} tensors of the checkpoint are not used, the first is {unused[0]}")
         count = sum(parameter.numel() for parameter in parts.model.parameters())
         memory = options.gpu_memory + options.cpu_memory
         state = 16 * count
@@ -279,16 +285,10 @@ def _engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer) -> di
     }  # fmt: skip
 
 
-def _engine() -> Callable[..., Any]:
-    from tierstore.train.engine import Engine
-
-    return Engine
-
-
-def _deferred(options: TrainOptions, configuration: Any) -> tuple[nn.Module, Any]:
-    from tierstore.train.materialize import deferred
-
-    return deferred(lambda: presets.build(configuration, options.dtype))
+def _deferred(options: TrainOptions, configuration: Any) -> tuple[nn.Module, Source]:
+    """The model without its weights, and where those come from."""
+    model, new_weights = deferred(lambda: presets.build(configuration, options.dtype))
+    return model, new_weights if options.checkpoint is None else CheckpointSource(options.checkpoint, model)
 
 
 def _configuration(options: TrainOptions) -> Any:
