@@ -19,6 +19,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.errors import ClosedError, ConfigError
+from tierstore.io.backend import Backend
 from tierstore.plan.placement import Placement
 from tierstore.store.gradients import to_float
 from tierstore.trace import Tracer
@@ -49,6 +50,7 @@ class Engine:
         initialize: source of the weights of a model on the meta device.
         registered: objects with a state_dict that are part of every generation, restored before this returns.
         overlap: False waits for every update and commit inside `step()`: the serial baseline.
+        backend: makes the system calls of the store; a seam for tests, which give one that fails or records.
 
     Raises:
         ConfigError, BudgetError, StoreLocked, StorageError, FormatError: nothing was changed on disk.
@@ -73,6 +75,7 @@ class Engine:
         overlap: bool = True,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        backend: Backend | None = None,
     ) -> None:
         options = Options(
             schedule=schedule_for(update, max_grad_norm, model, commit_every, durability, overlap),
@@ -94,7 +97,7 @@ class Engine:
         self._scheduler: Any = None
         self._parts: Assembly = assemble(
             model, tiers, optimizer or AdamWConfig(), options, parameter_groups, initialize, self.step,
-            tracer or Tracer(clock, enabled=False), clock,
+            tracer or Tracer(clock, enabled=False), clock, backend,
         )  # fmt: skip
         try:
             self._meters = StepMeters(self._parts, clock)
