@@ -192,17 +192,19 @@ class Gradients:
         state.is_measured = is_final
 
     async def square_sum(self) -> float:
-        """The squared global norm: fp64 sums of fixed blocks, added by position, whatever order they arrived in."""
+        """The squared global norm: fp64 sums of fixed blocks, added by position, whatever order they arrived in.
+
+        It is taken once a step, also when some gradients were used and dropped already.
+        """
         await together(
             self._measure(group, chunk, state)
             for (group, chunk), state in self._chunks.items()
             if state.is_filled and not state.is_measured
         )
-        for (group, chunk), state in self._chunks.items():
-            if not state.is_filled:
-                self._partials_of(group, *self._placement.chunk(group, chunk))[:] = 0
-        blocks = np.concatenate(self._partials) if self._partials else np.zeros(1)
-        return float(np.cumsum(blocks)[-1])
+        total = float(np.cumsum(np.concatenate(self._partials))[-1]) if self._partials else 0.0
+        for partials in self._partials:
+            partials[:] = 0  # what gets no gradient in the next step counts nothing in it
+        return total
 
     async def _measure(self, group: int, chunk: int, state: _Chunk) -> None:
         partials = self._partials_of(group, *self._placement.chunk(group, chunk))
@@ -253,6 +255,27 @@ class Gradients:
                 if lease is not None:
                     lease.free()
         return found
+
+    async def keep(self, group: int, chunk: int) -> None:
+        """Write a chunk that lives in CPU memory to its pack, for a generation that needs it; forget an empty one."""
+        state, pack, index = self._chunks[group, chunk], self._need_spill(), self._index(group, chunk)
+        if not state.is_filled:
+            pack.current[index] = None
+        elif state.lease is not None:
+            await pack.write(index, state.lease.array)
+
+    async def restore(self) -> None:
+        """Fill the chunks that the opened generation keeps."""
+        await together(self._restore_chunk(*key) for key in self._chunks)
+
+    async def _restore_chunk(self, group: int, chunk: int) -> None:
+        state, pack, index = self._chunks[group, chunk], self._need_spill(), self._index(group, chunk)
+        if pack.current[index] is None:
+            return
+        if not self.is_spilled(group):
+            state.lease = await self._pool.reserve(pack.padded_bytes(index))
+            await pack.read(index, state.lease.array, Priority.DEMAND)
+        state.is_filled = True
 
     def drop(self, group: int, chunk: int) -> None:
         """The gradient of this chunk is used up."""

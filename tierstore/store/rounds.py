@@ -33,6 +33,7 @@ class Trip:
     """One chunk on its way through the update of one round.
 
     Attributes:
+        is_queued: it waits for memory.
         applied: ends when the new weights exist; True if they were put on the device too.
         task: ends when they are at rest.
         recalled: set to take back a lease that read ahead, because a trip behind it is needed sooner.
@@ -43,6 +44,7 @@ class Trip:
     chunk: int
     applied: asyncio.Future[bool]
     recalled: asyncio.Event = field(default_factory=asyncio.Event)
+    is_queued: bool = False
     lease: Lease | None = None
     task: asyncio.Task[None] | None = None
     before: tuple[ChunkRecord | None, ChunkRecord | None] = (None, None)

@@ -129,10 +129,18 @@ class TrainingStore:
         ]
         copies = self.placement.gradient_copies
         is_spilled = any(home is Tier.NVME for home in self.placement.gradient_home)
-        for copy in range(copies if is_spilled else 0):
+        # A delayed update's pending gradients are part of a generation, wherever they live.
+        is_pending_kept = copies == 2 and self.is_durable
+        for copy in range(copies if is_spilled or is_pending_kept else 0):
             specs = chunk_specs(Kind.GRADIENTS, self.groups, self.placement)
-            packs.append(SlotPack(f"gradients{copy or ''}", specs, self.directories, self.io, slots=1))
+            pack_slots = 2 if is_pending_kept else 1
+            packs.append(SlotPack(f"gradients{copy or ''}", specs, self.directories, self.io, slots=pack_slots))
         return packs
+
+    @property
+    def _committed_packs(self) -> list[SlotPack]:
+        """The packs whose records a manifest keeps."""
+        return self._packs if self.placement.gradient_copies == 2 else self._packs[:2]
 
     def _reserve_resident(self) -> None:
         """Memory of what lives in CPU memory, taken once and for ever."""
@@ -193,7 +201,7 @@ class TrainingStore:
     async def open(self, generation: Generation) -> None:
         """Continue from a generation: its records are current, and what lives in CPU memory is read."""
         await asyncio.to_thread(self._open)
-        for pack in self._packs[:2]:
+        for pack in self._committed_packs:
             pack.adopt(generation.records[pack.kind])
         self.generation, self._next_number = generation.number, generation.number + 1
         await together(
@@ -201,12 +209,14 @@ class TrainingStore:
             for position, kind in enumerate((Kind.WEIGHTS, Kind.STATE))
             for key, lease in self._resident[kind].items()
         )
+        for gradients in self.gradients if self.placement.gradient_copies == 2 else ():
+            await gradients.restore()
 
     def _open(self) -> None:
         self._take_directories()
-        for pack in self._packs[:2]:
+        for pack in self._committed_packs:
             pack.open()
-        for pack in self._packs[2:]:
+        for pack in self._packs[len(self._committed_packs) :]:
             for path in pack.paths():
                 path.unlink(missing_ok=True)
             pack.create()
@@ -335,30 +345,42 @@ class TrainingStore:
         """The commit that must be published before the writes of a round that begins now."""
         return self._commit
 
-    def commit(self, round_: Round | None, captured: Mapping[str, Any]) -> None:
-        """Publish the state after `round_` (None: as it is), in the background; commits follow one another."""
+    def commit(self, round_: Round | None, captured: Mapping[str, Any], pending: Gradients | None = None) -> None:
+        """Publish the state after `round_` (None: as it is), in the background; commits follow one another.
+
+        Args:
+            pending: gradients that the next update will use, and that are part of this generation.
+        """
         previous, writes = self._commit, []
         for group, chunk in self._index.all():
             key = (group, chunk)
             is_resident = key in self._resident[Kind.WEIGHTS] or key in self._resident[Kind.STATE]
-            if is_resident and self.groups[group].trainable:
+            if (is_resident or pending is not None) and self.groups[group].trainable:
                 after = self.updates.chain.get(key)
-                task = self._runtime.spawn(self._commit_resident(group, chunk, after, previous), "write resident")
+                work = self._commit_resident(group, chunk, after, previous, pending)
+                task = self._runtime.spawn(work, "write resident")
                 self.updates.chain[key] = task
                 writes.append(task)
         number, self._next_number = self._next_number, self._next_number + 1
         self._commit = self._runtime.spawn(self._publish(number, round_, previous, writes, captured), "commit")
 
     async def _commit_resident(
-        self, group: int, chunk: int, after: asyncio.Task[None] | None, previous: asyncio.Task[None] | None
+        self,
+        group: int,
+        chunk: int,
+        after: asyncio.Task[None] | None,
+        previous: asyncio.Task[None] | None,
+        pending: Gradients | None,
     ) -> None:
         if after is not None:
             await asyncio.shield(after)
+        if previous is not None:
+            await asyncio.shield(previous)
         if (group, chunk) in self.updates.dirty:
-            if previous is not None:
-                await asyncio.shield(previous)
             await self.updates.write_resident(group, chunk)
             self.updates.dirty.discard((group, chunk))
+        if pending is not None:
+            await pending.keep(group, chunk)
 
     async def _publish(
         self,
@@ -374,7 +396,7 @@ class TrainingStore:
             await asyncio.shield(write)
         if previous is not None:
             await asyncio.shield(previous)
-        packs = self._packs[:2]
+        packs = self._committed_packs
         for pack in packs:
             await self._io_workers.submit(Priority.WRITE, pack.datasync)
         records = {pack.kind: list(pack.current) for pack in packs}
@@ -407,7 +429,7 @@ class TrainingStore:
             if not self.is_durable:
                 for pack in self._packs:
                     self._remove(pack)
-            for pack in self._packs[2:]:
+            for pack in self._packs[len(self._committed_packs) :]:
                 self._remove(pack)
             self._lock.release()
             self._lock = None

@@ -70,6 +70,7 @@ class UpdatePipeline:
         self._index = ChunkIndex(placement)
         self._rounds: list[Round] = []
         self._pending: dict[tuple[int, int], Trip] = {}
+        self._starving: set[Trip] = set()
         self._device_jobs: dict[int, int] = {}
         self._device_idle = asyncio.Condition()
         self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -152,8 +153,9 @@ class UpdatePipeline:
 
         In the order of need there is nothing to take back: what reads ahead queued behind what may go.
         """
-        trips = [(r, t) for r in self._rounds for t in r.trips if t.task is None or not t.task.done()]
-        if any(t.lease is None and r.is_open(t.group) and self._placement.trip_bytes(*t.key) for r, t in trips):
+        trips = ((r, t) for r in self._rounds for t in r.trips if t.is_queued)
+        self._starving = {trip for round_, trip in trips if round_.is_open(trip.group)}
+        if self._starving:
             self.recall_all()
 
     # --- what others wait for -----------------------------------------------------------------------------------
@@ -264,13 +266,25 @@ class UpdatePipeline:
         group, chunk = trip.key
         nbytes = self._placement.trip_bytes(group, chunk)
         if nbytes:
-            trip.lease = await self._pool.reserve(nbytes)
+            await self._reserve(round_, trip, nbytes)
+            if self._starving and not round_.is_open(group):
+                return False  # it came to the head of the queue before one that may go
         if previous is not None and not await _unless(trip.recalled, _ended(previous)):
             return False
         if round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk)) and not redo:
             return True
         await together((self._read_state(trip, redo), self._read_weights(trip, redo, round_.reads_weights)))
         return await _unless(trip.recalled, round_.opened(group))
+
+    async def _reserve(self, round_: Round, trip: Trip, nbytes: int) -> None:
+        trip.is_queued = True
+        if round_.is_open(trip.group):
+            self._starving.add(trip)
+        try:
+            trip.lease = await self._pool.reserve(nbytes)
+        finally:
+            trip.is_queued = False
+            self._starving.discard(trip)
 
     async def _read_state(self, trip: Trip, redo: bool) -> None:
         if self._packs is None:

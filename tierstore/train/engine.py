@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, Update
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
 from tierstore.plan.placement import Placement
-from tierstore.store.gradients import to_float
+from tierstore.store.gradients import Gradients, to_float
 from tierstore.trace import Tracer
 from tierstore.train import capture, whole
 from tierstore.train.assembly import Assembly, Options, assemble, schedule_for
@@ -29,6 +30,14 @@ from tierstore.train.meters import StepMeters
 from tierstore.train.optimizer import LossScale, TieredOptimizer, clip_coefficient
 from tierstore.train.report import StepReport
 from tierstore.train.rounds import Updates
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Gradients that an update will use: whose, and what they are multiplied with."""
+
+    touched: set[nn.Parameter]
+    scale: float
 
 
 class Engine:
@@ -95,12 +104,18 @@ class Engine:
         self._is_closed = False
         self._is_syncing = True
         self._scheduler: Any = None
+        self._pending: Pending | None = None
+        self._set = 0
+        self._uncommitted: tuple[Any, dict[str, Any], Gradients | None] | None = None
+        self._to_restore: dict[str, Any] = {}
         self._parts: Assembly = assemble(
             model, tiers, optimizer or AdamWConfig(), options, parameter_groups, initialize, self.step,
             tracer or Tracer(clock, enabled=False), clock, backend,
         )  # fmt: skip
         try:
             self._meters = StepMeters(self._parts, clock)
+            if options.schedule is UpdateSchedule.DELAYED:
+                self._parts.driver.gradient_set = 1  # what is collected now is applied a step later
             if lr_scheduler is not None:
                 self._scheduler = lr_scheduler(self._parts.stepper.optimizer)
             self.step_count = 0
@@ -135,7 +150,7 @@ class Engine:
         parts = self._open_parts()
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
-        parts.collector.begin(parts.store.gradients[0], is_final=self._is_syncing, is_streaming=is_streaming)
+        parts.collector.begin(self._gradients, is_final=self._is_syncing, is_streaming=is_streaming)
         parts.access.begin_backward()
         try:
             with self._meters.phase("backward"):
@@ -184,6 +199,7 @@ class Engine:
             norm, is_finite = self._apply()
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         if self._scheduler is not None and is_finite:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for; the step went past optimizer.step()
             self._scheduler.step()
         self.step_count += 1
         parts.choose_depth()
@@ -199,8 +215,7 @@ class Engine:
         self._loss_scale.update(is_finite)
         for callback in self._callbacks:
             callback(report)
-        is_due = self.step_count % self._options.commit_every == 0
-        if parts.store.is_durable and is_due:
+        if parts.store.is_durable:
             self._commit(parts.driver.last_round)
         if not self._options.overlap:
             self.flush()
@@ -213,29 +228,57 @@ class Engine:
         if not parts.driver.has_begun:
             raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
         touched = set(parts.collector.touched)
-        square_sum = parts.runtime.call(parts.store.gradients[0].square_sum)
+        square_sum = parts.runtime.call(self._gradients.square_sum)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
         is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
+        arrived = Pending(touched, clip / self._loss_scale.scale) if is_finite else None
+        now = arrived
+        if parts.driver.schedule is UpdateSchedule.DELAYED:
+            now = self._turn_over(arrived)
         updates: Updates = {}
-        if is_finite:
-            scale = clip / self._loss_scale.scale
+        if now is not None:
             updates = {
-                group.index: parts.stepper.updates(group, touched, scale)
+                group.index: parts.stepper.updates(group, now.touched, now.scale)
                 for group in parts.groups.groups
                 if group.spec.trainable
             }
         was_guessed = parts.driver.is_streaming and parts.driver.is_speculating
         parts.driver.decide(updates, is_redo=was_guessed and (clip != 1.0 or not is_finite))
-        if is_finite:
-            parts.stepper.count(touched)
+        if now is not None:
+            parts.stepper.count(now.touched)
         parts.collector.forget()
         parts.access.weights_changed(group.index for group in parts.groups.groups if group.spec.trainable)
         return (norm if touched else None), is_finite
 
+    def _turn_over(self, arrived: Pending | None) -> Pending | None:
+        """Keep the gradients that arrived for the next step, and give those of the step before."""
+        before, self._pending = self._pending, arrived
+        if arrived is None:
+            self._parts.runtime.post(self._gradients.drop_all)
+        self._set = 1 - self._set
+        self._parts.driver.gradient_set = 1 - self._set
+        return before
+
+    @property
+    def _gradients(self) -> Gradients:
+        """Where the gradients of the step in progress are collected."""
+        return self._parts.store.gradients[self._set]
+
     # --- generations --------------------------------------------------------------------------------------------
 
     def _commit(self, round_: Any) -> None:
-        self._parts.runtime.post(self._parts.store.commit, round_, self._captured())
+        """Publish the state as it is now, in the background, or remember it until it is due."""
+        store, waiting = self._parts.store, None
+        if self._pending is not None:
+            waiting = store.gradients[1 - self._set]
+        self._uncommitted = (round_, self._captured(), waiting)
+        if self.step_count % self._options.commit_every == 0:
+            self._publish()
+
+    def _publish(self) -> None:
+        if self._uncommitted is not None:
+            self._parts.runtime.post(self._parts.store.commit, *self._uncommitted)
+            self._uncommitted = None
 
     def _captured(self) -> dict[str, Any]:
         state = {
@@ -246,7 +289,11 @@ class Engine:
             "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
             "registered": {name: value.state_dict() for name, value in self._registered.items()},
             "buffers": capture.persistent_buffers(self.model),
+            "pending": None,
         }
+        if self._pending is not None:
+            names = sorted(self._parts.groups.names[parameter] for parameter in self._pending.touched)
+            state["pending"] = {"set": self._set, "touched": names, "scale": self._pending.scale}
         # The random states last: making the others may draw.
         plain: dict[str, Any] = capture.plain(state) | {"random": capture.random_states()}
         return plain
@@ -264,6 +311,12 @@ class Engine:
             group.update(options)
         if self._scheduler is not None and captured["scheduler"] is not None:
             self._scheduler.load_state_dict(capture.with_tensors(captured["scheduler"]))
+        if (pending := captured["pending"]) is not None:
+            names = set(pending["touched"])
+            touched = {parameter for parameter, name in self._parts.groups.names.items() if name in names}
+            self._pending = Pending(touched, pending["scale"])
+            self._set = pending["set"]
+            self._parts.driver.gradient_set = 1 - self._set
         self._to_restore = dict(captured["registered"])
         for name in list(self._registered):
             self._restore_registered(name)
@@ -285,8 +338,10 @@ class Engine:
         self._callbacks.append(callback)
 
     def flush(self) -> None:
-        """Wait until every update is at rest and every commit is published."""
-        self._parts.runtime.call(self._open_parts().store.flush)
+        """Commit the last step if it is not, and wait until everything is at rest."""
+        parts = self._open_parts()
+        self._publish()
+        parts.runtime.call(parts.store.flush)
 
     # --- looking in ---------------------------------------------------------------------------------------------
 
@@ -333,7 +388,7 @@ class Engine:
         """
         parts = self._open_parts()
         group, spec = parts.groups.locate(name)
-        flat = parts.runtime.call(parts.store.gradients[0].read, group.index, spec.start, spec.stop)
+        flat = parts.runtime.call(self._gradients.read, group.index, spec.start, spec.stop)
         return torch.from_numpy(to_float(group.spec.dtype, flat)).reshape(spec.shape)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -372,6 +427,8 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
+        with contextlib.suppress(ClosedError):
+            self._publish()
         self._parts.close()
 
     def __enter__(self) -> Engine:

@@ -9,6 +9,7 @@ Owner: the training side; `_decide...` and `_begin` run on the loop.
 | step | inside step() | the store, with the state |
 | forward | when the next forward needs it, or backward begins | the store, with the state |
 | backward | when its gradient is complete | the device |
+| delayed | as forward, with the gradients of the step before: one step stale, not exact | the store, with the state |
 | speculative | as backward, with no clipping assumed; redone from the committed slot if that was wrong | the device |
 """
 
@@ -61,6 +62,8 @@ class RoundDriver:
         self.speculation = Speculation()
         self.is_speculating = False
         self.last_round: Round | None = None
+        self.gradient_set = 0
+        """Which of the store's gradients the round in progress applies."""
         self.guessed_scale = 1.0
         """What the gradients are multiplied with when a group is decided before the norm is known."""
         self.is_streaming = False
@@ -97,7 +100,7 @@ class RoundDriver:
 
     async def _begin(self, round_: Round) -> None:
         round_.barrier = self._store.barrier
-        self._store.updates.begin(round_, self._store.gradients[0])
+        self._store.updates.begin(round_, self._store.gradients[self.gradient_set])
 
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[], None] | None:
         """What the loop does when the gradient of this group is with the store."""
@@ -128,7 +131,7 @@ class RoundDriver:
         return decided
 
     async def _decide(self, round_: Round, updates: Mapping[int, Sequence[ParameterUpdate]], is_redo: bool) -> Round:
-        pipeline, gradients = self._store.updates, self._store.gradients[0]
+        pipeline, gradients = self._store.updates, self._store.gradients[self.gradient_set]
         pipeline.decide(round_, {} if is_redo else updates)
         if is_redo:
             return await pipeline.redo(round_, updates, gradients)
