@@ -1,0 +1,398 @@
+"""Ordinary checkpoints: what transformers wrote is read, what is written transformers reads, and never half of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tierstore.errors import ConfigError, FormatError, StorageError, StorageFull
+from tierstore.io.backend import Backend
+from tierstore.train.checkpoint_files import INDEX, SINGLE
+from tierstore.train.checkpoints import CheckpointSource, TensorOut, write_checkpoint
+from tierstore.train.materialize import deferred
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+transformers.utils.logging.disable_progress_bar()  # its bars leave a thread behind
+
+_SMALL = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 50, "num_attention_heads": 4}
+_GPT2 = {
+    "n_layer": 2,
+    "n_embd": 48,
+    "n_head": 4,
+    "vocab_size": 97,
+    "n_positions": 33,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+State = dict[str, torch.Tensor]
+
+
+def gpt2(**changes: object) -> transformers.GPT2LMHeadModel:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT2 | changes))
+
+
+def mixtral() -> transformers.MixtralForCausalLM:
+    config = transformers.MixtralConfig(**_SMALL, num_key_value_heads=2, vocab_size=97, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config)
+
+
+def loaded(directory: Path, build: Callable[[], nn.Module]) -> tuple[nn.Module, State, CheckpointSource]:
+    """A meta model, and its parameters from a checkpoint."""
+    model, source = deferred(build, checkpoint=directory)
+    assert isinstance(source, CheckpointSource)
+    values = {name: torch.full(parameter.shape, torch.nan).view(-1) for name, parameter in model.named_parameters()}
+    assert source.names() == values.keys()
+    for name, offset, piece in source.stream():
+        assert torch.isnan(values[name][offset : offset + piece.numel()]).all()
+        values[name][offset : offset + piece.numel()] = piece
+    return model, {name: values[name].view(parameter.shape) for name, parameter in model.named_parameters()}, source
+
+
+def assert_same(values: State, model: nn.Module) -> None:
+    expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        assert torch.equal(value, expected[name].to(value.dtype)), name
+
+
+def outs(state: State, pieces: int = 3) -> Iterator[TensorOut]:
+    for name, tensor in state.items():
+        parts = tensor.detach().reshape(-1).tensor_split(pieces)
+        yield TensorOut(name, tuple(tensor.shape), tensor.dtype, (part for part in parts))
+
+
+# Reading.
+
+
+@pytest.mark.parametrize("shard", ["5GB", "100KB"])
+@pytest.mark.parametrize("build", [gpt2, mixtral])
+def test_reads_what_transformers_wrote(build: Callable[[], nn.Module], shard: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    original = build()
+    original.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / INDEX).exists() == (shard == "100KB")
+    model, values, source = loaded(tmp_path, build)
+    assert_same(values, original)
+    assert source.unexpected == ()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_reads_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    original = gpt2().bfloat16()
+    original.save_pretrained(tmp_path)
+    monkeypatch.setattr("tierstore.train.checkpoint_files.PIECE_ELEMENTS", 1000)
+    _, values, _ = loaded(tmp_path, gpt2)
+    assert_same({name: value.bfloat16() for name, value in values.items()}, original)
+    assert max(piece.numel() for _, _, piece in CheckpointSource(tmp_path, gpt2()).stream()) == 1000
+
+
+def test_the_prefix_of_the_base_model_may_be_there_or_not(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    head = gpt2()
+    base = transformers.GPT2Model(head.config)
+    base.load_state_dict(head.transformer.state_dict())
+    base.save_pretrained(tmp_path / "base")
+    head.save_pretrained(tmp_path / "head")
+    _, values, _ = loaded(tmp_path / "base", gpt2)
+    assert_same(values, head)
+    _, values, _ = loaded(tmp_path / "head", lambda: transformers.GPT2Model(head.config))
+    assert_same(values, base)
+
+
+class Plain(nn.Module):
+    """No transformers: a prefix of its own, a tied weight, buffers of both kinds."""
+
+    base_model_prefix = "body"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.embed = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(6.0).reshape(2, 3).t())
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def plain_state() -> State:
+    torch.manual_seed(2)
+    state = {name: torch.randn(value.shape).to(value.dtype) for name, value in Plain().state_dict().items()}
+    state["body.1.num_batches_tracked"] = torch.tensor(41)
+    return state
+
+
+@pytest.mark.parametrize("tied", ["embed.weight", "head.weight"])
+def test_buffers_tied_names_and_extras(tied: str, tmp_path: Path) -> None:
+    state = plain_state()
+    names = state.keys() - {"embed.weight", "head.weight"}
+    stored = {name.removeprefix("body."): state[name].contiguous() for name in names}
+    stored |= {tied: state["embed.weight"].clone(), "extra": torch.zeros(2)}
+    save_file(stored, tmp_path / SINGLE)
+    model, values, source = loaded(tmp_path, Plain)
+    assert torch.equal(values["embed.weight"], state["embed.weight"])
+    assert torch.equal(values["body.0.bias"], state["body.0.bias"])
+    assert torch.equal(model.table, state["table"])
+    assert torch.equal(model.body[1].running_var, state["body.1.running_var"])
+    assert model.body[1].num_batches_tracked == 41
+    assert source.unexpected == ("extra",)
+
+
+def test_a_tied_weight_stored_twice_is_taken_under_its_own_name(tmp_path: Path) -> None:
+    state = {name: value.contiguous().clone() for name, value in plain_state().items()}
+    save_file(state | {"head.weight": torch.zeros(7, 5)}, tmp_path / SINGLE)
+    _, values, source = loaded(tmp_path, Plain)
+    assert torch.equal(values["embed.weight"], state["embed.weight"])
+    assert source.unexpected == ("head.weight",)
+
+
+def test_missing_and_misshapen_tensors_are_told_together(tmp_path: Path) -> None:
+    original = gpt2(n_positions=12)
+    state = {name: value.clone() for name, value in original.state_dict().items() if "h.1." not in name}
+    del state["lm_head.weight"]
+    save_file(state, tmp_path / SINGLE)
+    with pytest.raises(FormatError) as caught:
+        CheckpointSource(tmp_path, gpt2()).names()
+    message = str(caught.value)
+    assert "does not fit the model, 13 tensors" in message
+    assert "transformer.wpe.weight: [12, 48] in the checkpoint, [33, 48] in the model" in message
+    assert "transformer.h.1.ln_1.weight: missing, [48] in the model" in message
+    assert message.endswith("and 8 more")
+
+
+def test_experts_that_do_not_fit(tmp_path: Path) -> None:
+    mixtral().save_pretrained(tmp_path)
+    state = load_file(tmp_path / SINGLE)
+    name = next(name for name in state if "experts.2.w1" in name)
+    del state[name]
+    save_file(state, tmp_path / SINGLE)
+    with pytest.raises(FormatError, match=r"gate_up_proj"):
+        list(CheckpointSource(tmp_path, mixtral()).stream())
+
+
+def test_any_alignment(tmp_path: Path) -> None:
+    values = torch.randn(5, 3, dtype=torch.float64)
+    header = json.dumps({"weight": {"dtype": "F64", "shape": [5, 3], "data_offsets": [0, 120]}}).encode() + b" "
+    header += b" " * ((1 - len(header)) % 8)
+    (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + values.numpy().tobytes())
+    (_, _, piece), *rest = CheckpointSource(tmp_path, nn.Linear(3, 5, bias=False)).stream()
+    assert torch.equal(piece.view(5, 3), values)
+    assert not rest
+
+
+def _index(directory: Path, content: object) -> None:
+    (directory / INDEX).write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds neither"),
+        ([], "no weight_map"),
+        ({"weight_map": {"a": 3}}, "no weight_map"),
+        ({"weight_map": {"a": "../b.safetensors"}}, "not a plain file name"),
+        ({"weight_map": {"a": "part"}}, "lacks 1 tensors"),
+    ],
+)
+def test_bad_indexes(content: object, message: str, tmp_path: Path) -> None:
+    save_file({"b": torch.zeros(2)}, tmp_path / "part")
+    if content is not None:
+        _index(tmp_path, content)
+    with pytest.raises(FormatError, match=message):
+        CheckpointSource(tmp_path, nn.Linear(2, 2)).names()
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    _index(tmp_path, {"weight_map": {"a": "absent"}})
+    with pytest.raises(StorageError, match="absent"):
+        CheckpointSource(tmp_path, nn.Linear(2, 2)).names()
+
+
+def test_buffers_on_meta_are_refused(tmp_path: Path) -> None:
+    save_file({name: value.clone().contiguous() for name, value in plain_state().items()}, tmp_path / SINGLE)
+    with torch.device("meta"):
+        model = Plain()
+    with pytest.raises(ConfigError, match="deferred"):
+        CheckpointSource(tmp_path, model).names()
+
+
+# Writing.
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 50_000])
+@pytest.mark.parametrize("build", [gpt2, mixtral])
+def test_transformers_reads_what_is_written(
+    build: Callable[[], nn.Module], max_shard_bytes: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    original = build()
+    original.config.save_pretrained(tmp_path)
+    write_checkpoint(tmp_path, outs(dict(original.named_parameters())), max_shard_bytes=max_shard_bytes)
+    shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert (shards == [SINGLE]) == (max_shard_bytes > 10**9)
+    again, info = type(original).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert_same({name: parameter.detach() for name, parameter in again.named_parameters()}, original)
+    _, values, _ = loaded(tmp_path, build)
+    assert_same(values, original)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_dtypes_and_their_order(tmp_path: Path) -> None:
+    state = {
+        "byte": torch.arange(3, dtype=torch.uint8),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "wide": torch.randn(3, dtype=torch.float64),
+        "empty": torch.zeros(0, 4),
+    }
+    shaped = TensorOut("shaped", (2, 2), torch.float16, [torch.ones(1, 3).half(), torch.full((1,), 2.0).half()])
+    write_checkpoint(tmp_path / "new" / "place", [*outs(state, 1), shaped])
+    found = load_file(tmp_path / "new" / "place" / SINGLE)
+    assert found.keys() == {*state, "shaped"}
+    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in state.items())
+    assert torch.equal(found["shaped"], torch.tensor([[1, 1], [1, 2]], dtype=torch.float16))
+
+
+def test_shards_and_index(tmp_path: Path) -> None:
+    state = {name: torch.full((25,), float(place)) for place, name in enumerate("abcd")} | {"e": torch.zeros(90)}
+    write_checkpoint(tmp_path, outs(state), max_shard_bytes=200)
+    index = json.loads((tmp_path / INDEX).read_text(encoding="utf-8"))
+    file = "model-0000{}-of-00003.safetensors".format
+    assert index["weight_map"] == {"a": file(1), "b": file(1), "c": file(2), "d": file(2), "e": file(3)}
+    assert index["metadata"] == {"total_size": 760}
+    assert load_file(tmp_path / file(2))["d"][0] == 3
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "message"),
+    [
+        ([TensorOut("a", (2,), torch.float32, [torch.zeros(2)])] * 2, ConfigError, "'a' is to be written twice"),
+        ([TensorOut("a", (2,), torch.complex128, [])], ConfigError, "no dtype"),
+        ([TensorOut("a", (2,), torch.float32, [torch.zeros(1)])], FormatError, "1 elements were given"),
+        ([TensorOut("a", (2,), torch.float32, [torch.zeros(1), torch.zeros(2)])], FormatError, "3 elements"),
+        (
+            [TensorOut("a", (2,), torch.float32, [torch.zeros(2).half()])],
+            FormatError,
+            "float16 was given for .*float32",
+        ),
+    ],
+)
+def test_bad_tensors_change_nothing(
+    tensors: Iterable[TensorOut], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, outs({"old": torch.ones(3)}))
+    with pytest.raises(error, match=message):
+        write_checkpoint(tmp_path, tensors)
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+    assert load_file(tmp_path / SINGLE)["old"].sum() == 3
+
+
+def test_a_full_disk_is_found_before_the_values_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, size_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    asked = []
+
+    def pieces() -> Iterator[torch.Tensor]:
+        asked.append(True)
+        yield torch.zeros(1)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageFull, match=r"allocation of 4100 B .*ENOSPC"):
+        write_checkpoint(tmp_path, [TensorOut("one", (1,), torch.float32, pieces())])
+    assert not asked
+    assert not list(tmp_path.iterdir())
+
+
+class Killed(BaseException):
+    pass
+
+
+class Mortal(Backend):
+    """Ends at the n-th change of a name or sync."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.left = calls
+
+    def _tick(self) -> None:
+        if self.left == 0:
+            raise Killed
+        self.left -= 1
+
+    def _call_replace(self, source: Path, destination: Path) -> None:
+        self._tick()
+        super()._call_replace(source, destination)
+
+    def _call_unlink(self, path: Path) -> None:
+        self._tick()
+        super()._call_unlink(path)
+
+    def _call_fsync(self, descriptor: int, path: Path) -> None:
+        self._tick()
+        super()._call_fsync(descriptor, path)
+
+
+def read_back(directory: Path) -> dict[str, float] | None:
+    """First value by name, as a reader finds them; None where there is no checkpoint."""
+    if (directory / SINGLE).exists():
+        return {name: float(value[0]) for name, value in load_file(directory / SINGLE).items()}
+    if not (directory / INDEX).exists():
+        return None
+    files = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    return {name: float(load_file(directory / file)[name][0]) for name, file in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("old_bytes", "new_bytes"), [(100, 100), (100, 10**6), (10**6, 100), (10**6, 10**6), (60, 100)]
+)
+def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(old_bytes: int, new_bytes: int, tmp_path: Path) -> None:
+    old, new = ({name: torch.full((15,), value) for name in "abc"} for value in (1.0, 2.0))
+    expected = [dict.fromkeys("abc", value) for value in (1.0, 2.0)]
+    outcomes = []
+    for calls in range(100):
+        directory = tmp_path / str(calls)
+        write_checkpoint(directory, outs(old), max_shard_bytes=old_bytes)
+        try:
+            write_checkpoint(directory, outs(new), max_shard_bytes=new_bytes, backend=Mortal(calls))
+        except Killed:
+            outcomes.append(read_back(directory))
+            continue
+        assert read_back(directory) == expected[1]
+        break
+    are_sharded = old_bytes < 10**6 and new_bytes < 10**6
+    assert all(outcome in expected or (outcome is None and are_sharded) for outcome in outcomes)
+    assert expected[0] in outcomes
+    assert len(list(directory.iterdir())) == (1 if new_bytes == 10**6 else 4 if new_bytes == 60 else 3 + 1)
+
+
+def test_what_a_killed_write_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".checkpoint-unfinished"
+    left.mkdir()
+    (left / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    write_checkpoint(tmp_path, outs({"a": torch.ones(3)}))
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+
+
+def test_pieces_are_not_begun_before_their_turn(tmp_path: Path) -> None:
+    asked = []
+
+    def pieces(name: str) -> Iterator[torch.Tensor]:
+        for place in range(3):
+            asked.append((name, place))
+            yield torch.from_numpy(np.full(10, place, np.float32))
+
+    write_checkpoint(tmp_path, [TensorOut(name, (3, 10), torch.float32, pieces(name)) for name in "ab"])
+    assert asked == [(name, place) for name in "ab" for place in range(3)]
+    assert torch.equal(load_file(tmp_path / SINGLE)["b"][:, 7], torch.arange(3.0))

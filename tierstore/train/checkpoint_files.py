@@ -1,0 +1,131 @@
+"""The files of a safetensors checkpoint: which tensors they hold, and reading them piece by piece.
+
+Scope: one file, or shards with an index; bounded memory.
+Not here: which tensor goes where (`checkpoints.py`, `conversion.py`); headers (`pack/`).
+Owner: whoever gives `CheckpointFiles` its exit stack closes the files with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tierstore.errors import FormatError
+from tierstore.io.backend import ALIGNMENT, Backend, BlockFile, storage_error
+from tierstore.pack.strict_json import parse_json
+from tierstore.pack.validate import read_header
+from tierstore.train.program import PIECE_ELEMENTS
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file; `begin` is in bytes from the start of the file."""
+
+    path: Path
+    begin: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class CheckpointFiles:
+    """The files of a checkpoint, opened when first read; O_DIRECT, so that the page cache is left alone."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._backend = Backend()
+        self._open: dict[Path, BlockFile] = {}
+
+    def pieces(self, stored: Stored) -> Iterator[tuple[int, torch.Tensor]]:
+        dtype = _dtype(stored)
+        elements = math.prod(stored.shape)
+        for start in range(0, elements, PIECE_ELEMENTS):
+            count = min(PIECE_ELEMENTS, elements - start)
+            yield start, self._read(stored.path, stored.begin + start * dtype.itemsize, count, dtype)
+
+    def whole(self, stored: Stored) -> torch.Tensor:
+        values = torch.empty(stored.shape, dtype=_dtype(stored), device="cpu")
+        for start, piece in self.pieces(stored):
+            values.view(-1)[start : start + piece.numel()] = piece
+        return values
+
+    def _read(self, path: Path, begin: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        if path not in self._open:
+            self._open[path] = self._backend.open(path)
+            self._stack.callback(self._open[path].close)
+        first, end = begin - begin % ALIGNMENT, begin + elements * dtype.itemsize
+        room = np.empty(end - first + 2 * ALIGNMENT, np.uint8)
+        room = room[-room.ctypes.data % ALIGNMENT :]
+        room = room[: -(-(end - first) // ALIGNMENT) * ALIGNMENT]
+        self._open[path].read_into(room, first, required_bytes=end - first)
+        content = torch.from_numpy(room)[begin - first : end - first]
+        # Old files have headers of any length: a view of another dtype wants a multiple of its size.
+        aligned = content if begin % dtype.itemsize == 0 else content.clone()
+        return aligned.view(dtype)
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """Every tensor of the checkpoint in `directory`, by name; reads the headers only.
+
+    Raises:
+        FormatError: no checkpoint, or not safetensors.
+        StorageError: a file cannot be read.
+    """
+    if (directory / SINGLE).is_file():
+        return _tensors_in(directory / SINGLE)
+    if not (directory / INDEX).is_file():
+        raise FormatError(f"{directory} holds neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
+    found: dict[str, Stored] = {}
+    by_file: dict[str, list[str]] = {}
+    for name, file in weight_map(directory / INDEX).items():
+        by_file.setdefault(file, []).append(name)
+    for file, names in by_file.items():
+        there = _tensors_in(directory / file)
+        if absent := [name for name in names if name not in there]:
+            raise FormatError(f"{directory / file} lacks {len(absent)} tensors that {INDEX} puts there: {absent[0]!r}")
+        found |= {name: there[name] for name in names}
+    return found
+
+
+def _tensors_in(path: Path) -> dict[str, Stored]:
+    header = read_header(path)
+    return {
+        name: Stored(path, header.data_start + entry.begin, entry.dtype, entry.shape)
+        for name, entry in header.tensors.items()
+    }
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """File name by tensor name, from an index."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise storage_error(error, "read", path) from error
+    content = parse_json(data, str(path))
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise FormatError(f"{path}: no weight_map of names to files")
+    for file in files.values():
+        if Path(file).name != file:
+            raise FormatError(f"{path}: {file!r} is not a plain file name")
+    return files
+
+
+def _dtype(stored: Stored) -> torch.dtype:
+    if stored.dtype not in DTYPES:
+        raise FormatError(f"{stored.path}: tensors of dtype {stored.dtype} cannot be read")
+    return DTYPES[stored.dtype]
