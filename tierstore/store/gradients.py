@@ -92,6 +92,8 @@ class Gradients:
         self._index = ChunkIndex(placement)
         self._chunks = {key: _Chunk() for key in self._index.all()}
         self._partials = [np.zeros(-(-group.elements // BLOCK)) for group in groups]
+        self.on_arrived: Callable[[], None] = lambda: None
+        """Called when the gradient of a chunk has arrived."""
 
     def is_spilled(self, group: int) -> bool:
         """Whether this group's gradients live on NVMe."""
@@ -146,6 +148,7 @@ class Gradients:
             arrived.set_result(None)
         finally:
             state.coming.remove(arrived)
+            self.on_arrived()
 
     async def _accept_spilled(
         self, state: _Chunk, group: int, chunk: int, parts: list[Piece], after: Mark, is_final: bool
@@ -226,15 +229,24 @@ class Gradients:
                 lease.free()
         state.is_measured = True
 
+    def is_coming(self, group: int, chunk: int) -> bool:
+        """Whether a gradient of this chunk was taken off autograd and is on its way."""
+        return bool(self._chunks[group, chunk].coming)
+
+    async def arrived(self, group: int, chunk: int) -> None:
+        """Wait until nothing of this chunk is on its way."""
+        coming = self._chunks[group, chunk].coming
+        if coming:
+            await asyncio.shield(coming[-1])
+
     def is_filled(self, group: int, chunk: int) -> bool:
         """Whether any gradient of this chunk arrived in this step."""
         return self._chunks[group, chunk].is_filled
 
     async def fetch(self, group: int, chunk: int, into: Bytes) -> Array:
         """The gradient of one chunk as kernels see it; a spilled one is read into `into` (padded length)."""
+        await self.arrived(group, chunk)
         state = self._chunks[group, chunk]
-        if state.coming:
-            await asyncio.shield(state.coming[-1])
         start, stop = self._placement.chunk(group, chunk)
         if state.lease is None:
             await self._need_spill().read(self._index(group, chunk), into, Priority.UPDATE)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from tierstore.io.memory import Lease
 from tierstore.kernels.adam import AdamCoefficients
+from tierstore.store.gradients import Gradients
 from tierstore.store.slots import ChunkRecord
 
 
@@ -79,6 +80,7 @@ class Round:
         self.reads_weights = reads_weights
         self.keeps_gradients = keeps_gradients
         self.barrier = barrier
+        self.gradients: Gradients | None = None
         self.trips: list[Trip] = []
         self.is_decided = False
         self.kept: list[tuple[int, int]] = []
@@ -109,12 +111,18 @@ class Round:
                 self._gates[group].set()
 
     def is_open(self, group: int) -> bool:
-        """Whether trips of this group may be applied."""
+        """Whether trips of this group may be applied, as soon as their gradients are here."""
         return self._gates[group].is_set()
 
-    async def opened(self, group: int) -> None:
+    def may_go(self, trip: Trip) -> bool:
+        """Whether a trip of this round can be applied now."""
+        return self.is_open(trip.group) and (self.gradients is None or not self.gradients.is_coming(*trip.key))
+
+    async def can_go(self, trip: Trip) -> None:
         """Wait for that."""
-        await self._gates[group].wait()
+        await self._gates[trip.group].wait()
+        if self.gradients is not None:
+            await self.gradients.arrived(*trip.key)
 
     def updates_of(self, group: int, start: int, stop: int) -> list[ParameterUpdate]:
         """The updates of elements `[start, stop)` of a group, cut to them and counted from `start`."""

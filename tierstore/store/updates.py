@@ -6,8 +6,9 @@ Owner: the loop thread; workers read, run the kernel and write.
 
 [Note: one lease per trip] A trip reserves all the memory it will need before it reads, so it never waits for memory
 while it holds memory. Leases are granted in the order in which updates are needed. Where a step leaves that order (a
-block skipped, a new graph), a lease that waits for a later gradient is recalled and queues again, so nothing waits in a
-circle.
+block skipped, a new graph), a lease that waits for a later gradient is recalled and queues again. A gradient may wait
+for memory that an earlier one gives back when it is applied, so a trip without its gradient gives way, too. Then
+nothing waits in a circle.
 
 [Note: chain] A chunk is on one trip at a time: a trip awaits the last task that touched its chunk (the trip of the step
 before, or the write of a resident chunk for a commit).
@@ -80,6 +81,8 @@ class UpdatePipeline:
 
     def begin(self, round_: Round, gradients: Gradients) -> None:
         """Start the trips of a step: they read ahead as far as memory allows, and wait to be decided."""
+        round_.gradients = gradients
+        gradients.on_arrived = self._recall
         self._rounds = [r for r in self._rounds if any(not t.task.done() for t in r.trips if t.task)] + [round_]
         for group in round_.order:
             for chunk in range(self._placement.chunk_count(group)):
@@ -131,6 +134,7 @@ class UpdatePipeline:
         again = Round(
             sorted(round_.order), reads_weights=True, is_lazy=False, keeps_gradients=False, barrier=round_.barrier
         )
+        again.gradients = gradients
         again.decide(updates)
         self._rounds.append(again)
         kept = set(round_.kept)
@@ -154,7 +158,7 @@ class UpdatePipeline:
         In the order of need there is nothing to take back: what reads ahead queued behind what may go.
         """
         trips = ((r, t) for r in self._rounds for t in r.trips if t.is_queued)
-        self._starving = {trip for round_, trip in trips if round_.is_open(trip.group)}
+        self._starving = {trip for round_, trip in trips if round_.may_go(trip)}
         if self._starving:
             self.recall_all()
 
@@ -216,7 +220,7 @@ class UpdatePipeline:
         """Take back every lease that only reads ahead."""
         for round_ in self._rounds:
             for trip in round_.trips:
-                if trip.lease is not None and not round_.is_open(trip.group):
+                if trip.lease is not None and not round_.may_go(trip):
                     trip.recalled.set()
 
     # --- one trip -----------------------------------------------------------------------------------------------
@@ -267,18 +271,18 @@ class UpdatePipeline:
         nbytes = self._placement.trip_bytes(group, chunk)
         if nbytes:
             await self._reserve(round_, trip, nbytes)
-            if self._starving and not round_.is_open(group):
+            if self._starving and not round_.may_go(trip):
                 return False  # it came to the head of the queue before one that may go
         if previous is not None and not await _unless(trip.recalled, _ended(previous)):
             return False
         if round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk)) and not redo:
             return True
         await together((self._read_state(trip, redo), self._read_weights(trip, redo, round_.reads_weights)))
-        return await _unless(trip.recalled, round_.opened(group))
+        return await _unless(trip.recalled, round_.can_go(trip))
 
     async def _reserve(self, round_: Round, trip: Trip, nbytes: int) -> None:
         trip.is_queued = True
-        if round_.is_open(trip.group):
+        if round_.may_go(trip):
             self._starving.add(trip)
         try:
             trip.lease = await self._pool.reserve(nbytes)

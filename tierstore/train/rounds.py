@@ -84,7 +84,8 @@ class RoundDriver:
         self.is_speculating = self.schedule is UpdateSchedule.SPECULATIVE and self.speculation.should_try()
         from_device = self.schedule is UpdateSchedule.BACKWARD or self.is_speculating
         trainable = [i for i, group in enumerate(self._store.groups) if group.trainable]
-        seen = list(dict.fromkeys(reversed(order) if from_device else order))
+        # From the device a group is updated after its last visit, otherwise it is needed at its first.
+        seen = list(dict.fromkeys(reversed(order)))[::-1] if from_device else list(dict.fromkeys(order))
         wanted = [group for group in seen if group in trainable]
         wanted += [group for group in trainable if group not in wanted]
         self.is_streaming = from_device and knows_graph
@@ -132,7 +133,7 @@ class RoundDriver:
 
     async def _decide(self, round_: Round, updates: Mapping[int, Sequence[ParameterUpdate]], is_redo: bool) -> Round:
         pipeline, gradients = self._store.updates, self._store.gradients[self.gradient_set]
-        pipeline.decide(round_, {} if is_redo else updates)
+        pipeline.decide(round_, updates)  # also if others are redone: for what is not decided yet, this is right
         if is_redo:
             return await pipeline.redo(round_, updates, gradients)
         if round_.keeps_gradients:
