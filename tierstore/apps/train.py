@@ -8,6 +8,7 @@ Owner: the thread that calls `train`; on the main thread it also owns SIGINT and
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -33,6 +34,7 @@ from tierstore.train.engine import Engine
 from tierstore.train.materialize import Source, deferred
 
 _LONGEST_DEFAULT_SEQUENCE = 1024
+_M_MMAP_THRESHOLD, _RETURNED_FROM_BYTES = -3, 2**20  # malloc.h
 _SMALLEST_VOCABULARY = 256  # one id per byte
 
 
@@ -60,6 +62,17 @@ class Outcome:
     stopped_by: signal.Signals | None = None
 
 
+def return_freed_memory() -> None:
+    """Have glibc give large buffers back to the system as soon as they are freed.
+
+    By default it keeps them once a few were freed, so that the storages that groups leave behind on the CPU's GPU tier
+    add up: 1.55 GB instead of 1.20 GB at preset 124m with 256 MiB for each tier (no difference in time was measured).
+    It is a setting of the whole process, therefore made here and not in the engine.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another libc has no mallopt
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _RETURNED_FROM_BYTES)
+
+
 def train(options: TrainOptions, reporter: Reporter, make_engine: Callable[..., Any] = Engine) -> Outcome:
     """Trains until `options.steps`, or until a signal asks for the end of the step in flight.
 
@@ -75,6 +88,7 @@ def train(options: TrainOptions, reporter: Reporter, make_engine: Callable[..., 
             log.open()
             stack.callback(log.close)
         _check_outputs(options)
+        return_freed_memory()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         parts = assemble(options)

@@ -22,6 +22,7 @@ from tierstore.io.meter import LinkMeter
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.pack.codecs import checksum, codec_for
 from tierstore.pack.layout import ChunkSpec, Layout, capacity_pack, slot_pack
+from tierstore.trace import Tracer
 
 Bytes = npt.NDArray[np.uint8]
 SLOT_NAMES = "ab"
@@ -48,21 +49,32 @@ class ChunkIO:
     """What every pack of a store shares: files, threads, codec, scratch memory and the meter of the link.
 
     Args:
+        on_transfer: called on the loop when a transfer begins and when it has ended.
         scratch: pool for encoded bytes; needed by every codec but `NONE`. One lease is taken per job, so that a job
             never waits for memory while it holds a thread.
     """
 
     def __init__(
-        self, backend: Backend, workers: WorkerPool, codec: Codec, scratch: Pool | None, clock: Callable[[], float]
+        self,
+        backend: Backend,
+        workers: WorkerPool,
+        codec: Codec,
+        scratch: Pool | None,
+        clock: Callable[[], float],
+        tracer: Tracer | None = None,
     ) -> None:
         self.backend = backend
         self.workers = workers
         self.codec_name = codec
         self.codec = codec_for(codec)
         self.scratch = scratch if codec is not Codec.NONE else None
+        self._tracer = tracer or Tracer(clock, enabled=False)
+        self.on_transfer: Callable[[], None] = lambda: None
         self.meters = {_READ: LinkMeter(clock), _WRITE: LinkMeter(clock)}
 
-    async def run(self, link: str, nbytes: int, priority: Priority, job: Callable[[Bytes | None], None]) -> None:
+    async def run(
+        self, link: str, name: str, nbytes: int, priority: Priority, job: Callable[[Bytes | None], None]
+    ) -> None:
         """Run one transfer in a worker, metered; it gets scratch memory when the codec needs some.
 
         Blocks: on scratch memory and on the job.
@@ -72,12 +84,18 @@ class ChunkIO:
         scratch = await self.scratch.reserve(nbytes) if self.scratch is not None else None
         meter = self.meters[link]
         meter.begin()
+        self.on_transfer()
         try:
-            await self.workers.submit(priority, job, scratch.array if scratch is not None else None)
+            await self.workers.submit(priority, self._traced, link, name, job, scratch.array if scratch else None)
         finally:
             meter.end(nbytes)
             if scratch is not None:
                 scratch.free()
+            self.on_transfer()
+
+    def _traced(self, link: str, name: str, job: Callable[[Bytes | None], None], scratch: Bytes | None) -> None:
+        with self._tracer.measure(f"nvme {link}", name):
+            job(scratch)
 
 
 class SlotPack:
@@ -181,7 +199,7 @@ class SlotPack:
         if wanted is None:
             raise FormatError(f"chunk {self._names[index]} was never written")
         await self._io.run(
-            _READ, self._places[index].padded_bytes, priority,
+            _READ, self._names[index], self._places[index].padded_bytes, priority,
             lambda scratch: self.read_here(index, array, wanted, scratch),
         )  # fmt: skip
 
@@ -211,7 +229,7 @@ class SlotPack:
         if record is None:
             raise FormatError(f"chunk {self._names[index]} was never written")
         await self._io.run(
-            _READ, self._places[index].padded_bytes, priority,
+            _READ, self._names[index], self._places[index].padded_bytes, priority,
             lambda scratch: job(lambda array: self.read_here(index, array, record, scratch)),
         )  # fmt: skip
 
@@ -222,7 +240,7 @@ class SlotPack:
         place = self._places[index]
         records: list[ChunkRecord] = []
         await self._io.run(
-            _WRITE, place.padded_bytes, priority,
+            _WRITE, self._names[index], place.padded_bytes, priority,
             lambda scratch: records.append(self._write_chunk(place, slot, array, scratch)),
         )  # fmt: skip
         self.current[index] = records[0]

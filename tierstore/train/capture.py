@@ -37,7 +37,7 @@ def random_states() -> dict[str, Any]:
         "numpy": (str(name), np.array(keys), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state().numpy(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
     return states
 

@@ -21,7 +21,8 @@ from torch import nn
 from tierstore.errors import ConfigError
 from tierstore.store.layout import GroupSpec, ParameterSpec
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(eq=False)

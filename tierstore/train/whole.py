@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 from tierstore.errors import FormatError
+from tierstore.kernels.adam import init_state, state_bytes_per_element
+from tierstore.store.layout import ParameterSpec
 from tierstore.train import capture
 from tierstore.train.assembly import Assembly
 from tierstore.train.checkpoints import TensorOut, write_checkpoint
 from tierstore.train.filling import Piece, fill
-from tierstore.train.groups import Group
+from tierstore.train.groups import TORCH_DTYPES, Group
 
 
 def masters(parts: Assembly, group: Group, start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -76,15 +79,24 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
         fill(parts.store, parts.runtime, parts.groups, pieces(group), keep=True, only={index})
 
 
+def as_trained(dtype: str, master: torch.Tensor) -> torch.Tensor:
+    """Masters rounded as training rounds them: bf16 half away from zero, which is not torch's way."""
+    weights = np.empty(master.numel(), np.float32 if dtype == "fp32" else np.uint16)
+    init_state(dtype, master.numpy(), weights, np.empty(master.numel() * state_bytes_per_element(dtype), np.uint8))
+    return torch.from_numpy(weights).view(TORCH_DTYPES[dtype])
+
+
 def export(parts: Assembly, model: nn.Module, directory: Path) -> None:
     """Stream weights, in the dtype they are trained in, and persistent buffers to ordinary safetensors."""
 
+    def rounded(group: Group, spec: ParameterSpec) -> Iterator[torch.Tensor]:
+        for piece in masters(parts, group, spec.start, spec.stop):
+            yield as_trained(group.spec.dtype, piece)
+
     def tensors() -> Iterator[TensorOut]:
         for group in parts.groups.groups:
-            dtype = group.parameters[0].dtype
             for spec in group.spec.parameters:
-                pieces = (piece.to(dtype) for piece in masters(parts, group, spec.start, spec.stop))
-                yield TensorOut(spec.name, spec.shape, dtype, pieces)
+                yield TensorOut(spec.name, spec.shape, group.parameters[0].dtype, rounded(group, spec))
         for name, buffer in capture.persistent_buffers(model).items():
             yield TensorOut(name, tuple(buffer.shape), buffer.dtype, iter([buffer.detach().cpu().reshape(-1)]))
 
