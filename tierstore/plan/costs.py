@@ -84,7 +84,8 @@ def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> 
         moved_bytes = grid.total(need.state_bytes) - resident_bytes
         read[Kind.STATE] += moved_bytes * updates
         written[Kind.STATE] += moved_bytes * updates + resident_bytes * pattern.commits_per_step
-        if placement.gradient_home[index] is Tier.NVME:
+        passes_through = placement.streams_gradients and pattern.micro_batches == 1
+        if placement.gradient_home[index] is Tier.NVME and not passes_through:
             read[Kind.GRADIENTS] += weight_bytes * (pattern.micro_batches - 1 + updates)
             written[Kind.GRADIENTS] += weight_bytes * pattern.micro_batches
     trained = sum(need.elements for need in placement.groups if need.trainable)

@@ -61,7 +61,8 @@ class Request:
 
     Attributes:
         gradients: "held" keeps every gradient until the global norm is known; "streamed" consumes a group's gradient
-            soon after it arrives; "doubled" keeps the gradients of two steps.
+            soon after it arrives, and needs its home only while gradients accumulate or the graph is not known;
+            "doubled" keeps the gradients of two steps.
         chunk_bytes: upper bound of a chunk of any kind; None is 32 MiB. A chunk has at least one block of elements.
         chunk_elements: the grid of a store that is there already; then `chunk_bytes` does not count.
         acquired_bytes: largest sum of simultaneously acquired groups; None is the largest group.
@@ -86,7 +87,7 @@ class Pools:
 
     Attributes:
         resident: weights and state chunks that live in CPU memory; permanent.
-        gradients: gradients that live in CPU memory; held for the step, or passing through if streamed.
+        gradients: gradients that live in CPU memory, held for the step, and streamed ones passing through.
         spill: staging to write and accumulate gradient chunks that live on NVMe.
         update: transient; one lease is a chunk's `trip_bytes`. More of it is read-ahead and write-behind.
         weights: transient staging of weight chunks between NVMe and the device.
@@ -146,6 +147,7 @@ class Placement:
         gpu_gradient_bytes: part of the GPU budget for gradients on their way to the CPU.
         state_resident_chunks: leading chunks of each group whose state lives in CPU memory; the rest is on NVMe.
         gradient_copies: gradients kept per parameter (2 under a delayed update).
+        streams_gradients: a gradient whose home is NVMe passes through CPU memory only, if it is used at once.
     """
 
     groups: tuple[GroupNeed, ...]
@@ -157,6 +159,7 @@ class Placement:
     state_resident_chunks: tuple[int, ...]
     gradient_home: tuple[Tier, ...]
     gradient_copies: int = 1
+    streams_gradients: bool = False
 
     def chunk_count(self, group: int) -> int:
         return -(-self.groups[group].elements // self.chunk_elements)

@@ -4,7 +4,8 @@ Scope: `place`, and the smallest budgets that it accepts. The record it returns 
 Not here: when bytes move (`plan/prefetch.py`).
 
 [Note: homes] A byte of CPU memory goes where it saves most traffic of the NVMe disks per step: a gradient that stays
-is neither written nor read (2 per byte; half of it when two steps' gradients are kept), a weight is not read in forward
+is neither written nor read (2 per byte; half of it when two steps' gradients are kept, next to nothing if each is used
+at once), a weight is not read in forward
 and in backward (2, unless the GPU tier holds all weights), nor by the update where that reads it (1), a state byte is
 not read (1; it is still written for a commit).
 """
@@ -132,6 +133,7 @@ def place(request: Request) -> Placement:
         state_resident_chunks=homes.state,
         gradient_home=homes.gradients,
         gradient_copies=2 if request.gradients == "doubled" else 1,
+        streams_gradients=request.gradients == "streamed",
     )
 
 
@@ -156,10 +158,9 @@ def _gpu_gradient_bytes(request: Request) -> int:
 def _corners(request: Request, chunk_elements: int) -> Iterator[_Homes]:
     """Uniform homes, from everything in CPU memory to everything on disk."""
     groups = request.groups
-    spilled = request.gradients != "streamed"
     whole = tuple(Grid(need, chunk_elements).count if need.trainable else 0 for need in groups)
     places = (Tier.CPU, Tier.NVME) if request.nvme else (Tier.CPU,)
-    for gradients, weights, state in itertools.product(places if spilled else (Tier.CPU,), places, places):
+    for gradients, weights, state in itertools.product(places, places, places):
         yield _Homes(
             weights=(weights,) * len(groups),
             gradients=tuple(gradients if need.trainable else Tier.CPU for need in groups),
@@ -225,9 +226,9 @@ def _pools(request: Request, chunk_elements: int, homes: _Homes, comfort: _Comfo
         gradient_bytes = grid.total(need.weight_bytes)
         if gradient_home is Tier.NVME:
             spill.add(grid.largest(need.weight_bytes), gradient_bytes)
-        elif request.gradients == "streamed":
-            streamed.add(grid.largest(need.weight_bytes), gradient_bytes)
-            gradients.append(gradient_bytes)
+            if request.gradients == "streamed":
+                streamed.add(grid.largest(need.weight_bytes), gradient_bytes)
+                gradients.append(gradient_bytes)
         else:
             kept += copies * gradient_bytes
         beside_state = (weights_home is Tier.NVME) + (gradient_home is Tier.NVME)
@@ -342,7 +343,7 @@ def _by_value(request: Request) -> list[Kind]:
     all_weights = sum(padded(need.elements * need.weight_bytes) for need in request.groups)
     weight_reads = 0 if request.gpu_bytes - _gpu_gradient_bytes(request) >= all_weights else 2
     saved = {
-        Kind.GRADIENTS: 1.0 if request.gradients == "doubled" else 2.0,
+        Kind.GRADIENTS: {"held": 2.0, "doubled": 1.0, "streamed": 0.0}[request.gradients],
         Kind.WEIGHTS: float(weight_reads + request.read_weights_with_state),
         Kind.STATE: 1.0,
     }

@@ -100,7 +100,7 @@ class Gradients:
         return self._placement.gradient_home[group] is Tier.NVME
 
     def accept(
-        self, group: int, pieces: Sequence[Piece], after: Mark, *, is_final: bool
+        self, group: int, pieces: Sequence[Piece], after: Mark, *, is_final: bool, is_streaming: bool = False
     ) -> Coroutine[Any, Any, None]:
         """Take gradients off the device; the coroutine ends when their device memory is not needed any more.
 
@@ -109,7 +109,9 @@ class Gradients:
         Args:
             after: the device work that must be over before the gradients are valid.
             is_final: no more is expected in this step, so the partial norms are computed on the way.
+            is_streaming: the update is decided already, so memory taken now comes free soon.
         """
+        in_passing = is_streaming and self._placement.streams_gradients
         work = []
         for chunk, (start, stop) in enumerate(self._placement.chunks(group)):
             parts = [part for piece in pieces for part in _cut(piece, start, stop)]
@@ -117,7 +119,8 @@ class Gradients:
                 state = self._chunks[group, chunk]
                 turn = state.coming[-1] if state.coming else None
                 state.coming.append(asyncio.get_running_loop().create_future())
-                work.append(self._accept_chunk(group, chunk, parts, after, is_final, turn, state.coming[-1]))
+                coming = (turn, state.coming[-1])
+                work.append(self._accept_chunk(group, chunk, parts, after, is_final, in_passing, coming))
         return together(work)
 
     async def _accept_chunk(
@@ -127,14 +130,15 @@ class Gradients:
         parts: list[Piece],
         after: Mark,
         is_final: bool,
-        turn: asyncio.Future[None] | None,
-        arrived: asyncio.Future[None],
+        in_passing: bool,
+        coming: tuple[asyncio.Future[None] | None, asyncio.Future[None]],
     ) -> None:
+        turn, arrived = coming
         if turn is not None:
             await asyncio.shield(turn)
         state = self._chunks[group, chunk]
         try:
-            if self.is_spilled(group):
+            if self.is_spilled(group) and state.lease is None and (state.is_filled or not in_passing):
                 await self._accept_spilled(state, group, chunk, parts, after, is_final)
             else:
                 if state.lease is None:

@@ -172,8 +172,8 @@ class GradientCollector:
     ) -> None:
         if self.store is None:
             return
-        work = self._accept(group, pieces, self.store.accept(group.index, pieces, after, is_final=is_final),
-                            self._accepting.get(group.index))  # fmt: skip
+        accepted = self.store.accept(group.index, pieces, after, is_final=is_final, is_streaming=then is not None)
+        work = self._accept(group, pieces, accepted, self._accepting.get(group.index))
         if then is not None:
             then()  # the update may begin with the first chunk that has arrived
         self._accepting[group.index] = self._runtime.spawn(work, f"gradient of {group.spec.name}")
