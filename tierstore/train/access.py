@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from tierstore.device.streams import ComputeDevice, Mark
-from tierstore.errors import GraphError
+from tierstore.errors import BudgetError, GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority
 from tierstore.plan.prefetch import ResidencyPolicy
+from tierstore.plan.residency import Decision
 from tierstore.store.training import TrainingStore
 from tierstore.train.groups import Group
 
@@ -160,11 +161,7 @@ class DeviceAccess:
         self._visits.append((group, 0.0))
         self._current = group
         while True:
-            loading = self._held - self._ready
-            self._policy.depth = self._depth_from(self._position)
-            decision = self._policy.decide(
-                max(self._position, 0), self._held & self._ready, self._in_use(), loading, demand=group
-            )
+            decision = self._decide(max(self._position, 0), group, self._depth_from(self._position))
             if not decision.wait:
                 break
             self._wait_for(decision.wait[0])
@@ -177,6 +174,18 @@ class DeviceAccess:
         self._show(self._groups[group])
         self._since = self._clock()
 
+    def _decide(self, position: int, group: int, depth: int) -> Decision:
+        self._policy.depth = depth
+        loading, in_use = self._held - self._ready, self._in_use()
+        try:
+            return self._policy.decide(position, self._held & self._ready, in_use, loading, demand=group)
+        except BudgetError:
+            viewed = [other for other in in_use if not self._users[other]]
+            if not viewed:
+                raise
+            self._runtime.call(self._unviewed, viewed)
+        return self._policy.decide(position, self._held & self._ready, self._in_use(), loading, demand=group)
+
     def _depth_from(self, position: int) -> int:
         """How far to fetch ahead: not before the order is known, and not over an update that makes weights stale."""
         if not self.is_recorded:
@@ -186,7 +195,7 @@ class DeviceAccess:
         return min(self.depth, len(set(self.order[position + 1 :]) - {self.order[position]}))
 
     def _in_use(self) -> list[int]:
-        return [g for g in self._held if self._users[g] or self._groups[g].is_viewed()]
+        return [g for g in self._held if self._users[g] or (g in self._ready and self._groups[g].is_viewed())]
 
     def _locate(self, group: int) -> int | None:
         """The next place of a group in the order, cyclically."""
@@ -232,10 +241,10 @@ class DeviceAccess:
         """Begin to fetch what the next forward needs first."""
         if not self.is_recorded:
             return
-        first = self.order[0]
-        self._policy.depth = max(self.depth - 1, 0)
-        loading = self._held - self._ready
-        decision = self._policy.decide(0, self._held & self._ready, self._in_use(), loading, demand=first)
+        try:
+            decision = self._decide(0, self.order[0], max(self.depth - 1, 0))
+        except BudgetError:
+            return  # somebody reads the weights of this step, so there is no room yet
         if self.depth == 0 or decision.wait:
             return
         self._drop(decision.evict)
@@ -279,6 +288,11 @@ class DeviceAccess:
             await asyncio.shield(before)
         await self._store.updates.applied(group)
         self._ready.add(group)
+
+    async def _unviewed(self, groups: Iterable[int]) -> None:
+        """Wait for updates: while they copy, they hold a view, too."""
+        for group in groups:
+            await self._store.updates.leave_device(group)
 
     async def _loaded(self, group: int) -> None:
         await asyncio.shield(self._loads[group])
