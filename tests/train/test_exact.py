@@ -1,0 +1,111 @@
+"""Every exact schedule and every placement gives the same losses and weights, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import Run, disk, next_token_loss, smallest_budgets, tiny, tokens, train
+
+from tierstore.config import Tier, TierConfig
+from tierstore.plan.placement import Placement
+
+STEPS = 20
+CLIP = 1.0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PLACEMENTS = ("memory", "memory+store", "mixed", "disk")
+# Loud and quiet batches in turn: with CLIP between their norms every other step is clipped.
+LOUDNESS = (3.0, 0.05)
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_of(dtype: str) -> torch.nn.Module:
+    return tiny(DTYPES[dtype], dropout=0.1)
+
+
+def batches(steps: int) -> list[Any]:
+    return list(zip(tokens(steps), itertools.cycle(LOUDNESS)))
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    inputs, loudness = batch
+    return next_token_loss(model, inputs) * loudness
+
+
+@cache
+def reference(dtype: str, clip: float | None, accumulate: int = 1) -> Run:
+    """Everything in CPU memory, all updates inside step()."""
+    tiers = TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=60.0)
+    return train(
+        model_of(dtype), batches(STEPS), tiers, loss_of, update="step", max_grad_norm=clip, accumulate=accumulate
+    )
+
+
+@cache
+def budgets(dtype: str, update: str, chunk_bytes: int | None = None) -> tuple[int, int]:
+    return smallest_budgets(model_of(dtype), nvme=["unused"], update=update, chunk_bytes=chunk_bytes)
+
+
+def tiers_for(placement: str, dtype: str, update: str, tmp_path: Path, **options: Any) -> TierConfig:
+    """Budgets that put everything, a part, or nothing into CPU memory; groups never all fit the device."""
+    gpu, cpu = budgets(dtype, update, options.get("chunk_bytes"))
+    if options.get("codec"):
+        cpu += 2**20
+    if placement == "memory":
+        return TierConfig(gpu_memory=gpu, cpu_memory="64MiB", timeout_s=60.0, **options)
+    memory = {"memory+store": 2**26, "mixed": cpu + 3 * 2**20, "disk": cpu}[placement]
+    return disk(tmp_path, gpu_memory=gpu, cpu_memory=memory, **options)
+
+
+def on_disk(placement: Placement) -> float:
+    """The share of the chunks of weights and state that are not in CPU memory."""
+    groups = range(len(placement.groups))
+    state = sum(placement.chunk_count(g) - placement.state_resident_chunks[g] for g in groups)
+    weights = sum(placement.chunk_count(g) for g in groups if placement.weights_home[g] is Tier.NVME)
+    return (state + weights) / (2 * sum(placement.chunk_count(g) for g in groups))
+
+
+def check_placement(name: str, placement: Placement) -> None:
+    share = on_disk(placement)
+    if name == "disk":
+        assert share == 1.0
+    elif name == "mixed":
+        assert 0 < share < 1
+    else:
+        assert share == 0
+
+
+CASES = [
+    (placement, update)
+    for placement in PLACEMENTS
+    for update in ("step", "forward", "speculative", "backward")
+    if (placement, update) not in {("memory", "speculative"), ("memory", "step")}
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("placement", "update"), CASES)
+def test_placement_and_schedule_change_no_bit(placement: str, update: str, dtype: str, tmp_path: Path) -> None:
+    clip = None if update == "backward" else CLIP
+    seen: list[Placement] = []
+    run = train(
+        model_of(dtype), batches(STEPS), tiers_for(placement, dtype, update, tmp_path), loss_of, update=update,
+        max_grad_norm=clip, after=lambda engine, step: seen.append(engine.placement),
+    )  # fmt: skip
+    check_placement(placement, seen[0])
+    assert run.moved["h2d"] > STEPS * 4 * 2**16  # groups really came and went
+    run.check_equal(reference(dtype, clip))
