@@ -38,12 +38,16 @@ class ForkAware:
                 "make a new one here, or start workers before it"
             )
 
+    def let_go(self) -> None:
+        """Called in the child of a fork, which must not keep what the parent holds for as long as it is open."""
+
 
 def _mark_inherited() -> None:
     # Only the forking thread exists here, so nothing can change the set meanwhile.
     for item in list(_registered):
         item.is_inherited = True
         _inherited.append(item)
+        item.let_go()
 
 
 os.register_at_fork(after_in_child=_mark_inherited)

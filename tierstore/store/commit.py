@@ -11,28 +11,33 @@ dropped the dirty pages, so that generation is abandoned and the error raised.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.numpy
+from aiofiles.os import wrap
 
 from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, StorageError, StoreLocked
-from tierstore.io.backend import Backend
+from tierstore.io.backend import Backend, storage_error
 from tierstore.io.files import read_bytes, write_atomic
+from tierstore.io.fork import ForkAware
 from tierstore.pack import tree
 from tierstore.pack.codecs import checksum_bytes
 from tierstore.pack.strict_json import parse_json
 from tierstore.store.slots import ChunkRecord
 
 FORMAT_VERSION = 1
-_MANIFEST = re.compile(r"manifest-(\d{12})\.json")
-_OURS = re.compile(r"lock|(manifest|captured)-\d{12}\..*|(weights|state|gradients1?|put-\d+)\.[ab]\.safetensors")
+_MANIFEST = re.compile(r"manifest-(?P<number>\d{12})\.json")
+_SMALL = re.compile(r"(manifest|captured)-(?P<number>\d{12})\.(json|safetensors)(\.tmp)?")
+_PACK = re.compile(r"(weights|state|gradients1?|put-\d+)\.[ab]\.safetensors")
+_LOCK, _UNFINISHED = "lock", "unfinished"
 
 
 @dataclass(frozen=True)
@@ -52,56 +57,129 @@ class Generation:
     captured: Any
 
 
-class StoreLock:
+class StoreLock(ForkAware):
     """Exclusive use of the directories of a store, by flock: it ends with the process, however that ends."""
 
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self._descriptors: list[int] = []
+    def __init__(self, directories: Sequence[Path] = ()) -> None:
+        super().__init__()
+        self._descriptors: dict[Path, int] = {}
+        self.add(directories)
+
+    def add(self, directories: Sequence[Path]) -> None:
+        """Lock more directories, those that are locked already left alone.
+
+        Raises:
+            StoreLocked: another process, or another engine of this one, has one; nothing is locked any more.
+        """
         try:
             for directory in directories:
-                self._descriptors.append(self._lock(directory / "lock"))
+                path = directory / _LOCK
+                if path not in self._descriptors:
+                    self._descriptors[path] = self._lock(path)
         except BaseException:
             self.release()
             raise
 
     @staticmethod
     def _lock(path: Path) -> int:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+            while True:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if _is_at(path, descriptor):
+                        os.ftruncate(descriptor, 0)
+                        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                        return descriptor
+                    os.close(descriptor)  # removed by its owner between our open and our lock
+                except BlockingIOError:
+                    owner = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+                    os.close(descriptor)
+                    raise StoreLocked(
+                        f"the store {path.parent} is in use by process {owner}; stop it, or choose another directory"
+                    ) from None
+        except OSError as error:
+            raise storage_error(error, "lock", path) from error
+
+    def let_go(self) -> None:
+        """A forked child shares the open file, and with it the lock, which would outlive the parent."""
+        for descriptor in self._descriptors.values():
             os.close(descriptor)
-            raise StoreLocked(
-                f"the store {path.parent} is in use by process {owner}; stop it, or choose another directory"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        return descriptor
+        self._descriptors = {}
 
     def release(self) -> None:
         """Give the directories back; twice is fine."""
-        for descriptor in self._descriptors:
+        for path, descriptor in self._descriptors.items():
+            with contextlib.suppress(OSError):
+                path.unlink()
             os.close(descriptor)
-        self._descriptors = []
+        self._descriptors = {}
 
 
-def claim_directory(path: Path) -> None:
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def claim_directory(path: Path) -> bool:
     """Make a store directory (0700), or accept one that holds nothing but a store.
 
+    Returns:
+        Whether it was made.
     Raises:
         ConfigError: it holds files that no store made; nothing was changed.
         StorageError: it cannot be made or written.
     """
     try:
+        is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        strangers = sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name))
+        strangers = sorted(entry.name for entry in path.iterdir() if not _is_ours(entry.name))
     except OSError as error:
         raise StorageError(f"cannot use {path} as a store: {error.strerror or error}") from None
     if strangers:
         raise ConfigError(f"{path} is not a store: it holds {strangers[0]!r}; give an empty or a new directory")
     if not os.access(path, os.W_OK | os.X_OK):
         raise StorageError(f"cannot use {path} as a store: no permission to write")
+    return is_new
+
+
+def _is_ours(name: str) -> bool:
+    return name in (_LOCK, _UNFINISHED) or bool(_SMALL.fullmatch(name) or _PACK.fullmatch(name))
+
+
+def begin_store(directories: Sequence[Path]) -> None:
+    """Mark directories as those of a store that holds no generation yet; what such a store has left is removed.
+
+    The mark tells packs that nobody needs from those of a store whose manifests are elsewhere: its directories were
+    given in another order, or not all of them.
+
+    Raises:
+        ConfigError: one holds packs or manifests of a store; nothing was changed.
+    """
+    for directory in directories:
+        is_unfinished = (directory / _UNFINISHED).exists()
+        for name in sorted(entry.name for entry in directory.iterdir()):
+            if name.startswith("manifest-") or (not is_unfinished and _PACK.fullmatch(name)):
+                raise ConfigError(
+                    f"{directory} holds {name} of a store, but {directories[0]} is given as its first directory and "
+                    "holds no generation; give all directories of the store in their order, or remove it"
+                )
+    try:
+        for directory in directories:
+            (directory / _UNFINISHED).touch(mode=0o600)
+            for entry in directory.iterdir():
+                if _PACK.fullmatch(entry.name) or _SMALL.fullmatch(entry.name):
+                    entry.unlink()
+    except OSError as error:
+        raise StorageError(f"cannot use {directories[0]} as a store: {error.strerror or error}") from None
+
+
+def end_store_making(directories: Sequence[Path]) -> None:
+    """Take away the mark of `begin_store`: the store holds a generation, or nothing."""
+    for directory in directories:
+        (directory / _UNFINISHED).unlink(missing_ok=True)
 
 
 class Manifests:
@@ -113,8 +191,18 @@ class Manifests:
 
     def numbers(self) -> list[int]:
         """Numbers of the committed generations that are still there, newest first."""
-        found = (_MANIFEST.fullmatch(entry.name) for entry in self.directory.iterdir())
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        return self._numbers(_MANIFEST)
+
+    def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
+        found = (pattern.fullmatch(entry.name) for entry in self.directory.iterdir())
+        return sorted({int(match["number"]) for match in found if match}, reverse=True)
+
+    async def _remove(self, numbers: Collection[int]) -> None:
+        """Remove the files of these generations, the manifests first."""
+        for entry in sorted(self.directory.iterdir(), reverse=True):
+            match = _SMALL.fullmatch(entry.name)
+            if match and int(match["number"]) in numbers:
+                await wrap(self._backend.remove)(entry)
 
     async def publish(self, generation: Generation) -> None:
         """Write, fsync and rename. See [Note: the barrier]: chunks are durable before this is called."""
@@ -132,12 +220,25 @@ class Manifests:
         }
         data = json.dumps(body, separators=(",", ":")).encode()
         await write_atomic(self._captured(generation.number), captured, backend=self._backend)
-        await write_atomic(
-            self._manifest(generation.number), data + b"\n" + _digest(data).encode(), backend=self._backend
-        )
-        for number in self.numbers()[2:]:
-            self._manifest(number).unlink(missing_ok=True)
-            self._captured(number).unlink(missing_ok=True)
+        try:
+            await write_atomic(
+                self._manifest(generation.number), data + b"\n" + _digest(data).encode(), backend=self._backend
+            )
+        except BaseException:
+            # Perhaps renamed, but not known to be durable: abandoned.
+            with contextlib.suppress(StorageError):
+                await self._remove({generation.number})
+            raise
+        await self._remove(set(self._numbers(_SMALL)) - set(self.numbers()[:2]))
+
+    async def adopt(self, number: int) -> None:
+        """Make this generation the last one, durably; before that no byte of the one before it may be overwritten.
+
+        A process that was killed between the rename of a manifest and the fsync of its directory has left a name
+        that a power cut may still take back.
+        """
+        await self._remove({other for other in self._numbers(_SMALL) if other > number})
+        await wrap(self._backend.sync_directory)(self.directory)
 
     async def read(self, number: int) -> Generation:
         """Read one generation.

@@ -150,14 +150,15 @@ class SlotPack:
         made: list[Path] = []
         try:
             for path, layout in zip(self.paths(), self._layouts_by_path()):
-                self._files_append(self._io.backend.create(path, layout.file_bytes))
+                file = self._io.backend.create(path, layout.file_bytes)
+                self._files_append(file)
                 made.append(path)
+                file.write_from(_aligned(layout.header), 0)
         except BaseException:
             self.close()
             for path in made:
                 path.unlink(missing_ok=True)
             raise
-        self._write_headers()
 
     def open(self) -> None:
         """Open existing files.
@@ -171,10 +172,13 @@ class SlotPack:
             size = path.stat().st_size
             if size != layout.file_bytes:
                 raise FormatError(f"the store is damaged: {path} has {size} B, expected {layout.file_bytes} B")
-            with path.open("rb") as file:
-                if file.read(len(layout.header)) != layout.header:
-                    raise FormatError(f"the header of {path} is not the one that the model and options ask for")
-            self._files_append(self._io.backend.open(path, writable=True))
+            file = self._io.backend.open(path, writable=True)
+            self._files_append(file)
+            expected = _aligned(layout.header)
+            header = _aligned(bytes(len(expected)))
+            file.read_into(header, 0)
+            if not np.array_equal(header, expected):
+                raise FormatError(f"the store is damaged: {path} does not begin with the header of this store's packs")
 
     def _layouts_by_path(self) -> list[Layout]:
         return [layout for layout in self._layouts for _ in range(self._slots)]
@@ -183,11 +187,6 @@ class SlotPack:
         if not self._files or len(self._files[-1]) == self._slots:
             self._files.append([])
         self._files[-1].append(file)
-
-    def _write_headers(self) -> None:
-        for path, layout in zip(self.paths(), self._layouts_by_path()):
-            with path.open("r+b") as file:
-                file.write(layout.header)
 
     async def read(self, index: int, array: Bytes, priority: Priority, *, record: ChunkRecord | None = None) -> None:
         """Fill `array` (padded length) with the chunk, verified. `record` reads an older state of it.
@@ -277,3 +276,11 @@ class SlotPack:
             for file in files:
                 file.close()
         self._files = []
+
+
+def _aligned(data: bytes) -> Bytes:
+    """A copy that O_DIRECT takes; headers are whole pages."""
+    room = np.empty(len(data) + 4096, np.uint8)
+    start = -room.ctypes.data % 4096
+    room[start : start + len(data)] = np.frombuffer(data, np.uint8)
+    return room[start : start + len(data)]

@@ -19,7 +19,7 @@ import torch
 
 from tierstore.config import Tier, TierConfig
 from tierstore.device.streams import ComputeDevice
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, FormatError
 from tierstore.io.backend import Backend
 from tierstore.io.memory import Arena, Lease
 from tierstore.io.runtime import Runtime
@@ -27,7 +27,7 @@ from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import init_state, read_master, state_bytes_per_element, write_master
 from tierstore.plan.tiers import Kind, Placement
 from tierstore.store.budget import ByteBudget
-from tierstore.store.commit import Generation, Manifests, StoreLock, claim_directory
+from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
 from tierstore.store.gradients import Gradients, elements_of, to_float
 from tierstore.store.layout import ChunkIndex, GroupSpec, chunk_specs, fingerprint
 from tierstore.store.rounds import Round
@@ -47,6 +47,7 @@ class TrainingStore:
         storages: flat device storages of the groups, in their order, size 0 while a group is not on the device;
             `use_storages` gives them later.
         is_durable: steps can be committed; otherwise the packs have one slot and are removed at the end.
+        lock: held on the first directory if its generation was read; the store takes the rest, and gives it back.
         gradient_sets: 2 keeps the gradients of two steps (a delayed update), otherwise 1.
     """
 
@@ -64,6 +65,7 @@ class TrainingStore:
         *,
         is_durable: bool,
         update_threads: int,
+        lock: StoreLock,
         codec_scratch_bytes: int = 0,
     ) -> None:
         self.groups = groups
@@ -95,7 +97,9 @@ class TrainingStore:
         self.io = ChunkIO(backend, self._io_workers, tiers.codec, self._pools["codec"], clock)
         self._packs = self._make_packs() if self.directories else []
         self._manifests = Manifests(self.directories[0], backend) if self.directories else None
-        self._lock: StoreLock | None = None
+        self._lock = lock
+        self._is_new = False
+        self._is_ours = False
         self._leases: list[Lease] = []
         self._resident: dict[Kind, dict[tuple[int, int], Lease]] = {Kind.WEIGHTS: {}, Kind.STATE: {}}
         self._reserve_resident()
@@ -180,27 +184,24 @@ class TrainingStore:
     def _create(self) -> None:
         if not self.directories:
             return
-        self._take_directories()
-        made: list[SlotPack] = []
-        try:
-            for pack in self._packs:
-                for path in pack.paths():
-                    path.unlink(missing_ok=True)  # left by a run that never committed
-                pack.create()
-                made.append(pack)
-        except BaseException:
-            for pack in made:
-                self._remove(pack)
-            raise
+        made = [directory for directory in self.directories if claim_directory(directory)]
+        self._lock.add(self.directories)
+        begin_store(self.directories)
+        self._is_ours = self._is_new = True
+        for pack in self._packs:
+            pack.create()
+        for directory in (*self.directories, *(directory.parent for directory in made)):
+            self._backend.sync_directory(directory)
 
-    def _take_directories(self) -> None:
-        for directory in self.directories:
-            claim_directory(directory)
-        self._lock = StoreLock(self.directories)
+    async def open(self, generation: Generation, *, is_previous: bool = False) -> None:
+        """Continue from a generation: its records are current, and what lives in CPU memory is read.
 
-    async def open(self, generation: Generation) -> None:
-        """Continue from a generation: its records are current, and what lives in CPU memory is read."""
+        Args:
+            is_previous: it is not the last one, which stays until `go_back` is called.
+        """
         await asyncio.to_thread(self._open)
+        if self._manifests is not None and not is_previous:
+            await self._manifests.adopt(generation.number)
         for pack in self._committed_packs:
             pack.adopt(generation.records[pack.kind])
         self.generation, self._next_number = generation.number, generation.number + 1
@@ -212,8 +213,18 @@ class TrainingStore:
         for gradients in self.gradients if self.placement.gradient_copies == 2 else ():
             await gradients.restore()
 
+    async def go_back(self) -> None:
+        """The generation that was opened stays the last one: newer ones are removed."""
+        if self._manifests is not None:
+            await self._manifests.adopt(self.generation)
+
     def _open(self) -> None:
-        self._take_directories()
+        for directory in self.directories:
+            if not directory.is_dir():
+                raise FormatError(f"the store is damaged: {directory} is missing")
+        self._lock.add(self.directories)
+        self._is_ours = True
+        end_store_making(self.directories)
         for pack in self._committed_packs:
             pack.open()
         for pack in self._packs[len(self._committed_packs) :]:
@@ -405,6 +416,8 @@ class TrainingStore:
         for pack in packs:
             pack.commit(records[pack.kind])
         self.generation = number
+        if number == 0:
+            await asyncio.to_thread(end_store_making, self.directories)
 
     async def flush(self) -> None:
         """Wait until every decided update is at rest and every commit is published."""
@@ -425,14 +438,17 @@ class TrainingStore:
         self.arena.close()
         for pack in self._packs:
             pack.close()
-        if self._lock is not None:
-            if not self.is_durable:
-                for pack in self._packs:
-                    self._remove(pack)
-            for pack in self._packs[len(self._committed_packs) :]:
+        if self._is_ours:
+            self._is_ours = False
+            has_nothing = self._is_new and not (self.is_durable and self._has_generation())
+            for pack in self._packs if has_nothing else self._packs[len(self._committed_packs) :]:
                 self._remove(pack)
-            self._lock.release()
-            self._lock = None
+            if has_nothing:
+                end_store_making(self.directories)
+        self._lock.release()
+
+    def _has_generation(self) -> bool:
+        return self._manifests is not None and bool(self._manifests.numbers())
 
     @staticmethod
     def _remove(pack: SlotPack) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, open_device
-from tierstore.errors import ConfigError, TierstoreError
+from tierstore.errors import ConfigError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.kernels import warm_up
@@ -29,7 +30,7 @@ from tierstore.plan.placement import GradientMode, Request
 from tierstore.plan.prefetch import recommend_depth
 from tierstore.plan.simulate import Visit
 from tierstore.plan.tiers import place
-from tierstore.store.commit import Generation, Manifests
+from tierstore.store.commit import Generation, Manifests, StoreLock
 from tierstore.store.layout import check_same_model
 from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer
@@ -196,8 +197,9 @@ def assemble(
         raise ConfigError("update='speculative' needs a store: give nvme a directory")
     runtime = Runtime(timeout_s=tiers.timeout_s).start()
     store: TrainingStore | None = None
+    lock = StoreLock()
     try:
-        generation = _find_generation(runtime, tiers, options, backend)
+        generation = _find_generation(runtime, tiers, options, backend, lock)
         pieces: Iterable[Piece] = weights_of(model) if source is None else source.stream()
         groups = find_groups(model, device.torch_device)
         specs = [group.spec for group in groups.groups]
@@ -211,14 +213,16 @@ def assemble(
             is_durable=options.durability is Durability.COMMIT,
             update_threads=tiers.update_threads or min(8, os.cpu_count() or 1),
             codec_scratch_bytes=_codec_scratch(tiers),
+            lock=lock,
         )  # fmt: skip
         if generation is None:
             runtime.call(store.create)
             _bind(groups, store, device)
             fill(store, runtime, groups, pieces)
         else:
-            runtime.call(store.open, generation)
-            if options.resume is Resume.PREVIOUS:
+            is_previous = options.resume is Resume.PREVIOUS
+            runtime.call(partial(store.open, is_previous=is_previous), generation)
+            if is_previous:
                 runtime.call(store.verify, generation)
             _bind(groups, store, device)
         _move_buffers(model, device)
@@ -226,6 +230,7 @@ def assemble(
                         tracer, clock, generation)  # fmt: skip
     except BaseException:
         _take_down(runtime, store)
+        lock.release()
         raise
 
 
@@ -276,17 +281,23 @@ def _hook_up(
 
 
 def _find_generation(
-    runtime: Runtime, tiers: TierConfig, options: Options, backend: Backend
+    runtime: Runtime, tiers: TierConfig, options: Options, backend: Backend, lock: StoreLock
 ) -> Generation | None:
-    """The generation to resume, by the user's wish."""
+    """The generation to resume, by the user's wish; the store is then locked, so that it stays the one to resume."""
     resume = options.resume
     directory = Path(tiers.nvme[0]) if tiers.nvme else None
-    manifests = Manifests(directory, backend) if directory is not None and directory.is_dir() else None
-    numbers = manifests.numbers() if manifests is not None else []
-    if not numbers or manifests is None:
+    manifests = Manifests(directory, backend) if directory is not None else None
+    if manifests is None or directory is None or not _numbers(manifests):
         if resume in (Resume.MUST, Resume.PREVIOUS):
             raise ConfigError(f"resume='{resume.value}': there is no generation in {directory or 'memory'}")
         return None
+    lock.add([directory])
+    numbers = _numbers(manifests)
+    if options.durability is Durability.NONE:
+        raise ConfigError(
+            f"{directory} holds generation {numbers[0]}, which durability='none' would overwrite; "
+            "use durability='commit', or choose another directory"
+        )
     if resume is Resume.NEVER:
         raise ConfigError(
             f"{directory} already holds generation {numbers[0]}; continue it with resume='auto', "
@@ -296,6 +307,15 @@ def _find_generation(
         raise ConfigError(f"{directory} holds only generation {numbers[0]}; there is none before it")
     number = numbers[1] if resume is Resume.PREVIOUS else numbers[0]
     return runtime.call(manifests.read, number)
+
+
+def _numbers(manifests: Manifests) -> list[int]:
+    try:
+        return manifests.numbers()
+    except (FileNotFoundError, NotADirectoryError):
+        return []  # what can be made there is seen when it is made
+    except OSError as error:
+        raise StorageError(f"cannot use {manifests.directory} as a store: {error.strerror}") from None
 
 
 def _check_same_store(generation: Generation, tiers: TierConfig) -> None:

@@ -121,6 +121,8 @@ class Engine:
             self.step_count = 0
             if self._parts.opened is not None:
                 self._restore(self._parts.opened.captured)
+                if options.resume is Resume.PREVIOUS:
+                    self._parts.runtime.call(self._parts.store.go_back)
             elif self._parts.store.is_durable:
                 self._commit(None)
             self._parts.measure_depth(tiers)
