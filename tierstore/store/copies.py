@@ -1,0 +1,243 @@
+"""What stands on the compute device: copies in use, entries at home there, and idle copies that make room.
+
+Scope: the GPU tier's budget; who may stay, who goes, who waits.
+Not here: how bytes get there (`extents.py`) and why (`tensors.py`).
+Owner: the loop thread.
+
+[Note: promised room] A copy is pinned while somebody has acquired it or it is at home here. The pinned copies never add
+up to more than the budget, those that still wait for their room included: `pin` refuses at once what would. All other
+copies are idle or will be when their load has ended, and idle ones are dropped on demand. So a pinned copy that waits
+gets its room without anybody releasing theirs, and nothing waits in a circle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, Protocol
+
+import torch
+
+from tierstore.config import format_size
+from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.errors import BudgetError
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.store.budget import ByteBudget
+from tierstore.store.extents import DevicePlace, ExtentLayout
+
+
+class _Marks:
+    """Several marks as one."""
+
+    def __init__(self, marks: list[Mark]) -> None:
+        self._marks = marks
+
+    def synchronize(self) -> None:
+        for mark in self._marks:
+            mark.synchronize()
+
+    def is_done(self) -> bool:
+        return all(mark.is_done() for mark in self._marks)
+
+
+class Owner(Protocol):
+    """Who has a copy, and forgets it when it is dropped."""
+
+    copy: DeviceCopy | None
+
+
+class DeviceCopy:
+    """One extent on the device.
+
+    Attributes:
+        owner: None once the copy is not what its owner holds any more; those who acquired it keep it to their release.
+        users: how many have it acquired, or wait for it.
+        modifiers: those of them who said that they change it.
+        loading: the load, for those who wait; None for what never was loaded.
+    """
+
+    def __init__(self, layout: ExtentLayout, owner: Owner) -> None:
+        self.layout = layout
+        self.nbytes = layout.nbytes
+        self.owner: Owner | None = owner
+        self.users = 0
+        self.modifiers = 0
+        self.is_home = False
+        self.is_ready = False
+        self.loading: asyncio.Task[None] | None = None
+        self.storage: torch.UntypedStorage | None = None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._marks: list[Mark] = []
+        self._versions: list[int] = []
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.is_home or self.users > 0
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a tensor was changed in place since `remember`, as far as version counters tell."""
+        return self._versions != [tensor._version for tensor in self.tensors.values()]
+
+    def remember(self) -> None:
+        """From here on changes count."""
+        self._versions = [tensor._version for tensor in self.tensors.values()]
+
+    def used_until(self, mark: Mark) -> None:
+        """Somebody's work on the tensors ends at `mark`."""
+        self._marks = [*self.pending(), mark]
+
+    def pending(self) -> list[Mark]:
+        """Marks that are not reached yet."""
+        return [mark for mark in self._marks if not mark.is_done()]
+
+
+class DeviceTier:
+    """The copies on the compute device, under one budget.
+
+    Args:
+        spawn: starts a task that the store owns.
+    """
+
+    def __init__(
+        self,
+        device: ComputeDevice,
+        capacity_bytes: int,
+        workers: WorkerPool,
+        spawn: Callable[[Coroutine[Any, Any, None], str], object],
+    ) -> None:
+        self.device = device
+        self.budget = ByteBudget("gpu_memory", capacity_bytes)
+        self._workers = workers
+        self._spawn = spawn
+        self._firm: set[DeviceCopy] = set()  # pinned, or being filled: cannot be dropped now
+        self._idle: dict[DeviceCopy, None] = {}  # least recently used first
+        self._dropping_bytes = 0
+        self._changed = asyncio.Event()
+
+    def pin(self, copy: DeviceCopy, name: str) -> None:
+        """One user more. See [Note: promised room].
+
+        Raises:
+            BudgetError: with the smallest budget that fits; nothing was changed.
+        """
+        if not copy.is_pinned:
+            pinned_bytes = sum(other.nbytes for other in self._firm if other.is_pinned)
+            if pinned_bytes + copy.nbytes > self.budget.capacity_bytes:
+                raise BudgetError(
+                    f"gpu_memory: {name!r} takes {format_size(copy.nbytes)}, and {format_size(pinned_bytes)} of "
+                    f"{format_size(self.budget.capacity_bytes)} are acquired or at home there; "
+                    f"the smallest gpu_memory that fits is {pinned_bytes + copy.nbytes} B"
+                )
+        copy.users += 1
+        self._idle.pop(copy, None)
+        self._firm.add(copy)
+
+    def unpin(self, copy: DeviceCopy) -> None:
+        """One user less; nobody's copy that nobody owns is dropped."""
+        copy.users -= 1
+        self.settle(copy)
+
+    def settle(self, copy: DeviceCopy) -> None:
+        """Make a copy idle, or drop it, if nothing holds it any more."""
+        if copy.is_pinned or copy not in self._firm or (copy.loading is not None and not copy.is_ready):
+            return
+        self._firm.discard(copy)
+        if copy.owner is None or not copy.is_ready:
+            self._drop(copy)
+        else:
+            self._idle[copy] = None
+            self._notify()
+
+    def touch(self, copy: DeviceCopy) -> None:
+        """Use an idle copy without acquiring it: it goes last."""
+        if copy in self._idle:
+            del self._idle[copy]
+            self._idle[copy] = None
+
+    def admit(self, copy: DeviceCopy, keep: Collection[DeviceCopy]) -> bool:
+        """Take a copy that nobody has acquired, if idle ones other than `keep` make room enough for it."""
+        stay_bytes = sum(other.nbytes for other in self._firm.union(keep))
+        if stay_bytes + copy.nbytes > self.budget.capacity_bytes:
+            return False
+        self._firm.add(copy)
+        return True
+
+    def disown(self, copy: DeviceCopy) -> None:
+        """The copy is not what its owner holds any more; it goes when its last user does."""
+        if copy.owner is not None:
+            copy.owner.copy = None
+            copy.owner = None
+        copy.is_home = False
+        if copy in self._idle:
+            self._drop(copy)
+        else:
+            self.settle(copy)
+
+    async def make_room(self, copy: DeviceCopy) -> DevicePlace:
+        """Allocate a firm copy, dropping idle ones as needed.
+
+        Blocks: on loads that nobody waits for, and on device work before the last release of what is dropped.
+        """
+        budget = self.budget
+        while budget.used_bytes + copy.nbytes > budget.capacity_bytes:
+            is_enough = budget.used_bytes - self._dropping_bytes + copy.nbytes <= budget.capacity_bytes
+            if self._idle and not is_enough:
+                self._drop(next(iter(self._idle)))
+            else:
+                await self._changed.wait()
+        await budget.take(copy.nbytes)  # there is room: this does not wait
+        copy.storage = torch.empty(0, dtype=torch.uint8, device=self.device.torch_device).untyped_storage()
+        self.device.allocate(copy.storage, copy.nbytes)
+        return self.place(copy)
+
+    def place(self, copy: DeviceCopy) -> DevicePlace:
+        """The copy as a place to read from, after all work that the current stream has now, or to write to."""
+        if copy.storage is None:
+            raise RuntimeError("the copy is not on the device")
+        return DevicePlace(self.device, copy.storage, _Marks([*copy.pending(), self.device.record()]))
+
+    def filled(self, copy: DeviceCopy) -> None:
+        """The bytes are there."""
+        if copy.storage is None:
+            raise RuntimeError("the copy is not on the device")
+        copy.tensors = copy.layout.views(copy.storage)
+        copy.is_ready = True
+        copy.remember()
+
+    def failed(self, copy: DeviceCopy) -> None:
+        """The bytes are not there and will not be; who waits is told by the load."""
+        copy.loading = None
+        self.disown(copy)
+
+    def _drop(self, copy: DeviceCopy) -> None:
+        self._idle.pop(copy, None)
+        if copy.owner is not None:
+            copy.owner.copy = None
+            copy.owner = None
+        if copy.storage is None:
+            self._notify()
+        elif marks := copy.pending():
+            self._dropping_bytes += copy.nbytes
+            self._spawn(self._drop_after(copy, marks), "drop")
+        else:
+            self._forget(copy)
+
+    async def _drop_after(self, copy: DeviceCopy, marks: list[Mark]) -> None:
+        try:
+            for mark in marks:
+                await self._workers.submit(Priority.DEMAND, mark.synchronize)
+        finally:
+            self._dropping_bytes -= copy.nbytes
+            self._forget(copy)
+
+    def _forget(self, copy: DeviceCopy) -> None:
+        # The storage goes with its last reference, and is not resized away: a tensor that somebody kept past the
+        # release stays readable instead of pointing to nothing.
+        copy.storage, copy.tensors = None, {}
+        self.budget.give(copy.nbytes)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()  # wakes all who wait now
+        self._changed.clear()

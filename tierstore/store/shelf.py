@@ -1,0 +1,292 @@
+"""Packs of single extents: made once, never rewritten, removed when no generation needs them; and their generations.
+
+Scope: numbers and files of packs, publishing a generation, what a crash left behind, the lock.
+Not here: which extents there are and where they live (`tensors.py`).
+Owner: the loop thread; workers make, sync and remove files.
+
+[Note: packs are immutable] A changed extent is written to a new pack, so a write cannot harm what is committed or what
+is current: a failed or cancelled one leaves a file that nothing names. A pack that a published generation names is
+removed only after the next one has been published, and one that no generation names at once; a crash leaves at most
+files that no manifest names, and the next open removes those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierstore.config import Codec, Resume
+from tierstore.errors import ConfigError, StorageError
+from tierstore.io.backend import Backend
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.store.commit import Generation, Manifests, StoreLock, claim_directory
+from tierstore.store.extents import ExtentLayout, PackPlace, Place, Route
+from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
+
+KIND = "tensors"
+_PACK_FILE = re.compile(r"(put-(\d+))\.[ab]\.safetensors")
+
+
+@dataclass(eq=False)
+class ExtentPack:
+    """One extent in files of its own, opened while they are used: a store may have more packs than descriptors."""
+
+    number: int
+    layout: ExtentLayout
+    slots: SlotPack
+    is_synced: bool = False
+    is_open: bool = False
+    is_discarded: bool = False
+    sync_failure: StorageError | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.slots.kind
+
+
+@dataclass
+class Directories:
+    """The directories of a store, claimed and locked."""
+
+    paths: list[Path]
+    backend: Backend
+    lock: StoreLock | None = None
+    numbers: list[int] = field(default_factory=list)
+
+    def claim(self) -> None:
+        """Make and lock them. Worker thread.
+
+        Raises:
+            ConfigError, StorageError, StoreLocked: nothing is left behind but the directories.
+        """
+        for path in self.paths:
+            claim_directory(path)
+        self.lock = StoreLock(self.paths)
+        self.numbers = Manifests(self.paths[0], self.backend).numbers()
+
+    async def find(self, resume: Resume) -> Generation | None:
+        """The generation to open, by the user's wish.
+
+        Raises:
+            ConfigError: there is none, or one too many, or it is not a store of tensors.
+        """
+        if not self.paths:
+            if resume in (Resume.MUST, Resume.PREVIOUS):
+                raise ConfigError(f"resume='{resume.value}' needs a store: give nvme a directory")
+            return None
+        where, numbers = self.paths[0], self.numbers
+        if numbers and resume is Resume.NEVER:
+            raise ConfigError(
+                f"{where} already holds generation {numbers[0]}; open it with resume='auto', "
+                "or choose another directory"
+            )
+        if not numbers and resume in (Resume.MUST, Resume.PREVIOUS):
+            raise ConfigError(f"resume='{resume.value}': there is no generation in {where}")
+        if len(numbers) == 1 and resume is Resume.PREVIOUS:
+            raise ConfigError(f"{where} holds only generation {numbers[0]}; there is none before it")
+        if not numbers:
+            return None
+        number = numbers[1] if resume is Resume.PREVIOUS else numbers[0]
+        generation = await Manifests(where, self.backend).read(number)
+        if generation.layout.get("kind") != KIND:
+            raise ConfigError(f"{where} holds the training state of a model, not named tensors; open it with Engine")
+        if generation.layout["directories"] != len(self.paths):
+            raise ConfigError(
+                f"the store in {where} is striped over {generation.layout['directories']} directories, "
+                f"but nvme lists {len(self.paths)}"
+            )
+        return generation
+
+    def release(self) -> None:
+        """Unlock; twice is fine."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
+
+class Shelf:
+    """The packs of a store of tensors and the generations that name them.
+
+    Args:
+        later: runs a job in a worker, on the store's account; its failure is told later.
+    """
+
+    def __init__(
+        self,
+        directories: Directories,
+        io: ChunkIO,
+        route: Route,
+        chunk_bytes: int,
+        opened: Generation | None,
+        later: Callable[[Callable[[], None], str], None],
+    ) -> None:
+        self.generation = opened.number if opened is not None else -1
+        self._directories = directories
+        self._manifests = Manifests(directories.paths[0], io.backend) if directories.paths else None
+        self._io = io
+        self._route = route
+        self._workers: WorkerPool = io.workers
+        self._layout = layout_of(io.codec_name, chunk_bytes, len(directories.paths))
+        self._later = later
+        self._next_generation = max([self.generation, *directories.numbers]) + 1
+        self._next_pack = 0
+        self._live: dict[str, ExtentPack] = {}
+        self._protected: frozenset[str] = frozenset(opened.records if opened is not None else ())
+        self._doomed: list[ExtentPack] = []
+        self._leftovers: list[Path] = []
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether there is a directory to write to."""
+        return self._manifests is not None
+
+    # --- packs --------------------------------------------------------------------------------------------------
+
+    async def write(self, name: str, layout: ExtentLayout, source: Place, priority: Priority) -> ExtentPack:
+        """A new pack with the bytes of `source`.
+
+        Raises:
+            StorageError: or cancelled; what was made is removed.
+        """
+        pack = self._pack(self._next_pack, name, layout)
+        self._next_pack += 1
+        try:
+            await self._workers.submit(Priority.WRITE, pack.slots.create)
+            await self._route.copy(layout, source, PackPlace(pack.slots), priority)
+        except BaseException:
+            pack.slots.close()
+            self.discard(pack)
+            raise
+        pack.slots.close()
+        return pack
+
+    @contextlib.asynccontextmanager
+    async def opened(self, pack: ExtentPack, priority: Priority) -> AsyncIterator[PackPlace]:
+        """The pack as a place to read from. One user at a time."""
+        pack.is_open = True
+        try:
+            await self._workers.submit(priority, pack.slots.open)
+            yield PackPlace(pack.slots)
+        finally:
+            pack.is_open = False
+            pack.slots.close()
+            if pack.is_discarded:
+                self.discard(pack)
+
+    async def sync(self, pack: ExtentPack) -> None:
+        """Make a pack durable; done once, because it is never written again.
+
+        Raises:
+            StorageError: what was written may be lost, so this pack raises the same for ever: it is never retried.
+        """
+        if pack.sync_failure is not None:
+            raise StorageError(f"{pack.sync_failure}; put the entry again")
+        if pack.is_synced:
+            return
+        try:
+            async with self.opened(pack, Priority.WRITE):
+                await self._workers.submit(Priority.WRITE, pack.slots.datasync)
+        except StorageError as error:
+            pack.sync_failure = error
+            raise
+        pack.is_synced = True
+
+    def discard(self, pack: ExtentPack) -> None:
+        """Remove a pack, as soon as it is not open and no generation needs it."""
+        pack.is_discarded = True
+        if pack.is_open:
+            return
+        if pack.kind in self._protected:
+            self._doomed.append(pack)
+        else:
+            self._live.pop(pack.kind, None)
+            self._later(lambda: self.unlink(pack.slots.paths()), f"remove {pack.kind}")
+
+    def _pack(self, number: int, name: str, layout: ExtentLayout) -> ExtentPack:
+        kind = f"put-{number}"
+        slots = SlotPack(kind, layout.chunk_specs(name), self._directories.paths, self._io, slots=1)
+        pack = ExtentPack(number, layout, slots)
+        self._live[kind] = pack
+        return pack
+
+    def unlink(self, paths: Iterable[Path]) -> None:
+        """Remove files that are there. Worker thread."""
+        for path in paths:
+            if path.exists():
+                self._io.backend.remove(path)
+
+    # --- generations --------------------------------------------------------------------------------------------
+
+    async def publish(self, packs: Sequence[ExtentPack], entries: Any) -> None:
+        """A generation of these packs, each synced before. See [Note: the barrier] in `commit.py`.
+
+        Raises:
+            StorageError: or cancelled; this generation or the one before is there, and the packs of both are kept.
+        """
+        if self._manifests is None:
+            raise ConfigError("there is no store to commit to; give nvme a directory")
+        number, self._next_generation = self._next_generation, self._next_generation + 1
+        records: dict[str, Sequence[ChunkRecord | None]] = {pack.kind: list(pack.slots.current) for pack in packs}
+        self._protected = self._protected | records.keys()
+        for path in self._directories.paths:  # the names of new packs
+            await self._workers.submit(Priority.WRITE, self._io.backend.sync_directory, path)
+        await self._manifests.publish(Generation(number, self._layout, records, entries))
+        self.generation = number
+        self._protected = frozenset(records)
+        doomed, self._doomed = self._doomed, []
+        for pack in doomed:
+            self.discard(pack)
+        leftovers, self._leftovers = self._leftovers, []
+        if leftovers:
+            self._later(lambda: self.unlink(leftovers), "remove leftovers")
+
+    async def recover(self, generation: Generation | None, rows: Mapping[str, tuple[str, ExtentLayout]]) -> None:
+        """Take over the packs of an opened generation, and remove what a crash left.
+
+        Args:
+            rows: by kind of pack, the name and layout of its extent.
+
+        Raises:
+            FormatError: names a file that is missing or not what the manifest says.
+        """
+        found = await self._workers.submit(Priority.DEMAND, self._files)
+        newest = max(self._directories.numbers, default=-1)
+        keep = set(rows)
+        self._next_pack = max([-1, *found.values(), *(int(kind.removeprefix("put-")) for kind in rows)]) + 1
+        for kind, (name, layout) in rows.items():
+            pack = self._pack(int(kind.removeprefix("put-")), name, layout)
+            pack.is_synced = True
+            if generation is not None:
+                pack.slots.adopt(generation.records[kind])
+            async with self.opened(pack, Priority.DEMAND):  # its files are there, of the right size and header
+                pass
+        stale = [path for path in found if _PACK_FILE.fullmatch(path.name)[1] not in keep]  # type: ignore[index]
+        if generation is None or generation.number == newest:
+            await self._workers.submit(Priority.DEMAND, self.unlink, stale)
+        else:
+            self._leftovers = stale  # the newer generation stays openable until the next is published
+
+    def pack(self, kind: str) -> ExtentPack:
+        """A pack by its kind."""
+        return self._live[kind]
+
+    def unnamed(self) -> list[Path]:
+        """Files that no generation names: to be removed by a store that closes. Nothing may use a pack any more."""
+        return [path for kind, pack in self._live.items() if kind not in self._protected for path in pack.slots.paths()]
+
+    def _files(self) -> dict[Path, int]:
+        found = {}
+        for directory in self._directories.paths:
+            for path in directory.iterdir():
+                if match := _PACK_FILE.fullmatch(path.name):
+                    found[path] = int(match[2])
+        return found
+
+
+def layout_of(codec: Codec, chunk_bytes: int, directories: int) -> dict[str, Any]:
+    """What a manifest says of all packs; an `Engine` that reads it finds none of its groups."""
+    return {"kind": KIND, "codec": codec.value, "chunk_bytes": chunk_bytes, "directories": directories, "groups": []}

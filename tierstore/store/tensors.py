@@ -1,0 +1,432 @@
+"""Named tensors on three tiers, in the caller's own event loop: the store without a model.
+
+Scope: the names; put, acquire, prefetch, move, delete, commit, open and close.
+Not here: how an entry gets from tier to tier (`entries.py`), packs and generations on disk (`shelf.py`).
+Owner: the event loop that opened the store; nothing is locked against other threads, they are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tierstore.config import Resume, Tier, TierConfig, format_size
+from tierstore.device.streams import ComputeDevice, open_device
+from tierstore.errors import BudgetError, ConfigError, TierstoreError
+from tierstore.io.backend import Backend
+from tierstore.io.memory import Arena, Pool
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.store.buffers import DEFAULT_CHUNK_BYTES, BufferPlan, plan_buffers
+from tierstore.store.commit import Generation
+from tierstore.store.copies import DeviceTier
+from tierstore.store.entries import Entry, Homes
+from tierstore.store.extents import ExtentLayout, Nowhere, Route, check_tensors, flattened
+from tierstore.store.owner import LoopOwner
+from tierstore.store.shelf import Directories, Shelf
+from tierstore.store.slots import ChunkIO
+from tierstore.store.tasks import to_the_end, together
+
+JOIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """One tier at one moment.
+
+    Attributes:
+        count: entries at home there.
+        bytes: of their tensors.
+        share: of the bytes of all entries; the offloaded share is that of CPU and NVMe together.
+        used_bytes: of the budget: homes, and on the device copies too.
+        capacity_bytes: the budget; NVMe has none.
+    """
+
+    count: int
+    bytes: int
+    share: float
+    used_bytes: int
+    peak_bytes: int
+    capacity_bytes: int | None
+
+
+class TensorStore:
+    """Named groups of tensors, each at home on one tier, used on the compute device while acquired.
+
+        async with TensorStore.open(TierConfig(nvme=["/mnt/nvme0/run1"])) as store:
+            await store.put("h.0", {"w": tensor}, tier=Tier.NVME)
+            async with store.acquire("h.0") as tensors:
+                ...
+
+    Threads: the event loop that opened it, for everything.
+    """
+
+    def __init__(
+        self, tiers: TierConfig, resume: Resume, device: ComputeDevice, backend: Backend, clock: Callable[[], float]
+    ) -> None:
+        self._tiers = tiers
+        self._resume = resume
+        self._device = device
+        self._backend = backend
+        self._clock = clock
+        self._owner = LoopOwner()
+        self._entries: dict[str, Entry] = {}
+        self._committed: Any = None
+        self._publishing = asyncio.Lock()
+        self._directories = Directories([Path(path) for path in tiers.nvme], backend)
+        self._workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)), self._owner.keep_failure)
+        self._arena: Arena | None = None
+
+    @classmethod
+    def open(
+        cls,
+        tiers: TierConfig,
+        *,
+        resume: Resume | str = Resume.AUTO,
+        device: ComputeDevice | None = None,
+        backend: Backend | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> TensorStore:
+        """A store to be entered by `async with`; nothing is touched before that.
+
+        Args:
+            resume: "auto" opens the last generation if there is one, "must" fails without one, "previous" goes back one
+                after verifying every chunk of it, "never" refuses a store that has one.
+            device: None is the one that `tiers` names.
+
+        Raises:
+            ConfigError: there is no such device, or no such way to resume.
+        """
+        try:
+            wanted = Resume(resume)
+        except ValueError:
+            names = ", ".join(item.value for item in Resume)
+            raise ConfigError(f"resume must be one of {names}, not {resume!r}") from None
+        return cls(tiers, wanted, device or open_device(tiers.device, clock), backend or Backend(), clock)
+
+    # --- use ----------------------------------------------------------------------------------------------------
+
+    async def put(self, name: str, tensors: Mapping[str, torch.Tensor], *, tier: Tier) -> None:
+        """Store copies of `tensors` under `name`, in place of an entry of that name.
+
+        Shapes: any; every dense dtype; strides and `requires_grad` are not kept. Do not change them before it returns.
+        Raises:
+            BudgetError: with the smallest budget that fits. The old entry counts: it stays until the new one is whole.
+            StorageError: or cancelled; the old entry is there, unchanged.
+        """
+        home = _tier(tier)
+        with self._owner.call(f"put {name!r}"):
+            self._check_tier(home)
+            check_tensors(name, tensors, self._device.torch_device)
+            described = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
+            entry = Entry(name, ExtentLayout.of(described, self._plan.chunk_bytes), home)
+            source = await flattened(self._device, entry.layout, tensors, self._workers)
+            await self._homes.settle_in(entry, source)
+            replaced = self._entries.get(name)
+            self._entries[name] = entry
+            if replaced is not None:
+                self._homes.retire(replaced)
+
+    @contextlib.asynccontextmanager
+    async def acquire(self, name: str, *, modify: bool = False) -> AsyncIterator[dict[str, torch.Tensor]]:
+        """The tensors of an entry on the compute device, valid inside the `async with`; all who acquire share them.
+
+        In-place changes are kept only with `modify`, when the block ends without an error, and are lost otherwise;
+        those of an entry at home on the GPU tier, which has no other bytes, stay. Changes past the version counter
+        (`.data`, numpy) are seen only with `modify`. Work on them is queued on the stream that is current at the end.
+
+        Blocks: on the load. With `modify` also on writing back, which a cancellation does not stop.
+        Raises:
+            KeyError: there is no such entry.
+            BudgetError: what is acquired already does not leave room, with the smallest budget that fits.
+            ChecksumMismatch: names the damaged chunk and its file.
+        """
+        with self._owner.call(f"acquire {name!r}"):
+            self._owner.raise_kept()
+            entry = self._find(name)
+            copy = await self._homes.acquire(entry)
+        copy.modifiers += modify
+        try:
+            yield {key: tensor.detach() for key, tensor in copy.tensors.items()}
+        except BaseException:
+            copy.modifiers -= modify
+            self._homes.leave(entry, copy, is_modified=modify)
+            raise
+        if not modify:
+            self._homes.leave(entry, copy, is_modified=False)
+            return
+        try:
+            with self._owner.call(f"write back {name!r}"):
+                await self._homes.write_back(entry, copy)
+        finally:
+            copy.modifiers -= 1
+
+    async def prefetch(self, names: Iterable[str]) -> list[str]:
+        """Begin to load entries, in this order, and return at once.
+
+        Idle copies make room, acquired ones never do.
+
+        Returns:
+            Those on the device or on their way; for the others there is no room now.
+        Raises:
+            KeyError: there is no such entry; nothing was begun. (A load that fails raises at the next `acquire`.)
+        """
+        with self._owner.call("prefetch"):
+            return [entry.name for entry in self._homes.prefetch([self._find(name) for name in names])]
+
+    async def move(self, name: str, tier: Tier) -> None:
+        """Change the home of an entry; acquired tensors stay as they are.
+
+        Raises:
+            KeyError: there is no such entry.
+            BudgetError, StorageError: or cancelled; it is where it was.
+        """
+        home = _tier(tier)
+        with self._owner.call(f"move {name!r}"):
+            self._check_tier(home)
+            while not await self._homes.move(self._find(name), home):
+                pass
+
+    async def delete(self, name: str) -> None:
+        """Forget an entry; who has it acquired keeps it to the release.
+
+        Raises:
+            KeyError: there is no such entry.
+        """
+        with self._owner.call(f"delete {name!r}"):
+            self._homes.retire(self._find(name))
+            del self._entries[name]
+
+    async def commit(self) -> int:
+        """Make the entries as they are now a generation, durable; those in memory are written first.
+
+        What an open `acquire(modify=True)` has changed so far is not part of it (on the GPU tier it may be).
+
+        Returns:
+            Its number; that of the last one if nothing has changed since.
+        Raises:
+            StorageError: or cancelled; the generation before is there.
+        """
+        with self._owner.call("commit"):
+            self._owner.raise_kept()
+            return await self._commit()
+
+    def usage(self) -> dict[Tier, TierUsage]:
+        """Count, bytes and share of the entries at home on each tier, and its budget."""
+        self._owner.check()
+        gpu, cpu = self._homes.gpu.budget, self._homes.resident
+        total = sum(entry.layout.nbytes for entry in self._entries.values())
+        found = {}
+        for tier in Tier:
+            sizes = [entry.layout.nbytes for entry in self._entries.values() if entry.home is tier]
+            nbytes = sum(sizes)
+            used, peak, capacity = {
+                Tier.GPU: (gpu.used_bytes, gpu.peak_bytes, gpu.capacity_bytes),
+                Tier.CPU: (cpu.used_bytes, cpu.peak_bytes, cpu.capacity_bytes),
+                Tier.NVME: (nbytes, nbytes, None),
+            }[tier]
+            found[tier] = TierUsage(len(sizes), nbytes, nbytes / total if total else 0.0, used, peak, capacity)
+        return found
+
+    def names(self) -> list[str]:
+        """All names, in the order in which they were first put."""
+        self._owner.check()
+        return list(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        self._owner.check()
+        return name in self._entries
+
+    def home(self, name: str) -> Tier:
+        """The tier where an entry lives."""
+        self._owner.check()
+        return self._find(name).home
+
+    @property
+    def generation(self) -> int:
+        """Number of the last generation; -1 before the first."""
+        self._owner.check()
+        return self._shelf.generation
+
+    # --- opening ------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> TensorStore:
+        self._owner.begin()
+        try:
+            await to_the_end(self._open())
+        except BaseException:
+            self._take_down()
+            raise
+        self._owner.is_open = True
+        return self
+
+    async def _open(self) -> None:
+        directories = self._directories
+        if directories.paths:
+            await self._workers.submit(Priority.DEMAND, directories.claim)
+        generation = await directories.find(self._resume)
+        self._plan = self._plan_buffers(generation)
+        self._build(generation)
+        described = [] if generation is None else generation.captured["entries"]
+        rows = [_row(row, self._plan.chunk_bytes) for row in described]
+        self._check_budgets(rows)
+        if directories.paths:
+            await self._shelf.recover(generation, {kind: (e.name, e.layout) for e, kind in rows})
+        if self._resume is Resume.PREVIOUS:
+            await together(self._verify(kind) for _, kind in rows)
+        await together(self._restore(entry, kind) for entry, kind in rows)
+        self._entries = {entry.name: entry for entry, _ in rows}
+        if self._resume is not Resume.PREVIOUS:  # going back is a change, to be committed even if there is no other
+            self._committed = self._describe()
+
+    def _plan_buffers(self, generation: Generation | None) -> BufferPlan:
+        tiers, asked = self._tiers, self._tiers.chunk_bytes
+        chunk_bytes = (asked or DEFAULT_CHUNK_BYTES) // 4096 * 4096
+        if generation is not None:
+            stored, codec = generation.layout["chunk_bytes"], generation.layout["codec"]
+            if codec != tiers.codec.value or (asked is not None and chunk_bytes != stored):
+                raise ConfigError(
+                    f"the store in {tiers.nvme[0]} was made with codec={codec!r} and chunk_bytes={stored}; open it so"
+                )
+            chunk_bytes = stored
+        return plan_buffers(tiers.cpu_memory, chunk_bytes, tiers.io_threads * max(1, len(tiers.nvme)), tiers.codec)
+
+    def _build(self, generation: Generation | None) -> None:
+        plan, device = self._plan, self._device
+        self._arena = arena = Arena(plan.cpu_bytes, device.pin, device.unpin)
+        staging = {False: arena.pool("demand", plan.demand_bytes), True: arena.pool("prefetch", plan.prefetch_bytes)}
+        scratch: Pool = arena.pool("codec", plan.scratch_bytes)
+        io = ChunkIO(self._backend, self._workers, self._tiers.codec, scratch, self._clock)
+        route = Route(self._workers, staging)
+        owner, later = self._owner, partial(self._owner.later, self._workers)
+        self._shelf = Shelf(self._directories, io, route, plan.chunk_bytes, generation, later)
+        gpu = DeviceTier(device, self._tiers.gpu_memory, self._workers, owner.spawn)
+        resident = arena.pool("resident", plan.resident_bytes)
+        self._homes = Homes(gpu, resident, self._shelf, route, plan, owner.spawn, owner.keep_failure)
+        self._route = route
+
+    def _check_budgets(self, rows: list[tuple[Entry, str]]) -> None:
+        gpu_bytes = sum(entry.layout.nbytes for entry, _ in rows if entry.home is Tier.GPU)
+        cpu_bytes = sum(-(-entry.layout.nbytes // 4096) * 4096 for entry, _ in rows if entry.home is Tier.CPU)
+        for option, needed_bytes, have_bytes, smallest_bytes in (
+            ("gpu_memory", gpu_bytes, self._tiers.gpu_memory, gpu_bytes),
+            ("cpu_memory", cpu_bytes, self._plan.resident_bytes, self._plan.smallest_bytes(cpu_bytes)),
+        ):
+            if needed_bytes > have_bytes:
+                raise BudgetError(
+                    f"{option}: the store has {format_size(needed_bytes)} at home there, more than "
+                    f"{format_size(have_bytes)}; the smallest {option} that fits is {smallest_bytes} B"
+                )
+
+    async def _verify(self, kind: str) -> None:
+        pack = self._shelf.pack(kind)
+        async with self._shelf.opened(pack, Priority.DEMAND) as place:
+            await self._route.copy(pack.layout, place, Nowhere(), Priority.DEMAND)
+
+    async def _restore(self, entry: Entry, kind: str) -> None:
+        pack = self._shelf.pack(kind)
+        if entry.home is not Tier.NVME:
+            async with self._shelf.opened(pack, Priority.DEMAND) as place:
+                await self._homes.settle_in(entry, place)
+        entry.pack = pack
+
+    # --- committing ---------------------------------------------------------------------------------------------
+
+    async def _commit(self) -> int:
+        self._check_tier(Tier.NVME)
+        async with self._publishing:
+            while unsaved := [entry for entry in self._entries.values() if not entry.is_saved]:
+                await together(self._homes.save(entry) for entry in unsaved)
+            # No await between the last look at the entries and these lines: what they say is one moment.
+            described, packs = self._describe(), [entry.pack for entry in self._entries.values() if entry.pack]
+            if described != self._committed:
+                self._committed = None
+                await self._shelf.publish(packs, described)
+                self._committed = described
+            return self._shelf.generation
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "entries": [
+                {
+                    "name": entry.name,
+                    "tier": entry.home.value,
+                    "pack": entry.pack.kind if entry.pack is not None else "",
+                    "tensors": entry.layout.describe(),
+                }
+                for entry in self._entries.values()
+            ]
+        }
+
+    def _find(self, name: str) -> Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise KeyError(f"there is no entry {name!r} in the store")
+        return entry
+
+    def _check_tier(self, tier: Tier) -> None:
+        if tier is Tier.NVME and not self._shelf.is_durable:
+            raise ConfigError("this store has no NVMe tier; give TierConfig(nvme=[...]) a directory")
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close, in this order: refuse new work, end what runs, cancel prefetch, commit unless an error is on its way,
+        remove what no generation names, join the workers, free the memory, unlock.
+
+        Raises:
+            Timeout: something did not end in time; everything was given back nevertheless.
+            TierstoreError: the first failure on the way, or one that nobody has heard of yet.
+        """
+        self._owner.check()
+        self._owner.is_open = False
+        try:
+            await to_the_end(self._finish(is_clean=error is None))
+        except TierstoreError as failure:
+            if error is None:
+                raise
+            error.add_note(f"and the store did not close cleanly: {failure}")
+
+    async def _finish(self, *, is_clean: bool) -> None:
+        try:
+            await self._owner.rest(self._tiers.timeout_s, self._workers.in_flight)
+            if is_clean and self._shelf.is_durable:
+                await self._commit()
+            await self._owner.rest(self._tiers.timeout_s, self._workers.in_flight)  # removals
+            await self._workers.submit(Priority.WRITE, self._shelf.unlink, self._shelf.unnamed())
+        finally:
+            self._take_down()
+        self._owner.raise_kept()
+
+    def _take_down(self) -> None:
+        # Should a thread hang, this raises and the rest stays as it is: memory and lock go with the process.
+        self._workers.close(JOIN_S)
+        self._entries = {}
+        if self._arena is not None:
+            for lease in self._arena.close():
+                lease.free()
+            self._arena.close()
+        self._directories.release()
+
+
+def _tier(tier: Tier) -> Tier:
+    try:
+        return Tier(tier)
+    except ValueError:
+        raise ConfigError(f"tier must be one of {', '.join(item.value for item in Tier)}, not {tier!r}") from None
+
+
+def _row(row: Any, chunk_bytes: int) -> tuple[Entry, str]:
+    """An entry of a manifest, and its pack."""
+    layout = ExtentLayout.from_description(row["tensors"], chunk_bytes)
+    return Entry(row["name"], layout, Tier(row["tier"])), row["pack"]
