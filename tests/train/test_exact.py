@@ -14,9 +14,10 @@ from runs import Run, disk, next_token_loss, smallest_budgets, tiny, tokens, tra
 
 from tierstore.config import Tier, TierConfig
 from tierstore.plan.placement import Placement
+from tierstore.store.updates import UpdatePipeline
 
 STEPS = 20
-CLIP = 1.0
+CLIP = 10.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PLACEMENTS = ("memory", "memory+store", "mixed", "disk")
 # Loud and quiet batches in turn: with CLIP between their norms every other step is clipped.
@@ -109,3 +110,100 @@ def test_placement_and_schedule_change_no_bit(placement: str, update: str, dtype
     check_placement(placement, seen[0])
     assert run.moved["h2d"] > STEPS * 4 * 2**16  # groups really came and went
     run.check_equal(reference(dtype, clip))
+
+
+def wrong_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one whenever a round is redone."""
+    found: list[int] = []
+    redo = UpdatePipeline.redo
+
+    async def counted(self: UpdatePipeline, *args: Any) -> Any:
+        found.append(1)
+        return await redo(self, *args)
+
+    monkeypatch.setattr(UpdatePipeline, "redo", counted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("clip", "wrong"), [(CLIP, 9), (1e-2, 4), (1e4, 0)])
+def test_speculation_is_exact_however_often_it_fails(
+    clip: float, wrong: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other guess is wrong; every one, so that guessing rests; none. The first step is never guessed."""
+    redone = wrong_guesses(monkeypatch)
+    tiers = tiers_for("disk", dtype, "speculative", tmp_path)
+    run = train(model_of(dtype), batches(STEPS), tiers, loss_of, update="speculative", max_grad_norm=clip)
+    run.check_equal(reference(dtype, clip))
+    assert len(redone) == wrong
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "speculative"])
+def test_without_clipping_all_schedules_equal_backward(update: str, tmp_path: Path) -> None:
+    run = train(model_of("fp32"), batches(STEPS), tiers_for("disk", "fp32", update, tmp_path), loss_of, update=update)
+    run.check_equal(reference("fp32", None))
+
+
+@pytest.mark.parametrize("update_threads", [1, 3])
+@pytest.mark.parametrize(("chunk_bytes", "blocks", "placement"), [(2**19, 1, "mixed"), (3 * 2**19, 2, "memory+store")])
+@pytest.mark.parametrize(("update", "dtype"), [("forward", "fp32"), ("speculative", "bf16"), ("backward", "bf16")])
+def test_threads_and_chunk_size_change_no_bit(
+    update: str, dtype: str, chunk_bytes: int, blocks: int, placement: str, update_threads: int, tmp_path: Path
+) -> None:
+    clip = None if update == "backward" else CLIP
+    tiers = tiers_for(placement, dtype, update, tmp_path, chunk_bytes=chunk_bytes, update_threads=update_threads)
+    chunks: list[int] = []
+    run = train(
+        model_of(dtype), batches(STEPS), tiers, loss_of, update=update, max_grad_norm=clip,
+        after=lambda engine, step: chunks.append(engine.placement.chunk_elements),
+    )  # fmt: skip
+    assert chunks[0] == blocks * 2**16
+    run.check_equal(reference(dtype, clip))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("update", ["step", "forward", "speculative", "backward"])
+def test_a_codec_changes_no_bit(update: str, dtype: str, tmp_path: Path) -> None:
+    clip = None if update == "backward" else CLIP
+    tiers = tiers_for("mixed", dtype, update, tmp_path, codec="lz4", chunk_bytes=2**19)
+    run = train(model_of(dtype), batches(STEPS), tiers, loss_of, update=update, max_grad_norm=clip)
+    run.check_equal(reference(dtype, clip))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("update", ["step", "forward", "speculative", "backward"])
+@pytest.mark.parametrize("placement", ["memory", "disk"])
+def test_accumulated_gradients_change_no_bit(placement: str, update: str, dtype: str, tmp_path: Path) -> None:
+    """Three micro-batches a step; on disk the gradients are spilled and added to there."""
+    if (placement, update) == ("memory", "speculative"):
+        pytest.skip("speculation needs a store")
+    clip = None if update == "backward" else CLIP
+    homes: list[Any] = []
+    tiers = tiers_for(placement, dtype, update, tmp_path)
+    run = train(
+        model_of(dtype), batches(STEPS), tiers, loss_of, update=update, max_grad_norm=clip, accumulate=3,
+        after=lambda engine, step: homes.append(engine.placement.gradient_home),
+    )  # fmt: skip
+    assert (Tier.NVME in homes[0]) == (placement == "disk")
+    run.check_equal(reference(dtype, clip, accumulate=3))
+
+
+@pytest.mark.parametrize(
+    ("update", "options"),
+    [
+        ("forward", {"commit_every": 3}),
+        ("backward", {"commit_every": 7}),
+        ("forward", {"durability": "none"}),
+        ("backward", {"durability": "none"}),
+        ("forward", {"overlap": False}),
+        ("speculative", {"overlap": False}),
+    ],
+)
+@pytest.mark.parametrize("placement", ["mixed", "disk"])
+def test_commits_and_overlap_change_no_bit(
+    update: str, options: dict[str, Any], placement: str, tmp_path: Path
+) -> None:
+    clip = None if update == "backward" else CLIP
+    tiers = tiers_for(placement, "bf16", update, tmp_path)
+    run = train(model_of("bf16"), batches(STEPS), tiers, loss_of, update=update, max_grad_norm=clip, **options)
+    run.check_equal(reference("bf16", clip))

@@ -303,9 +303,8 @@ class TrainingStore:
         if weight_bytes + state_bytes == 0:
             empty = np.empty(0, np.uint8)
             return None, weights.array if weights else empty, state.array if state else empty
-        pool = self._pools["update" if is_trainable else "weights"]
-        self.updates.recall_all()  # what reads ahead for a step that may be far away makes room, and queues behind
-        lease = await pool.reserve(weight_bytes + state_bytes)
+        nbytes = weight_bytes + state_bytes
+        lease = await (self.updates.borrow(nbytes) if is_trainable else self._pools["weights"].reserve(nbytes))
         rest = lease.array
         return (
             lease,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from tierstore.device.streams import ComputeDevice
-from tierstore.io.memory import Pool
+from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import update as adam_update
 from tierstore.plan.tiers import Placement
@@ -72,6 +72,7 @@ class UpdatePipeline:
         self._rounds: list[Round] = []
         self._pending: dict[tuple[int, int], Trip] = {}
         self._starving: set[Trip] = set()
+        self._borrowers = 0
         self._device_jobs: dict[int, int] = {}
         self._device_idle = asyncio.Condition()
         self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -216,6 +217,15 @@ class UpdatePipeline:
             if isinstance(result, BaseException):
                 raise result
 
+    async def borrow(self, nbytes: int) -> Lease:
+        """Memory for something else than a trip: what reads ahead for a step that may be far away makes room."""
+        self._borrowers += 1
+        try:
+            self.recall_all()
+            return await self._pool.reserve(nbytes)
+        finally:
+            self._borrowers -= 1
+
     def recall_all(self) -> None:
         """Take back every lease that only reads ahead."""
         for round_ in self._rounds:
@@ -271,7 +281,7 @@ class UpdatePipeline:
         nbytes = self._placement.trip_bytes(group, chunk)
         if nbytes:
             await self._reserve(round_, trip, nbytes)
-            if self._starving and not round_.may_go(trip):
+            if (self._starving or self._borrowers) and not round_.may_go(trip):
                 return False  # it came to the head of the queue before one that may go
         if previous is not None and not await _unless(trip.recalled, _ended(previous)):
             return False
