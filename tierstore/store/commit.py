@@ -161,7 +161,7 @@ def begin_store(directories: Sequence[Path]) -> None:
     for directory in directories:
         is_unfinished = (directory / _UNFINISHED).exists()
         for name in sorted(entry.name for entry in directory.iterdir()):
-            if name.startswith("manifest-") or (not is_unfinished and _PACK.fullmatch(name)):
+            if _MANIFEST.fullmatch(name) or (not is_unfinished and _PACK.fullmatch(name)):
                 raise ConfigError(
                     f"{directory} holds {name} of a store, but {directories[0]} is given as its first directory and "
                     "holds no generation; give all directories of the store in their order, or remove it"

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.config import Codec, Resume
-from tierstore.errors import ConfigError, StorageError
+from tierstore.errors import ConfigError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.store.commit import Generation, Manifests, StoreLock, claim_directory
-from tierstore.store.extents import ExtentLayout, PackPlace, Place, Route
+from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
+from tierstore.store.extents import ExtentLayout, Nowhere, PackPlace, Place, Route
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 
 KIND = "tensors"
-_PACK_FILE = re.compile(r"(put-(\d+))\.[ab]\.safetensors")
+_PACK_FILE = re.compile(r"put-(\d+)\.[ab]\.safetensors")
 
 
 @dataclass(eq=False)
@@ -50,12 +50,17 @@ class ExtentPack:
 
 @dataclass
 class Directories:
-    """The directories of a store, claimed and locked."""
+    """The directories of a store, claimed and locked.
+
+    Attributes:
+        is_unfinished: they are marked as those of a store that holds no generation yet.
+    """
 
     paths: list[Path]
     backend: Backend
-    lock: StoreLock | None = None
+    lock: StoreLock = field(default_factory=StoreLock)
     numbers: list[int] = field(default_factory=list)
+    is_unfinished: bool = False
 
     def claim(self) -> None:
         """Make and lock them. Worker thread.
@@ -63,10 +68,21 @@ class Directories:
         Raises:
             ConfigError, StorageError, StoreLocked: nothing is left behind but the directories.
         """
-        for path in self.paths:
-            claim_directory(path)
-        self.lock = StoreLock(self.paths)
+        made = [path for path in self.paths if claim_directory(path)]
+        self.lock.add(self.paths)
+        for path in made:
+            self.backend.sync_directory(path.parent)
         self.numbers = Manifests(self.paths[0], self.backend).numbers()
+
+    def begin(self) -> None:
+        """Mark them, and remove what a store that never had a generation has left. Worker thread."""
+        begin_store(self.paths)
+        self.is_unfinished = True
+
+    def finish(self) -> None:
+        """Take the mark away, because there is a generation. Worker thread."""
+        end_store_making(self.paths)
+        self.is_unfinished = False
 
     async def find(self, resume: Resume) -> Generation | None:
         """The generation to open, by the user's wish.
@@ -102,10 +118,13 @@ class Directories:
         return generation
 
     def release(self) -> None:
-        """Unlock; twice is fine."""
-        if self.lock is not None:
-            self.lock.release()
-            self.lock = None
+        """Leave nothing behind of a store that never had a generation, and unlock; twice is fine."""
+        if self.is_unfinished:
+            with contextlib.suppress(TierstoreError, OSError):  # whatever stays is marked, and removed by the next
+                if not Manifests(self.paths[0], self.backend).numbers():
+                    begin_store(self.paths)
+                self.finish()
+        self.lock.release()
 
 
 class Shelf:
@@ -132,12 +151,11 @@ class Shelf:
         self._workers: WorkerPool = io.workers
         self._layout = layout_of(io.codec_name, chunk_bytes, len(directories.paths))
         self._later = later
-        self._next_generation = max([self.generation, *directories.numbers]) + 1
+        self._next_generation = self.generation + 1
         self._next_pack = 0
         self._live: dict[str, ExtentPack] = {}
         self._protected: frozenset[str] = frozenset(opened.records if opened is not None else ())
         self._doomed: list[ExtentPack] = []
-        self._leftovers: list[Path] = []
 
     @property
     def is_durable(self) -> bool:
@@ -155,13 +173,14 @@ class Shelf:
         pack = self._pack(self._next_pack, name, layout)
         self._next_pack += 1
         try:
-            await self._workers.submit(Priority.WRITE, pack.slots.create)
-            await self._route.copy(layout, source, PackPlace(pack.slots), priority)
+            try:
+                await self._workers.submit(Priority.WRITE, pack.slots.create)
+                await self._route.copy(layout, source, PackPlace(pack.slots), priority)
+            finally:
+                pack.slots.close()
         except BaseException:
-            pack.slots.close()
             self.discard(pack)
             raise
-        pack.slots.close()
         return pack
 
     @contextlib.asynccontextmanager
@@ -173,9 +192,9 @@ class Shelf:
             yield PackPlace(pack.slots)
         finally:
             pack.is_open = False
-            pack.slots.close()
             if pack.is_discarded:
                 self.discard(pack)
+            pack.slots.close()
 
     async def sync(self, pack: ExtentPack) -> None:
         """Make a pack durable; done once, because it is never written again.
@@ -240,35 +259,37 @@ class Shelf:
         doomed, self._doomed = self._doomed, []
         for pack in doomed:
             self.discard(pack)
-        leftovers, self._leftovers = self._leftovers, []
-        if leftovers:
-            self._later(lambda: self.unlink(leftovers), "remove leftovers")
+        if self._directories.is_unfinished:
+            await self._workers.submit(Priority.WRITE, self._directories.finish)
 
-    async def recover(self, generation: Generation | None, rows: Mapping[str, tuple[str, ExtentLayout]]) -> None:
-        """Take over the packs of an opened generation, and remove what a crash left.
+    async def recover(
+        self, generation: Generation | None, rows: Mapping[str, tuple[str, ExtentLayout]], *, verify: bool
+    ) -> None:
+        """Take over the packs of an opened generation, make it the last one, and remove what a crash left.
 
         Args:
             rows: by kind of pack, the name and layout of its extent.
+            verify: read every chunk before anything is removed.
 
         Raises:
-            FormatError: names a file that is missing or not what the manifest says.
+            FormatError: names a file that is missing or not what the manifest says, or a damaged chunk.
         """
-        found = await self._workers.submit(Priority.DEMAND, self._files)
-        newest = max(self._directories.numbers, default=-1)
-        keep = set(rows)
-        self._next_pack = max([-1, *found.values(), *(int(kind.removeprefix("put-")) for kind in rows)]) + 1
-        for kind, (name, layout) in rows.items():
-            pack = self._pack(int(kind.removeprefix("put-")), name, layout)
+        if generation is None or self._manifests is None:
+            await self._workers.submit(Priority.DEMAND, self._directories.begin)
+            return
+        packs = [self._pack(_number(kind), name, layout) for kind, (name, layout) in rows.items()]
+        for pack in packs:
             pack.is_synced = True
-            if generation is not None:
-                pack.slots.adopt(generation.records[kind])
-            async with self.opened(pack, Priority.DEMAND):  # its files are there, of the right size and header
-                pass
-        stale = [path for path in found if _PACK_FILE.fullmatch(path.name)[1] not in keep]  # type: ignore[index]
-        if generation is None or generation.number == newest:
-            await self._workers.submit(Priority.DEMAND, self.unlink, stale)
-        else:
-            self._leftovers = stale  # the newer generation stays openable until the next is published
+            pack.slots.adopt(generation.records[pack.kind])
+            async with self.opened(pack, Priority.DEMAND) as place:  # the files are there, with this size and header
+                if verify:
+                    await self._route.copy(pack.layout, place, Nowhere(), Priority.DEMAND)
+        await self._manifests.adopt(generation.number)
+        await self._workers.submit(Priority.DEMAND, self._directories.finish)
+        found = await self._workers.submit(Priority.DEMAND, self._files)
+        self._next_pack = max([-1, *found.values(), *map(_number, rows)]) + 1
+        stale = [path for path, number in found.items() if f"put-{number}" not in rows]
+        await self._workers.submit(Priority.DEMAND, self.unlink, stale)
 
     def pack(self, kind: str) -> ExtentPack:
         """A pack by its kind."""
@@ -283,8 +304,12 @@ class Shelf:
         for directory in self._directories.paths:
             for path in directory.iterdir():
                 if match := _PACK_FILE.fullmatch(path.name):
-                    found[path] = int(match[2])
+                    found[path] = int(match[1])
         return found
+
+
+def _number(kind: str) -> int:
+    return int(kind.removeprefix("put-"))
 
 
 def layout_of(codec: Codec, chunk_bytes: int, directories: int) -> dict[str, Any]:

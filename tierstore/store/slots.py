@@ -7,6 +7,7 @@ Owner: the loop thread changes records; worker threads run `_read_chunk` and `_w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,11 +272,11 @@ class SlotPack:
         self.committed = list(records)
 
     def close(self) -> None:
-        """Close all files."""
-        for files in self._files:
-            for file in files:
-                file.close()
-        self._files = []
+        """Close all files, also when the system refuses one."""
+        files, self._files = self._files, []
+        with contextlib.ExitStack() as closing:
+            for file in (file for row in files for file in row):
+                closing.callback(file.close)
 
 
 def _aligned(data: bytes) -> Bytes:

@@ -29,11 +29,12 @@ from tierstore.store.buffers import DEFAULT_CHUNK_BYTES, BufferPlan, plan_buffer
 from tierstore.store.commit import Generation
 from tierstore.store.copies import DeviceTier
 from tierstore.store.entries import Entry, Homes
-from tierstore.store.extents import ExtentLayout, Nowhere, Route, check_tensors, flattened
+from tierstore.store.extents import ExtentLayout, Route, check_tensors, flattened
 from tierstore.store.owner import LoopOwner
 from tierstore.store.shelf import Directories, Shelf
 from tierstore.store.slots import ChunkIO
 from tierstore.store.tasks import to_the_end, together
+from tierstore.trace import Tracer
 
 JOIN_S = 30.0
 
@@ -70,13 +71,20 @@ class TensorStore:
     """
 
     def __init__(
-        self, tiers: TierConfig, resume: Resume, device: ComputeDevice, backend: Backend, clock: Callable[[], float]
+        self,
+        tiers: TierConfig,
+        resume: Resume,
+        device: ComputeDevice,
+        backend: Backend,
+        clock: Callable[[], float],
+        tracer: Tracer | None,
     ) -> None:
         self._tiers = tiers
         self._resume = resume
         self._device = device
         self._backend = backend
         self._clock = clock
+        self._tracer = tracer
         self._owner = LoopOwner()
         self._entries: dict[str, Entry] = {}
         self._committed: Any = None
@@ -94,6 +102,7 @@ class TensorStore:
         device: ComputeDevice | None = None,
         backend: Backend | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        tracer: Tracer | None = None,
     ) -> TensorStore:
         """A store to be entered by `async with`; nothing is touched before that.
 
@@ -110,7 +119,7 @@ class TensorStore:
         except ValueError:
             names = ", ".join(item.value for item in Resume)
             raise ConfigError(f"resume must be one of {names}, not {resume!r}") from None
-        return cls(tiers, wanted, device or open_device(tiers.device, clock), backend or Backend(), clock)
+        return cls(tiers, wanted, device or open_device(tiers.device, clock), backend or Backend(), clock, tracer)
 
     # --- use ----------------------------------------------------------------------------------------------------
 
@@ -279,13 +288,11 @@ class TensorStore:
         rows = [_row(row, self._plan.chunk_bytes) for row in described]
         self._check_budgets(rows)
         if directories.paths:
-            await self._shelf.recover(generation, {kind: (e.name, e.layout) for e, kind in rows})
-        if self._resume is Resume.PREVIOUS:
-            await together(self._verify(kind) for _, kind in rows)
+            extents = {kind: (entry.name, entry.layout) for entry, kind in rows}
+            await self._shelf.recover(generation, extents, verify=self._resume is Resume.PREVIOUS)
         await together(self._restore(entry, kind) for entry, kind in rows)
         self._entries = {entry.name: entry for entry, _ in rows}
-        if self._resume is not Resume.PREVIOUS:  # going back is a change, to be committed even if there is no other
-            self._committed = self._describe()
+        self._committed = self._describe()
 
     def _plan_buffers(self, generation: Generation | None) -> BufferPlan:
         tiers, asked = self._tiers, self._tiers.chunk_bytes
@@ -304,14 +311,13 @@ class TensorStore:
         self._arena = arena = Arena(plan.cpu_bytes, device.pin, device.unpin)
         staging = {False: arena.pool("demand", plan.demand_bytes), True: arena.pool("prefetch", plan.prefetch_bytes)}
         scratch: Pool = arena.pool("codec", plan.scratch_bytes)
-        io = ChunkIO(self._backend, self._workers, self._tiers.codec, scratch, self._clock)
+        io = ChunkIO(self._backend, self._workers, self._tiers.codec, scratch, self._clock, self._tracer)
         route = Route(self._workers, staging)
         owner, later = self._owner, partial(self._owner.later, self._workers)
         self._shelf = Shelf(self._directories, io, route, plan.chunk_bytes, generation, later)
         gpu = DeviceTier(device, self._tiers.gpu_memory, self._workers, owner.spawn)
         resident = arena.pool("resident", plan.resident_bytes)
         self._homes = Homes(gpu, resident, self._shelf, route, plan, owner.spawn, owner.keep_failure)
-        self._route = route
 
     def _check_budgets(self, rows: list[tuple[Entry, str]]) -> None:
         gpu_bytes = sum(entry.layout.nbytes for entry, _ in rows if entry.home is Tier.GPU)
@@ -325,11 +331,6 @@ class TensorStore:
                     f"{option}: the store has {format_size(needed_bytes)} at home there, more than "
                     f"{format_size(have_bytes)}; the smallest {option} that fits is {smallest_bytes} B"
                 )
-
-    async def _verify(self, kind: str) -> None:
-        pack = self._shelf.pack(kind)
-        async with self._shelf.opened(pack, Priority.DEMAND) as place:
-            await self._route.copy(pack.layout, place, Nowhere(), Priority.DEMAND)
 
     async def _restore(self, entry: Entry, kind: str) -> None:
         pack = self._shelf.pack(kind)

@@ -1,0 +1,674 @@
+"""The public store of named tensors: what its users rely on, call by call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensor_stores import (
+    CHUNK,
+    PAGE,
+    TIERS,
+    QuickBackend,
+    assert_at_rest,
+    block,
+    config,
+    flip,
+    opened,
+    pack_files,
+    run,
+    value_of,
+)
+
+from tierstore import TensorStore, Tier
+from tierstore.config import Codec
+from tierstore.errors import BudgetError, ChecksumMismatch, ClosedError, ConfigError, StoreLocked, Timeout
+from tierstore.store.buffers import plan_buffers
+from tierstore.store.extents import ExtentLayout
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+# --- what is stored comes back -----------------------------------------------------------------------------------
+
+
+ALL_DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex128, torch.complex64, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+
+
+def sample(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.random.default_rng(seed).integers(0, 2 if dtype is torch.bool else 256, count, np.uint8)
+    return torch.frombuffer(bytearray(raw.tobytes() or b"\0"), dtype=torch.uint8)[:count].view(dtype).reshape(shape)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        other = found[name]
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
+        assert other.is_contiguous()
+        assert raw(other) == raw(tensor), name
+
+
+SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+TENSORS = st.lists(st.tuples(st.sampled_from(ALL_DTYPES), SHAPES), max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TENSORS, st.integers(1, 8))
+def test_layout_is_aligned_gapless_and_survives_description(
+    tensors: list[tuple[torch.dtype, tuple[int, ...]]], pages: int
+) -> None:
+    layout = ExtentLayout.of([(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(tensors)], pages * PAGE)
+    assert [slot.name for slot in layout.slots] == [f"t{i}" for i in range(len(tensors))]
+    assert sum(slot.nbytes for slot in layout.slots) == layout.nbytes
+    widths = [slot.dtype.itemsize for slot in sorted(layout.slots, key=lambda slot: slot.offset) if slot.nbytes]
+    assert widths == sorted(widths, reverse=True)
+    assert all(slot.offset % slot.dtype.itemsize == 0 for slot in layout.slots)
+    seen = [part for chunk in layout.chunks() for part in layout.parts(chunk)]
+    assert sum(stop - start for _, start, stop in seen) == layout.nbytes
+    assert ExtentLayout.from_description(layout.describe(), pages * PAGE) == layout
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("disks", [1, 3])
+def test_every_dtype_and_shape_on_every_tier_and_after_reopening(tmp_path: Path, codec: Codec, disks: int) -> None:
+    given = {str(d): sample(d, (3, 5), i) for i, d in enumerate(ALL_DTYPES)}
+    given |= {
+        "scalar": torch.tensor(1.5), "none": torch.empty(0, 3), "large": sample(torch.float32, (3, 20000), 5),
+        "turned": sample(torch.bfloat16, (40, 50), 6).t(), "apart": sample(torch.int32, (100,), 7)[::3],
+        "mirror": sample(torch.complex64, (9,), 8).conj(), "zeros": torch.zeros(50000),
+    }  # fmt: skip
+    expected = {name: tensor.resolve_conj().contiguous() for name, tensor in given.items()}
+    options = {"codec": codec, "nvme": [tmp_path / f"d{i}" for i in range(disks)], "cpu_memory": "4MiB",
+               "gpu_memory": "1MiB"}  # fmt: skip
+
+    async def main() -> None:
+        async with opened(tmp_path, **options) as store:
+            for tier in TIERS:
+                await store.put(tier.value, given, tier=tier)
+                await store.put(f"empty on {tier.value}", {}, tier=tier)
+            for name in store.names():
+                async with store.acquire(name) as found:
+                    assert_same(found, {} if name.startswith("empty") else expected)
+            assert_at_rest(store)
+        async with opened(tmp_path, resume="must", **options) as store:
+            assert store.names() == [n for t in TIERS for n in (t.value, f"empty on {t.value}")]
+            for tier in TIERS:
+                assert store.home(tier.value) is tier
+                async with store.acquire(tier.value) as found:
+                    assert_same(found, expected)
+
+    run(main())
+
+
+def test_packs_are_safetensors_files(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", {"b": torch.arange(5), "w": torch.ones(2, 3)}, tier=Tier.NVME)
+
+    run(main())
+    (file,) = (tmp_path / "store").glob("put-*")
+    loaded = safetensors.torch.load_file(file)
+    assert loaded["h.0/0.b"].tolist() == [0, 1, 2, 3, 4]
+    assert loaded["h.0/0.w"].tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        ({"w": torch.eye(2).to_sparse()}, "tensor 'w' of 'h.0' is torch.sparse_coo"),
+        ({"w": torch.empty(2, device="meta")}, "tensor 'w' of 'h.0' is on meta"),
+        ({"w": [1.0]}, "values are tensors, not list"),
+        ({"a\nb": torch.ones(1)}, "control character"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(tmp_path: Path, tensors: dict[str, Any], text: str) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            with pytest.raises(ConfigError, match=re.escape(text)):
+                await store.put("h.0", tensors, tier=Tier.NVME)
+            assert "h.0" not in store
+
+    run(main())
+
+
+# --- tiers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [(a, b) for a in TIERS for b in TIERS])
+def test_move_keeps_the_values_and_gives_the_old_home_back(tmp_path: Path, path: tuple[Tier, Tier]) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(1, 50000), tier=path[0])
+            async with store.acquire("h.0") as held:
+                await store.move("h.0", path[1])
+                assert held["w"].unique().tolist() == [1.0]
+            assert store.home("h.0") is path[1]
+            usage = store.usage()
+            assert {tier: usage[tier].count for tier in TIERS} == {t: int(t is path[1]) for t in TIERS}
+            assert usage[path[1]].bytes == 200000
+            assert usage[path[1]].share == 1.0
+            assert await value_of(store, "h.0") == 1
+            assert_at_rest(store)
+
+    run(main())
+
+
+def test_usage_counts_bytes_and_shares(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            assert [use.share for use in store.usage().values()] == [0.0, 0.0, 0.0]
+            await store.put("a", block(1), tier=Tier.GPU)
+            await store.put("b", block(1), tier=Tier.CPU)
+            await store.put("c", block(1, CHUNK // 2), tier=Tier.NVME)
+            usage = store.usage()
+            assert [(use.count, use.bytes, use.share) for use in usage.values()] == [
+                (1, CHUNK, 0.25), (1, CHUNK, 0.25), (1, 2 * CHUNK, 0.5),
+            ]  # fmt: skip
+            assert usage[Tier.GPU].used_bytes == usage[Tier.CPU].used_bytes == CHUNK
+            assert usage[Tier.NVME].capacity_bytes is None
+
+    run(main())
+
+
+def test_memory_in_pieces_is_used_to_the_last_page(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            capacity = store.usage()[Tier.CPU].capacity_bytes
+            assert capacity is not None
+            pages = capacity // PAGE
+            for i in range(pages // 3):
+                await store.put(f"{i}", block(i, 3 * PAGE // 4), tier=Tier.CPU)
+            for i in range(0, pages // 3, 2):
+                await store.delete(f"{i}")
+            free = capacity - store.usage()[Tier.CPU].used_bytes
+            await store.put("large", block(7, free // 4), tier=Tier.CPU)
+            assert store.usage()[Tier.CPU].used_bytes == capacity
+            for name in ("large", "1", "3"):
+                assert await value_of(store, name) == (7 if name == "large" else int(name))
+            await store.move("large", Tier.NVME)
+            assert await value_of(store, "large") == 7
+
+    run(main())
+
+
+def test_without_a_directory_there_is_no_nvme_tier() -> None:
+    async def main() -> None:
+        async with opened(None) as store:
+            await store.put("a", block(1), tier=Tier.CPU)
+            await store.move("a", Tier.GPU)
+            assert await value_of(store, "a") == 1
+            for call in (store.put("b", block(1), tier=Tier.NVME), store.move("a", Tier.NVME), store.commit()):
+                with pytest.raises(ConfigError, match="no NVMe tier"):
+                    await call
+        with pytest.raises(ConfigError, match="needs a store"):
+            async with opened(None, resume="must"):
+                pass
+
+    run(main())
+
+
+# --- acquire -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_nested_and_concurrent_acquires_share_one_load(tmp_path: Path, tier: Tier) -> None:
+    async def main() -> None:
+        backend = QuickBackend()
+        async with opened(tmp_path, backend=backend) as store:
+            await store.put("h.0", block(3), tier=tier)
+            reads, addresses = backend.counters.read_bytes, set()
+
+            async def use() -> None:
+                async with store.acquire("h.0") as outer, store.acquire("h.0") as inner:
+                    await asyncio.sleep(0)
+                    addresses.update({outer["w"].data_ptr(), inner["w"].data_ptr()})
+                    assert outer["w"][-1].item() == 3
+
+            await asyncio.gather(*(use() for _ in range(20)))
+            assert len(addresses) == 1
+            # the header, which every opening of the file verifies, and one chunk
+            assert backend.counters.read_bytes - reads == (PAGE + CHUNK if tier is Tier.NVME else 0)
+            assert_at_rest(store)
+
+    run(main())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_changes_are_kept_only_by_modify(tmp_path: Path, tier: Tier) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(1), tier=tier)
+            async with store.acquire("h.0", modify=True) as tensors:
+                tensors["w"] += 1
+            assert await value_of(store, "h.0") == 2
+            if tier is not Tier.GPU:
+                async with store.acquire("h.0") as tensors:
+                    tensors["w"] += 1
+                assert await value_of(store, "h.0") == 2
+                with torch.inference_mode():
+                    async with store.acquire("h.0") as tensors:
+                        tensors["w"] += 1
+                assert await value_of(store, "h.0") == 2
+                with pytest.raises(ZeroDivisionError):  # noqa: PT012
+                    async with store.acquire("h.0", modify=True) as tensors:
+                        tensors["w"] += 1
+                        raise ZeroDivisionError
+                assert await value_of(store, "h.0") == 2
+            assert_at_rest(store)
+        async with opened(tmp_path) as store:
+            assert await value_of(store, "h.0") == 2
+
+    run(main())
+
+
+def test_on_the_device_tier_changes_stay_and_are_committed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(1), tier=Tier.GPU)
+            await store.commit()
+            async with store.acquire("h.0") as tensors:
+                tensors["w"] += 1
+            with contextlib.suppress(ZeroDivisionError):
+                async with store.acquire("h.0", modify=True) as tensors:
+                    tensors["w"] += 1
+                    raise ZeroDivisionError
+        async with opened(tmp_path) as store:
+            assert await value_of(store, "h.0") == 3
+
+    run(main())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_acquired_tensors_outlive_replacement_deletion_and_eviction(tmp_path: Path, tier: Tier) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(1), tier=tier)
+            async with store.acquire("h.0") as first:
+                await store.put("h.0", block(2), tier=tier)
+                async with store.acquire("h.0", modify=True) as second:
+                    await store.delete("h.0")
+                    assert "h.0" not in store
+                    second["w"] += 1  # to nobody any more
+                    assert (first["w"][0].item(), second["w"][0].item()) == (1, 3)
+            assert store.usage()[Tier.GPU].used_bytes == 0
+            await store.put("h.0", block(4), tier=Tier.NVME)
+            async with store.acquire("h.0") as kept:
+                pass
+            for i in range(8):
+                await store.put(f"other.{i}", block(5), tier=Tier.NVME)
+                await value_of(store, f"other.{i}")
+            assert kept["w"].unique().tolist() == [4.0]  # past its release: not promised, but never a crash
+
+    run(main())
+
+
+def test_unknown_names_and_tiers(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            for call in (store.move("x", Tier.CPU), store.delete("x"), store.prefetch(["x"])):
+                with pytest.raises(KeyError, match="no entry 'x'"):
+                    await call
+            with pytest.raises(KeyError, match="no entry 'x'"):
+                async with store.acquire("x"):
+                    pass
+            with pytest.raises(ConfigError, match="tier must be one of gpu, cpu, nvme, not 'disk'"):
+                await store.put("x", {}, tier="disk")  # type: ignore[arg-type]
+
+    run(main())
+    with pytest.raises(ConfigError, match="resume must be one of"):
+        TensorStore.open(config(tmp_path), resume="perhaps")
+
+
+# --- budgets -----------------------------------------------------------------------------------------------------
+
+
+def smallest(error: pytest.ExceptionInfo[BudgetError], option: str) -> int:
+    match = re.search(rf"smallest {option} that fits is (\d+) B", str(error.value))
+    assert match is not None, str(error.value)
+    return int(match[1])
+
+
+def test_acquired_ones_that_exceed_the_budget_get_the_smallest_that_fits(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path, gpu_memory=2 * CHUNK) as store:
+            for i in range(3):
+                await store.put(f"{i}", block(i), tier=Tier.NVME)
+            async with store.acquire("0"), store.acquire("1"):
+                with pytest.raises(BudgetError) as error:
+                    async with store.acquire("2"):
+                        pass
+                assert smallest(error, "gpu_memory") == 3 * CHUNK
+                assert await value_of(store, "0") == 0
+            assert await value_of(store, "2") == 2
+            assert_at_rest(store)
+        async with (
+            opened(tmp_path, gpu_memory=3 * CHUNK) as store,
+            store.acquire("0"), store.acquire("1"), store.acquire("2"),
+        ):  # fmt: skip
+            pass
+
+    run(main())
+
+
+@pytest.mark.parametrize("cpu_chunks", [4, 7, 16, 40, 100])
+@pytest.mark.parametrize("codec", list(Codec))
+def test_a_full_cpu_tier_says_what_would_fit(tmp_path: Path, cpu_chunks: int, codec: Codec) -> None:
+    async def main() -> None:
+        async with opened(None, cpu_memory=cpu_chunks * CHUNK, codec=codec) as store:
+            count = 0
+            with pytest.raises(BudgetError) as error:  # noqa: PT012
+                for count in range(1000):
+                    await store.put(f"{count}", block(count), tier=Tier.CPU)
+            enough = smallest(error, "cpu_memory")
+            with pytest.raises(BudgetError):
+                await store.put("0", block(0), tier=Tier.CPU)  # the old one stays until the new one is whole
+            if count:
+                assert await value_of(store, "0") == 0
+        for cpu_memory, fits in ((enough, True), (enough - 4096, False)):
+            async with opened(None, cpu_memory=cpu_memory, codec=codec) as store:
+                with contextlib.nullcontext() if fits else pytest.raises(BudgetError):
+                    for i in range(count + 1):
+                        await store.put(f"{i}", block(i), tier=Tier.CPU)
+
+    run(main())
+
+
+def test_a_cpu_memory_without_room_for_buffers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError) as error:
+        plan_buffers(CHUNK, CHUNK, 2, Codec.LZ4)
+    assert plan_buffers(smallest(error, "cpu_memory"), CHUNK, 2, Codec.LZ4).resident_bytes == 0
+
+
+def test_a_store_that_outgrew_its_budgets_opens_with_the_smallest_it_names(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            for i in range(6):
+                await store.put(f"{i}", block(i), tier=Tier.CPU if i % 2 else Tier.GPU)
+        for option in ("gpu_memory", "cpu_memory"):
+            with pytest.raises(BudgetError) as error:
+                async with opened(tmp_path, **{option: 2 * CHUNK}):
+                    pass
+            async with opened(tmp_path, **{option: smallest(error, option)}) as store:
+                first = int(option == "cpu_memory")
+                assert [await value_of(store, f"{i}") for i in range(first, 6, 2)] == list(range(first, 6, 2))
+            with pytest.raises(BudgetError):
+                async with opened(tmp_path, **{option: smallest(error, option) - 4096}):
+                    pass
+
+    run(main())
+
+
+def test_prefetch_evicts_idle_copies_but_never_acquired_ones(tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = QuickBackend()
+        async with opened(tmp_path, gpu_memory=3 * CHUNK, backend=backend) as store:
+            for i in range(6):
+                await store.put(f"{i}", block(i), tier=Tier.NVME)
+            async with store.acquire("0") as held:
+                assert await store.prefetch(["1", "2", "3"]) == ["1", "2"]  # "3" would evict those of this call
+                assert await value_of(store, "1") == 1
+                assert await value_of(store, "2") == 2
+                assert await store.prefetch(["2", "4"]) == ["2", "4"]  # "1" was used least recently
+                assert held["w"].unique().tolist() == [0.0]
+                assert await value_of(store, "4") == 4
+                assert [store._entries[f"{i}"].copy is not None for i in range(5)] == [True, False, True, False, True]
+            reads = backend.counters.read_bytes
+            assert await value_of(store, "4") == 4
+            assert await value_of(store, "2") == 2
+            assert backend.counters.read_bytes == reads
+            assert store.usage()[Tier.GPU].peak_bytes <= 3 * CHUNK
+            assert_at_rest(store)
+
+    run(main())
+
+
+def test_many_tasks_with_a_budget_for_half_of_them(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path, gpu_memory=4 * CHUNK) as store:
+            for i in range(8):
+                await store.put(f"{i}", block(i), tier=Tier.NVME if i % 2 else Tier.CPU)
+            slots = asyncio.Semaphore(4)
+
+            async def use(task: int) -> None:
+                for k in range(10):
+                    i = (task * 3 + k) % 8
+                    async with slots, store.acquire(f"{i}") as tensors:
+                        await store.prefetch([f"{(i + 1) % 8}"])
+                        assert tensors["w"].unique().tolist() == [float(i)]
+
+            await asyncio.gather(*(use(task) for task in range(8)))
+            while store._owner._tasks:
+                await asyncio.wait(set(store._owner._tasks))
+            assert store.usage()[Tier.GPU].peak_bytes <= 4 * CHUNK
+            assert_at_rest(store)
+
+    run(main())
+
+
+# --- generations -------------------------------------------------------------------------------------------------
+
+
+def test_commits_count_only_changes_and_remove_what_nobody_needs(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            assert store.generation == -1
+            await store.put("a", block(1), tier=Tier.NVME)
+            await store.put("b", block(2), tier=Tier.CPU)
+            assert await store.commit() == await store.commit() == store.generation == 0
+            committed = pack_files(tmp_path)
+            await store.put("a", block(3), tier=Tier.NVME)
+            await store.put("a", block(4), tier=Tier.NVME)
+            await store.delete("b")
+            await store.put("c", block(5), tier=Tier.NVME)
+            await store.delete("c")
+            assert set(committed) < set(pack_files(tmp_path))
+            assert await store.commit() == 1
+        assert len(pack_files(tmp_path)) == 1
+        async with opened(tmp_path) as store:
+            assert store.generation == 1
+            assert store.names() == ["a"]
+            await store.move("a", Tier.CPU)
+        async with opened(tmp_path) as store:
+            assert store.generation == 2
+            assert store.home("a") is Tier.CPU
+
+    run(main())
+
+
+def test_an_error_that_leaves_the_store_commits_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012
+            async with opened(tmp_path) as store:
+                await store.put("a", block(1), tier=Tier.NVME)
+                raise ZeroDivisionError
+        assert list((tmp_path / "store").iterdir()) == []
+        async with opened(tmp_path) as store:
+            assert store.names() == []
+            await store.put("a", block(1), tier=Tier.NVME)
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012
+            async with opened(tmp_path) as store:
+                await store.put("a", block(2), tier=Tier.NVME)
+                raise ZeroDivisionError
+        async with opened(tmp_path) as store:
+            assert await value_of(store, "a") == 1
+
+    run(main())
+
+
+def test_resume(tmp_path: Path) -> None:
+    async def main() -> None:
+        for resume in ("must", "previous"):
+            with pytest.raises(ConfigError, match="no generation"):
+                async with opened(tmp_path, resume=resume):
+                    pass
+        async with opened(tmp_path, resume="never") as store:
+            await store.put("a", block(1), tier=Tier.NVME)
+        with pytest.raises(ConfigError, match="already holds generation 0"):
+            async with opened(tmp_path, resume="never"):
+                pass
+        with pytest.raises(ConfigError, match="holds only generation 0"):
+            async with opened(tmp_path, resume="previous"):
+                pass
+        async with opened(tmp_path) as store:
+            await store.put("b", block(2), tier=Tier.NVME)
+        async with opened(tmp_path, resume="previous") as store:
+            assert store.names() == ["a"]
+            assert store.generation == 0
+        async with opened(tmp_path) as store:
+            assert store.names() == ["a"]
+            await store.put("b", block(2), tier=Tier.NVME)
+            await store.commit()
+            await store.put("c", block(3), tier=Tier.NVME)
+        flip(tmp_path / "store", "b/0")
+        with pytest.raises(ChecksumMismatch, match="chunk b/0"):
+            async with opened(tmp_path, resume="previous"):
+                pass
+        for options in ({"chunk_bytes": 2 * CHUNK}, {"codec": "lz4"}):
+            with pytest.raises(ConfigError, match="made with codec='none' and chunk_bytes=65536"):
+                async with opened(tmp_path, **options):
+                    pass
+        async with opened(tmp_path, chunk_bytes=None, cpu_memory="64MiB") as store:
+            assert store.names() == ["a", "b", "c"]
+
+    run(main())
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("a", block(1), tier=Tier.NVME)
+            with pytest.raises(StoreLocked, match="in use by process"):
+                async with opened(tmp_path):
+                    pass
+            assert await value_of(store, "a") == 1
+        async with opened(tmp_path) as store:
+            assert await value_of(store, "a") == 1
+
+    run(main())
+
+
+def test_directories_of_another_store_are_left_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        both = [tmp_path / "x", tmp_path / "y"]
+        async with opened(tmp_path, nvme=both) as store:
+            await store.put("a", block(1, 50000), tier=Tier.NVME)
+        for nvme, text in ((both[:1], "striped over 2"), (both[::-1], "holds put-0"), (both[1:], "holds put-0")):
+            with pytest.raises(ConfigError, match=text):
+                async with opened(tmp_path, nvme=nvme):
+                    pass
+        async with opened(tmp_path, nvme=both) as store:
+            assert await value_of(store, "a") == 1
+
+    run(main())
+
+
+# --- whose loop --------------------------------------------------------------------------------------------------
+
+
+def test_other_loops_are_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = TensorStore.open(config(tmp_path), backend=QuickBackend())
+        with pytest.raises(ClosedError, match="not open"):
+            store.names()
+        async with store:
+            await store.put("a", block(1), tier=Tier.CPU)
+            errors: list[BaseException] = []
+
+            def elsewhere() -> None:
+                for call in (lambda: asyncio.run(store.commit()), store.usage, lambda: "a" in store):
+                    try:
+                        call()
+                    except RuntimeError as error:
+                        errors.append(error)
+
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            while thread.is_alive():
+                await asyncio.sleep(0)
+            thread.join()
+            assert len(errors) == 3
+            assert all("event loop that opened it" in str(error) for error in errors)
+            with pytest.raises(ClosedError, match="opened once"):
+                await store.__aenter__()
+            assert await value_of(store, "a") == 1
+        with pytest.raises(ClosedError, match="not open"):
+            await store.commit()
+
+    run(main())
+
+
+def test_closing_waits_for_calls_of_other_tasks(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            putting = asyncio.create_task(store.put("a", block(1), tier=Tier.NVME))
+            await asyncio.sleep(0)
+            await store.put("b", block(2), tier=Tier.NVME)
+            await store.put("c", block(2), tier=Tier.NVME)
+            await store.prefetch(["b", "c"])
+        await putting
+        async with opened(tmp_path) as store:
+            assert set(store.names()) == {"a", "b", "c"}
+
+    run(main())
+
+
+def test_closing_under_an_acquire(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("a", block(1), tier=Tier.NVME)
+            reader, writer = store.acquire("a"), store.acquire("a", modify=True)
+            tensors = await reader.__aenter__()
+            await writer.__aenter__()
+        assert tensors["w"].unique().tolist() == [1.0]
+        await reader.__aexit__(None, None, None)
+        with pytest.raises(ClosedError):
+            await writer.__aexit__(None, None, None)
+
+    run(main())
+
+
+def test_a_close_that_takes_too_long_says_what_is_in_flight(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    class StuckBackend(QuickBackend):
+        def _call_pread(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+            assert go_on.wait(30)
+            return super()._call_pread(descriptor, view, offset, path)
+
+    async def main() -> None:
+        with pytest.raises(Timeout, match=r"within 0.01 s; in flight: acquire 'a'"):  # noqa: PT012
+            async with opened(tmp_path, backend=StuckBackend(), timeout_s=0.01) as store:
+                await store.put("a", block(1), tier=Tier.NVME)
+                task = asyncio.create_task(value_of(store, "a"))
+                await asyncio.sleep(0)
+                join = store._workers.close
+
+                def close(timeout_s: float) -> None:
+                    go_on.set()
+                    join(timeout_s)
+
+                store._workers.close = close  # type: ignore[method-assign]
+        task.cancel()
+        await asyncio.wait({task})
+
+    run(main())

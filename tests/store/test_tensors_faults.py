@@ -1,0 +1,423 @@
+"""Stores of named tensors when things go wrong: cancelled, refused by the disk, damaged, killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import EIO, ENOSPC, Fault, FaultyBackend
+from tensor_stores import (
+    TIERS,
+    QuickBackend,
+    assert_at_rest,
+    block,
+    config,
+    flip,
+    opened,
+    pack_files,
+    run,
+    value_of,
+)
+
+from tierstore import TensorStore, Tier
+from tierstore.errors import ChecksumMismatch, FormatError, StorageError, StorageFull
+from tierstore.io.backend import Backend
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+TierPair = tuple[Tier, Tier]
+
+
+# --- cancellation ------------------------------------------------------------------------------------------------
+
+
+class Stepped:
+    """A coroutine that is cancelled where it waits for the n-th time.
+
+    Attributes:
+        waits: how often it has waited.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, Any], at: int) -> None:
+        self._work = work
+        self._at = at
+        self.waits = 0
+
+    def __await__(self) -> Iterator[Any]:
+        step: Callable[[], Any] = lambda: self._work.send(None)  # noqa: E731
+        while True:
+            try:
+                waited_for = step()
+            except StopIteration as end:
+                return end.value
+            self.waits += 1
+            if self.waits == self._at:
+                task = asyncio.current_task()
+                assert task is not None
+                asyncio.get_running_loop().call_soon(task.cancel)
+            try:
+                yield waited_for
+                step = lambda: self._work.send(None)  # noqa: E731
+            except BaseException as error:
+                step = lambda error=error: self._work.throw(error)  # noqa: E731
+
+
+async def at_every_wait(work: Callable[[], Coroutine[Any, Any, Any]], check: Callable[[bool], Awaitable[None]]) -> None:
+    """Run `work` anew, cancelled at its first wait, at its second, ... until it is over before that."""
+    for at in range(1, 200):
+        stepped = Stepped(work(), at)
+
+        async def step(stepped: Stepped = stepped) -> None:
+            await stepped
+
+        task = asyncio.create_task(step())
+        await asyncio.wait({task})
+        was_cancelled = task.cancelled()
+        if not was_cancelled:
+            task.result()
+        await check(was_cancelled)
+        if stepped.waits < at:
+            return
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("tiers", [(a, b) for a in TIERS for b in TIERS])
+def test_a_cancelled_put_leaves_the_old_entry(tmp_path: Path, tiers: TierPair) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(1, 40000), tier=tiers[0])
+
+            async def check(was_cancelled: bool) -> None:
+                assert store.home("h.0") is (tiers[0] if was_cancelled else tiers[1])
+                assert await value_of(store, "h.0") == (1 if was_cancelled else 2)
+                assert_at_rest(store)
+
+            await at_every_wait(lambda: store.put("h.0", block(2, 40000), tier=tiers[1]), check)
+            await store.commit()
+            assert len(pack_files(tmp_path)) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("tiers", [(a, b) for a in TIERS for b in TIERS if a is not b])
+def test_a_cancelled_move_leaves_it_where_it_was(tmp_path: Path, tiers: TierPair) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(1, 40000), tier=tiers[0])
+
+            async def check(was_cancelled: bool) -> None:
+                assert store.home("h.0") is (tiers[0] if was_cancelled else tiers[1])
+                assert await value_of(store, "h.0") == 1
+                await store.put("h.0", block(1, 40000), tier=tiers[0])  # without a copy on the device
+                assert_at_rest(store)
+
+            await at_every_wait(lambda: store.move("h.0", tiers[1]), check)
+
+    run(main())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_cancelled_acquire_gives_everything_back(tmp_path: Path, tier: Tier) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(1, 40000), tier=tier)
+
+            async def use() -> None:
+                assert await value_of(store, "h.0") == 1
+
+            async def check(was_cancelled: bool) -> None:
+                assert await value_of(store, "h.0") == 1
+                assert_at_rest(store)
+                await store.put("h.0", block(1, 40000), tier=tier)
+
+            await at_every_wait(use, check)
+
+    run(main())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_cancelled_release_has_written_back(tmp_path: Path, tier: Tier) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(0, 40000), tier=tier)
+            changes = 0
+
+            async def change() -> None:
+                nonlocal changes
+                async with store.acquire("h.0", modify=True) as tensors:
+                    tensors["w"] += 1
+                    changes += 1
+
+            async def check(was_cancelled: bool) -> None:
+                assert await value_of(store, "h.0") == changes
+                assert_at_rest(store)
+                await store.put("h.0", block(changes, 40000), tier=tier)  # without a copy on the device
+                if tier is Tier.CPU:
+                    await store.commit()
+
+            await at_every_wait(change, check)
+            assert changes > 1
+
+    run(main())
+
+
+def test_a_cancelled_commit_can_be_done_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            number = 1
+            for tier in TIERS:
+                await store.put(tier.value, block(0), tier=tier)
+
+            async def commit() -> None:
+                for tier in TIERS:
+                    await store.put(tier.value, block(number), tier=tier)
+                await store.commit()
+
+            async def check(was_cancelled: bool) -> None:
+                nonlocal number
+                for tier in TIERS:
+                    assert await value_of(store, tier.value) <= number
+                number += 1
+
+            await at_every_wait(commit, check)
+            assert_at_rest(store)
+        assert len(pack_files(tmp_path)) == 3
+        async with opened(tmp_path, resume="must") as store:
+            assert [await value_of(store, tier.value) for tier in TIERS] == [number - 1] * 3
+
+    run(main())
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
+
+
+class QuickFaultyBackend(FaultyBackend, QuickBackend):
+    """Fails as told, and does not wait for the disk."""
+
+    def _call_fdatasync(self, descriptor: int, path: Path) -> None:
+        self._step("fdatasync", path)
+
+    def _call_fsync(self, descriptor: int, path: Path) -> None:
+        self._step("fsync", path)
+
+
+async def bring_all_to(store: TensorStore, value: int) -> None:
+    """Every kind of call that changes something; each entry has its old value or the new one at any moment."""
+    for tier in TIERS:
+        await store.put(tier.value, block(value), tier=tier)
+    async with store.acquire("nvme", modify=True) as tensors:
+        tensors["w"].fill_(value)
+    await store.move("cpu", Tier.NVME)
+    await store.move("cpu", Tier.CPU)
+    await store.commit()
+
+
+@pytest.mark.parametrize("fault", [EIO, ENOSPC], ids=str)
+def test_a_fault_at_any_call_leaves_every_entry_whole(tmp_path: Path, fault: Fault) -> None:
+    async def main(at: int) -> bool:
+        backend, path = QuickFaultyBackend(kinds=("allocate", "pwrite") if fault is ENOSPC else ()), tmp_path / str(at)
+        async with TensorStore.open(config(path), backend=backend) as store:
+            await bring_all_to(store, 1)
+            while store._owner._tasks:
+                await asyncio.wait(set(store._owner._tasks))
+            backend.calls.clear()
+            backend._counted, backend.at, backend.fault = 0, at, fault
+            errors: list[StorageError] = []
+            for call in (bring_all_to(store, 2), store.commit()):  # the second hears what nobody waited for
+                try:
+                    await call
+                except StorageError as error:
+                    errors.append(error)
+                while store._owner._tasks:
+                    await asyncio.wait(set(store._owner._tasks))
+            backend.fault = None
+            was_hit = backend._counted > at
+            assert bool(errors or store._owner._failures) == was_hit
+            assert all(isinstance(error, StorageFull) == (fault is ENOSPC) for error in errors)
+            assert all(str(path) in str(error) for error in errors)
+            with contextlib.suppress(StorageError):
+                store._owner.raise_kept()
+            found = [await value_of(store, tier.value) for tier in TIERS]
+            assert set(found) <= {1, 2}
+            assert_at_rest(store)
+            for tier, value in zip(TIERS, found):
+                await store.put(tier.value, block(value + 1), tier=tier)
+        async with opened(path, resume="must") as store:
+            assert [await value_of(store, tier.value) for tier in TIERS] == [value + 1 for value in found]
+        assert len(pack_files(path)) == 3
+        shutil.rmtree(path)
+        return was_hit
+
+    at = 0
+    while run(main(at)):
+        at += 1
+    assert at > 10
+
+
+def test_a_failed_prefetch_is_told_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = FaultyBackend(kinds=("pread",))
+        async with TensorStore.open(config(tmp_path), backend=backend) as store:
+            await store.put("h.0", block(1), tier=Tier.NVME)
+            await store.put("h.1", block(2), tier=Tier.NVME)
+            backend.fault, backend.times = EIO, 1000
+            assert await store.prefetch(["h.0"]) == ["h.0"]
+            while store._entries["h.0"].copy is not None:
+                await asyncio.sleep(0)
+            backend.fault = None
+            with pytest.raises(StorageError, match="put-0"):
+                await value_of(store, "h.1")
+            assert await value_of(store, "h.1") == 2
+            assert await value_of(store, "h.0") == 1
+            assert_at_rest(store)
+
+    run(main())
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(1), tier=Tier.NVME)
+            await store.put("h.1", block(2), tier=Tier.NVME)
+        name = flip(tmp_path / "store", "h.0/0")
+        async with opened(tmp_path) as store:
+            with pytest.raises(ChecksumMismatch, match=f"chunk h.0/0 at offset 4096 of .*{name}"):
+                await value_of(store, "h.0")
+            assert await value_of(store, "h.1") == 2
+            assert_at_rest(store)
+            await store.put("h.0", block(3), tier=Tier.CPU)
+        name = flip(tmp_path / "store", "h.0/0")
+        with pytest.raises(ChecksumMismatch, match=name):
+            async with opened(tmp_path):
+                pass
+        (tmp_path / "store" / name).unlink()
+        with pytest.raises(FormatError, match=f"{name} is missing"):
+            async with opened(tmp_path):
+                pass
+
+    run(main())
+
+
+# --- killed ------------------------------------------------------------------------------------------------------
+
+
+class CopyingBackend(Backend):
+    """Copies a directory before each call that changes it: what a process killed there leaves, and what a power cut.
+
+    After a power cut a name is there as the directory's last fsync left it, with the bytes of the file's last sync.
+
+    Attributes:
+        moment: goes with the copies made from now on.
+        copies: directory, moment.
+    """
+
+    def __init__(self, source: Path, target: Path) -> None:
+        super().__init__()
+        self.copies: list[tuple[Path, Any]] = []
+        self.moment: Any = None
+        self._source = source
+        self._target = target
+        self._turn = threading.RLock()
+        self._file_at: dict[Path, object] = {}
+        self._synced_bytes: dict[object, bytes] = {}
+        self._synced_names: dict[str, object] = {}
+        self._has_synced = True
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        with self._turn:
+            killed, cut = (self._target / f"{kind} {len(self.copies)}" / "store" for kind in ("killed", "cut"))
+            shutil.copytree(self._source, killed, ignore=shutil.ignore_patterns("lock"))
+            self.copies.append((killed.parent, self.moment))
+            if self._has_synced:
+                cut.mkdir(parents=True)
+                for name, file in self._synced_names.items():
+                    (cut / name).write_bytes(self._synced_bytes.get(file, b""))
+                self.copies.append((cut.parent, self.moment))
+                self._has_synced = False
+            yield
+
+    def _call_open(self, path: Path, flags: int, mode: int) -> int:
+        with self._change() if flags & os.O_CREAT else contextlib.nullcontext():
+            if flags & os.O_CREAT:
+                self._file_at[path] = object()
+            return super()._call_open(path, flags, mode)
+
+    def _call_allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        with self._change():
+            super()._call_allocate(descriptor, size_bytes, path)
+
+    def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        with self._change():
+            return super()._call_pwrite(descriptor, view, offset, path)
+
+    def _call_fdatasync(self, descriptor: int, path: Path) -> None:
+        self._call_fsync(descriptor, path)
+
+    def _call_fsync(self, descriptor: int, path: Path) -> None:
+        with self._change():
+            self._has_synced = True
+            if path == self._source:
+                names = [entry.name for entry in path.iterdir() if entry.name != "lock"]
+                self._synced_names = {name: self._file_at.get(path / name) for name in names}
+            elif path.is_file():
+                self._synced_bytes[self._file_at[path]] = path.read_bytes()
+
+    def _call_replace(self, source: Path, destination: Path) -> None:
+        with self._change():
+            super()._call_replace(source, destination)
+            self._file_at[destination] = self._file_at.pop(source)
+
+    def _call_unlink(self, path: Path) -> None:
+        with self._change():
+            super()._call_unlink(path)
+
+
+State = dict[str, tuple[float, Tier]]
+
+
+async def state_of(store: TensorStore) -> State:
+    return {name: (await value_of(store, name), store.home(name)) for name in store.names()}
+
+
+def test_killed_anywhere_the_last_generation_or_the_one_before_is_whole(tmp_path: Path) -> None:
+    async def main() -> None:
+        source = tmp_path / "live"
+        (source / "store").mkdir(parents=True)
+        backend = CopyingBackend(source / "store", tmp_path)
+        async with TensorStore.open(config(source), backend=backend) as store:
+            committed: State = {}
+            for generation in range(3):
+                backend.moment = (committed, committed)
+                for tier in TIERS:
+                    await store.put(tier.value, block(generation, 24000), tier=tier)
+                async with store.acquire("nvme", modify=True) as tensors:
+                    tensors["w"] += 0.5
+                await store.put(f"only {generation}", block(generation), tier=Tier.NVME)
+                if generation:
+                    await store.delete(f"only {generation - 1}")
+                    await store.move("cpu", Tier.GPU)
+                    await store.move("gpu", Tier.NVME)
+                after = await state_of(store)
+                backend.moment = (committed, after)
+                await store.commit()
+                committed = after
+            backend.moment = (committed, committed)
+        seen = set()
+        for path, allowed in backend.copies:
+            async with opened(path) as store:
+                found = await state_of(store)
+                assert found in allowed, f"{path.name}: {found}"
+                seen.add((path.name.split()[0], store.generation))
+                assert_at_rest(store)
+                await store.put("new", block(9), tier=Tier.NVME)
+            shutil.rmtree(path)
+        assert seen == {(kind, generation) for kind in ("killed", "cut") for generation in (-1, 0, 1, 2)}
+
+    run(main())
