@@ -128,6 +128,11 @@ class Pool:
         self._waiters: deque[_Waiter] = deque()
         self._leases: set[Lease] = set()
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a reservation waits."""
+        return bool(self._waiters)
+
     async def reserve(self, nbytes: int) -> Lease:
         """A lease of `nbytes`, after all who asked earlier got theirs.
 

@@ -233,6 +233,11 @@ class Gradients:
                 lease.free()
         state.is_measured = True
 
+    @property
+    def is_short(self) -> bool:
+        """Whether gradients wait for memory."""
+        return self._pool.is_waited_for or self._staging.is_waited_for
+
     def is_coming(self, group: int, chunk: int) -> bool:
         """Whether a gradient of this chunk was taken off autograd and is on its way."""
         return bool(self._chunks[group, chunk].coming)

@@ -118,6 +118,11 @@ class Round:
         """Whether a trip of this round can be applied now."""
         return self.is_open(trip.group) and (self.gradients is None or not self.gradients.is_coming(*trip.key))
 
+    def will_go(self, trip: Trip) -> bool:
+        """Whether that needs nothing but time: its gradient may be on its way, but is not short of memory."""
+        is_held_up = self.gradients is not None and self.gradients.is_short and self.gradients.is_coming(*trip.key)
+        return self.is_open(trip.group) and not is_held_up
+
     async def can_go(self, trip: Trip) -> None:
         """Wait for that."""
         await self._gates[trip.group].wait()

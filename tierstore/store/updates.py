@@ -154,13 +154,14 @@ class UpdatePipeline:
                 self._pending[trip.key] = trip
 
     def _recall(self) -> None:
-        """If a trip that may go has no memory, take back all that waits for a closed gate.
+        """If a trip that may go has no memory and none that has some moves, take back what reads ahead.
 
-        In the order of need there is nothing to take back: what reads ahead queued behind what may go.
+        In the order of need this does not happen: what reads ahead queued behind what may go.
         """
-        trips = ((r, t) for r in self._rounds for t in r.trips if t.is_queued)
-        self._starving = {trip for round_, trip in trips if round_.may_go(trip)}
-        if self._starving:
+        trips = [(r, t) for r in self._rounds for t in r.trips]
+        self._starving = {t for r, t in trips if t.is_queued and r.may_go(t)}
+        is_moving = any(t.lease is not None and (t.applied.done() or r.will_go(t)) for r, t in trips)
+        if self._starving and not is_moving:
             self.recall_all()
 
     # --- what others wait for -----------------------------------------------------------------------------------
@@ -249,6 +250,7 @@ class UpdatePipeline:
             if trip.lease is not None:
                 trip.lease.free()
                 trip.lease = None
+            self._recall()
 
     async def _travel(
         self, round_: Round, trip: Trip, gradients: Gradients, previous: asyncio.Task[None] | None, redo: bool
@@ -347,6 +349,10 @@ class UpdatePipeline:
             await self._weights.read(group, chunk, weights, Priority.UPDATE)
             needs_weights = False
         gradient = await gradients.fetch(group, chunk, spare) if updates else None
+        if round_.reads_weights:
+            # So that new weights go to a forward that has asked for them. Where weights come from the device, the
+            # memory that a load waits for may be that of a group whose update waits behind this one.
+            await self._weights.announced(group)
         # No await from here to the count of device jobs: the group may not leave the device in between.
         storage = self._weights.on_device(group)
         raw, offset = self._weights.raw_bytes(group, chunk), self._weights.device_offset(group, chunk)

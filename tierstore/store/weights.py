@@ -11,6 +11,7 @@ them and settles every load that waits for it; what is on the device is a copy.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import torch
@@ -75,6 +76,7 @@ class Weights:
         self._allocated: set[int] = set()
         self._valid: set[int] = set()
         self._dropping: set[int] = set()
+        self._announced: dict[int, asyncio.Future[None]] = {}
         # Set by the update pipeline, which is built after this.
         self.settle: Settle = _never_pending
         self.leave_device: Callable[[int], Awaitable[None]] = _not_needed
@@ -102,15 +104,29 @@ class Weights:
         start, stop = self._placement.chunk(group, chunk)
         return (stop - start) * self._groups[group].item_bytes
 
+    def announce(self, group: int) -> None:
+        """A load of this group will follow: an update that comes before its memory may wait for that."""
+        self._announced[group] = asyncio.get_running_loop().create_future()
+
+    async def announced(self, group: int) -> None:
+        """Wait until a group that was announced has its device memory."""
+        coming = self._announced.get(group)
+        if coming is not None:
+            await asyncio.shield(coming)
+
     async def load(self, group: int, priority: Priority) -> None:
         """Bring a group to the device; it must not be there.
 
         Blocks: on the GPU tier's budget, on pending updates of the group, and on the disk.
         """
         nbytes = self._groups[group].weight_bytes
-        await self.budget.take(nbytes)
-        self._device.allocate(self._storages[group], nbytes)
-        self._allocated.add(group)
+        try:
+            await self.budget.take(nbytes)
+            self._device.allocate(self._storages[group], nbytes)
+            self._allocated.add(group)
+        finally:
+            if (coming := self._announced.pop(group, None)) is not None:
+                coming.set_result(None)
         with self._tracer.measure("acquire", self._groups[group].name):
             await together(self._load_chunk(group, c, priority) for c in range(self._placement.chunk_count(group)))
         self._valid.add(group)

@@ -64,6 +64,7 @@ class DeviceAccess:
         self._for_pass: list[int] = []
         self._held: set[int] = set()
         self._ready: set[int] = set()
+        self._stale: set[int] = set()
         self._loads: dict[int, asyncio.Task[None]] = {}
         self._drops: dict[int, asyncio.Task[None]] = {}
         self._visits: list[tuple[int, float]] = []
@@ -71,6 +72,8 @@ class DeviceAccess:
         self.stall_s = 0.0
         self.is_inside = False
         self.stops_at_step = False
+        self.awaits_update: Callable[[int], bool] = lambda group: False
+        """Whether a group will still be updated in this step, so that its weights are not yet those of the next."""
         for group in groups:
             self._hide(group)
 
@@ -155,6 +158,7 @@ class DeviceAccess:
 
     def _go_to(self, group: int) -> None:
         self._account()
+        self._refresh_stale()
         position = self._locate(group)
         if position is not None:
             self._position = position
@@ -190,9 +194,13 @@ class DeviceAccess:
         """How far to fetch ahead: not before the order is known, and not over an update that makes weights stale."""
         if not self.is_recorded:
             return 0
-        if not self.stops_at_step:
-            return self.depth
-        return min(self.depth, len(set(self.order[position + 1 :]) - {self.order[position]}))
+        count, seen = len(self.order), {self.order[position]}
+        for place in range(position + 1, position + count):
+            group = self.order[place % count]
+            if len(seen) > self.depth or (place >= count and (self.stops_at_step or self.awaits_update(group))):
+                break
+            seen.add(group)
+        return min(self.depth, len(seen) - 1)
 
     def _in_use(self) -> list[int]:
         return [g for g in self._held if self._users[g] or (g in self._ready and self._groups[g].is_viewed())]
@@ -234,18 +242,26 @@ class DeviceAccess:
         changed = set(groups) & self._held
         self._ready -= changed
         self._current = None
-        for group in changed:
-            self._runtime.post(self._start_refresh, group)
+        self._stale |= changed
 
     def prefetch_start(self) -> None:
         """Begin to fetch what the next forward needs first."""
-        if not self.is_recorded:
-            return
+        if self.is_recorded and self.depth > 0:
+            self._fetch_first()
+        self._refresh_stale()
+
+    def _refresh_stale(self) -> None:
+        # After the loads were posted: a refresh lets updates go, which hand their weights to loads that are announced.
+        for group in sorted(self._stale):
+            self._runtime.post(self._start_refresh, group)
+        self._stale.clear()
+
+    def _fetch_first(self) -> None:
         try:
             decision = self._decide(0, self.order[0], max(self.depth - 1, 0))
         except BudgetError:
             return  # somebody reads the weights of this step, so there is no room yet
-        if self.depth == 0 or decision.wait:
+        if decision.wait:
             return
         self._drop(decision.evict)
         for wanted in decision.load:
@@ -254,6 +270,7 @@ class DeviceAccess:
 
     def release_all(self) -> None:
         """Drop every group that nobody uses."""
+        self._refresh_stale()
         for group in sorted(self._held - self._ready):
             self._wait_for(group)
         in_use = set(self._in_use())
@@ -263,6 +280,7 @@ class DeviceAccess:
     # --- on the loop thread -------------------------------------------------------------------------------------
 
     def _start_load(self, group: int) -> None:
+        self._store.weights.announce(group)
         self._loads[group] = self._runtime.spawn(self._load(group), f"load {self._groups[group].spec.name}")
 
     async def _load(self, group: int) -> None:

@@ -275,6 +275,7 @@ def _hook_up(
         return driver.decide_group(index, stepper.updates(group, collector.touched, driver.guessed_scale))
 
     collector.on_complete = on_complete
+    access.awaits_update = lambda index: groups.groups[index].spec.trainable and index not in collector.completed
     return Assembly(
         runtime, backend, device, store, groups, access, collector, hooks, stepper, driver, tracer, generation
     )

@@ -68,6 +68,8 @@ class GradientCollector:
         self.touched: set[nn.Parameter] = set()
         self.is_final = True
         self.is_streaming = False
+        self.completed: list[int] = []
+        """Groups in the order in which the last backward completed them."""
         self.store: Gradients | None = None
         self.on_complete: Callable[[int], Callable[[], None] | None] = lambda group: None
         self._handles = [
@@ -97,6 +99,7 @@ class GradientCollector:
         """
         self.store = store
         self.is_final = is_final
+        self.completed = []
         self.is_streaming = is_streaming and is_final
         self._collected = [_Collected() for _ in self._groups]
         self._waiting.clear()
@@ -161,6 +164,7 @@ class GradientCollector:
             self.touched.add(parameter)
         collected.gradients = {}
         collected.is_taken = True
+        self.completed.append(group.index)
         self._waiting.discard(group.index)
         then = self.on_complete(group.index) if self.is_streaming else None
         self._runtime.post(self._start_accept, group, pieces, self._device.record(), self.is_final, then)

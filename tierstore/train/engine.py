@@ -138,7 +138,9 @@ class Engine:
         is_training = torch.is_grad_enabled()
         if is_training and not parts.driver.has_begun:
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
-            parts.driver.begin(parts.access.order, knows_graph=parts.collector.knows_graph)
+            parts.driver.begin(
+                parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph
+            )
         parts.access.stops_at_step = self._is_syncing and not parts.driver.is_streaming
         parts.access.begin_forward()
         try:

@@ -74,20 +74,19 @@ class RoundDriver:
         """Whether this step's round reads ahead already."""
         return self._round is not None
 
-    def begin(self, order: Sequence[int], *, knows_graph: bool) -> None:
+    def begin(self, visits: Sequence[int], completed: Sequence[int], *, knows_graph: bool) -> None:
         """The first forward of a step begins: updates may read ahead.
 
         Args:
-            order: all visits of forward and backward.
+            visits: groups as forward and backward need them.
+            completed: groups as their gradients were complete in the last backward.
             knows_graph: a step was seen to its end; until then nothing is updated before step().
         """
         self.is_speculating = self.schedule is UpdateSchedule.SPECULATIVE and self.speculation.should_try()
         from_device = self.schedule is UpdateSchedule.BACKWARD or self.is_speculating
         trainable = [i for i, group in enumerate(self._store.groups) if group.trainable]
-        # From the device a group is updated after its last visit, otherwise it is needed at its first.
-        seen = list(dict.fromkeys(reversed(order)))[::-1] if from_device else list(dict.fromkeys(order))
-        wanted = [group for group in seen if group in trainable]
-        wanted += [group for group in trainable if group not in wanted]
+        need = [*completed, *reversed(trainable)] if from_device else [*visits, *trainable]
+        wanted = [group for group in dict.fromkeys(need) if group in trainable]
         self.is_streaming = from_device and knows_graph
         round_ = Round(
             wanted,

@@ -1,0 +1,186 @@
+"""What the engine says of itself is what happens: bytes at the backend, pages in the cache, budgets, the depth."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tierstore.config import AdamWConfig, Tier, TierConfig
+from tierstore.io.backend import Backend
+from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.costs import StepPattern, step_traffic
+from tierstore.plan.simulate import Visit, simulate
+from tierstore.trace import Tracer
+from tierstore.train.engine import Engine
+
+WIDTH, BLOCKS = 512, 6
+GROUP_BYTES = (WIDTH * WIDTH + WIDTH) * 4
+WARM_UP, COUNTED = 4, 4
+RATES = BandwidthTable(1e9, 1e9, 1e9, 1e10, 1e10, 1e10, 1e9)
+
+
+class Stack(nn.Module):
+    """Equal blocks, so that every figure can be computed by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def model() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+def steps(engine: Engine, count: int) -> list[Any]:
+    x = torch.ones(2, WIDTH, requires_grad=True)  # so that backward needs the first block's weights, too
+    reports = []
+    for _ in range(count):
+        engine.backward(engine(x).square().mean())
+        reports.append(engine.step())
+    return reports
+
+
+def traffic(make: Callable[[], Engine]) -> tuple[Engine, float, float]:
+    """A closed engine, and the bytes read and written per step: what a longer run moves more than a shorter one.
+
+    A flush within a run would change what follows, since it applies updates that wait for the next forward.
+    """
+    totals = []
+    for count in (WARM_UP, WARM_UP + COUNTED):
+        with make() as engine:
+            steps(engine, count)
+            engine.flush()
+            totals.append(engine.statistics()["bytes"])
+    read, written = ((totals[1][link] - totals[0][link]) / COUNTED for link in ("nvme_read", "nvme_write"))
+    return engine, read, written
+
+
+@pytest.mark.parametrize(
+    ("update", "clip"), [("backward", None), ("step", 1.0), ("forward", 1.0), ("speculative", 1e9), ("delayed", 1.0)]
+)
+@pytest.mark.parametrize("cpu_memory", ["6MiB", "12MiB", "18MiB", "64MiB"])
+def test_bytes_per_step_are_the_plan_s(tmp_path_factory: Any, update: str, clip: float | None, cpu_memory: str) -> None:
+    def make() -> Engine:
+        tiers = TierConfig(
+            gpu_memory=4 * GROUP_BYTES, cpu_memory=cpu_memory, nvme=[tmp_path_factory.mktemp("store")],
+            bandwidth=RATES, prefetch_depth=1,
+        )  # fmt: skip
+        return Engine(model(), tiers, AdamWConfig(), update=update, max_grad_norm=clip)
+
+    engine, read, written = traffic(make)
+    placement, order = engine.placement, engine._parts.access.order
+    if update in ("forward", "delayed"):
+        # A lazy update hands new weights to the forward that asks for them, so only backward loads from the disk: what
+        # forward had dropped. Three blocks fit, and one of them is the next one.
+        loads = (1, 1, 1, 1, 0, 0)
+    else:
+        visits = tuple(Visit(group, GROUP_BYTES, 0.01) for group in order)
+        loads = simulate(visits, placement.gpu_weight_bytes, 1, 1e9).loads
+    reads_weights = update in ("step", "forward", "delayed")
+    plan = step_traffic(placement, StepPattern(loads, read_weights_with_state=reads_weights))
+    kept_bytes = 0
+    if update == "delayed":  # pending gradients that live in CPU memory are written for a commit
+        kept = [g for g in range(BLOCKS) if placement.gradient_home[g] is Tier.CPU]
+        kept_bytes = sum(placement.gradient_bytes(g, c) for g in kept for c in range(placement.chunk_count(g)))
+    assert (read, written) == (plan.read_bytes, plan.written_bytes + kept_bytes), loads
+
+
+def test_files_are_not_in_the_page_cache(disk_path: Path) -> None:
+    tiers = TierConfig(gpu_memory=4 * GROUP_BYTES, cpu_memory="6MiB", nvme=[disk_path / "store"], bandwidth=RATES)
+    with Engine(model(), tiers, update="forward", max_grad_norm=1.0) as engine:
+        steps(engine, 3)
+        engine.flush()
+        if engine._parts.backend.buffered_paths:
+            pytest.skip("the filesystem refuses O_DIRECT")
+        packs = sorted((disk_path / "store").glob("*.safetensors"))
+        cached = {path.name: cached_share(path) for path in packs if path.stat().st_size > 2**20}
+    assert len(cached) >= 4
+    assert max(cached.values()) < 0.01, cached
+
+
+def cached_share(path: Path) -> float:
+    """Share of a file's pages that the page cache holds, by mincore."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = path.stat().st_size
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as mapping:
+        pages = -(-size // mmap.PAGESIZE)
+        vector = (ctypes.c_ubyte * pages)()
+        view = np.frombuffer(mapping, np.uint8)
+        status = libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), vector)
+        del view
+    assert status == 0, os.strerror(ctypes.get_errno())
+    return sum(byte & 1 for byte in vector) / pages
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward", "speculative", "delayed"])
+@pytest.mark.parametrize("cpu_memory", ["6MiB", "12MiB"])
+def test_no_tier_exceeds_its_budget_at_any_moment(disk_path: Path, update: str, cpu_memory: str) -> None:
+    gpu_bytes = 4 * GROUP_BYTES
+    tiers = TierConfig(gpu_memory=gpu_bytes, cpu_memory=cpu_memory, nvme=[disk_path / "store"], bandwidth=RATES)
+    tracer = Tracer(time.perf_counter)
+    clip = None if update == "backward" else 1.0
+    with Engine(model(), tiers, update=update, max_grad_norm=clip, tracer=tracer) as engine:
+        peaks = steps(engine, 4)[-1].peak_bytes
+        gradient_bytes = engine.placement.gpu_gradient_bytes
+    samples: dict[str, list[float]] = {}
+    for sample in tracer.samples:
+        samples.setdefault(sample.track, []).append(sample.value)
+    assert 0 < max(samples["gpu tier"]) <= gpu_bytes - gradient_bytes
+    assert 0 < max(samples["cpu tier"]) <= tiers.cpu_memory
+    assert 0 < peaks["gpu"] <= gpu_bytes
+    assert 0 < peaks["cpu"] <= tiers.cpu_memory
+    assert {"nvme read", "nvme write", "step", "update", "acquire"} <= {span.track for span in tracer.spans}
+
+
+class SlowDisk(Backend):
+    """A disk whose transfers take the time of a rate, on a clock that nothing else moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.bytes_per_s = 1e9
+        self._lock = threading.Lock()
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def compute(self, seconds: float) -> None:
+        with self._lock:
+            self.now_s += seconds
+
+    def _call_pread(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        count = super()._call_pread(descriptor, view, offset, path)
+        self.compute(count / self.bytes_per_s)
+        return count
+
+
+def test_a_disk_ten_times_slower_changes_the_depth_of_the_running_engine(disk_path: Path) -> None:
+    """Blocks of 1.05 MB that compute for 4 ms: at 1 GB/s a load hides behind one block, at 0.1 GB/s behind three."""
+    disk = SlowDisk()
+    net = model()
+    for block in net.blocks:
+        block.register_forward_hook(lambda *_: disk.compute(0.004))
+    tiers = TierConfig(gpu_memory=6 * GROUP_BYTES, cpu_memory="6MiB", nvme=[disk_path / "store"])
+    with Engine(net, tiers, update="step", max_grad_norm=1.0, backend=disk, clock=disk.clock) as engine:
+        fast = [report.prefetch_depth for report in steps(engine, 6)]
+        disk.bytes_per_s /= 10
+        slow = [report.prefetch_depth for report in steps(engine, 6)]
+    assert fast[-1] != slow[-1], (fast, slow)
+    assert slow[-1] > fast[-1], (fast, slow)
