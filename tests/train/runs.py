@@ -33,7 +33,8 @@ class Block(nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.norm_in, self.norm_out = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.Linear(width, 3 * width)
+        # No bias: that of the keys has no gradient but rounding errors, which Adam makes large.
+        self.attention = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)

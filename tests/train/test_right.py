@@ -1,0 +1,195 @@
+"""The engine against plain torch and torch.optim.AdamW: the same losses to rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import Run, disk, next_token_loss, smallest_budgets, tiny, tokens, train, train_plain, worst_difference
+from torch import nn
+
+from tierstore.config import AdamWConfig, TierConfig
+from tierstore.train.engine import Engine
+
+STEPS = 20
+SCHEDULES = [("forward", 1.0), ("speculative", 1.0), ("step", 1.0), ("backward", None), ("step", None)]
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+def small_tiers(model: nn.Module, tmp_path: Path, update: str) -> TierConfig:
+    """Everything on NVMe, and one block at a time on the device."""
+    gpu, cpu = smallest_budgets(model, nvme=["unused"], update=update)
+    return disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu)
+
+
+@pytest.mark.parametrize(("update", "clip"), SCHEDULES)
+def test_losses_are_those_of_plain_torch(update: str, clip: float | None, tmp_path: Path) -> None:
+    batches = tokens(STEPS)
+    expected = train_plain(tiny(dropout=0.1), batches, max_grad_norm=clip)
+    tiers = small_tiers(tiny(dropout=0.1), tmp_path, update)
+    found = train(tiny(dropout=0.1), batches, tiers, update=update, max_grad_norm=clip)
+    assert worst_difference(found.losses, expected.losses) < 1e-5
+    assert found.losses[-1] < 0.9 * found.losses[0]
+    for name, weight in found.weights.items():
+        torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(("update", "clip"), SCHEDULES)
+def test_the_reported_norm_is_that_of_torch(update: str, clip: float | None, tmp_path: Path) -> None:
+    model, batches, norms = tiny(), tokens(5), []
+    for batch in batches:
+        next_token_loss(model, batch).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
+        model.zero_grad()
+    tiers = small_tiers(tiny(), tmp_path, update)
+    found = train(tiny(), batches, tiers, update=update, max_grad_norm=clip, optimizer=AdamWConfig(lr=0.0))
+    assert [report.grad_norm for report in found.reports] == pytest.approx(norms, rel=1e-5)
+
+
+def test_accumulated_micro_batches_are_those_of_plain_torch(tmp_path: Path) -> None:
+    batches = tokens(4 * STEPS)
+    expected = train_plain(tiny(), batches, max_grad_norm=1.0, accumulate=4)
+    tiers = small_tiers(tiny(), tmp_path, "forward")
+    found = train(tiny(), batches, tiers, update="forward", max_grad_norm=1.0, accumulate=4)
+    assert worst_difference(found.losses, expected.losses) < 1e-5
+
+
+def test_train_step_is_the_mean_over_its_micro_batches(tmp_path: Path) -> None:
+    batches = tokens(12)
+    expected = train_plain(tiny(), batches, accumulate=3)
+    with Engine(tiny(), small_tiers(tiny(), tmp_path, "backward"), update="backward") as engine:
+        for step in range(4):
+            engine.train_step(
+                [{"tokens": batch} for batch in batches[3 * step : 3 * step + 3]],
+                _loss_of_outputs(batches[3 * step : 3 * step + 3]),
+            )
+        weights = engine.state_dict()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=1e-5)
+
+
+def _loss_of_outputs(batches: list[torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    left = iter(batches)
+    return lambda logits: next_token_loss(lambda batch: logits, next(left))
+
+
+# --- parameter groups and schedulers --------------------------------------------------------------------------------
+
+
+def decayed_and_not(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    return [
+        {"params": matrices, "weight_decay": 0.1, "lr": 2e-3},
+        {"params": vectors, "weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-6},
+    ]
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS + 1),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("update", "clip"), [("forward", 1.0), ("backward", None)])
+def test_parameter_groups_and_schedulers(scheduler: str, update: str, clip: float | None, tmp_path: Path) -> None:
+    batches, options = tokens(STEPS), {"lr": 1e-3, "weight_decay": 1e-2}
+    expected = train_plain(
+        tiny(), batches, max_grad_norm=clip, make_scheduler=SCHEDULERS[scheduler],
+        make_optimizer=lambda model: torch.optim.AdamW(decayed_and_not(model), **options),
+    )  # fmt: skip
+    model = tiny()
+    tiers = small_tiers(tiny(), tmp_path, update)
+    found = train(
+        model, batches, tiers, update=update, max_grad_norm=clip, optimizer=AdamWConfig(**options),
+        parameter_groups=decayed_and_not(model), lr_scheduler=SCHEDULERS[scheduler],
+    )  # fmt: skip
+    assert worst_difference(found.losses, expected.losses) < 1e-5
+    assert len({tuple(report.lr) for report in found.reports}) > STEPS // 2
+
+
+def test_a_parameter_in_no_group_does_not_change(tmp_path: Path) -> None:
+    model = tiny()
+    before = copy.deepcopy(model.state_dict())
+    groups = [{"params": list(model.blocks[1].parameters())}]
+    tiers = small_tiers(tiny(), tmp_path, "forward")
+    found = train(model, tokens(3), tiers, update="forward", parameter_groups=groups)
+    for name, weight in found.weights.items():
+        assert torch.equal(weight, before[name]) == (not name.startswith("blocks.1.")), name
+
+
+# --- fp16 -----------------------------------------------------------------------------------------------------------
+
+LOUD = 7  # the step whose loss is out of fp16's range
+
+
+def fp16_loss(model: Any, batch: Any) -> torch.Tensor:
+    inputs, loudness = batch
+    return next_token_loss(model, inputs) * loudness
+
+
+def plain_fp16(batches: list[Any], clip: float, interval: int = 2000) -> tuple[Run, list[float], list[bool]]:
+    """An fp32 master, an fp16 copy that computes, and dynamic loss scaling, written out."""
+    run, scales, skips = Run(), [], []
+    model = tiny(torch.float16)
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3, weight_decay=1e-2)
+    scale, good = 2.0**16, 0
+    for batch in batches:
+        loss = fp16_loss(model, batch)
+        (loss * scale).backward()
+        run.losses.append(loss.item())
+        gradients = [p.grad.float() / scale for p in model.parameters() if p.grad is not None]
+        skipped = not all(bool(gradient.isfinite().all()) for gradient in gradients)
+        scales.append(scale)
+        skips.append(skipped)
+        if skipped:
+            scale, good = scale / 2, 0
+        else:
+            for master, gradient in zip(masters, gradients, strict=True):
+                master.grad = gradient
+            nn.utils.clip_grad_norm_(masters, clip)
+            optimizer.step()
+            good += 1
+            if good == interval:
+                scale, good = scale * 2, 0
+            with torch.no_grad():
+                for parameter, master in zip(model.parameters(), masters, strict=True):
+                    parameter.copy_(master)
+        model.zero_grad()
+    run.weights = {name: m.detach() for (name, _), m in zip(model.named_parameters(), masters, strict=True)}
+    return run, scales, skips
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "speculative"])
+def test_fp16_with_a_dynamic_loss_scale(update: str, tmp_path: Path) -> None:
+    """Steps are skipped until the scale fits, and once more in the middle."""
+    batches = [(batch, 1e4 if step == LOUD else 1.0) for step, batch in enumerate(tokens(STEPS))]
+    expected, scales, skips = plain_fp16(batches, clip=1.0)
+    tiers = small_tiers(tiny(torch.float16), tmp_path, update)
+    found = train(tiny(torch.float16), batches, tiers, fp16_loss, update=update, max_grad_norm=1.0)
+    assert [report.loss_scale for report in found.reports] == scales
+    assert [report.skipped for report in found.reports] == skips
+    assert skips[LOUD]
+    assert 2 <= sum(skips) < STEPS // 2
+    assert worst_difference(found.losses, expected.losses) < 2e-3  # the fp16 weights round, to one part in 2048
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=1e-3, atol=1e-3)
+
+
+def test_fp16_schedules_are_bit_identical(tmp_path: Path) -> None:
+    batches = [(batch, 1e4 if step == LOUD else 1.0) for step, batch in enumerate(tokens(STEPS))]
+    memory = TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=20.0)
+    runs = [train(tiny(torch.float16), batches, memory, fp16_loss, update="step", max_grad_norm=1.0)]
+    for update in ("forward", "speculative"):
+        tiers = small_tiers(tiny(torch.float16), tmp_path / update, update)
+        runs.append(train(tiny(torch.float16), batches, tiers, fp16_loss, update=update, max_grad_norm=1.0))
+    runs[1].check_equal(runs[0])
+    runs[2].check_equal(runs[0])
