@@ -94,7 +94,9 @@ class TrainingStore:
         self._compute = WorkerPool("tierstore-update", update_threads)
         for workers in (self._io_workers, self._compute):
             runtime.describe(workers.in_flight)
-        self.io = ChunkIO(backend, self._io_workers, tiers.codec, self._pools["codec"], clock)
+        self.io = ChunkIO(backend, self._io_workers, tiers.codec, self._pools["codec"], clock, tracer)
+        self._tracer = tracer
+        self.io.on_transfer = self._trace_memory
         self._packs = self._make_packs() if self.directories else []
         self._manifests = Manifests(self.directories[0], backend) if self.directories else None
         self._lock = lock
@@ -165,6 +167,11 @@ class TrainingStore:
     def use_storages(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """The device storages, made after the files: what cannot be stored must not cost the model its weights."""
         self._storages[:] = storages
+
+    def _trace_memory(self) -> None:
+        if self._tracer.enabled:
+            self._tracer.counter("gpu tier", "weight bytes", self.gpu_budget.used_bytes)
+            self._tracer.counter("cpu tier", "bytes", sum(pool.used_bytes for pool in self._pools.values()))
 
     @property
     def cpu_peak_bytes(self) -> int:
