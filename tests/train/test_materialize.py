@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 
 from tierstore.errors import ConfigError
+from tierstore.train.deferred.program import PIECE_ELEMENTS
 from tierstore.train.materialize import ModuleSource, Source, deferred
-from tierstore.train.program import PIECE_ELEMENTS
 
 SEED = 5
 WORDS = 97
@@ -225,7 +225,7 @@ def test_pieces_follow_the_stream(
     draw: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dead draws, live draws and ragged ends, around every bound of a piece."""
-    monkeypatch.setattr("tierstore.train.program.PIECE_ELEMENTS", 64)
+    monkeypatch.setattr("tierstore.train.deferred.program.PIECE_ELEMENTS", 64)
 
     class Drawn(nn.Module):
         def __init__(self, elements: int) -> None:

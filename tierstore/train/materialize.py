@@ -19,10 +19,10 @@ from torch.utils import swap_tensors
 
 from tierstore.errors import ConfigError
 from tierstore.train.checkpoints import CheckpointSource
-from tierstore.train.program import PIECE_ELEMENTS, Draw, Piece, Request, Reseed, View, walk
-from tierstore.train.recording import Recorder
-from tierstore.train.records import ADVICE
-from tierstore.train.watching import watching
+from tierstore.train.deferred.program import PIECE_ELEMENTS, Draw, Piece, Request, Reseed, View, walk
+from tierstore.train.deferred.recording import Recorder
+from tierstore.train.deferred.records import ADVICE
+from tierstore.train.deferred.watching import watching
 
 CONSTANT_LIMIT_BYTES = 64 * 2**20
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tierstore.train.program import SELF
+from tierstore.train.deferred.program import SELF
 
 _aten = torch.ops.aten
 

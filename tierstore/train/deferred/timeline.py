@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.train.program import Draw, Piece, Request, Reseed, walk
+from tierstore.train.deferred.program import Draw, Piece, Request, Reseed, walk
 
 _SNAPSHOTS = 64
 

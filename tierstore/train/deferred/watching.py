@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tierstore.train.recording import Recorder
+from tierstore.train.deferred.recording import Recorder
 
 
 @contextlib.contextmanager
