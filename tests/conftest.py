@@ -86,3 +86,14 @@ def disk_path(tmp_path: Path) -> Path:
         pytest.skip(f"no O_DIRECT in {tmp_path}")
     (tmp_path / "probe").unlink()
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread: the same bits on every machine. It comes before fixtures of the module."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

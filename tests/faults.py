@@ -36,6 +36,7 @@ class FaultyBackend(Backend):
 
     Attributes:
         calls: every system call so far, by kind.
+        counted: how many of them were of `kinds`.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class FaultyBackend(Backend):
         self.kinds = kinds
         self.direct = direct
         self.calls: list[str] = []
-        self._counted = 0
+        self.counted = 0
         self._fault_lock = threading.Lock()
 
     def _due(self, kind: str) -> Fault | None:
@@ -56,7 +57,7 @@ class FaultyBackend(Backend):
             self.calls.append(kind)
             if self.kinds and kind not in self.kinds:
                 return None
-            index, self._counted = self._counted, self._counted + 1
+            index, self.counted = self.counted, self.counted + 1
             return self.fault if self.at <= index < self.at + self.times else None
 
     def _step(self, kind: str, path: Path) -> None:

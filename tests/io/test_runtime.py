@@ -155,20 +155,27 @@ class Impatient(Runtime):
 
 @pytest.mark.parametrize("ends", ["by its cancellation", "before the loop hears of it"])
 def test_what_fails_after_its_timeout_is_kept(ends: str) -> None:
-    begun = threading.Event()
+    begun, is_given_up = threading.Event(), threading.Event()
 
     async def work() -> None:
         begun.set()
         try:
             if ends == "by its cancellation":
                 await forever()
+            while not is_given_up.is_set():
+                await asyncio.sleep(0)
         finally:
             raise OSError("while ending")
 
+    def may_tell(call: Any) -> None:
+        is_given_up.set()
+        if ends == "by its cancellation":
+            begun.wait(30)
+        else:
+            call.waiting.acquire(timeout=30)
+
     with Impatient("test") as runtime:
-        runtime.may_tell = lambda call: (
-            begun.wait(30) if ends == "by its cancellation" else call.waiting.acquire(timeout=30)
-        )
+        runtime.may_tell = may_tell
         with pytest.raises(Timeout):
             runtime.call(work, timeout_s=0.0)
         asyncio.run_coroutine_threadsafe(settle(), runtime.loop).result(30)  # a call might raise it already

@@ -227,7 +227,7 @@ def test_a_fault_at_any_call_leaves_every_entry_whole(tmp_path: Path, fault: Fau
             while store._owner._tasks:
                 await asyncio.wait(set(store._owner._tasks))
             backend.calls.clear()
-            backend._counted, backend.at, backend.fault = 0, at, fault
+            backend.counted, backend.at, backend.fault = 0, at, fault
             errors: list[StorageError] = []
             for call in (bring_all_to(store, 2), store.commit()):  # the second hears what nobody waited for
                 try:
@@ -237,7 +237,7 @@ def test_a_fault_at_any_call_leaves_every_entry_whole(tmp_path: Path, fault: Fau
                 while store._owner._tasks:
                     await asyncio.wait(set(store._owner._tasks))
             backend.fault = None
-            was_hit = backend._counted > at
+            was_hit = backend.counted > at
             assert bool(errors or store._owner._failures) == was_hit
             assert all(isinstance(error, StorageFull) == (fault is ENOSPC) for error in errors)
             assert all(str(path) in str(error) for error in errors)

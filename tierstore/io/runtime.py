@@ -33,7 +33,7 @@ _TASKS_SHOWN = 20
 class _Call(Generic[T]):
     """One crossing: what to run, and a lock that is released when it has ended."""
 
-    __slots__ = ("args", "error", "function", "is_abandoned", "result", "task", "waiting")
+    __slots__ = ("args", "error", "function", "has_ended", "is_abandoned", "result", "task", "waiting")
 
     def __init__(self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> None:
         self.function = function
@@ -42,11 +42,13 @@ class _Call(Generic[T]):
         self.result: T | None = None
         self.error: BaseException | None = None
         self.is_abandoned = False
+        self.has_ended = False
         self.waiting = threading.Lock()
         self.waiting.acquire()
 
     def end(self) -> None:
         """Wakes the waiter. Once is enough, twice is fine."""
+        self.has_ended = True
         if self.waiting.locked():
             self.waiting.release()
 
@@ -111,8 +113,12 @@ class Runtime(ForkAware):
         function: Callable[[*Ts], Coroutine[Any, Any, T]],
         *args: *Ts,
         timeout_s: float | None = None,
+        raises_kept: bool = True,
     ) -> T:
         """Runs a coroutine function on the loop and waits for its result.
+
+        Args:
+            raises_kept: False runs it also while a failure is kept, which stays so: for what must be done all the same.
 
         Threads: any but the loop's.
 
@@ -125,7 +131,8 @@ class Runtime(ForkAware):
         if not self._is_open:
             raise self._closed()
         self._refuse_loop_thread("call")
-        self.raise_failure()
+        if raises_kept:
+            self.raise_failure()
         call = _Call(function, args)
         self._calls.add(call)
         limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -156,7 +163,11 @@ class Runtime(ForkAware):
 
         Threads: the loop thread only.
         """
-        task = self.loop.create_task(work, name=name)
+        try:
+            task = self.loop.create_task(work, name=name)
+        except ClosedError:
+            work.close()
+            raise
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
         return task
@@ -170,8 +181,13 @@ class Runtime(ForkAware):
         if not self._failures:
             return
         first = self._failures.popleft()
+        seen = set(getattr(first, "__notes__", ()))
         while self._failures:
-            first.add_note(f"then also: {self._failures.popleft()!r}")
+            other = self._failures.popleft()
+            note = f"then also: {other!r}"
+            if other is not first and note not in seen:  # many wait for one thing, and all get its failure
+                seen.add(note)
+                first.add_note(note)
         raise first
 
     def describe(self, description: Callable[[], list[str]]) -> None:
@@ -217,9 +233,10 @@ class Runtime(ForkAware):
             raise self._timeout(f"runtime {self.name!r} did not close within {limit_s} s")
         self._loop.close()
         atexit.unregister(self._close_at_exit)
-        for call in list(self._calls):  # queued after the loop had stopped
-            call.error = self._closed()
-            call.end()
+        for call in list(self._calls):
+            if not call.has_ended:  # queued after the loop had stopped; others' waiters have just not woken yet
+                call.error = self._closed()
+                call.end()
         self.raise_failure()
 
     def __enter__(self) -> Runtime:

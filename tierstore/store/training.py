@@ -428,36 +428,41 @@ class TrainingStore:
     async def flush(self) -> None:
         """Wait until every decided update is at rest and every commit is published."""
         self.updates.allow_through()
-        await self.updates.finished()
-        if self._commit is not None:
-            await asyncio.shield(self._commit)
+        try:
+            await self.updates.finished()
+        finally:
+            if self._commit is not None:
+                await asyncio.shield(self._commit)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Give everything back, after the runtime has closed: threads, memory, files, the lock. Twice is fine."""
-        for workers in (self._io_workers, self._compute):
-            workers.close(timeout_s=30.0)
+        with contextlib.ExitStack() as stack:  # in reverse, and each of them whatever becomes of the others
+            stack.callback(self._lock.release)
+            if self._is_ours:
+                self._is_ours = False
+                stack.callback(self._remove_needless)
+            for pack in self._packs:
+                stack.callback(pack.close)
+            stack.callback(self._release_memory)
+            for workers in (self._io_workers, self._compute):
+                stack.callback(workers.close, 30.0)
+
+    def _release_memory(self) -> None:
         for lease in self.arena.close():
             with contextlib.suppress(Exception):
                 lease.free()
         self.arena.close()
-        for pack in self._packs:
-            pack.close()
-        if self._is_ours:
-            self._is_ours = False
-            has_nothing = self._is_new and not (self.is_durable and self._has_generation())
-            for pack in self._packs if has_nothing else self._packs[len(self._committed_packs) :]:
-                self._remove(pack)
-            if has_nothing:
-                end_store_making(self.directories)
-        self._lock.release()
+
+    def _remove_needless(self) -> None:
+        """Remove the files that no generation needs."""
+        has_nothing = self._is_new and not (self.is_durable and self._has_generation())
+        for pack in self._packs if has_nothing else self._packs[len(self._committed_packs) :]:
+            for path in pack.paths():
+                path.unlink(missing_ok=True)
+        if has_nothing:
+            end_store_making(self.directories)
 
     def _has_generation(self) -> bool:
         return self._manifests is not None and bool(self._manifests.numbers())
-
-    @staticmethod
-    def _remove(pack: SlotPack) -> None:
-        pack.close()
-        for path in pack.paths():
-            path.unlink(missing_ok=True)

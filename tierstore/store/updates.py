@@ -17,7 +17,6 @@ before, or the write of a resident chunk for a commit).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -430,9 +429,8 @@ def _run_adam(
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
-    """Wait for a task, whatever became of it: its failure is raised where it belongs."""
-    with contextlib.suppress(Exception):
-        await asyncio.shield(task)
+    """Wait for a task. A chunk goes no further than its first failure: what came after would be no step's state."""
+    await asyncio.shield(task)
 
 
 async def _unless(recalled: asyncio.Event, wanted: Coroutine[Any, Any, None]) -> bool:

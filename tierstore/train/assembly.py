@@ -121,10 +121,11 @@ class Assembly:
         """
         failure: BaseException | None = None
         steps: list[Callable[[], object]] = [
+            self.runtime.raise_failure,
             self.driver.give_up,
-            lambda: self.runtime.call(self.store.flush),
+            lambda: self.runtime.call(self.store.flush, raises_kept=False),
             self.access.release_all,
-            lambda: self.runtime.call(_settled),
+            lambda: self.runtime.call(_settled, raises_kept=False),
             self.hooks.remove,
             self.collector.remove,
             self.runtime.close,

@@ -108,6 +108,7 @@ class Engine:
         self._set = 0
         self._uncommitted: tuple[Any, dict[str, Any], Gradients | None] | None = None
         self._to_restore: dict[str, Any] = {}
+        self._broken_by: BaseException | None = None
         self._parts: Assembly = assemble(
             model, tiers, optimizer or AdamWConfig(), options, parameter_groups, initialize, self.step,
             tracer or Tracer(clock, enabled=False), clock, backend,
@@ -134,7 +135,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        parts = self._open_parts()
+        parts = self._whole_parts()
         is_training = torch.is_grad_enabled()
         if is_training and not parts.driver.has_begun:
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
@@ -151,13 +152,13 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a loss; gradients go to their tier on the way, and `.grad` is None afterwards."""
-        parts = self._open_parts()
+        parts = self._whole_parts()
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
         parts.collector.begin(self._gradients, is_final=self._is_syncing, is_streaming=is_streaming)
         parts.access.begin_backward()
         try:
-            with self._meters.phase("backward"):
+            with self._meters.phase("backward"), self._unbroken():
                 scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
                 with parts.hooks.watching():
                     scaled.backward()  # type: ignore[no-untyped-call]
@@ -198,8 +199,8 @@ class Engine:
         Raises:
             TierstoreError: also failures of work that earlier steps left running; the last generation is untouched.
         """
-        parts = self._open_parts()
-        with self._meters.phase("update"):
+        parts = self._whole_parts()
+        with self._meters.phase("update"), self._unbroken():
             norm, is_finite = self._apply()
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         if self._scheduler is not None and is_finite:
@@ -231,6 +232,7 @@ class Engine:
         parts = self._parts
         if not parts.driver.has_begun:
             raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
+        self._uncommitted = None  # from here on the store goes on from it
         touched = set(parts.collector.touched)
         square_sum = parts.runtime.call(self._gradients.square_sum)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
@@ -280,7 +282,8 @@ class Engine:
             self._publish()
 
     def _publish(self) -> None:
-        if self._uncommitted is not None:
+        # Not in the middle of a step: its updates may have begun.
+        if self._uncommitted is not None and not self._parts.driver.has_begun:
             self._parts.runtime.post(self._parts.store.commit, *self._uncommitted)
             self._uncommitted = None
 
@@ -449,6 +452,23 @@ class Engine:
         if self._is_closed:
             raise ClosedError("the engine is closed")
         return self._parts
+
+    def _whole_parts(self) -> Assembly:
+        if self._broken_by is not None:
+            raise ClosedError(
+                f"a step was broken off by {type(self._broken_by).__name__} and cannot be finished; "
+                "close the engine, and make another one that resumes the store"
+            ) from self._broken_by
+        return self._open_parts()
+
+    @contextlib.contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """What is broken off in here leaves half a step behind: the engine goes no further."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken_by = error
+            raise
 
 
 def _choice(kind: Any, name: str, value: Any) -> Any:

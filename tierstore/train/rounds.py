@@ -119,12 +119,13 @@ class RoundDriver:
         Args:
             is_redo: what was decided group by group was wrong.
         """
-        round_, self._round = self._round, None
+        round_ = self._round
         if round_ is None:
             return None
         if self.is_speculating:
             self.speculation.was(not is_redo)
         decided = self._runtime.call(self._decide, round_, updates, is_redo)
+        self._round = None  # not before: a round that nobody decides would wait for ever
         if self.schedule is UpdateSchedule.STEP:
             self._runtime.call(self._store.updates.round_ended, decided)
         self.last_round = decided

@@ -1,0 +1,70 @@
+"""A fault at every system call of a short run: raised, never silent, never a hang, and the store opens again."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from faults import EIO, ENOSPC, Fault, FaultyBackend
+from resuming import DISK, MEMORY, State, Way, check_resumes, expected_states, opened
+
+from tierstore.errors import ClosedError, StorageError, StorageFull, TierstoreError
+
+STEPS = 2
+WAYS = {
+    "memory": Way("forward", cpu_memory=MEMORY),
+    "disk": Way("forward", cpu_memory=DISK),
+    "speculative": Way("speculative", cpu_memory=DISK),
+}
+DURABILITY = ("fdatasync", "fsync", "replace")
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+def train(way: Way, folder: Path, backend: FaultyBackend) -> None:
+    with opened(way, folder, backend) as run:
+        run.until(STEPS)
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Way, list[State], int]:
+    """A way to train, the states that it passes through, and the number of its system calls."""
+    way, clean = WAYS[request.param], FaultyBackend()
+    train(way, tmp_path_factory.mktemp("clean"), clean)
+    return way, expected_states(way, tmp_path_factory.mktemp("expected"), STEPS), len(clean.calls)
+
+
+def test_an_error_at_every_call_is_raised_and_loses_nothing(
+    case: tuple[Way, list[State], int], tmp_path: Path
+) -> None:
+    way, expected, calls = case
+    for at in range(calls):
+        backend = FaultyBackend(EIO, at=at)
+        with pytest.raises(StorageError, match=f"{tmp_path / str(at)}.* failed: Input/output error"):
+            train(way, tmp_path / str(at), backend)
+        if backend.calls[at] in DURABILITY:
+            assert "replace" not in backend.calls[at + 1 :], f"a generation was published after call {at} had failed"
+        check_resumes(way, tmp_path / str(at), expected)
+
+
+@pytest.mark.parametrize("fault", [EIO, ENOSPC], ids=str)
+@pytest.mark.parametrize("kind", [*DURABILITY, "open"])
+def test_a_commit_that_fails_is_abandoned_and_the_next_step_raises(kind: str, fault: Fault, tmp_path: Path) -> None:
+    way = WAYS["memory"]
+    expected = expected_states(way, tmp_path / "expected", STEPS)
+    backend = FaultyBackend(fault, at=10**6, kinds=(kind,))
+    with contextlib.suppress(TierstoreError), opened(way, tmp_path, backend) as run:
+        run.until(1)
+        run.engine.flush()
+        backend.at = backend.counted  # from here on, once
+        run.until(2)
+        with pytest.raises(StorageFull if fault is ENOSPC else StorageError, match=str(tmp_path)):
+            run.until(9)
+        assert run.engine.step_count <= 4  # each step needs the updates of the one before, and they the commit before
+        with pytest.raises((StorageError, ClosedError)):  # and it never goes on as if nothing had been
+            run.until(9)
+        assert run.engine.statistics()["generation"] == 1
+    left = {path.name for path in (tmp_path / "store0").iterdir()}
+    assert not {name for name in left if name.endswith(".tmp") or name == "lock"}
+    assert check_resumes(way, tmp_path, expected) == 1
