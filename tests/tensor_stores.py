@@ -69,6 +69,12 @@ async def value_of(store: TensorStore, name: str) -> float:
         return low
 
 
+async def settled(store: TensorStore) -> None:
+    """Loads and removals that nobody waits for have ended."""
+    while store._owner._tasks:
+        await asyncio.wait(set(store._owner._tasks))
+
+
 def assert_at_rest(store: TensorStore) -> None:
     """Nothing is lent but the homes: no buffer, no room on the device."""
     homes = store._homes

@@ -27,11 +27,14 @@ from tensor_stores import (
     opened,
     pack_files,
     run,
+    settled,
     value_of,
 )
 
 from tierstore import TensorStore, Tier
 from tierstore.config import Codec
+from tierstore.device.streams import Mark
+from tierstore.device.transfers import CpuDevice
 from tierstore.errors import BudgetError, ChecksumMismatch, ClosedError, ConfigError, StoreLocked, Timeout
 from tierstore.store.buffers import plan_buffers
 from tierstore.store.extents import ExtentLayout
@@ -195,18 +198,25 @@ def test_memory_in_pieces_is_used_to_the_last_page(tmp_path: Path) -> None:
         async with opened(tmp_path) as store:
             capacity = store.usage()[Tier.CPU].capacity_bytes
             assert capacity is not None
-            pages = capacity // PAGE
-            for i in range(pages // 3):
+            count = capacity // (3 * PAGE)
+            for i in range(count):
                 await store.put(f"{i}", block(i, 3 * PAGE // 4), tier=Tier.CPU)
-            for i in range(0, pages // 3, 2):
+            for i in range(0, count, 2):
                 await store.delete(f"{i}")
             free = capacity - store.usage()[Tier.CPU].used_bytes
-            await store.put("large", block(7, free // 4), tier=Tier.CPU)
+            large = torch.arange(free // 4, dtype=torch.float32)
+            await store.put("large", {"w": large}, tier=Tier.CPU)
             assert store.usage()[Tier.CPU].used_bytes == capacity
-            for name in ("large", "1", "3"):
-                assert await value_of(store, name) == (7 if name == "large" else int(name))
-            await store.move("large", Tier.NVME)
-            assert await value_of(store, "large") == 7
+            for tier in (Tier.NVME, Tier.CPU, Tier.GPU, Tier.CPU, Tier.NVME):
+                async with store.acquire("large", modify=True) as tensors:
+                    assert torch.equal(tensors["w"], large)
+                    tensors["w"] += 1
+                    large += 1
+                await store.move("large", tier)
+                async with store.acquire("large") as tensors:
+                    assert torch.equal(tensors["w"], large)
+            for i in range(1, count, 2):
+                assert await value_of(store, f"{i}") == i
 
     run(main())
 
@@ -253,11 +263,14 @@ def test_nested_and_concurrent_acquires_share_one_load(tmp_path: Path, tier: Tie
     run(main())
 
 
+@pytest.mark.parametrize("is_committed", [False, True])
 @pytest.mark.parametrize("tier", TIERS)
-def test_changes_are_kept_only_by_modify(tmp_path: Path, tier: Tier) -> None:
+def test_changes_are_kept_only_by_modify(tmp_path: Path, tier: Tier, is_committed: bool) -> None:
     async def main() -> None:
         async with opened(tmp_path) as store:
             await store.put("h.0", block(1), tier=tier)
+            if is_committed:
+                await store.commit()
             async with store.acquire("h.0", modify=True) as tensors:
                 tensors["w"] += 1
             assert await value_of(store, "h.0") == 2
@@ -337,6 +350,56 @@ def test_unknown_names_and_tiers(tmp_path: Path) -> None:
     run(main())
     with pytest.raises(ConfigError, match="resume must be one of"):
         TensorStore.open(config(tmp_path), resume="perhaps")
+
+
+class PendingDevice(CpuDevice):
+    """Its marks are reached only when somebody waits for them, as those of a device that is busy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[PendingMark] = []
+
+    def record(self) -> Mark:
+        self.marks.append(PendingMark())
+        return self.marks[-1]
+
+
+class PendingMark:
+    def __init__(self) -> None:
+        self.was_waited_for = False
+
+    def synchronize(self) -> None:
+        self.was_waited_for = True
+
+    def is_done(self) -> bool:
+        return self.was_waited_for
+
+
+def test_no_device_memory_goes_before_the_work_that_uses_it_is_over(tmp_path: Path) -> None:
+    async def main() -> None:
+        device = PendingDevice()
+        tiers = config(tmp_path, gpu_memory=2 * CHUNK)
+        async with TensorStore.open(tiers, backend=QuickBackend(), device=device) as store:
+            for i in range(4):
+                await store.put(f"{i}", block(i), tier=Tier.NVME)
+            for i in range(8):
+                device.marks.clear()
+                async with store.acquire(f"{i % 4}") as tensors:
+                    assert tensors["w"][0].item() == i % 4
+                    gone = store._entries[f"{i % 4}"].copy
+                release = device.marks[-1]
+                await store.prefetch([f"{(i + 2) % 4}"])
+                async with store.acquire(f"{(i + 1) % 4}"), store.acquire(f"{(i + 2) % 4}"):
+                    assert gone is not None
+                    assert gone.storage is None
+                    assert release.was_waited_for
+            await store.put("home", block(9), tier=Tier.GPU)
+            assert await value_of(store, "home") == 9
+            await store.delete("home")
+            await settled(store)
+            assert_at_rest(store)
+
+    run(main())
 
 
 # --- budgets -----------------------------------------------------------------------------------------------------
@@ -457,8 +520,7 @@ def test_many_tasks_with_a_budget_for_half_of_them(tmp_path: Path) -> None:
                         assert tensors["w"].unique().tolist() == [float(i)]
 
             await asyncio.gather(*(use(task) for task in range(8)))
-            while store._owner._tasks:
-                await asyncio.wait(set(store._owner._tasks))
+            await settled(store)
             assert store.usage()[Tier.GPU].peak_bytes <= 4 * CHUNK
             assert_at_rest(store)
 

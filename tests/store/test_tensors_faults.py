@@ -23,6 +23,7 @@ from tensor_stores import (
     opened,
     pack_files,
     run,
+    settled,
     value_of,
 )
 
@@ -224,8 +225,7 @@ def test_a_fault_at_any_call_leaves_every_entry_whole(tmp_path: Path, fault: Fau
         backend, path = QuickFaultyBackend(kinds=("allocate", "pwrite") if fault is ENOSPC else ()), tmp_path / str(at)
         async with TensorStore.open(config(path), backend=backend) as store:
             await bring_all_to(store, 1)
-            while store._owner._tasks:
-                await asyncio.wait(set(store._owner._tasks))
+            await settled(store)
             backend.calls.clear()
             backend.counted, backend.at, backend.fault = 0, at, fault
             errors: list[StorageError] = []
@@ -234,8 +234,7 @@ def test_a_fault_at_any_call_leaves_every_entry_whole(tmp_path: Path, fault: Fau
                     await call
                 except StorageError as error:
                     errors.append(error)
-                while store._owner._tasks:
-                    await asyncio.wait(set(store._owner._tasks))
+                await settled(store)
             backend.fault = None
             was_hit = backend.counted > at
             assert bool(errors or store._owner._failures) == was_hit
@@ -304,17 +303,96 @@ def test_damage_is_named(tmp_path: Path) -> None:
     run(main())
 
 
+# --- while a commit runs -----------------------------------------------------------------------------------------
+
+
+class GatedBackend(QuickBackend):
+    """Stops at the first call of one kind until told to go on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.is_armed = False
+        self.go_on = threading.Event()
+        self._kind = kind
+        self._reached = threading.Event()
+
+    async def reached(self) -> None:
+        while not self._reached.is_set():
+            await asyncio.sleep(0)
+
+    def _stop(self, kind: str) -> None:
+        if self.is_armed and kind == self._kind and not self._reached.is_set():
+            self._reached.set()
+            assert self.go_on.wait(30)
+
+    def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        if offset:
+            self._stop("chunk")
+        return super()._call_pwrite(descriptor, view, offset, path)
+
+    def _call_replace(self, source: Path, destination: Path) -> None:
+        if destination.name.startswith("manifest"):
+            self._stop("manifest")
+        super()._call_replace(source, destination)
+
+
+def test_what_changes_on_the_device_while_it_is_written_is_written_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = GatedBackend("chunk")
+        async with opened(tmp_path, backend=backend) as store:
+            await store.put("h.0", block(1), tier=Tier.GPU)
+            backend.is_armed = True
+            committing = asyncio.create_task(store.commit())
+            await backend.reached()
+            async with store.acquire("h.0") as tensors:
+                tensors["w"] += 1
+            backend.go_on.set()
+            await committing
+        async with opened(tmp_path) as store:
+            assert await value_of(store, "h.0") == 2
+
+    run(main())
+
+
+def test_what_is_replaced_while_it_is_committed_stays_in_that_generation(tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = GatedBackend("manifest")
+        async with opened(tmp_path, backend=backend) as store:
+            for name in ("replaced", "deleted", "changed"):
+                await store.put(name, block(1), tier=Tier.NVME)
+            backend.is_armed = True
+            committing = asyncio.create_task(store.commit())
+            await backend.reached()
+            await store.put("replaced", block(2), tier=Tier.NVME)
+            await store.delete("deleted")
+            async with store.acquire("changed", modify=True) as tensors:
+                tensors["w"] += 1
+            backend.go_on.set()
+            await committing
+            await settled(store)
+            shutil.copytree(tmp_path / "store", tmp_path / "killed" / "store", ignore=shutil.ignore_patterns("lock"))
+        async with opened(tmp_path / "killed") as store:
+            assert {name: await value_of(store, name) for name in store.names()} == {
+                "replaced": 1, "deleted": 1, "changed": 1,
+            }  # fmt: skip
+        async with opened(tmp_path) as store:
+            assert {name: await value_of(store, name) for name in store.names()} == {"replaced": 2, "changed": 2}
+        assert len(pack_files(tmp_path)) == 2
+
+    run(main())
+
+
 # --- killed ------------------------------------------------------------------------------------------------------
 
 
 class CopyingBackend(Backend):
-    """Copies a directory before each call that changes it: what a process killed there leaves, and what a power cut.
+    """Copies directories before each call that changes them: what a process killed there leaves, and what a power cut.
 
     After a power cut a name is there as the directory's last fsync left it, with the bytes of the file's last sync.
 
     Attributes:
         moment: goes with the copies made from now on.
-        copies: directory, moment.
+        copies: path of the directories, moment.
     """
 
     def __init__(self, source: Path, target: Path) -> None:
@@ -326,20 +404,21 @@ class CopyingBackend(Backend):
         self._turn = threading.RLock()
         self._file_at: dict[Path, object] = {}
         self._synced_bytes: dict[object, bytes] = {}
-        self._synced_names: dict[str, object] = {}
+        self._synced_names: dict[Path, dict[str, object]] = {path: {} for path in source.iterdir()}
         self._has_synced = True
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
         with self._turn:
-            killed, cut = (self._target / f"{kind} {len(self.copies)}" / "store" for kind in ("killed", "cut"))
+            killed, cut = (self._target / f"{kind} {len(self.copies)}" for kind in ("killed", "cut"))
             shutil.copytree(self._source, killed, ignore=shutil.ignore_patterns("lock"))
-            self.copies.append((killed.parent, self.moment))
+            self.copies.append((killed, self.moment))
             if self._has_synced:
-                cut.mkdir(parents=True)
-                for name, file in self._synced_names.items():
-                    (cut / name).write_bytes(self._synced_bytes.get(file, b""))
-                self.copies.append((cut.parent, self.moment))
+                for directory, names in self._synced_names.items():
+                    (cut / directory.name).mkdir(parents=True)
+                    for name, file in names.items():
+                        (cut / directory.name / name).write_bytes(self._synced_bytes.get(file, b""))
+                self.copies.append((cut, self.moment))
                 self._has_synced = False
             yield
 
@@ -363,9 +442,9 @@ class CopyingBackend(Backend):
     def _call_fsync(self, descriptor: int, path: Path) -> None:
         with self._change():
             self._has_synced = True
-            if path == self._source:
+            if path in self._synced_names:
                 names = [entry.name for entry in path.iterdir() if entry.name != "lock"]
-                self._synced_names = {name: self._file_at.get(path / name) for name in names}
+                self._synced_names[path] = {name: self._file_at.get(path / name) for name in names}
             elif path.is_file():
                 self._synced_bytes[self._file_at[path]] = path.read_bytes()
 
@@ -389,11 +468,13 @@ async def state_of(store: TensorStore) -> State:
 def test_killed_anywhere_the_last_generation_or_the_one_before_is_whole(tmp_path: Path) -> None:
     async def main() -> None:
         source = tmp_path / "live"
-        (source / "store").mkdir(parents=True)
-        backend = CopyingBackend(source / "store", tmp_path)
-        async with TensorStore.open(config(source), backend=backend) as store:
+        for disk in ("store", "other"):
+            (source / disk).mkdir(parents=True)
+        backend = CopyingBackend(source, tmp_path)
+        nvme = [source / "store", source / "other"]
+        async with TensorStore.open(config(source, nvme=nvme), backend=backend) as store:
             committed: State = {}
-            for generation in range(3):
+            for generation in range(2):
                 backend.moment = (committed, committed)
                 for tier in TIERS:
                     await store.put(tier.value, block(generation, 24000), tier=tier)
@@ -411,13 +492,13 @@ def test_killed_anywhere_the_last_generation_or_the_one_before_is_whole(tmp_path
             backend.moment = (committed, committed)
         seen = set()
         for path, allowed in backend.copies:
-            async with opened(path) as store:
+            async with opened(path, nvme=[path / "store", path / "other"]) as store:
                 found = await state_of(store)
                 assert found in allowed, f"{path.name}: {found}"
                 seen.add((path.name.split()[0], store.generation))
                 assert_at_rest(store)
                 await store.put("new", block(9), tier=Tier.NVME)
             shutil.rmtree(path)
-        assert seen == {(kind, generation) for kind in ("killed", "cut") for generation in (-1, 0, 1, 2)}
+        assert seen == {(kind, generation) for kind in ("killed", "cut") for generation in (-1, 0, 1)}
 
     run(main())

@@ -405,6 +405,8 @@ class TensorStore:
                 await self._commit()
             await self._owner.rest(self._tiers.timeout_s, self._workers.in_flight)  # removals
             await self._workers.submit(Priority.WRITE, self._shelf.unlink, self._shelf.unnamed())
+        except TierstoreError as failure:
+            self._owner.keep_failure(failure)  # behind those that came first
         finally:
             self._take_down()
         self._owner.raise_kept()
