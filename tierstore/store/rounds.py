@@ -112,7 +112,8 @@ class Round:
 
     def is_open(self, group: int) -> bool:
         """Whether trips of this group may be applied, as soon as their gradients are here."""
-        return self._gates[group].is_set()
+        gate = self._gates.get(group)  # frozen groups have none
+        return gate is not None and gate.is_set()
 
     def may_go(self, trip: Trip) -> bool:
         """Whether a trip of this round can be applied now."""
