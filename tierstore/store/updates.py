@@ -258,6 +258,7 @@ class UpdatePipeline:
             if trip.lease is not None:
                 trip.lease.free()
                 trip.lease = None
+            await asyncio.sleep(0)  # who was granted memory has its turn first; until then he counts as starving
         updates = round_.updates_of(trip.group, *self._placement.chunk(trip.group, trip.chunk))
         if updates or redo:
             await self._apply(round_, trip, gradients, updates, redo)
