@@ -99,6 +99,8 @@ class DeviceAccess:
         for group in self._for_pass:
             self._users[group] -= 1
         self._for_pass.clear()
+        for group in self._held:
+            self._guard(group)
 
     def learn_order(self) -> None:
         """Take the visits of the last forward and backward as the order of the steps to come."""
@@ -135,6 +137,8 @@ class DeviceAccess:
     def leave(self, group: int) -> None:
         """Undo one `enter`; the group stays as long as the policy keeps it."""
         self._users[group] -= 1
+        if not self.is_inside:
+            self._guard(group)
 
     def visit(self, group: int) -> None:
         """Have a group on the device now; a view of its storage keeps it there (see [Note: who may drop])."""
@@ -316,6 +320,13 @@ class DeviceAccess:
         await asyncio.shield(self._loads[group])
 
     # --- guarding -----------------------------------------------------------------------------------------------
+
+    def _guard(self, group: int) -> None:
+        """Between passes nobody reads a group unseen, also one that is still on the device: its update may be due."""
+        if not self._users[group]:
+            self._hide(self._groups[group])
+            if group == self._current:
+                self._current = None
 
     def _hide(self, group: Group) -> None:
         for parameter, kind in zip(group.parameters, group.classes):
