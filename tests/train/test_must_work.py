@@ -1,0 +1,304 @@
+"""What models do besides calling one block after another: the same losses as plain torch, under two schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import Run, disk, smallest_budgets, train, train_plain, worst_difference
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tierstore.errors import ConfigError
+from tierstore.train.engine import Engine
+
+STEPS = 5
+WIDTH = 16
+SCHEDULES = [("forward", 1.0), ("backward", None), ("speculative", 0.1)]
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(functional.relu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """Layers, a head, and a hole for what a test does between them."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class CalledTwice(Stack):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(self.enter(x))
+        for layer in [*self.layers, self.layers[0], self.layers[2], self.layers[2]]:
+            x = layer(x)
+        return self.head(x)
+
+
+class Checkpointed(Stack):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class CheckpointedReentrant(Checkpointed):
+    reentrant = True
+
+
+class CheckpointedTwice(Stack):
+    """A layer in two reentrant checkpoints: its gradients arrive twice."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(x)
+        for layer in [*self.layers, self.layers[1]]:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.head(x)
+
+
+class CheckpointedInPairs(Stack):
+    """Several groups are recomputed together."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(x)
+        for reentrant, pair in ((True, self.layers[:2]), (False, self.layers[2:])):
+            x = checkpoint(nn.Sequential(*pair), x, use_reentrant=reentrant)
+        return self.head(x)
+
+
+class InPlace(Stack):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+            x.mul_(0.5)
+            x.add_(1.0).relu_()
+        return self.head(x)
+
+
+class WithDict(Layer):
+    def forward(self, given: Any) -> Any:
+        return {"x": super().forward(given["x"]), "seen": [*given["seen"], given["x"].mean()]}
+
+
+class Dictionaries(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(WithDict() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = {"x": self.enter(x), "seen": []}
+        for layer in self.layers:
+            found = layer(found)
+        return self.head(found["x"]) + torch.stack(found["seen"]).sum()
+
+
+class ReadElsewhere(Stack):
+    """A layer's weights used by another module, and by the model itself."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = functional.linear(self.enter(x), self.layers[3].up.weight)[..., :WIDTH]
+        for layer in self.layers:
+            x = layer(x)
+        x = x * self.layers[1].norm.weight + self.layers[0].down.bias
+        return functional.linear(x, self.enter.weight[:3]) + self.head(x)
+
+
+class OwnParameters(Stack):
+    """Parameters of the model itself, and of every layer of a list in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.shift = nn.ParameterList(nn.Parameter(torch.zeros(WIDTH)) for _ in range(2))
+        self.inner = nn.Sequential(nn.Sequential(Layer(), nn.Linear(WIDTH, WIDTH)), Layer())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(self.inner(x * self.scale) + self.shift[0] + self.shift[1])
+
+
+class Buffers(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("factor", torch.tensor(0.5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        x = self.enter(x)
+        for layer, norm in zip(self.layers, self.norms):
+            x = layer(norm(functional.relu(x)) * self.factor)
+        return self.head(x)
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
+        self.b = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + functional.linear(functional.linear(x, self.a), self.b)
+
+
+class Adapted(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for layer in self.layers:
+            layer.up, layer.down = Lora(layer.up), Lora(layer.down)
+
+
+class FirstFrozen(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter.requires_grad_(False)
+        self.layers[0].requires_grad_(False)
+
+
+class SomeFrozen(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.up.weight.requires_grad_(False)
+        self.layers[2].requires_grad_(False)
+
+
+class Skipping(Stack):
+    """Which layers run depends on the batch."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        chosen = int(x.detach().abs().sum() * 1000) % 4
+        x = self.enter(x)
+        for position, layer in enumerate(self.layers):
+            if position != chosen:
+                x = layer(x)
+        return self.head(x)
+
+
+class Mixture(Stack):
+    """Experts in a list: each batch reaches some of them, in a block with parameters that all batches reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"gate": nn.Linear(WIDTH, 4), "experts": self.experts()}) for _ in "12")
+
+    @staticmethod
+    def experts() -> nn.ModuleList:
+        return nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(x)
+        for layer in self.layers:
+            scores = layer["gate"](x).softmax(-1)
+            chosen = scores.argmax(-1)
+            out = torch.zeros_like(x)
+            for index in chosen.unique().tolist()[:2]:
+                mask = chosen == index
+                out[mask] = layer["experts"][index](x[mask]) * scores[mask][:, index : index + 1]
+            x = x + out
+        return self.head(x)
+
+
+class Mixed(Stack):
+    """bf16 layers in an fp32 model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(x)
+        for position, layer in enumerate(self.layers):
+            x = layer(x.bfloat16()).float() if position == 1 else layer(x)
+        return self.head(x)
+
+
+class TransposedTie(Stack):
+    """One parameter under two names in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].down.weight = self.layers[0].down.weight
+        self.layers[2] = self.layers[1]
+
+
+MODELS = [
+    Stack, CalledTwice, Checkpointed, CheckpointedReentrant, CheckpointedTwice, CheckpointedInPairs, InPlace,
+    Dictionaries, ReadElsewhere, OwnParameters, Buffers, Adapted, FirstFrozen, SomeFrozen, Skipping, Mixture,
+    TransposedTie,
+]  # fmt: skip
+
+
+def make(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def batches(steps: int = STEPS) -> list[Any]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(8, WIDTH, generator=generator), torch.randint(0, 3, (8,), generator=generator))
+        for _ in range(steps)
+    ]
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    # Reentrant checkpointing needs an input with a gradient.
+    return functional.cross_entropy(model(inputs.clone().requires_grad_()).float(), labels)
+
+
+def compare(
+    kind: Callable[[], nn.Module], update: str, clip: float | None, tmp_path: Path, room: int = 2, **options: Any
+) -> Run:
+    """Train both ways; the device holds the largest group, its gradient and `room` small ones."""
+    steps = batches(options.pop("steps", STEPS))
+    expected = train_plain(make(kind), steps, loss_of, max_grad_norm=clip, accumulate=options.get("accumulate", 1))
+    model = make(kind)
+    gpu, cpu = smallest_budgets(make(kind), nvme=["unused"], update=update)
+    tiers = disk(tmp_path, gpu_memory=gpu + room * 4096, cpu_memory=cpu)
+    found = train(model, steps, tiers, loss_of, update=update, max_grad_norm=clip, **options)
+    assert worst_difference(found.losses, expected.losses) < 1e-5
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert found.moved["h2d"] > weight_bytes * 2  # groups came and went
+    for name, value in expected.weights.items():
+        if "running" in name or not value.is_floating_point():
+            torch.testing.assert_close(found.weights[name], value)
+    return found
+
+
+@pytest.mark.parametrize(("update", "clip"), SCHEDULES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_losses_are_those_of_plain_torch(
+    kind: type[nn.Module], update: str, clip: float | None, tmp_path: Path
+) -> None:
+    compare(kind, update, clip, tmp_path)
