@@ -150,37 +150,53 @@ def test_no_tier_exceeds_its_budget_at_any_moment(disk_path: Path, update: str, 
 
 
 class SlowDisk(Backend):
-    """A disk whose transfers take the time of a rate, on a clock that nothing else moves."""
+    """A disk with a rate, on a clock that runs for the training thread when it computes, for all others when it reads.
+
+    One clock for both would count what is read behind a block as time of the block.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now_s = 0.0
         self.bytes_per_s = 1e9
+        self._computed_s = 0.0
+        self._read_s = 0.0
+        self._trainer = threading.get_ident()
         self._lock = threading.Lock()
 
     def clock(self) -> float:
-        return self.now_s
+        return self._computed_s if threading.get_ident() == self._trainer else self._read_s
 
     def compute(self, seconds: float) -> None:
-        with self._lock:
-            self.now_s += seconds
+        self._computed_s += seconds
 
     def _call_pread(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
         count = super()._call_pread(descriptor, view, offset, path)
-        self.compute(count / self.bytes_per_s)
+        with self._lock:
+            self._read_s += count / self.bytes_per_s
         return count
 
 
 def test_a_disk_ten_times_slower_changes_the_depth_of_the_running_engine(disk_path: Path) -> None:
-    """Blocks of 1.05 MB that compute for 4 ms: at 1 GB/s a load hides behind one block, at 0.1 GB/s behind three."""
+    """Two large blocks of 1.05 MB, of which one fits, and three small ones of 4 ms before each.
+
+    At 1 GB/s a large block is read behind one small one (1 ms), at 0.1 GB/s (10 ms) it takes all three.
+    """
     disk = SlowDisk()
-    net = model()
+    torch.manual_seed(0)
+    small = [nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)) for _ in range(6)]
+    large = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    net = Stack()
+    net.blocks = nn.ModuleList([*small[:3], large[0], *small[3:], large[1]])
+    net.requires_grad_(False)
+    net.blocks.append(nn.Linear(WIDTH, 1))
     for block in net.blocks:
         block.register_forward_hook(lambda *_: disk.compute(0.004))
-    tiers = TierConfig(gpu_memory=6 * GROUP_BYTES, cpu_memory="6MiB", nvme=[disk_path / "store"])
+        block.register_full_backward_hook(lambda *_: disk.compute(0.004))
+    tiers = TierConfig(gpu_memory=GROUP_BYTES * 3 // 2, cpu_memory="1MiB", nvme=[disk_path / "store"])
     with Engine(net, tiers, update="step", max_grad_norm=1.0, backend=disk, clock=disk.clock) as engine:
-        fast = [report.prefetch_depth for report in steps(engine, 6)]
+        fast = [report.prefetch_depth for report in steps(engine, 5)]
         disk.bytes_per_s /= 10
-        slow = [report.prefetch_depth for report in steps(engine, 6)]
-    assert fast[-1] != slow[-1], (fast, slow)
-    assert slow[-1] > fast[-1], (fast, slow)
+        slow = [report.prefetch_depth for report in steps(engine, 8)]
+        assert [engine.placement.weights_home[group] for group in (3, 7)] == [Tier.NVME, Tier.NVME]
+    assert fast[-3:] == [1, 1, 1], (fast, slow)
+    assert slow[-1] >= 3, (fast, slow)

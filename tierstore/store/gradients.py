@@ -47,7 +47,7 @@ def to_float(dtype: str, elements: Array) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A parameter's gradient from autograd, at element `start` of its group; `is_first` of this step, else added."""
+    """A parameter's gradient, 1-D, at element `start` of its group; `is_first` of this step, else added."""
 
     start: int
     gradient: torch.Tensor
@@ -324,7 +324,7 @@ def _cut(piece: Piece, start: int, stop: int) -> list[Piece]:
     first, last = max(piece.start, start), min(piece.start + piece.gradient.numel(), stop)
     if first >= last:
         return []
-    flat = piece.gradient.reshape(-1)[first - piece.start : last - piece.start]
+    flat = piece.gradient[first - piece.start : last - piece.start]
     return [Piece(first - start, flat, piece.is_first)]
 
 

@@ -96,21 +96,30 @@ class Assembly:
         self._seen = self.store.io.meters["read"].totals()
         self.access.set_depth(1)
 
-    def choose_depth(self) -> None:
-        """Compute the depth again from what this step measured, when that has changed enough."""
+    def choose_depth(self, computing_s: float) -> None:
+        """Compute the depth again from what this step measured, when that has changed enough.
+
+        Args:
+            computing_s: of forward and backward, without waiting for weights.
+        """
         moved_bytes, busy_s = self.store.io.meters["read"].totals()
         self.read_rate.observe(moved_bytes - self._seen[0], busy_s - self._seen[1])
         self._seen = (moved_bytes, busy_s)
         rate, access = self.read_rate.bytes_per_s, self.access
         if self.fixed_depth is not None or rate is None or not access.is_recorded:
             return
-        compute_s = sum(access.visit_seconds)
+        visit_seconds = access.visit_seconds
+        if self.device.kind == "cuda":
+            # Kernels are queued, not run, during a visit: its share of the whole time is taken to be that of its bytes.
+            total_bytes = sum(access.sizes[group] for group in access.order)
+            visit_seconds = [computing_s * access.sizes[group] / total_bytes for group in access.order]
+        compute_s = sum(visit_seconds)
         if self.chosen_for is not None and not any(
             max(new, old) > DRIFT * min(new, old) for new, old in zip((rate, compute_s), self.chosen_for)
         ):
             return
         self.chosen_for = (rate, compute_s)
-        order = tuple(Visit(g, access.sizes[g], s) for g, s in zip(access.order, access.visit_seconds))
+        order = tuple(Visit(g, access.sizes[g], s) for g, s in zip(access.order, visit_seconds))
         access.set_depth(recommend_depth(order, rate, self.store.placement.gpu_weight_bytes).depth)
 
     def close(self) -> None:
@@ -358,7 +367,7 @@ def _codec_scratch(tiers: TierConfig) -> int:
 
 def _bind(groups: ModelGroups, store: TrainingStore, device: ComputeDevice) -> None:
     for group in groups.groups:
-        group.bind(device.torch_device)
+        group.bind(device)
     store.use_storages([group.storage for group in groups.groups])
 
 

@@ -160,7 +160,9 @@ class GradientCollector:
         pieces = []
         for position, gradient in sorted(collected.gradients.items()):
             parameter = group.parameters[position]
-            pieces.append(Piece(group.spec.parameters[position].start, gradient, parameter not in self.touched))
+            # Flat here, in the thread and the stream that made it: a gradient that is not contiguous is copied.
+            flat = gradient.reshape(-1)
+            pieces.append(Piece(group.spec.parameters[position].start, flat, parameter not in self.touched))
             self.touched.add(parameter)
         collected.gradients = {}
         collected.is_taken = True

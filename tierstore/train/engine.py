@@ -207,7 +207,7 @@ class Engine:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for; the step went past optimizer.step()
             self._scheduler.step()
         self.step_count += 1
-        parts.choose_depth()
+        parts.choose_depth(self._meters.computing_s)
         report = self._meters.report(
             step=self.step_count,
             grad_norm=norm,

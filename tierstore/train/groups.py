@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from tierstore.device.streams import ComputeDevice
 from tierstore.errors import ConfigError
 from tierstore.store.layout import GroupSpec, ParameterSpec
 
@@ -44,19 +45,19 @@ class Group:
         """Whether somebody holds a view of the weights, so that they must stay."""
         return torch._C._storage_Use_Count(self.storage._cdata) > self.idle_uses
 
-    def bind(self, device: torch.device) -> None:
+    def bind(self, device: ComputeDevice) -> None:
         """Make the parameters views of the group's storage, and leave that empty. Their old data goes."""
-        flat = torch.empty(self.spec.elements, dtype=self.parameters[0].dtype, device=device)
-        self.storage = flat.untyped_storage()
+        where, dtype = device.torch_device, self.parameters[0].dtype
+        self.storage = torch.empty(0, dtype=dtype, device=where).untyped_storage()
+        device.allocate(self.storage, self.spec.weight_bytes)
         for parameter, spec in zip(self.parameters, self.spec.parameters):
             stride = torch.empty(spec.shape, device="meta").stride()
-            view = torch.empty(0, dtype=flat.dtype, device=device).set_(self.storage, spec.start, spec.shape, stride)
+            view = torch.empty(0, dtype=dtype, device=where).set_(self.storage, spec.start, spec.shape, stride)
             parameter.data = view
-            del view
-        del flat
+            del view  # it would count as a user of the storage
         self.idle_uses = torch._C._storage_Use_Count(self.storage._cdata)
         self.classes = [type(parameter) for parameter in self.parameters]
-        self.storage.resize_(0)
+        device.release(self.storage, device.record())
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,12 @@ class StepMeters:
             self._seconds[name] += end - start
             self._parts.tracer.span("step", name, start, end)
 
+    @property
+    def computing_s(self) -> float:
+        """Seconds of forward and backward since the last report, without waiting for weights."""
+        waiting_s = self._parts.access.stall_s - self._stall_s
+        return max(self._seconds["forward"] + self._seconds["backward"] - waiting_s, 0.0)
+
     def report(
         self, *, step: int, grad_norm: float | None, loss_scale: float, skipped: bool, lr: list[float], depth: int,
         schedule: UpdateSchedule,
