@@ -13,9 +13,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tierstore.errors import ConfigError
-from tierstore.train.engine import Engine
-
 STEPS = 5
 WIDTH = 16
 SCHEDULES = [("forward", 1.0), ("backward", None), ("speculative", 0.1)]
@@ -209,11 +206,12 @@ class Mixture(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"gate": nn.Linear(WIDTH, 4), "experts": self.experts()}) for _ in "12")
+        self.layers = nn.ModuleList(self.layer() for _ in range(2))
 
     @staticmethod
-    def experts() -> nn.ModuleList:
-        return nn.ModuleList(Layer() for _ in range(4))
+    def layer() -> nn.ModuleDict:
+        experts = nn.ModuleList(Layer() for _ in range(4))
+        return nn.ModuleDict({"gate": nn.Linear(WIDTH, 4), "experts": experts})
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.enter(x)
@@ -228,21 +226,24 @@ class Mixture(Stack):
         return self.head(x)
 
 
-class Mixed(Stack):
-    """bf16 layers in an fp32 model."""
+class Growing(Stack):
+    """Every call uses more of a block than the one before."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers[1].to(torch.bfloat16)
+        self.layers = nn.ModuleList(nn.ModuleList(Layer() for _ in range(STEPS)) for _ in range(3))
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
         x = self.enter(x)
-        for position, layer in enumerate(self.layers):
-            x = layer(x.bfloat16()).float() if position == 1 else layer(x)
+        for block in self.layers:
+            for part in block[: self.calls]:
+                x = part(x)
         return self.head(x)
 
 
-class TransposedTie(Stack):
+class Tied(Stack):
     """One parameter under two names in two modules."""
 
     def __init__(self) -> None:
@@ -254,7 +255,7 @@ class TransposedTie(Stack):
 MODELS = [
     Stack, CalledTwice, Checkpointed, CheckpointedReentrant, CheckpointedTwice, CheckpointedInPairs, InPlace,
     Dictionaries, ReadElsewhere, OwnParameters, Buffers, Adapted, FirstFrozen, SomeFrozen, Skipping, Mixture,
-    TransposedTie,
+    Growing, Tied,
 ]  # fmt: skip
 
 

@@ -4,15 +4,17 @@ Scope: accumulate-grad hooks, counting, back-pressure on device memory.
 Not here: copying and norms (`store/gradients.py`), what follows from a complete gradient (`engine.py`).
 Owner: the training side; `_accept` runs on the loop.
 
-[Note: complete] A group is complete when every parameter that got a gradient in the last step has got one. In the first
-step that is not known, and with a new graph it is wrong: what is left is taken when backward ends, and a gradient that
-comes after its group was taken is added, or, if the group was updated already, an error by name.
+[Note: complete] A group is complete when every parameter that the loss reaches has got its gradient. The graph that is
+walked for this does not show what reentrant checkpointing will recompute: how many gradients came from there is known
+from the last step. In the first step it is not, and when that changes it is wrong: what is left is taken when backward
+ends, and a gradient that comes after its group was taken is added, or, if the group was updated already, an error by
+name.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +30,19 @@ from tierstore.train.groups import Group, ModelGroups
 
 @dataclass(slots=True)
 class _Collected:
-    """One group in one backward: gradients that came, how often, and whether they were taken."""
+    """One group in one backward.
+
+    Attributes:
+        gradients: what came and was not handed over yet, by position in the group.
+        missing: positions that the loss reaches and whose gradient has not come.
+        reached: how many positions the loss reaches.
+        fired: how many gradients have come.
+        is_taken: the group was complete.
+    """
 
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+    reached: int = 0
     fired: int = 0
     is_taken: bool = False
 
@@ -59,7 +71,8 @@ class GradientCollector:
         self._capacity_bytes = capacity_bytes
         self._is_free = is_free
         self._collected = [_Collected() for _ in self._groups]
-        self._expected: list[int | None] = [None] * len(self._groups)
+        self._places = {p: (g.index, i) for g in self._groups for i, p in enumerate(g.parameters)}
+        self._recomputed: list[int | None] = [None] * len(self._groups)
         self._waiting: set[int] = set()
         self._begun_bytes = 0
         self._done_bytes = 0
@@ -87,13 +100,14 @@ class GradientCollector:
 
     @property
     def knows_graph(self) -> bool:
-        """Whether a final backward has shown how many gradients each group gets."""
-        return all(count is not None for count in self._expected)
+        """Whether a final backward has shown how many gradients recomputation adds."""
+        return all(count is not None for count in self._recomputed)
 
-    def begin(self, store: Gradients, *, is_final: bool, is_streaming: bool) -> None:
+    def begin(self, store: Gradients, loss: torch.Tensor, *, is_final: bool, is_streaming: bool) -> None:
         """A backward begins.
 
         Args:
+            loss: what backward begins from.
             is_final: it is the last one of the step.
             is_streaming: a group may be updated as soon as it is complete.
         """
@@ -102,6 +116,11 @@ class GradientCollector:
         self.completed = []
         self.is_streaming = is_streaming and is_final
         self._collected = [_Collected() for _ in self._groups]
+        for leaf in _leaves_of(loss):
+            if leaf in self._places:
+                group, position = self._places[leaf]
+                self._collected[group].missing.add(position)
+                self._collected[group].reached += 1
         self._waiting.clear()
 
     def finish(self) -> None:
@@ -110,7 +129,7 @@ class GradientCollector:
             if collected.gradients:
                 self._take(self._groups[index])
             if self.is_final:
-                self._expected[index] = collected.fired
+                self._recomputed[index] = collected.fired - collected.reached
         self._runtime.call(self._accepted)
 
     def forget(self) -> None:
@@ -131,7 +150,7 @@ class GradientCollector:
         if collected.is_taken and self.is_streaming:
             raise GraphError(
                 f"the gradient of {group.spec.parameters[position].name} came after its group was updated: the model "
-                "did something else than in the step before; use update='forward' for models whose graph changes"
+                "recomputed something else than in the step before; use update='forward' for models that do that"
             )
         if not collected.gradients:
             self._make_room(group)
@@ -140,12 +159,16 @@ class GradientCollector:
         else:
             collected.gradients[position] = gradient
         collected.fired += 1
-        expected = self._expected[group.index]
-        if collected.fired == (len(group.parameters) if expected is None else expected):
+        collected.missing.discard(position)
+        if not collected.missing and collected.fired >= self._needed(group):
             self._waiting.add(group.index)
         for index in sorted(self._waiting):
             if not self.is_streaming or self._is_free(index):
                 self._take(self._groups[index])
+
+    def _needed(self, group: Group) -> int:
+        reached, recomputed = self._collected[group.index].reached, self._recomputed[group.index]
+        return reached + recomputed if recomputed is not None else reached or len(group.parameters)
 
     def _make_room(self, group: Group) -> None:
         self._begun_bytes += group.spec.weight_bytes
@@ -202,3 +225,18 @@ class GradientCollector:
             if self._done_bytes >= done_bytes:
                 return
             await asyncio.shield(task)
+
+
+def _leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Every leaf that the graph of `loss` reaches, once."""
+    seen: set[Any] = set()
+    ahead: list[Any] = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        ahead += [parent for parent, _ in node.next_functions]

@@ -155,11 +155,11 @@ class Engine:
         parts = self._whole_parts()
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
-        parts.collector.begin(self._gradients, is_final=self._is_syncing, is_streaming=is_streaming)
+        scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
+        parts.collector.begin(self._gradients, scaled, is_final=self._is_syncing, is_streaming=is_streaming)
         parts.access.begin_backward()
         try:
             with self._meters.phase("backward"), self._unbroken():
-                scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
                 with parts.hooks.watching():
                     scaled.backward()  # type: ignore[no-untyped-call]
                 parts.collector.finish()
