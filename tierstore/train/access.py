@@ -145,8 +145,8 @@ class DeviceAccess:
         if group != self._current or group not in self._ready:
             self._go_to(group)
 
-    def enter_for_pass(self, group: int) -> None:
-        """Have a group on the device until forward or backward is over.
+    def enter_unasked(self, group: int, *, for_pass: bool) -> None:
+        """Have a group on the device that no module has announced, until `leave` or until forward or backward is over.
 
         Raises:
             GraphError: neither is running.
@@ -158,7 +158,8 @@ class DeviceAccess:
                 "read it inside `with engine.gathered([names]):`"
             )
         self.enter(group)
-        self._for_pass.append(group)
+        if for_pass:
+            self._for_pass.append(group)
 
     def _go_to(self, group: int) -> None:
         self._account()
@@ -359,6 +360,8 @@ def _harmless() -> frozenset[Any]:
 
 
 _HARMLESS = _harmless()
+_GIVES_POINTER = frozenset({torch.Tensor.data_ptr})
+"""What hands out an address that no view keeps alive."""
 
 
 class OffloadedParameter(nn.Parameter):
@@ -372,13 +375,20 @@ class OffloadedParameter(nn.Parameter):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _HARMLESS:
-            for value in _leaves((*args, *kwargs.values())):
-                if isinstance(value, OffloadedParameter):
-                    access, group = value._tierstore_access  # type: ignore[attr-defined]
-                    access.enter_for_pass(group)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        entered: list[tuple[DeviceAccess, int]] = []
+        try:
+            if func not in _HARMLESS:
+                for value in _leaves((*args, *kwargs.values())):
+                    if isinstance(value, OffloadedParameter):
+                        access, group = value._tierstore_access  # type: ignore[attr-defined]
+                        access.enter_unasked(group, for_pass=func in _GIVES_POINTER)
+                        if func not in _GIVES_POINTER:
+                            entered.append((access, group))
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        finally:
+            for access, group in entered:
+                access.leave(group)
 
 
 def _leaves(values: Iterable[Any]) -> Iterable[Any]:
