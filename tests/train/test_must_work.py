@@ -140,6 +140,18 @@ class OwnParameters(Stack):
         return super().forward(self.inner(x * self.scale) + self.shift[0] + self.shift[1])
 
 
+class Late(Stack):
+    """A part of every layer is used before all of them, so that its gradient comes last."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = functional.layer_norm(x + layer.down.bias, (WIDTH,), layer.norm.weight)
+        return super().forward(x)
+
+
 class Buffers(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +267,7 @@ class Tied(Stack):
 MODELS = [
     Stack, CalledTwice, Checkpointed, CheckpointedReentrant, CheckpointedTwice, CheckpointedInPairs, InPlace,
     Dictionaries, ReadElsewhere, OwnParameters, Buffers, Adapted, FirstFrozen, SomeFrozen, Skipping, Mixture,
-    Growing, Tied,
+    Growing, Late, Tied,
 ]  # fmt: skip
 
 
@@ -291,6 +303,8 @@ def compare(
     assert worst_difference(found.losses, expected.losses) < 1e-5
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     assert found.moved["h2d"] > weight_bytes * 2  # groups came and went
+    assert found.reports[-1].peak_bytes["gpu"] <= tiers.gpu_memory
+    assert found.reports[-1].peak_bytes["cpu"] <= tiers.cpu_memory
     for name, value in expected.weights.items():
         if "running" in name or not value.is_floating_point():
             torch.testing.assert_close(found.weights[name], value)

@@ -71,7 +71,9 @@ class GradientCollector:
         self._capacity_bytes = capacity_bytes
         self._is_free = is_free
         self._collected = [_Collected() for _ in self._groups]
-        self._places = {p: (g.index, i) for g in self._groups for i, p in enumerate(g.parameters)}
+        self._places: dict[torch.Tensor, tuple[int, int]] = {
+            p: (g.index, i) for g in self._groups for i, p in enumerate(g.parameters)
+        }
         self._recomputed: list[int | None] = [None] * len(self._groups)
         self._waiting: set[int] = set()
         self._begun_bytes = 0
@@ -126,7 +128,7 @@ class GradientCollector:
     def finish(self) -> None:
         """Backward is over: take what is left."""
         for index, collected in enumerate(self._collected):
-            if collected.gradients:
+            if collected.fired and (collected.gradients or not collected.is_taken):
                 self._take(self._groups[index])
             if self.is_final:
                 self._recomputed[index] = collected.fired - collected.reached
@@ -171,6 +173,13 @@ class GradientCollector:
         return reached + recomputed if recomputed is not None else reached or len(group.parameters)
 
     def _make_room(self, group: Group) -> None:
+        """Wait until a group's gradient fits the device; what others have of theirs goes ahead if that is too much."""
+        held = [g for g in self._groups if self._collected[g.index].gradients]
+        held_bytes = sum(g.spec.weight_bytes for g in held) + group.spec.weight_bytes
+        for other in held:
+            if held_bytes > self._capacity_bytes:
+                self._hand_over(other, self._pieces(other), None)
+                held_bytes -= other.spec.weight_bytes
         self._begun_bytes += group.spec.weight_bytes
         over_bytes = self._begun_bytes - self._done_bytes - self._capacity_bytes
         if over_bytes > 0:
@@ -178,20 +187,26 @@ class GradientCollector:
         self.peak_bytes = max(self.peak_bytes, self._begun_bytes - self._done_bytes)
 
     def _take(self, group: Group) -> None:
-        """Hand what came of a group to the store."""
-        collected = self._collected[group.index]
-        pieces = []
-        for position, gradient in sorted(collected.gradients.items()):
+        """A group is complete."""
+        pieces = self._pieces(group)
+        self._collected[group.index].is_taken = True
+        self.completed.append(group.index)
+        self._waiting.discard(group.index)
+        self._hand_over(group, pieces, self.on_complete(group.index) if self.is_streaming else None)
+
+    def _pieces(self, group: Group) -> list[Piece]:
+        """What came of a group and was not handed over."""
+        gradients, pieces = self._collected[group.index].gradients, []
+        for position, gradient in sorted(gradients.items()):
             parameter = group.parameters[position]
             # Flat here, in the thread and the stream that made it: a gradient that is not contiguous is copied.
             flat = gradient.reshape(-1)
             pieces.append(Piece(group.spec.parameters[position].start, flat, parameter not in self.touched))
             self.touched.add(parameter)
-        collected.gradients = {}
-        collected.is_taken = True
-        self.completed.append(group.index)
-        self._waiting.discard(group.index)
-        then = self.on_complete(group.index) if self.is_streaming else None
+        gradients.clear()
+        return pieces
+
+    def _hand_over(self, group: Group, pieces: list[Piece], then: Callable[[], None] | None) -> None:
         self._runtime.post(self._start_accept, group, pieces, self._device.record(), self.is_final, then)
 
     # --- on the loop thread -------------------------------------------------------------------------------------
@@ -210,9 +225,10 @@ class GradientCollector:
     async def _accept(
         self, group: Group, pieces: list[Piece], work: Coroutine[Any, Any, None], before: asyncio.Task[None] | None
     ) -> None:
+        nbytes = group.spec.weight_bytes if pieces else 0
         await work
         pieces.clear()
-        self._done_bytes += group.spec.weight_bytes
+        self._done_bytes += nbytes
         if before is not None:
             await asyncio.shield(before)
 
