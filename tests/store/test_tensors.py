@@ -505,6 +505,24 @@ def test_prefetch_evicts_idle_copies_but_never_acquired_ones(tmp_path: Path) -> 
     run(main())
 
 
+def test_a_prefetch_gives_up_when_acquires_take_its_room(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path, gpu_memory=2 * CHUNK) as store:
+            for i in range(3):
+                await store.put(f"{i}", block(i), tier=Tier.NVME)
+            await value_of(store, "0")
+            await value_of(store, "1")
+            assert await store.prefetch(["2"]) == ["2"]
+            async with asyncio.timeout(10), store.acquire("0"), store.acquire("1"):
+                await asyncio.sleep(0)
+                await store.move("2", Tier.CPU)  # not behind a load that waits for those two
+                assert store.usage()[Tier.GPU].used_bytes == 2 * CHUNK
+            assert await value_of(store, "2") == 2
+            assert_at_rest(store)
+
+    run(main())
+
+
 def test_many_tasks_with_a_budget_for_half_of_them(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path, gpu_memory=4 * CHUNK) as store:

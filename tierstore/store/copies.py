@@ -6,14 +6,15 @@ Owner: the loop thread.
 
 [Note: promised room] A copy is pinned while somebody has acquired it or it is at home here. The pinned copies never add
 up to more than the budget, those that still wait for their room included: `pin` refuses at once what would. All other
-copies are idle or will be when their load has ended, and idle ones are dropped on demand. So a pinned copy that waits
-gets its room without anybody releasing theirs, and nothing waits in a circle.
+copies are idle or will be when their load has ended, and idle ones are dropped on demand; a load that nobody waits for
+gives up when pinned copies have taken its room. So a pinned copy that waits gets its room without anybody releasing
+theirs, and nothing waits in a circle.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -132,6 +133,7 @@ class DeviceTier:
         copy.users += 1
         self._idle.pop(copy, None)
         self._firm.add(copy)
+        self._notify()  # a load that nobody waits for may have to give up
 
     def unpin(self, copy: DeviceCopy) -> None:
         """One user less; nobody's copy that nobody owns is dropped."""
@@ -157,11 +159,13 @@ class DeviceTier:
 
     def admit(self, copy: DeviceCopy, keep: Collection[DeviceCopy]) -> bool:
         """Take a copy that nobody has acquired, if idle ones other than `keep` make room enough for it."""
-        stay_bytes = sum(other.nbytes for other in self._firm.union(keep))
-        if stay_bytes + copy.nbytes > self.budget.capacity_bytes:
+        if not self._fits(copy, self._firm.union(keep)):
             return False
         self._firm.add(copy)
         return True
+
+    def _fits(self, copy: DeviceCopy, others: Iterable[DeviceCopy]) -> bool:
+        return copy.nbytes + sum(other.nbytes for other in others if other is not copy) <= self.budget.capacity_bytes
 
     def disown(self, copy: DeviceCopy) -> None:
         """The copy is not what its owner holds any more; it goes when its last user does."""
@@ -174,13 +178,15 @@ class DeviceTier:
         else:
             self.settle(copy)
 
-    async def make_room(self, copy: DeviceCopy) -> DevicePlace:
-        """Allocate a firm copy, dropping idle ones as needed.
+    async def make_room(self, copy: DeviceCopy) -> DevicePlace | None:
+        """Allocate a firm copy, dropping idle ones as needed; None if nobody waits for it and there is no room.
 
         Blocks: on loads that nobody waits for, and on device work before the last release of what is dropped.
         """
         budget = self.budget
         while budget.used_bytes + copy.nbytes > budget.capacity_bytes:
+            if not copy.is_pinned and not self._fits(copy, self._firm):
+                return None
             is_enough = budget.used_bytes - self._dropping_bytes + copy.nbytes <= budget.capacity_bytes
             if self._idle and not is_enough:
                 self._drop(next(iter(self._idle)))

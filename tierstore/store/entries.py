@@ -108,7 +108,8 @@ class Homes:
             self.gpu.pin(copy, entry.name)
             try:
                 target = await self.gpu.make_room(copy)
-                await self._route.copy(entry.layout, source, target, Priority.DEMAND)
+                if target is not None:  # it is: the copy is pinned
+                    await self._route.copy(entry.layout, source, target, Priority.DEMAND)
                 self.gpu.filled(copy)
                 entry.copy, copy.is_home = copy, True
             finally:
@@ -279,6 +280,9 @@ class Homes:
         try:
             async with entry.lock:
                 target = await self.gpu.make_room(copy)
+                if target is None:
+                    self.gpu.failed(copy)
+                    return
                 async with self._source(entry, priority) as source:
                     await self._route.copy(entry.layout, source, target, priority)
             self.gpu.filled(copy)
