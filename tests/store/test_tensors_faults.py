@@ -491,13 +491,16 @@ def test_killed_anywhere_the_last_generation_or_the_one_before_is_whole(tmp_path
                 committed = after
             backend.moment = (committed, committed)
         seen = set()
-        for path, allowed in backend.copies:
-            async with opened(path, nvme=[path / "store", path / "other"]) as store:
-                found = await state_of(store)
-                assert found in allowed, f"{path.name}: {found}"
-                seen.add((path.name.split()[0], store.generation))
-                assert_at_rest(store)
-                await store.put("new", block(9), tier=Tier.NVME)
+        for index, (path, allowed) in enumerate(backend.copies):
+            with contextlib.suppress(ZeroDivisionError):
+                async with opened(path, nvme=[path / "store", path / "other"]) as store:
+                    found = await state_of(store)
+                    assert found in allowed, f"{path.name}: {found}"
+                    seen.add((path.name.split()[0], store.generation))
+                    assert_at_rest(store)
+                    if index % 5:
+                        raise ZeroDivisionError  # a close that commits takes longer; now and then is enough
+                    await store.put("new", block(9), tier=Tier.NVME)
             shutil.rmtree(path)
         assert seen == {(kind, generation) for kind in ("killed", "cut") for generation in (-1, 0, 1)}
 
