@@ -256,7 +256,14 @@ class Manifests:
                 f"{path} has format {body.get('format')!r} version {body.get('version')!r}; "
                 f"this release reads tierstore version {FORMAT_VERSION}"
             )
-        captured = await read_bytes(self._captured(number))
+        try:
+            captured = await read_bytes(self._captured(number))
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            raise FormatError(
+                f"the store is damaged: {self._captured(number)} is missing; go back one with resume='previous'"
+            ) from None
         if len(captured) != body["captured_bytes"] or _digest(captured) != body["captured_checksum"]:
             raise ChecksumMismatch(f"{self._captured(number)} is damaged; go back one with resume='previous'")
         return Generation(

@@ -169,10 +169,12 @@ class SlotPack:
         """
         for path, layout in zip(self.paths(), self._layouts_by_path()):
             if not path.exists():
-                raise FormatError(f"the store is damaged: {path} is missing")
+                raise FormatError(f"the store is damaged: {path} is missing; restore it from a copy")
             size = path.stat().st_size
             if size != layout.file_bytes:
-                raise FormatError(f"the store is damaged: {path} has {size} B, expected {layout.file_bytes} B")
+                raise FormatError(
+                    f"the store is damaged: {path} has {size} B, expected {layout.file_bytes} B; restore it from a copy"
+                )
             file = self._io.backend.open(path, writable=True)
             self._files_append(file)
             expected = _aligned(layout.header)

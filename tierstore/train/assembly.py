@@ -21,7 +21,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, open_device
-from tierstore.errors import ConfigError, StorageError, TierstoreError
+from tierstore.errors import ChecksumMismatch, ConfigError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.kernels import warm_up
@@ -230,10 +230,7 @@ def assemble(
             _bind(groups, store, device)
             fill(store, runtime, groups, pieces)
         else:
-            is_previous = options.resume is Resume.PREVIOUS
-            runtime.call(partial(store.open, is_previous=is_previous), generation)
-            if is_previous:
-                runtime.call(store.verify, generation)
+            _open(runtime, store, generation, is_previous=options.resume is Resume.PREVIOUS)
             _bind(groups, store, device)
         _move_buffers(model, device)
         return _hook_up(model, groups, store, runtime, backend, device, config, options, parameter_groups, step,
@@ -320,6 +317,18 @@ def _find_generation(
     return runtime.call(manifests.read, number)
 
 
+def _open(runtime: Runtime, store: TrainingStore, generation: Generation, *, is_previous: bool) -> None:
+    if not is_previous:
+        runtime.call(store.open, generation)
+        return
+    try:
+        runtime.call(partial(store.open, is_previous=True), generation)
+        runtime.call(store.verify, generation)
+    except ChecksumMismatch as error:
+        damage = str(error).rpartition("; ")[0]  # without its advice to do what is being done
+        raise ChecksumMismatch(f"generation {generation.number} is not whole any more: {damage}") from None
+
+
 def _numbers(manifests: Manifests) -> list[int]:
     try:
         return manifests.numbers()
@@ -332,9 +341,15 @@ def _numbers(manifests: Manifests) -> list[int]:
 def _check_same_store(generation: Generation, tiers: TierConfig) -> None:
     layout = generation.layout
     if layout["directories"] != len(tiers.nvme):
-        raise ConfigError(f"the store is striped over {layout['directories']} directories, {len(tiers.nvme)} are given")
+        raise ConfigError(
+            f"the store in {tiers.nvme[0]} is striped over {layout['directories']} directories, {len(tiers.nvme)} are "
+            "given; give all of them, in their order"
+        )
     if layout["codec"] != tiers.codec.value:
-        raise ConfigError(f"the store was made with codec {layout['codec']!r}, not {tiers.codec.value!r}")
+        raise ConfigError(
+            f"the store in {tiers.nvme[0]} was made with codec {layout['codec']!r}, not {tiers.codec.value!r}; "
+            "give the same codec, or choose another directory"
+        )
 
 
 def _request(

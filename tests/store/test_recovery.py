@@ -1,0 +1,282 @@
+"""Opening a store: what it was, what is damaged, who uses it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resuming import DISK, State, Way, check_resumes, expected_states, opened
+from runs import tiny
+
+from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, StoreLocked, TierstoreError
+from tierstore.io.backend import Backend
+
+STEPS = 4
+WAY = Way("forward", cpu_memory=DISK, width=96)  # two chunks in a block
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[State]:
+    return expected_states(WAY, tmp_path_factory.mktemp("expected"), STEPS)
+
+
+@pytest.fixture(scope="module")
+def closed_after_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("closed")
+    with opened(WAY, folder) as run:
+        run.until(3)
+    return folder
+
+
+@pytest.fixture
+def folder(closed_after_3: Path, tmp_path: Path) -> Path:
+    """A store that was closed after step 3."""
+    shutil.copytree(closed_after_3, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def damage(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def refuse(way: Way, folder: Path, kind: type[TierstoreError], **changes: Any) -> str:
+    """The message of an engine that does not come to be, and that changes nothing on the disk."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(kind) as refusal, opened(way, folder, **changes):
+        pass
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    print(refusal.value)  # for the reader of `pytest -s`
+    return str(refusal.value)
+
+
+class TestPrevious:
+    def test_goes_back_one_and_goes_on_exactly(self, folder: Path, expected: list[State]) -> None:
+        with opened(WAY, folder, resume="previous") as run:
+            assert run.engine.step_count == 2
+            expected[2].check_equal(State.of(run))
+            run.until(STEPS)
+            expected[STEPS].check_equal(State.of(run))
+        assert check_resumes(WAY, folder, expected) == STEPS
+
+    def test_is_the_last_one_from_then_on(self, folder: Path, expected: list[State]) -> None:
+        with opened(WAY, folder, resume="previous"):
+            pass
+        assert check_resumes(WAY, folder, expected) == 2
+
+    def test_what_cannot_be_made_leaves_the_newer_one(self, folder: Path, expected: list[State]) -> None:
+        def fails(optimizer: torch.optim.Optimizer) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError), opened(WAY, folder, resume="previous", lr_scheduler=fails):
+            pass
+        assert check_resumes(WAY, folder, expected) == 3
+
+    def test_heals_a_damaged_last_one(self, folder: Path, expected: list[State]) -> None:
+        damage(folder / "store0" / "captured-000000000003.safetensors", 4000)
+        message = refuse(WAY, folder, ChecksumMismatch)
+        assert "captured-000000000003" in message
+        assert "resume='previous'" in message
+        with opened(WAY, folder, resume="previous") as run:
+            run.until(STEPS)
+            expected[STEPS].check_equal(State.of(run))
+
+    def test_verifies_all_of_it(self, folder: Path) -> None:
+        # What is on disk of generation 2 lies in the slot that 3 does not name: step 3 went from one to the other.
+        for name in ("weights", "state"):
+            copy = folder.parent / name
+            shutil.copytree(folder, copy)
+            newest = {path: path.stat().st_mtime_ns for path in (copy / "store0").glob(f"{name}.*")}
+            path = min(newest, key=lambda path: newest[path])
+            damage(path, path.stat().st_size - 5000)
+            message = refuse(WAY, copy, ChecksumMismatch, resume="previous")
+            assert message.startswith("generation 2 is not whole any more: damaged: chunk ")
+            assert f" chunk blocks.0/{name}/1 at offset " in message
+            assert "resume" not in message
+
+    def test_needs_two(self, tmp_path: Path) -> None:
+        with opened(WAY, tmp_path):
+            pass
+        assert "generation 0" in refuse(WAY, tmp_path, ConfigError, resume="previous")
+
+
+class TestDamage:
+    @pytest.mark.parametrize("kind", ["weights", "state"])
+    def test_a_damaged_chunk_is_named(self, kind: str, folder: Path) -> None:
+        paths = list((folder / "store0").glob(f"{kind}.*"))
+        offset = 4096 + {"weights": 24576, "state": 49152}[kind]  # after the header and the embedding
+        for path in paths:
+            damage(path, offset + 100)
+        with pytest.raises(ChecksumMismatch) as refusal, opened(WAY, folder) as run:
+            run.until(STEPS)
+        message = str(refusal.value)
+        assert message.startswith(f"damaged: chunk blocks.0/{kind}/0 at offset {offset} of ")
+        assert any(f" of {path}: " in message for path in paths)
+        assert message.endswith("resume='previous'")
+
+    def test_a_damaged_manifest_is_named(self, folder: Path) -> None:
+        damage(folder / "store0" / "manifest-000000000003.json", 300)
+        message = refuse(WAY, folder, ChecksumMismatch)
+        assert "manifest-000000000003.json" in message
+        assert "resume='previous'" in message
+
+    def test_an_empty_manifest(self, folder: Path) -> None:
+        (folder / "store0" / "manifest-000000000003.json").write_bytes(b"")
+        assert "manifest-000000000003.json" in refuse(WAY, folder, ChecksumMismatch)
+
+    def test_a_missing_captured_state(self, folder: Path) -> None:
+        (folder / "store0" / "captured-000000000003.safetensors").unlink()
+        message = refuse(WAY, folder, FormatError)
+        assert "captured-000000000003.safetensors is missing; go back one with resume='previous'" in message
+
+    def test_a_truncated_pack(self, folder: Path) -> None:
+        path = folder / "store0" / "state.b.safetensors"
+        os.truncate(path, path.stat().st_size - 4096)
+        message = refuse(WAY, folder, FormatError)
+        assert f"{path} has {path.stat().st_size} B, expected {path.stat().st_size + 4096} B" in message
+
+    def test_a_missing_pack(self, folder: Path) -> None:
+        (folder / "store0" / "weights.b.safetensors").unlink()
+        assert "weights.b.safetensors is missing" in refuse(WAY, folder, FormatError)
+
+    def test_a_pack_that_is_another(self, folder: Path) -> None:
+        shutil.copy(folder / "store0" / "state.a.safetensors", folder / "other")
+        damage(folder / "store0" / "state.a.safetensors", 40)
+        assert "state.a.safetensors does not begin with the header" in refuse(WAY, folder, FormatError)
+
+
+class TestAnotherStore:
+    def test_of_another_model(self, folder: Path) -> None:
+        message = refuse(WAY, folder, ConfigError, model=tiny(blocks=1, width=32))
+        assert "parameter blocks.0.attention.weight is fp32 (288, 96) " in message
+        assert "fp32 (96, 32) " in message
+
+    def test_of_a_model_with_another_dtype(self, folder: Path) -> None:
+        assert "bf16" in refuse(replace(WAY, dtype=torch.bfloat16), folder, ConfigError)
+
+    def test_of_a_model_with_more_blocks(self, folder: Path) -> None:
+        assert "missing there" in refuse(WAY, folder, ConfigError, model=tiny(blocks=2, width=96))
+
+    def test_another_chunk_size_keeps_the_one_of_the_store(self, folder: Path, expected: list[State]) -> None:
+        assert check_resumes(WAY, folder, expected, chunk_bytes="2MiB", cpu_memory="64MiB") == 3
+
+    def test_another_codec(self, folder: Path) -> None:
+        message = refuse(replace(WAY, codec="lz4", cpu_memory="64MiB"), folder, ConfigError)
+        assert "'none'" in message
+        assert "'lz4'" in message
+
+    def test_more_directories(self, folder: Path) -> None:
+        assert "1 directories, 2 are given" in refuse(replace(WAY, directories=2), folder, ConfigError)
+
+    def test_fewer_directories_in_another_order_and_one_missing(self, tmp_path: Path) -> None:
+        way = replace(WAY, directories=2)
+        with opened(way, tmp_path) as run:
+            run.until(1)
+        first, second = tmp_path / "store0", tmp_path / "store1"
+        assert "2 directories, 1 are given" in refuse(way, tmp_path, ConfigError, nvme=[first])
+        for nvme in ([second, first], [second]):
+            assert "in their order" in refuse(way, tmp_path, ConfigError, nvme=nvme)
+        second.rename(tmp_path / "elsewhere")
+        assert f"{second} is missing" in refuse(way, tmp_path, FormatError)
+        with opened(way, tmp_path, nvme=[first, tmp_path / "elsewhere"]) as run:
+            assert run.engine.step_count == 1
+
+    def test_without_durability(self, folder: Path) -> None:
+        assert "would overwrite" in refuse(WAY, folder, ConfigError, durability="none")
+
+    def test_of_a_newer_release(self, folder: Path) -> None:
+        from tierstore.pack.codecs import checksum_bytes
+
+        path = folder / "store0" / "manifest-000000000003.json"
+        data = path.read_bytes().rpartition(b"\n")[0].replace(b'"version":1', b'"version":2')
+        path.write_bytes(data + f"\n{checksum_bytes(data):016x}".encode())
+        assert "version 2; this release reads tierstore version 1" in refuse(WAY, folder, FormatError)
+
+    def test_never_must_and_previous(self, folder: Path, tmp_path: Path) -> None:
+        assert "already holds generation 3" in refuse(WAY, folder, ConfigError, resume="never")
+        for resume in ("must", "previous"):
+            message = refuse(WAY, tmp_path / "empty", ConfigError, resume=resume)
+            assert f"resume='{resume}': there is no generation in {tmp_path / 'empty'}" in message
+        assert not (tmp_path / "empty").exists()
+
+    def test_of_other_parameter_groups(self, folder: Path) -> None:
+        model = WAY.model()
+        first, *others = model.parameters()
+        groups = [{"params": [first]}, {"params": others}]
+        message = refuse(WAY, folder, ConfigError, model=model, parameter_groups=groups)
+        assert "1 parameter groups, now there are 2" in message
+
+
+class Slow(Backend):
+    """Publishes nothing before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go = threading.Event()
+
+    def _call_replace(self, source: Path, destination: Path) -> None:
+        assert self.may_go.wait(30)
+        super()._call_replace(source, destination)
+
+
+HOLD = """
+import sys, signal
+from pathlib import Path
+from resuming import DISK, Way, open_run
+run = open_run(Way("forward", cpu_memory=DISK, width=96), Path(sys.argv[1]))
+print("open", flush=True)
+signal.pause()
+"""
+
+
+class TestLock:
+    def test_two_engines_in_one_process(self, folder: Path) -> None:
+        with opened(WAY, folder):
+            for resume in ("auto", "never", "must", "previous"):
+                assert f"in use by process {os.getpid()}; stop it" in refuse(WAY, folder, StoreLocked, resume=resume)
+
+    def test_one_that_is_being_made(self, tmp_path: Path) -> None:
+        backend = Slow()
+        with opened(WAY, tmp_path, backend):
+            with pytest.raises(StoreLocked, match=f"in use by process {os.getpid()}"), opened(WAY, tmp_path):
+                pass
+            assert not list((tmp_path / "store0").glob("manifest-*.json"))
+            backend.may_go.set()
+
+    def test_another_process_that_is_killed(self, folder: Path, expected: list[State]) -> None:
+        paths = os.pathsep.join(sys.path)
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": paths},
+        ) as holder:  # fmt: skip
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "open\n"
+            assert f"in use by process {holder.pid}; stop it" in refuse(WAY, folder, StoreLocked)
+            holder.kill()
+        assert check_resumes(WAY, folder, expected) == 3
+
+    def test_is_not_held_by_a_forked_child(self, folder: Path, expected: list[State]) -> None:
+        reader, writer = os.pipe()
+        with opened(WAY, folder):
+            child = os.fork()
+            if child == 0:
+                os.close(writer)
+                os.read(reader, 1)
+                os._exit(0)
+        os.close(reader)
+        assert check_resumes(WAY, folder, expected) == 3
+        os.close(writer)
+        os.waitpid(child, 0)
