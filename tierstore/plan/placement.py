@@ -67,6 +67,7 @@ class Request:
         chunk_elements: the grid of a store that is there already; then `chunk_bytes` does not count.
         acquired_bytes: largest sum of simultaneously acquired groups; None is the largest group.
         read_weights_with_state: the update reads weights that live on NVMe, instead of finding them at hand.
+        scratch_bytes: part of the CPU budget that is not placed: a codec's.
     """
 
     groups: tuple[GroupNeed, ...]
@@ -79,6 +80,7 @@ class Request:
     acquired_bytes: int | None = None
     read_weights_with_state: bool = False
     workers: int = 4
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

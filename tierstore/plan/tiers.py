@@ -98,7 +98,8 @@ def smallest_budgets(request: Request) -> Budgets:
     groups, least = request.groups, _chunk_sizes(request)[-1]
     return Budgets(
         gpu_bytes=_acquired_bytes(request) + _largest_gradient_bytes(groups),
-        cpu_bytes=min(_pools(request, least, homes, _FLOOR).total_bytes for homes in _corners(request, least)),
+        cpu_bytes=request.scratch_bytes
+        + min(_pools(request, least, homes, _FLOOR).total_bytes for homes in _corners(request, least)),
     )
 
 
@@ -120,6 +121,7 @@ def place(request: Request) -> Placement:
     if short:
         hint = "" if request.nvme else "; with an nvme directory less cpu_memory is needed"
         raise BudgetError("; ".join(short) + hint)
+    request = replace(request, cpu_bytes=request.cpu_bytes - request.scratch_bytes, scratch_bytes=0)
     chunk_elements, homes, comfort = _start(request)
     homes, pools = _Filler(request, chunk_elements, homes, comfort).fill()
     gradient_bytes = _gpu_gradient_bytes(request)

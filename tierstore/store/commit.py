@@ -136,6 +136,8 @@ def claim_directory(path: Path) -> bool:
         is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         strangers = sorted(entry.name for entry in path.iterdir() if not _is_ours(entry.name))
+    except FileExistsError:
+        raise StorageError(f"cannot use {path} as a store: it is not a directory") from None
     except OSError as error:
         raise StorageError(f"cannot use {path} as a store: {error.strerror or error}") from None
     if strangers:

@@ -15,18 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
+from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.errors import ChecksumMismatch, ConfigError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.kernels import warm_up
 from tierstore.plan.bandwidth import Estimator
-from tierstore.plan.placement import GradientMode, Request
 from tierstore.plan.prefetch import recommend_depth
 from tierstore.plan.simulate import Visit
 from tierstore.plan.tiers import place
@@ -36,6 +34,7 @@ from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer
 from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
+from tierstore.train.budgets import request_for
 from tierstore.train.filling import Piece, fill, weights_of
 from tierstore.train.groups import ModelGroups, find_groups
 from tierstore.train.hooks import ModelHooks
@@ -168,6 +167,8 @@ def schedule_for(
     except ValueError:
         names = ", ".join(item.value for item in UpdateSchedule)
         raise ConfigError(f"update must be one of {names}, not {update!r}") from None
+    if type(commit_every) is not int:
+        raise ConfigError(f"commit_every must be a whole number, not {commit_every!r}")
     if commit_every < 1:
         raise ConfigError(f"commit_every must be at least 1, not {commit_every}")
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -217,12 +218,13 @@ def assemble(
         if generation is not None:
             check_same_model(generation.layout, specs, tiers.nvme[0])
             _check_same_store(generation, tiers)
-        request = _request(groups, tiers, options, generation)
+        grid = generation.layout["chunk_elements"] if generation is not None else None
+        request = request_for([spec.need() for spec in specs], tiers, options.schedule, grid)
         store = TrainingStore(
             specs, place(request), tiers, device, [], runtime, backend, tracer, clock,
             is_durable=options.durability is Durability.COMMIT,
             update_threads=tiers.update_threads or min(8, os.cpu_count() or 1),
-            codec_scratch_bytes=_codec_scratch(tiers),
+            codec_scratch_bytes=request.scratch_bytes,
             lock=lock,
         )  # fmt: skip
         if generation is None:
@@ -350,34 +352,6 @@ def _check_same_store(generation: Generation, tiers: TierConfig) -> None:
             f"the store in {tiers.nvme[0]} was made with codec {layout['codec']!r}, not {tiers.codec.value!r}; "
             "give the same codec, or choose another directory"
         )
-
-
-def _request(
-    groups: ModelGroups, tiers: TierConfig, options: Options, generation: Generation | None
-) -> Request:
-    modes: dict[UpdateSchedule, GradientMode] = {
-        UpdateSchedule.BACKWARD: "streamed",
-        UpdateSchedule.DELAYED: "doubled",
-    }
-    from_device = options.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
-    return Request(
-        groups=tuple(group.spec.need() for group in groups.groups),
-        gpu_bytes=tiers.gpu_memory,
-        cpu_bytes=tiers.cpu_memory - _codec_scratch(tiers),
-        nvme=bool(tiers.nvme),
-        gradients=modes.get(options.schedule, "held"),
-        chunk_bytes=tiers.chunk_bytes,
-        chunk_elements=generation.layout["chunk_elements"] if generation is not None else None,
-        read_weights_with_state=not from_device,
-        workers=tiers.io_threads,
-    )
-
-
-def _codec_scratch(tiers: TierConfig) -> int:
-    """A part of the budget in which chunks are encoded; at least one chunk, at most one per thread."""
-    if tiers.codec is Codec.NONE or not tiers.nvme:
-        return 0
-    return int(np.clip(tiers.cpu_memory // 8, tiers.chunk_bytes or 0, tiers.io_threads * 2**25))
 
 
 def _bind(groups: ModelGroups, store: TrainingStore, device: ComputeDevice) -> None:

@@ -1,0 +1,216 @@
+"""Bad input gets one clear sentence, and nothing is lost: no weights of the model, no byte on the disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import ENOSPC, FaultyBackend
+from resuming import DISK, MEMORY, Way, opened
+from torch import nn
+
+from tierstore.config import TierConfig
+from tierstore.errors import BudgetError, ConfigError, FormatError, StorageError, StorageFull, TierstoreError
+from tierstore.train.engine import Engine
+
+WAY = Way(width=96)
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+def refuse(kind: type[TierstoreError], folder: Path, way: Way = WAY, **changes: Any) -> str:
+    """The message of an engine that does not come to be: one sentence, and the model is as it was."""
+    model = way.model()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with pytest.raises(kind) as refusal, opened(way, folder, **({"model": model} | changes)):
+        pass
+    message = str(refusal.value)
+    print(message)  # for the reader of `pytest -s`
+    assert "\n" not in message
+    assert len(message) < 400
+    after = model.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    return message
+
+
+class TestDirectories:
+    def test_that_hold_something_else(self, tmp_path: Path) -> None:
+        (tmp_path / "store0").mkdir()
+        (tmp_path / "store0" / "thesis.tex").write_text("years of work")
+        message = refuse(ConfigError, tmp_path)
+        assert "store0 is not a store: it holds 'thesis.tex'; give an empty or a new directory" in message
+        assert [path.name for path in (tmp_path / "store0").iterdir()] == ["thesis.tex"]
+
+    def test_that_are_files(self, tmp_path: Path) -> None:
+        (tmp_path / "store0").write_text("a file")
+        assert "it is not a directory" in refuse(StorageError, tmp_path)
+        assert (tmp_path / "store0").read_text() == "a file"
+
+    @pytest.mark.parametrize("resume", ["auto", "never"])
+    @pytest.mark.parametrize("path", ["/dev/null/store", "/proc/store", "/" + "x" * 300], ids=["file", "proc", "long"])
+    def test_that_cannot_be_made(self, path: str, resume: str, tmp_path: Path) -> None:
+        assert f"cannot use {path} as a store: " in refuse(StorageError, tmp_path, nvme=[path], resume=resume)
+
+    def test_that_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, whom no mode stops
+        assert "no permission to write" in refuse(StorageError, tmp_path)
+
+
+class TestFullDisk:
+    @pytest.mark.parametrize("at", range(4))
+    def test_before_the_first_step_leaves_nothing(self, at: int, tmp_path: Path) -> None:
+        backend = FaultyBackend(ENOSPC, at=at, kinds=("allocate",))
+        message = refuse(StorageFull, tmp_path, backend=backend)
+        assert "allocation of " in message
+        assert "No space left on device" in message
+        assert not any((tmp_path / "store0").iterdir())
+
+    def test_before_the_first_step_of_a_resumed_run(self, tmp_path: Path) -> None:
+        way = replace(WAY, cpu_memory=DISK, blocks=4)
+        with opened(way, tmp_path) as run:
+            run.until(1)
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+        backend = FaultyBackend(ENOSPC, at=0, kinds=("allocate",))  # of the spilled gradients
+        refuse(StorageFull, tmp_path, way, backend=backend)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+    def test_while_it_is_filled_leaves_nothing(self, tmp_path: Path) -> None:
+        backend = FaultyBackend(ENOSPC, at=5, kinds=("pwrite",))
+        with pytest.raises(StorageFull), opened(WAY, tmp_path, backend):
+            pass
+        assert not any((tmp_path / "store0").iterdir())
+
+
+def numbers(message: str) -> list[int]:
+    return [int(number) for number in re.findall(r"the smallest that fits is (\d+) B", message)]
+
+
+class TestBudgets:
+    @pytest.mark.parametrize(
+        "way",
+        [
+            Way("forward", width=96),
+            Way("step", width=96, dtype=torch.bfloat16),
+            Way("backward", width=96, blocks=2),
+            Way("speculative", width=96),
+            Way("delayed", width=96),
+            Way("forward", width=96, codec="lz4"),
+            Way("backward", width=96, codec="lz4", dtype=torch.bfloat16),
+            Way("speculative", width=96, directories=2, dtype=torch.float16),
+        ],
+        ids=lambda way: f"{way.update}-{way.codec}-{way.dtype}",
+    )
+    def test_the_smallest_that_is_named_works_and_less_does_not(self, way: Way, tmp_path: Path) -> None:
+        message = refuse(BudgetError, tmp_path, way, gpu_memory=1, cpu_memory=1)
+        assert not any(tmp_path.iterdir())
+        gpu, cpu = numbers(message)
+        assert numbers(refuse(BudgetError, tmp_path, way, gpu_memory=gpu - 1, cpu_memory=cpu)) == [gpu]
+        assert numbers(refuse(BudgetError, tmp_path, way, gpu_memory=gpu, cpu_memory=cpu - 1)) == [cpu]
+        with opened(way, tmp_path, gpu_memory=gpu, cpu_memory=cpu) as run:
+            run.until(3)
+            peaks = run.engine.statistics()["peak_bytes"]
+        assert peaks["gpu"] <= gpu
+        assert peaks["cpu"] <= cpu
+
+    def test_in_memory(self, tmp_path: Path) -> None:
+        way = Way("forward", width=96)
+        message = refuse(BudgetError, tmp_path, way, cpu_memory="1MiB", nvme=[])
+        assert message.endswith("with an nvme directory less cpu_memory is needed")
+        (cpu,) = numbers(message)
+        with opened(way, tmp_path, cpu_memory=cpu, nvme=[]) as run:
+            run.until(2)
+
+    def test_of_a_resumed_run(self, tmp_path: Path) -> None:
+        way = Way("forward", width=96, blocks=2)
+        with opened(way, tmp_path) as run:
+            run.until(1)
+        (cpu,) = numbers(refuse(BudgetError, tmp_path, way, cpu_memory=4096))
+        with opened(way, tmp_path, cpu_memory=cpu) as run:
+            run.until(2)
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"update": "late"}, "update must be one of auto, step, forward, backward, speculative, delayed, not "),
+            ({"durability": "maybe"}, "durability must be one of commit, none, not 'maybe'"),
+            ({"resume": "yes"}, "resume must be one of never, auto, must, previous, not 'yes'"),
+            ({"commit_every": 0}, "commit_every must be at least 1, not 0"),
+            ({"commit_every": 1.5}, "commit_every must be a whole number, not 1.5"),
+            ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0, not 0.0"),
+            ({"max_grad_norm": float("nan")}, "max_grad_norm must be above 0, not nan"),
+            ({"loss_scale": "huge"}, "loss_scale must be 'dynamic' or above 0, not 'huge'"),
+            ({"loss_scale": 0}, "loss_scale must be 'dynamic' or above 0, not 0"),
+            ({"update": "backward", "max_grad_norm": 1.0}, "use 'forward' or 'speculative'"),
+            ({"update": "speculative", "commit_every": 2}, "it needs commit_every=1 and a store"),
+            ({"update": "speculative", "durability": "none"}, "it needs commit_every=1 and a store"),
+            ({"update": "speculative", "nvme": []}, "needs a store: give nvme a directory"),
+            ({"resume": "must", "nvme": []}, "there is no generation in memory"),
+            ({"registered": {"data": 3}}, "cannot register 'data': int has no state_dict and load_state_dict"),
+            ({"device": "tpu"}, "device must be 'cpu', 'cuda' or 'cuda:N', not 'tpu'"),
+            ({"codec": "zip"}, "TierConfig.codec: must be 'none' or 'lz4' (got 'zip')"),
+            ({"cpu_memory": "much"}, "not a size: 'much'"),
+            ({"chunk_bytes": 3}, "must be greater than or equal to 64 KiB (got 3)"),
+            ({"prefetch_depth": -1}, "must be greater than or equal to 0 (got -1)"),
+            ({"io_threads": 0}, "must be greater than or equal to 1 (got 0)"),
+            ({"nvme": ["/tmp/a", "/tmp/../tmp/a"]}, "a directory is listed twice"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_an_unknown_value(self, changes: Mapping[str, Any], said: str, tmp_path: Path) -> None:
+        way = Way()
+        model = way.model()
+        with pytest.raises(ConfigError) as refusal, opened(way, tmp_path, **({"model": model} | changes)):
+            pass
+        print(refusal.value)
+        assert said in str(refusal.value)
+        assert not any(tmp_path.iterdir())
+        assert all(parameter.numel() == parameter.untyped_storage().nbytes() // 4 for parameter in model.parameters())
+
+    def test_an_option_that_does_not_exist(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="did you mean cpu_memory"):
+            TierConfig(cpu_memroy="1GiB")
+        with pytest.raises(TypeError):
+            Engine(Way().model(), TierConfig(), upadte="forward")  # type: ignore[call-arg]
+
+    def test_an_option_of_a_parameter_group_that_does_not_exist(self, tmp_path: Path) -> None:
+        model = Way().model()
+        groups = [{"params": list(model.parameters()), "momentum": 0.9}]
+        message = refuse_late(Way(), tmp_path, model=model, parameter_groups=groups)
+        assert message == "unknown option 'momentum' in a parameter group"
+
+    def test_a_model_with_a_dtype_that_cannot_be_trained(self, tmp_path: Path) -> None:
+        assert "has dtype torch.float64; fp32, bf16 and fp16 can be trained" in refuse(
+            ConfigError, tmp_path, model=Way().model().double()
+        )
+
+
+def refuse_late(way: Way, folder: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as refusal, opened(way, folder, **changes):
+        pass
+    assert not any(path for path in folder.rglob("*") if path.is_file())
+    return str(refusal.value)
+
+
+class TestStateDict:
+    def test_a_missing_a_strange_and_a_misshapen_tensor(self, tmp_path: Path) -> None:
+        with opened(Way(cpu_memory=MEMORY), tmp_path) as run:
+            run.until(1)
+            whole = run.engine.state_dict()
+            name = "blocks.0.up.weight"
+            for broken in (
+                {key: value for key, value in whole.items() if key != name},
+                whole | {name: whole[name].T.contiguous()},
+            ):
+                with pytest.raises(FormatError, match=re.escape(name)) as refusal:
+                    run.engine.load_state_dict(broken)
+                print(refusal.value)
+            assert all(torch.equal(value, whole[key]) for key, value in run.engine.state_dict().items())
+            run.until(2)

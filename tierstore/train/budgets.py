@@ -1,0 +1,53 @@
+"""What the planner is asked for: the groups, the budgets of the tiers, and what of them is not to be placed.
+
+Scope: from options to a `Request`. Not here: the decision (`plan/tiers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tierstore.config import Codec, TierConfig, UpdateSchedule
+from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GradientMode, GroupNeed, Request, padded
+from tierstore.plan.tiers import smallest_budgets
+
+_GRADIENTS: dict[UpdateSchedule, GradientMode] = {
+    UpdateSchedule.BACKWARD: "streamed",
+    UpdateSchedule.DELAYED: "doubled",
+}
+
+
+def request_for(
+    groups: Sequence[GroupNeed], tiers: TierConfig, schedule: UpdateSchedule, chunk_elements: int | None
+) -> Request:
+    """The request of a run.
+
+    Args:
+        chunk_elements: the grid of the store that is resumed; None for a new one.
+    """
+    from_device = schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
+    request = Request(
+        groups=tuple(groups),
+        gpu_bytes=tiers.gpu_memory,
+        cpu_bytes=tiers.cpu_memory,
+        nvme=bool(tiers.nvme),
+        gradients=_GRADIENTS.get(schedule, "held"),
+        chunk_bytes=tiers.chunk_bytes,
+        chunk_elements=chunk_elements,
+        read_weights_with_state=not from_device,
+        workers=tiers.io_threads,
+    )
+    if tiers.codec is Codec.NONE or not tiers.nvme:
+        return request
+    scratch_bytes = _scratch_bytes(request, tiers.io_threads * len(tiers.nvme))
+    limit_bytes = min(tiers.chunk_bytes or MAX_CHUNK_BYTES, scratch_bytes)
+    return replace(request, scratch_bytes=scratch_bytes, chunk_bytes=limit_bytes)
+
+
+def _scratch_bytes(request: Request, threads: int) -> int:
+    """Memory in which chunks are encoded: an eighth of the budget if it is to spare, and always the smallest chunk."""
+    block = request.chunk_elements or BLOCK
+    least = max(padded(min(n.elements, block) * max(n.weight_bytes, n.state_bytes)) for n in request.groups)
+    spare = request.cpu_bytes - smallest_budgets(request).cpu_bytes
+    return max(least, min(request.cpu_bytes // 8, spare, threads * MAX_CHUNK_BYTES))
