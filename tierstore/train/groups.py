@@ -62,18 +62,27 @@ class Group:
 
 @dataclass(frozen=True)
 class ModelGroups:
-    """All groups of a model, and which of them each module needs for its own parameters."""
+    """All groups of a model.
+
+    Attributes:
+        of_module: the groups that a module has on the device while it runs: those of its own parameters, and of all
+            below it if it is compiled.
+        names: one name of every parameter.
+        aliases: every name of a parameter, with that one.
+        replaced: the real parameters of a model on the meta device.
+    """
 
     groups: list[Group]
     of_module: dict[nn.Module, tuple[int, ...]]
     names: dict[nn.Parameter, str]
+    aliases: dict[str, str]
     replaced: dict[nn.Parameter, nn.Parameter]
 
     def locate(self, name: str) -> tuple[Group, ParameterSpec]:
         """The group and the place of a parameter by its name."""
         for group in self.groups:
             for spec in group.spec.parameters:
-                if spec.name == name:
+                if spec.name == self.aliases.get(name):
                     return group, spec
         raise ConfigError(f"the model has no parameter {name!r}")
 
@@ -85,8 +94,13 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
     get their data when their group is filled.
 
     Raises:
-        ConfigError: a parameter has a dtype that is not fp32, bf16 or fp16.
+        ConfigError: the model is compiled as a whole, or a parameter has a dtype that is not fp32, bf16 or fp16.
     """
+    if is_compiled(model):
+        raise ConfigError(
+            "the model went through torch.compile as a whole, so its groups cannot come and go; compile its blocks, "
+            "for example `for block in model.blocks: block.compile()`, and give the model itself"
+        )
     replaced = _replace_meta_parameters(model, device)
     blocks = _block_of_parameters(model)
     names: dict[nn.Parameter, str] = {}
@@ -105,12 +119,26 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
         taken.add(name)
         groups.append(_make_group(len(groups), name, dtype, trainable, parameters, names))
     index_of = {parameter: group.index for group in groups for parameter in group.parameters}
-    of_module = {}
+    aliases = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False) if p in names}
+    return ModelGroups(groups, _groups_of_modules(model, index_of), names, aliases, replaced)
+
+
+def _groups_of_modules(model: nn.Module, index_of: dict[nn.Parameter, int]) -> dict[nn.Module, tuple[int, ...]]:
+    compiled = [module for module in model.modules() if is_compiled(module)]
+    inside = {below for module in compiled for below in module.modules() if below is not module}
+    found = {}
     for module in model.modules():
-        own = {index_of[p] for p in module._parameters.values() if p is not None and p in index_of}
-        if own:
-            of_module[module] = tuple(sorted(own))
-    return ModelGroups(groups, of_module, names, replaced)
+        if module not in inside:  # hooks would break what is compiled into pieces
+            own = module.parameters() if module in compiled else module._parameters.values()
+            needed = {index_of[p] for p in own if p is not None and p in index_of}
+            if needed:
+                found[module] = tuple(sorted(needed))
+    return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has been at a module, around it or in place."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def _make_group(

@@ -1,0 +1,52 @@
+"""torch.compile of blocks, and of the whole model, which is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import disk, smallest_budgets, tiny, tokens, train, train_plain, worst_difference
+
+from tierstore.errors import ConfigError
+from tierstore.train.engine import Engine
+
+# Not `no_leaks`: torch starts a thread for progress bars when it first compiles.
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("update", "clip"), [("forward", 1.0), ("backward", None)])
+def test_one_block_may_be_compiled(backend: str, update: str, clip: float | None, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    batches, model = tokens(4), tiny()
+    expected = train_plain(tiny(), batches, max_grad_norm=clip)
+    model.blocks[1] = torch.compile(model.blocks[1], backend=backend, fullgraph=True)
+    gpu, cpu = smallest_budgets(tiny(), nvme=["unused"], update=update)
+    found = train(model, batches, disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu), update=update, max_grad_norm=clip)
+    assert worst_difference(found.losses, expected.losses) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_every_block_may_be_compiled_in_place(backend: str, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    batches, model = tokens(4), tiny()
+    expected = train_plain(tiny(), batches, max_grad_norm=1.0)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    gpu, cpu = smallest_budgets(tiny(), nvme=["unused"], update="forward")
+    tiers = disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu)
+    found = train(model, batches, tiers, update="forward", max_grad_norm=1.0)
+    assert worst_difference(found.losses, expected.losses) < 1e-5
+
+
+def test_a_compiled_model_is_refused(tmp_path: Path) -> None:
+    in_place = tiny()
+    in_place.compile(backend="eager")
+    for model in (torch.compile(tiny(), backend="eager"), in_place):
+        with pytest.raises(ConfigError, match=r"torch\.compile.*blocks"):
+            Engine(model, disk(tmp_path))
+    assert not (tmp_path / "store").exists()
