@@ -273,6 +273,11 @@ class DeviceAccess:
             self._held.add(wanted)
             self._runtime.post(self._start_load, wanted)
 
+    def release(self, groups: Iterable[int]) -> None:
+        """Drop these groups, unless somebody uses them: what was changed on the device only is gone."""
+        in_use = set(self._in_use())
+        self._drop(group for group in groups if group in self._ready and group not in in_use)
+
     def release_all(self) -> None:
         """Drop every group that nobody uses."""
         self._refresh_stale()

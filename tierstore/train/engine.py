@@ -200,6 +200,8 @@ class Engine:
             TierstoreError: also failures of work that earlier steps left running; the last generation is untouched.
         """
         parts = self._whole_parts()
+        if not parts.driver.has_begun:
+            raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
         with self._meters.phase("update"), self._unbroken():
             norm, is_finite = self._apply()
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -230,8 +232,6 @@ class Engine:
     def _apply(self) -> tuple[float | None, bool]:
         """Decide the updates of the step. Returns the norm, and whether it was finite."""
         parts = self._parts
-        if not parts.driver.has_begun:
-            raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
         self._uncommitted = None  # from here on the store goes on from it
         touched = set(parts.collector.touched)
         square_sum = parts.runtime.call(self._gradients.square_sum)
@@ -364,13 +364,15 @@ class Engine:
 
     @contextlib.contextmanager
     def gathered(self, names: Iterable[str], modify: bool = False) -> Iterator[None]:
-        """Parameters on the device, for reading outside of forward; with `modify` changes are kept.
+        """Parameters on the device, for reading outside of forward; with `modify` changes are kept, otherwise lost.
 
         Raises:
-            ConfigError: no parameter has such a name.
+            ConfigError: no parameter has such a name, or `modify` in the middle of a step.
             BudgetError: they do not fit together.
         """
         parts = self._open_parts()
+        if modify:
+            self._refuse_within_step("gathered(modify=True)")
         self.flush()
         wanted = sorted({parts.groups.locate(name)[0].index for name in names})
         for position, group in enumerate(wanted):
@@ -383,10 +385,14 @@ class Engine:
         try:
             yield
             if modify:
+                self._refuse_within_step("gathered(modify=True)")
                 whole.keep_changes(parts, wanted)
+                if parts.store.is_durable:
+                    self._commit(None)
         finally:
             for group in wanted:
                 parts.access.leave(group)
+            parts.access.release(wanted)
 
     def gradient(self, name: str) -> torch.Tensor:
         """The accumulated gradient of a parameter after backward and before step, in fp32, with the loss scale.
@@ -407,8 +413,10 @@ class Engine:
         """Set all weights and buffers; moments stay.
 
         Raises:
+            ConfigError: in the middle of a step.
             FormatError: a tensor is missing or has another shape; nothing was changed.
         """
+        self._refuse_within_step("load_state_dict")
         self.flush()
         whole.load_state_dict(self._open_parts(), self.model, state_dict)
         if self._parts.store.is_durable:
@@ -460,6 +468,10 @@ class Engine:
                 "close the engine, and make another one that resumes the store"
             ) from self._broken_by
         return self._open_parts()
+
+    def _refuse_within_step(self, what: str) -> None:
+        if self._parts.driver.has_begun:
+            raise ConfigError(f"{what} would change weights in the middle of a step; call it after step()")
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[None]:

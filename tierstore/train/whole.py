@@ -68,11 +68,15 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
 
 
 def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
-    """Write back the weights of groups that are on the device and were changed there; moments stay."""
+    """Write back what was changed in the weights of groups on the device; other masters and all moments stay."""
 
     def pieces(group: Group) -> Iterator[Piece]:
         for spec, parameter in zip(group.spec.parameters, group.parameters):
-            yield spec.name, 0, parameter.detach().reshape(-1).cpu()
+            weights, start = parameter.detach().reshape(-1).cpu(), 0
+            for master in masters(parts, group, spec.start, spec.stop):
+                now = weights[start : start + len(master)]
+                yield spec.name, start, torch.where(as_trained(group.spec.dtype, master) == now, master, now.float())
+                start += len(master)
 
     for index in groups:
         group = parts.groups.groups[index]
