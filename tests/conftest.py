@@ -90,7 +90,7 @@ def disk_path(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Torch computes in one thread: the same bits on every machine. It comes before fixtures of the module."""
+    """Torch computes in one thread: the same bits and time on every machine. It comes before fixtures of the module."""
     import torch
 
     before = torch.get_num_threads()

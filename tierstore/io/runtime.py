@@ -15,11 +15,11 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 
 from tierstore.errors import ClosedError, Timeout
+from tierstore.io.file_threads import FileThreads
 from tierstore.io.fork import ForkAware
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class Runtime(ForkAware):
         if self._loop is not None:
             raise ClosedError(f"runtime {self.name!r} was started before; make a new one")
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(4, thread_name_prefix=f"{self.name}-files"))
+        self._loop.set_default_executor(FileThreads(4, f"{self.name}-files"))
         self._loop.set_exception_handler(self._on_stray_error)
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{self.name}-loop", daemon=True)
         self._thread.start()

@@ -121,8 +121,11 @@ class Assembly:
         order = tuple(Visit(g, access.sizes[g], s) for g, s in zip(access.order, visit_seconds))
         access.set_depth(recommend_depth(order, rate, self.store.placement.gpu_weight_bytes).depth)
 
-    def close(self) -> None:
+    def close(self, publish: Callable[[], object] = lambda: None) -> None:
         """Finish and give back, in this order: reads ahead are let go, writes finish, hooks, loop, threads, files.
+
+        Args:
+            publish: posts the commit of the last step, if there is one to post.
 
         Raises:
             TierstoreError: the first failure met on the way, after everything was given back.
@@ -131,6 +134,7 @@ class Assembly:
         steps: list[Callable[[], object]] = [
             self.runtime.raise_failure,
             self.driver.give_up,
+            publish,
             lambda: self.runtime.call(self.store.flush, raises_kept=False),
             self.access.release_all,
             lambda: self.runtime.call(_settled, raises_kept=False),

@@ -7,11 +7,14 @@ Owner: the thread that trains.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +133,8 @@ class Engine:
         except BaseException:
             self._parts.close()
             raise
+        self._at_exit = partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -434,7 +439,7 @@ class Engine:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish what is running, commit it, and give everything back. Twice is fine.
+        """Finish what is running, commit it, and give everything back. Twice is fine; at exit it is done if it was not.
 
         Raises:
             TierstoreError: a failure of work left running; everything was given back all the same.
@@ -442,9 +447,11 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        with contextlib.suppress(ClosedError):
-            self._publish()
-        self._parts.close()
+        atexit.unregister(self._at_exit)
+        driver = self._parts.driver
+        if driver.has_begun and (driver.is_streaming or driver.schedule is UpdateSchedule.DELAYED):
+            self._uncommitted = None  # the store has gone on from there, into a step that nobody ends
+        self._parts.close(self._publish)
 
     def __enter__(self) -> Engine:
         return self
@@ -481,6 +488,13 @@ class Engine:
         except BaseException as error:
             self._broken_by = error
             raise
+
+
+def _close_at_exit(engine: weakref.ref[Engine]) -> None:
+    """The interpreter ends, and nobody closed the engine: its last step is committed all the same."""
+    left = engine()
+    if left is not None and not left._parts.runtime.is_inherited:
+        left.close()
 
 
 def _choice(kind: Any, name: str, value: Any) -> Any:

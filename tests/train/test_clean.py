@@ -1,0 +1,312 @@
+"""An engine that ends leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exits import WAYS as EXIT_WAYS
+from resuming import DISK, MEMORY, Run, State, Way, check_resumes, expected_states, open_run, opened
+from torch import nn
+
+from tierstore.errors import ClosedError, TierstoreError
+from tierstore.train.report import StepReport
+
+STEPS = 5
+WAYS = {
+    "forward": Way("forward", cpu_memory=MEMORY),
+    "forward-disk": Way("forward", cpu_memory=DISK, blocks=2, width=96),
+    "forward-3": Way("forward", cpu_memory=DISK, commit_every=3),
+    "backward-3": Way("backward", cpu_memory=DISK, commit_every=3),
+    "speculative": Way("speculative", cpu_memory=DISK),
+    "delayed": Way("delayed", cpu_memory=MEMORY),
+}
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Way, list[State]]:
+    """A way to train, and the states that it passes through."""
+    way = WAYS[request.param]
+    return way, expected_states(way, tmp_path_factory.mktemp("expected"), STEPS)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+class TestClose:
+    @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+    def test_leaves_the_store_and_nothing_else(self, way: Way, tmp_path: Path) -> None:
+        run = open_run(way, tmp_path)
+        run.until(4)
+        run.engine.close()
+        run.engine.close()
+        packs = {f"{kind}.{slot}.safetensors" for kind in ("weights", "state") for slot in "ab"}
+        if way.update == "delayed":
+            packs |= {f"gradients{copy}.{slot}.safetensors" for copy in ("", "1") for slot in "ab"}
+        found = names(tmp_path)
+        assert packs <= found
+        small = sorted(found - packs)
+        assert [name.partition("-")[0] for name in small] == ["captured", "captured", "manifest", "manifest"]
+        for use in (run.step, run.engine.flush, run.engine.state_dict, run.engine.step):
+            with pytest.raises(ClosedError):
+                use()
+        with opened(way, tmp_path) as again:
+            assert again.engine.step_count == 4  # also what was not due
+
+    @pytest.mark.parametrize("nvme", [True, False])
+    def test_without_durability_leaves_an_empty_directory(self, nvme: bool, tmp_path: Path) -> None:
+        changes: dict[str, Any] = {} if nvme else {"nvme": []}
+        with opened(Way(), tmp_path, durability="none", **changes) as run:
+            run.until(2)
+        assert not names(tmp_path)
+
+    def test_ends_all_tasks(self, tmp_path: Path) -> None:
+        run = open_run(WAYS["forward-disk"], tmp_path)
+        run.until(2)
+        loop = run.engine._parts.runtime.loop
+        run.engine.close()
+        assert loop.is_closed()
+        assert not asyncio.all_tasks(loop)
+
+    def test_lets_go_of_the_model(self, tmp_path: Path) -> None:
+        run = open_run(Way(), tmp_path)
+        run.until(2)
+        run.engine.close()
+        engine, model = weakref.ref(run.engine), weakref.ref(run.engine.model)
+        del run
+        gc.collect()
+        assert engine() is None
+        assert model() is None
+
+
+class Broken(Exception):
+    """Raised by the test."""
+
+
+def in_forward(run: Run, error: BaseException) -> None:
+    def hook(module: nn.Module, args: Any) -> None:
+        raise error
+
+    run.engine.model.get_submodule("blocks.0.up").register_forward_pre_hook(hook)
+
+
+def in_backward(run: Run, error: BaseException) -> None:
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        def fail(gradient: torch.Tensor) -> None:
+            raise error
+
+        output.register_hook(fail)
+
+    run.engine.model.get_submodule("blocks.0.norm_out").register_forward_hook(hook)
+
+
+def at_the_end_of_backward(run: Run, error: BaseException) -> None:
+    finish = run.engine._parts.collector.finish
+
+    def fails() -> None:
+        finish()
+        raise error
+
+    run.engine._parts.collector.finish = fails  # type: ignore[method-assign]
+
+
+def in_a_callback(run: Run, error: BaseException) -> None:
+    def fail(report: StepReport) -> None:
+        raise error
+
+    run.engine.on_step(fail)
+
+
+def in_the_state_of_something_registered(run: Run, error: BaseException) -> None:
+    def fail() -> dict[str, int]:
+        raise error
+
+    run.position.state_dict = fail  # type: ignore[method-assign]
+
+
+PLACES: tuple[Callable[[Run, BaseException], None], ...] = (
+    in_forward, in_backward, at_the_end_of_backward, in_a_callback, in_the_state_of_something_registered,
+)  # fmt: skip
+
+
+class TestAnExceptionInTheMiddleOfAStep:
+    @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+    @pytest.mark.parametrize("kind", [Broken, KeyboardInterrupt])
+    def test_is_told_as_it_is_and_the_last_generation_stays(
+        self,
+        case: tuple[Way, list[State]],
+        place: Callable[[Run, BaseException], None],
+        kind: type[BaseException],
+        tmp_path: Path,
+    ) -> None:
+        way, expected = case
+
+        def train() -> None:
+            with opened(way, tmp_path) as run:
+                run.until(4)
+                place(run, kind("on purpose"))
+                run.step()
+
+        with pytest.raises(kind, match="on purpose"):
+            train()
+        found = check_resumes(way, tmp_path, expected)
+        # Step 4 was not due: it is committed at the end, unless the store may have gone on from it.
+        is_lost = way.update == "backward" or place in (in_a_callback, in_the_state_of_something_registered)
+        assert found == (3 if way.commit_every == 3 and is_lost else 4)
+
+    @pytest.mark.parametrize("place", [in_backward, at_the_end_of_backward], ids=lambda place: place.__name__)
+    def test_ends_the_loop_for_one_who_goes_on(
+        self, case: tuple[Way, list[State]], place: Callable[[Run, BaseException], None], tmp_path: Path
+    ) -> None:
+        way, expected = case
+        with opened(way, tmp_path) as run:
+            run.until(4)
+            place(run, Broken("on purpose"))
+            with pytest.raises(Broken):
+                run.step()
+            for use in (run.step, run.engine.step):
+                with pytest.raises(ClosedError, match="a step was broken off by Broken and cannot be finished"):
+                    use()
+        check_resumes(way, tmp_path, expected)
+
+    def test_is_no_matter_in_an_evaluation(self, case: tuple[Way, list[State]], tmp_path: Path) -> None:
+        way, expected = case
+        with opened(way, tmp_path) as run:
+            run.until(2)
+            state = torch.get_rng_state()
+            handle = run.engine.model.get_submodule("blocks.0.up").register_forward_pre_hook(raise_broken)
+            with pytest.raises(Broken), torch.no_grad():
+                run.engine(torch.zeros(1, 4, dtype=torch.int64))
+            handle.remove()
+            torch.set_rng_state(state)
+            run.until(STEPS)
+            expected[STEPS].check_equal(State.of(run))
+
+
+def raise_broken(module: nn.Module, args: Any) -> None:
+    raise Broken
+
+
+def test_an_interrupt_by_the_keyboard(tmp_path: Path) -> None:
+    """The signal itself, at whatever place the training thread is then."""
+    way = WAYS["forward-disk"]
+    expected = expected_states(way, tmp_path / "expected", STEPS)
+    for at in range(0, 30, 3):
+        folder = tmp_path / str(at)
+        with pytest.raises(KeyboardInterrupt):
+            train_until_interrupted(way, folder, at)
+        check_resumes(way, folder, expected)
+
+
+def train_until_interrupted(way: Way, folder: Path, at: int) -> None:
+    """Steps in which the `at`-th crossing to the loop thread is hit by SIGINT."""
+    with opened(way, folder) as run:
+        run.until(1)
+        runtime, crossings = run.engine._parts.runtime, itertools.count()
+        original = runtime.call
+
+        def call(*args: Any, **options: Any) -> Any:
+            if next(crossings) == at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return original(*args, **options)
+
+        runtime.call = call  # type: ignore[method-assign]
+        run.until(STEPS)
+        raise AssertionError(f"there were only {next(crossings)} crossings")
+
+
+class TestFork:
+    def test_the_child_can_use_nothing_and_does_no_harm(self, case: tuple[Way, list[State]], tmp_path: Path) -> None:
+        way, expected = case
+        with opened(way, tmp_path) as run:
+            run.until(2)
+            loss = run.engine(run.position.next()).sum()
+            run.position.taken -= 1
+            assert in_child(lambda: use_all(run, loss)) == ""
+        found = check_resumes(way, tmp_path, expected)
+        assert found == (0 if way == WAYS["backward-3"] else 2)
+
+
+def use_all(run: Run, loss: torch.Tensor) -> None:
+    engine = run.engine
+    for use in (run.step, lambda: engine.backward(loss), engine.step, engine.flush, engine.state_dict):
+        try:
+            use()
+        except ClosedError:
+            continue
+        raise AssertionError(f"{use} did not raise")
+    with contextlib.suppress(TierstoreError):
+        engine.close()
+
+
+def in_child(work: Callable[[], None]) -> str:
+    """What a forked child said went wrong."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException as error:
+            os.write(writer, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read().decode()
+    assert os.waitpid(child, 0)[1] == 0
+    return said
+
+
+Exits = tuple[Path, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def exits(tmp_path_factory: pytest.TempPathFactory) -> Exits:
+    """What came of processes that did not close their engine; see `exits.py`."""
+    folder = tmp_path_factory.mktemp("exits")
+    script = Path(__file__).with_name("exits.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=120, check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    return folder, {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "status", "step"),
+    [
+        ("memory", "after_a_step", 0, 3), ("memory", "by_an_exception", 7, 3), ("memory", "by_another_thread", 0, 4),
+        ("disk", "after_a_step", 0, 3), ("disk", "in_the_middle_of_a_step", 0, 3),
+    ],
+)  # fmt: skip
+def test_an_exit_without_close_neither_hangs_nor_loses_a_step(
+    name: str, how: str, status: int, step: int, exits: Exits
+) -> None:
+    folder, outcomes = exits
+    outcome = outcomes[f"{name}-{how}"]
+    assert outcome["status"] == status
+    assert outcome["stderr"] == ""
+    assert outcome["s"] < 60, "all of them together"
+    assert check_resumes(EXIT_WAYS[name], folder / f"{name}-{how}", exit_states(name, folder)) == step
+
+
+@cache
+def exit_states(name: str, folder: Path) -> list[State]:
+    return expected_states(EXIT_WAYS[name], folder / f"{name}-expected", STEPS)

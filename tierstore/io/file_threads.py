@@ -1,0 +1,74 @@
+"""The threads in which an event loop handles small files.
+
+Scope: one executor. Not here: chunks, whose threads have priorities (see `workers.py`).
+Owner: the loop whose default executor it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class FileThreads(ThreadPoolExecutor):
+    """An executor that works until it is shut down.
+
+    That of the standard library refuses work as soon as the interpreter ends, before `atexit` handlers run, and that is
+    when a store that nobody closed publishes its last step.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        super().__init__(threads, thread_name_prefix=name)  # an event loop takes no other class; it starts no thread
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._own_threads = [
+            threading.Thread(target=self._run, name=f"{name}_{index}", daemon=True) for index in range(threads)
+        ]
+        self._is_open = True
+        self._lock = threading.Lock()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Run in one of the threads.
+
+        Raises:
+            RuntimeError: it was shut down.
+        """
+        future: Future[T] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._lock:
+            if not self._is_open:
+                raise RuntimeError("the threads for files were shut down")
+            for thread in self._own_threads:
+                if thread.ident is None:
+                    thread.start()
+            self._work.put(job)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Refuse new work and end the threads after what is queued. Twice is fine."""
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                for _ in self._own_threads:
+                    self._work.put(None)
+        for thread in self._own_threads if wait else ():
+            if thread.ident is not None:
+                thread.join()
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+    def _run(self) -> None:
+        while (job := self._work.get()) is not None:
+            job()
+            del job  # an idle thread keeps nothing alive
