@@ -52,7 +52,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A state without tensors: each becomes an array with its dtype beside it."""
+    """A state without tensors: each becomes an array with its dtype beside it. A copy: the state goes on changing."""
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu()
         as_bytes = _AS_BYTES.get(tensor.dtype)
@@ -62,7 +62,7 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(plain(item) for item in value)
-    return value
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def with_tensors(value: Any) -> Any:

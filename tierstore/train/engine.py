@@ -299,7 +299,8 @@ class Engine:
             "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
             "optimizer": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
             "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
-            "registered": {name: value.state_dict() for name, value in self._registered.items()},
+            # What an earlier run registered, and this one has not yet, stays as it was.
+            "registered": self._to_restore | {name: value.state_dict() for name, value in self._registered.items()},
             "buffers": capture.persistent_buffers(self.model),
             "pending": None,
         }
