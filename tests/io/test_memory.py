@@ -131,6 +131,19 @@ def test_what_was_granted_to_a_cancelled_waiter_goes_to_the_next() -> None:
     asyncio.run(play())
 
 
+def test_a_grant_is_told_before_the_waiter_has_its_turn() -> None:
+    async def play() -> None:
+        pool, told = make_pool(1), []
+        first = take(pool, 1)
+        waiter = asyncio.create_task(pool.reserve(PAGE, lambda: told.append(waiter.done())))
+        await asyncio.sleep(0)
+        first.free()
+        assert told == [False]
+        (await waiter).free()
+
+    asyncio.run(play())
+
+
 def test_first_fit_and_coalescing_on_both_sides() -> None:
     pool = make_pool(6)
     leases = [take(pool, 2) for _ in range(3)]

@@ -109,6 +109,7 @@ class Arena(ForkAware):
 class _Waiter(NamedTuple):
     nbytes: int
     future: asyncio.Future[Lease]
+    granted: Callable[[], None]
 
 
 class Pool:
@@ -133,8 +134,11 @@ class Pool:
         """Whether a reservation waits."""
         return bool(self._waiters)
 
-    async def reserve(self, nbytes: int) -> Lease:
+    async def reserve(self, nbytes: int, granted: Callable[[], None] = lambda: None) -> Lease:
         """A lease of `nbytes`, after all who asked earlier got theirs.
+
+        Args:
+            granted: called when a lease that was waited for is granted, which is before the waiter has its turn.
 
         Blocks: until enough contiguous bytes are free.
         Cancellation: safe at any moment; what was granted meanwhile goes to the next waiter.
@@ -145,7 +149,7 @@ class Pool:
         lease = self.try_reserve(nbytes)
         if lease is not None:
             return lease
-        waiter = _Waiter(nbytes, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(nbytes, asyncio.get_running_loop().create_future(), granted)
         self._waiters.append(waiter)
         try:
             return await waiter.future
@@ -219,6 +223,7 @@ class Pool:
                 if lease is None:
                     return
                 waiter.future.set_result(lease)
+                waiter.granted()
             self._waiters.popleft()
 
 

@@ -35,6 +35,7 @@ class Trip:
 
     Attributes:
         is_queued: it waits for memory.
+        is_granted: it has been given memory, and has not had its turn since.
         applied: ends when the new weights exist; True if they were put on the device too.
         task: ends when they are at rest.
         recalled: set to take back a lease that read ahead, because a trip behind it is needed sooner.
@@ -46,6 +47,7 @@ class Trip:
     applied: asyncio.Future[bool]
     recalled: asyncio.Event = field(default_factory=asyncio.Event)
     is_queued: bool = False
+    is_granted: bool = False
     lease: Lease | None = None
     task: asyncio.Task[None] | None = None
     before: tuple[ChunkRecord | None, ChunkRecord | None] = (None, None)

@@ -159,7 +159,7 @@ class UpdatePipeline:
         """
         trips = [(r, t) for r in self._rounds for t in r.trips]
         self._starving = {t for r, t in trips if t.is_queued and r.may_go(t)}
-        is_moving = any(t.lease is not None and (t.applied.done() or r.will_go(t)) for r, t in trips)
+        is_moving = any((t.lease is not None or t.is_granted) and (t.applied.done() or r.will_go(t)) for r, t in trips)
         if self._starving and not is_moving:
             self.recall_all()
 
@@ -296,10 +296,15 @@ class UpdatePipeline:
         trip.is_queued = True
         if round_.may_go(trip):
             self._starving.add(trip)
+
+        def granted() -> None:
+            trip.is_queued, trip.is_granted = False, True
+            self._starving.discard(trip)
+
         try:
-            trip.lease = await self._pool.reserve(nbytes)
+            trip.lease = await self._pool.reserve(nbytes, granted)
         finally:
-            trip.is_queued = False
+            trip.is_queued = trip.is_granted = False
             self._starving.discard(trip)
 
     async def _read_state(self, trip: Trip, redo: bool) -> None:
