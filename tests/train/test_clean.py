@@ -208,7 +208,7 @@ def test_an_interrupt_by_the_keyboard(tmp_path: Path) -> None:
     """The signal itself, at whatever place the training thread is then."""
     way = WAYS["forward-disk"]
     expected = expected_states(way, tmp_path / "expected", STEPS)
-    for at in range(0, 30, 3):
+    for at in range(0, 21, 3):
         folder = tmp_path / str(at)
         with pytest.raises(KeyboardInterrupt):
             train_until_interrupted(way, folder, at)
