@@ -39,6 +39,19 @@ def test_losses_are_those_of_plain_torch(update: str, clip: float | None, tmp_pa
         torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.parametrize("update", ["step", "forward", "speculative"])
+def test_the_clip_coefficient_is_that_of_torch(update: str, tmp_path: Path) -> None:
+    """Adam does not see how large gradients are, unless its eps is of their size."""
+    batches, options = tokens(STEPS), {"lr": 0.1, "eps": 0.1, "weight_decay": 0.0}
+    expected = train_plain(
+        tiny(), batches, max_grad_norm=0.5, make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), **options)
+    )
+    tiers = small_tiers(tiny(), tmp_path, update)
+    found = train(tiny(), batches, tiers, update=update, max_grad_norm=0.5, optimizer=AdamWConfig(**options))
+    assert worst_difference(found.losses, expected.losses) < 1e-5
+    assert found.losses[-1] < 0.9 * found.losses[0]
+
+
 @pytest.mark.parametrize(("update", "clip"), SCHEDULES)
 def test_the_reported_norm_is_that_of_torch(update: str, clip: float | None, tmp_path: Path) -> None:
     model, batches, norms = tiny(), tokens(5), []
