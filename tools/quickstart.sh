@@ -35,7 +35,7 @@ if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
 # 25.5 million parameters need 16 bytes each, 389 MiB: 8.1 times the memory given here.
 status=0
 "$python" -m tierstore.cli train --preset 25m --dtype fp32 --device "$device" --nvme "$store" --resume auto \
-  --gpu-memory 28MiB --cpu-memory 20MiB --batch 4 --sequence 256 --steps 60 --lr 6e-4 --warmup 10 "$@" || status=$?
+  --gpu-memory 28MiB --cpu-memory 20MiB --batch 4 --sequence 256 --steps 45 --lr 6e-4 --warmup 10 "$@" || status=$?
 if [ -z "$keep" ]; then
   say "the state was temporary and is removed; --store DIR keeps it, and goes on from it"
 fi
