@@ -74,19 +74,25 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
+def raises_by_name(read: Callable[[nn.Parameter], Any], weight: nn.Parameter) -> bool:
+    try:
+        read(weight)
+    except GraphError as error:
+        return "blocks.1" in str(error) and "gathered" in str(error)
+    return False
+
+
 @each_schedule
 @pytest.mark.parametrize("room", [0, 2**24])
-@pytest.mark.parametrize("read", READS)
 def test_a_parameter_read_outside_of_forward_raises_by_name(
-    read: str, room: int, update: str, clip: float | None, tmp_path: Path
+    room: int, update: str, clip: float | None, tmp_path: Path
 ) -> None:
     """Never a crash, and never a value that an update is about to change, also with room for all on the device."""
     with opened(tmp_path, update, clip, room) as engine:
         for batch in tokens(2):
             one_step(engine, batch)
         weight = engine.model.blocks[1].up.weight
-        with pytest.raises(GraphError, match=r"blocks\.1.*gathered"):
-            READS[read](weight)
+        assert [name for name, read in READS.items() if not raises_by_name(read, weight)] == []
         assert weight.shape == (384, 96)
         assert weight.numel() == 384 * 96
         assert weight.dtype == torch.float32

@@ -44,8 +44,9 @@ def test_the_clip_coefficient_is_that_of_torch(update: str, tmp_path: Path) -> N
     """Adam does not see how large gradients are, unless its eps is of their size."""
     batches, options = tokens(STEPS), {"lr": 0.1, "eps": 0.1, "weight_decay": 0.0}
     expected = train_plain(
-        tiny(), batches, max_grad_norm=0.5, make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), **options)
-    )
+        tiny(), batches, max_grad_norm=0.5,
+        make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), **options),
+    )  # fmt: skip
     tiers = small_tiers(tiny(), tmp_path, update)
     found = train(tiny(), batches, tiers, update=update, max_grad_norm=0.5, optimizer=AdamWConfig(**options))
     assert worst_difference(found.losses, expected.losses) < 1e-5
