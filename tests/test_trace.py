@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +136,20 @@ def test_any_argument_is_valid_json(clock: Clock, tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_written_is_a_storage_error(clock: Clock, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot write the trace .*absent"):
         Tracer(clock).to_chrome(tmp_path / "absent" / "trace.json")
+
+
+def test_a_profiler_sees_what_is_measured_also_when_tracing_is_off(clock: Clock) -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def annotate(name: str) -> Iterator[None]:
+        seen.append(f"begin {name}")
+        yield
+        seen.append(f"end {name}")
+
+    tracer = Tracer(clock, enabled=False)
+    tracer.annotate = annotate
+    with tracer.measure("update", "h.0"):
+        seen.append("work")
+    assert seen == ["begin tierstore.update h.0", "work", "end tierstore.update h.0"]
+    assert tracer.spans == []

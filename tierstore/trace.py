@@ -56,6 +56,8 @@ class Tracer:
         self.clock = clock
         self.enabled = enabled
         self.dropped = 0
+        self.annotate: Callable[[str], contextlib.AbstractContextManager[None]] | None = None
+        """Shows what is measured in a profiler too (NVTX), also when tracing is not enabled."""
         self._max_events = max_events
         self._events: list[Span | Sample] = []
 
@@ -71,7 +73,9 @@ class Tracer:
 
     def measure(self, track: str, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
         """A span around a `with` block, recorded also when the block raises."""
-        return self._measured(track, name, args) if self.enabled else contextlib.nullcontext()
+        if self.enabled or self.annotate is not None:
+            return self._measured(track, name, args)
+        return contextlib.nullcontext()
 
     @property
     def spans(self) -> list[Span]:
@@ -138,9 +142,10 @@ class Tracer:
     def _measured(self, track: str, name: str, args: dict[str, Any]) -> Iterator[None]:
         start = self.clock()
         try:
-            yield
+            with self.annotate(f"tierstore.{track} {name}") if self.annotate else contextlib.nullcontext():
+                yield
         finally:
-            self._keep(Span(track, name, start, self.clock(), args))
+            self.span(track, name, start, self.clock(), **args)
 
 
 def _lane(lanes: list[list[float]], span: Span) -> int:

@@ -31,6 +31,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore.errors import ConfigError
+from tierstore.trace import Tracer
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -59,16 +60,21 @@ class LinkCounters:
     """Counts finished copies. Any thread.
 
     Args:
-        clock: seconds, monotonic.
+        clock: seconds, monotonic; that of the tracer, if there is one.
+        tracer: shows each copy on the track of its direction.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, tracer: Tracer | None = None) -> None:
         self.clock = clock
+        self._tracer = tracer or Tracer(clock, enabled=False)
         self._lock = threading.Lock()
         self._totals = LinkTraffic()
 
-    def add(self, direction: Literal["h2d", "d2h"], nbytes: int, seconds: float) -> None:
-        """One copy has ended."""
+    def add(self, direction: Literal["h2d", "d2h"], nbytes: int, start: float) -> None:
+        """A copy that began at `start` has ended."""
+        end = self.clock()
+        seconds = end - start
+        self._tracer.span(direction, "copy", start, end, bytes=nbytes)
         with self._lock:
             t = self._totals
             if direction == "h2d":
@@ -147,21 +153,26 @@ class ComputeDevice(Protocol):
         """Undoes `pin`, for the same range; no copy may be in flight there."""
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """A named range in a profile (NVTX)."""
+        """A named range in a profile (NVTX); ranges may overlap, and end in another thread."""
 
     def synchronize(self) -> None:
         """Blocks until the device is idle."""
 
 
-def open_device(name: str, clock: Callable[[], float] = time.perf_counter) -> ComputeDevice:
+def open_device(
+    name: str, clock: Callable[[], float] = time.perf_counter, tracer: Tracer | None = None
+) -> ComputeDevice:
     """The device called "cpu", "cuda" or "cuda:N".
+
+    Args:
+        tracer: gets a span for each copy; what it measures is a range in CUDA's profilers too.
 
     Raises:
         ConfigError: there is no such device here.
     """
     from tierstore.device.transfers import CpuDevice, CudaDevice
 
-    counters = LinkCounters(clock)
+    counters = LinkCounters(clock, tracer)
     if name == "cpu":
         return CpuDevice(counters)
     device = torch.device(name)
@@ -172,4 +183,7 @@ def open_device(name: str, clock: Callable[[], float] = time.perf_counter) -> Co
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
-    return CudaDevice(torch.device("cuda", index), counters)
+    cuda = CudaDevice(torch.device("cuda", index), counters)
+    if tracer is not None:
+        tracer.annotate = cuda.range
+    return cuda

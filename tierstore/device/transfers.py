@@ -97,7 +97,7 @@ class CpuDevice:
         _check_range(storage, offset_bytes, source.nbytes)
         start = self.counters.clock()
         _copy(storage.data_ptr() + offset_bytes, source.ctypes.data, source.nbytes)
-        self.counters.add("h2d", source.nbytes, self.counters.clock() - start)
+        self.counters.add("h2d", source.nbytes, start)
 
     def record(self) -> Mark:
         return _Done()
@@ -110,7 +110,7 @@ class CpuDevice:
             flat = _flat_bytes(source)
             _copy(destination.ctypes.data, flat.data_ptr(), destination.nbytes)
         moved_bytes = sum(destination.nbytes for destination in destinations)
-        self.counters.add("d2h", moved_bytes, self.counters.clock() - start)
+        self.counters.add("d2h", moved_bytes, start)
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
         _check_host(destination)
@@ -119,7 +119,7 @@ class CpuDevice:
         start = self.counters.clock()
         # Not through an alias: for as long as it lives, the weights would seem to be in use by the model.
         _copy(destination.ctypes.data, storage.data_ptr() + offset_bytes, destination.nbytes)
-        self.counters.add("d2h", destination.nbytes, self.counters.clock() - start)
+        self.counters.add("d2h", destination.nbytes, start)
 
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         after.synchronize()
@@ -179,7 +179,7 @@ class CudaDevice:
         start = self.counters.clock()
         with self._finished(self._h2d):
             target.copy_(torch.from_numpy(source), non_blocking=True)
-        self.counters.add("h2d", source.nbytes, self.counters.clock() - start)
+        self.counters.add("h2d", source.nbytes, start)
 
     def record(self) -> Mark:
         event = self._event()
@@ -195,7 +195,7 @@ class CudaDevice:
                 # A tensor that is not contiguous is first made so on d2h: its temporary belongs to that stream.
                 torch.from_numpy(destination).copy_(_flat_bytes(source), non_blocking=True)
         moved_bytes = sum(destination.nbytes for destination in destinations)
-        self.counters.add("d2h", moved_bytes, self.counters.clock() - start)
+        self.counters.add("d2h", moved_bytes, start)
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
         self.copy_out([_alias(storage, offset_bytes, destination.nbytes)], [destination], after)
@@ -217,9 +217,14 @@ class CudaDevice:
         if code:
             raise BudgetError(f"CUDA could not unpin {nbytes} B at {address:#x}: error {code}")
 
-    def range(self, name: str) -> AbstractContextManager[None]:
-        manager: AbstractContextManager[None] = self._cuda.nvtx.range(name)
-        return manager
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        # Not nvtx.range: that is a stack per thread, and the tasks of the loop do not end in order.
+        handle = self._cuda.nvtx.range_start(name)
+        try:
+            yield
+        finally:
+            self._cuda.nvtx.range_end(handle)
 
     def synchronize(self) -> None:
         self._cuda.synchronize(self.torch_device)

@@ -27,6 +27,7 @@ from tierstore.plan.tiers import Placement
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
+from tierstore.trace import Tracer
 
 Array = npt.NDArray[Any]
 _NUMPY = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
@@ -81,6 +82,7 @@ class Gradients:
         spill: SlotPack | None,
         workers: WorkerPool,
         device: ComputeDevice,
+        tracer: Tracer,
     ) -> None:
         self._groups = groups
         self._placement = placement
@@ -89,6 +91,7 @@ class Gradients:
         self._spill = spill
         self._workers = workers
         self._device = device
+        self._tracer = tracer
         self._index = ChunkIndex(placement)
         self._chunks = {key: _Chunk() for key in self._index.all()}
         self._partials = [np.zeros(-(-group.elements // BLOCK)) for group in groups]
@@ -194,7 +197,8 @@ class Gradients:
             if partials is not None:
                 square_sums(dtype, total, partials)
 
-        await self._workers.submit(Priority.UPDATE, job)
+        with self._tracer.measure("reduce", self._groups[group].name):
+            await self._workers.submit(Priority.UPDATE, job)
         state.is_filled = True
         state.is_measured = is_final
 

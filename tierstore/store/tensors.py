@@ -119,7 +119,8 @@ class TensorStore:
         except ValueError:
             names = ", ".join(item.value for item in Resume)
             raise ConfigError(f"resume must be one of {names}, not {resume!r}") from None
-        return cls(tiers, wanted, device or open_device(tiers.device, clock), backend or Backend(), clock, tracer)
+        device = device or open_device(tiers.device, clock, tracer)
+        return cls(tiers, wanted, device, backend or Backend(), clock, tracer)
 
     # --- use ----------------------------------------------------------------------------------------------------
 

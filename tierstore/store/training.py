@@ -112,7 +112,9 @@ class TrainingStore:
             self._resident[Kind.WEIGHTS], self._pools["weights"], self._io_workers, device, tracer,
         )  # fmt: skip
         self.gradients = [
-            Gradients(groups, placement, self._pools["gradients"], self._pools["spill"], pack, self._compute, device)
+            Gradients(
+                groups, placement, self._pools["gradients"], self._pools["spill"], pack, self._compute, device, tracer
+            )
             for pack in (*self._packs[2:], *[None] * (placement.gradient_copies - len(self._packs[2:])))
         ]
         self.updates = UpdatePipeline(
@@ -414,11 +416,12 @@ class TrainingStore:
         if previous is not None:
             await asyncio.shield(previous)
         packs = self._committed_packs
-        for pack in packs:
-            await self._io_workers.submit(Priority.WRITE, pack.datasync)
-        records = {pack.kind: list(pack.current) for pack in packs}
-        if self._manifests is not None:
-            await self._manifests.publish(Generation(number, self.layout(), records, captured))
+        with self._tracer.measure("commit", f"generation {number}"):
+            for pack in packs:
+                await self._io_workers.submit(Priority.WRITE, pack.datasync)
+            records = {pack.kind: list(pack.current) for pack in packs}
+            if self._manifests is not None:
+                await self._manifests.publish(Generation(number, self.layout(), records, captured))
         for pack in packs:
             pack.commit(records[pack.kind])
         self.generation = number

@@ -206,7 +206,7 @@ def assemble(
     Raises:
         TierstoreError: what was begun is taken down again.
     """
-    device = open_device(tiers.device, clock)
+    device = open_device(tiers.device, clock, tracer)
     backend = backend or Backend()
     if options.schedule is UpdateSchedule.SPECULATIVE and not tiers.nvme:
         raise ConfigError("update='speculative' needs a store: give nvme a directory")

@@ -1,0 +1,99 @@
+"""Peak resident memory of `tierstore train`, and its bound: `python tests/apps/peak_memory.py 1.5b 320MiB 256MiB`.
+
+Each figure comes from a process of its own: what imports and compiled kernels take; what a pass takes in plain torch
+on top of weights and gradients; what the command takes until its engine is there, and until its end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SEQUENCE = 64
+STEPS = 3
+
+
+def status(field: str) -> int:
+    """A memory figure of this process in bytes: `VmRSS` is the present one, `VmHWM` its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def _base(preset: str) -> dict[str, int]:
+    import torch
+
+    from tierstore.apps import presets, train  # noqa: F401
+    from tierstore.apps.options import Precision, Preset
+    from tierstore.kernels import warm_up
+
+    with torch.device("meta"):  # imports what the model is made of
+        presets.build(presets.preset_configuration(Preset(preset)), Precision.BF16)
+    warm_up({"bf16"})
+    return {"base": status("VmRSS")}
+
+
+def _activations(preset: str) -> dict[str, int]:
+    import torch
+
+    from tierstore.apps import presets, train
+    from tierstore.apps.options import Precision, Preset
+
+    train.return_freed_memory()
+    model = presets.build(presets.prepare(presets.preset_configuration(Preset(preset)), dropout=0), Precision.BF16)
+    warm = torch.ones(256, 256, dtype=torch.bfloat16)
+    torch.nn.functional.linear(warm, warm)  # the libraries behind it load themselves
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    tokens = torch.randint(0, 256, (1, SEQUENCE))
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = status("VmRSS")
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    return {"activations": status("VmHWM") - before - gradients}
+
+
+def _train(preset: str, gpu: str, cpu: str, folder: str) -> dict[str, int]:
+    from rich.console import Console
+
+    from tierstore.apps import train
+    from tierstore.apps.options import Preset, TrainOptions
+    from tierstore.apps.report import Reporter
+    from tierstore.config import parse_size
+    from tierstore.train.engine import Engine
+
+    peaks: dict[str, int] = {}
+
+    def make_engine(**arguments: object) -> Engine:
+        engine = Engine(**arguments)  # type: ignore[arg-type]
+        peaks["built"] = status("VmHWM")
+        return engine
+
+    options = TrainOptions(
+        preset=Preset(preset), gpu_memory=parse_size(gpu), cpu_memory=parse_size(cpu), nvme=(Path(folder) / "store",),
+        batch=1, sequence=SEQUENCE, steps=STEPS, evaluate=1,
+    )  # fmt: skip
+    train.train(options, Reporter(Console(stderr=True)), make_engine)
+    return peaks | {"trained": status("VmHWM"), "budgets": options.gpu_memory + options.cpu_memory}
+
+
+def measure(preset: str, gpu: str, cpu: str, folder: Path) -> dict[str, int]:
+    """All figures in bytes; `bound` is that of the trained model, `bound_built` that of the built one."""
+    figures: dict[str, int] = {}
+    for arguments in (["base", preset], ["activations", preset], ["train", preset, gpu, cpu, str(folder)]):
+        command = [sys.executable, __file__, *arguments]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600).stdout
+        figures |= json.loads(output)
+    figures["bound_built"] = figures["budgets"] + figures["base"] + 128 * 2**20
+    figures["bound"] = figures["bound_built"] + figures["activations"]
+    return figures
+
+
+if __name__ == "__main__":
+    parts = {"base": _base, "activations": _activations, "train": _train}
+    if sys.argv[1] in parts:
+        print(json.dumps(parts[sys.argv[1]](*sys.argv[2:])))
+    else:
+        with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+            for name, nbytes in measure(*sys.argv[1:4], Path(folder)).items():
+                print(f"{name:12} {nbytes / 2**20:6.0f} MiB")

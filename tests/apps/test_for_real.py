@@ -1,0 +1,127 @@
+"""The train command as a process of its own: the real engine, a real disk, real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peak_memory
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TINY = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64,
+        "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+WAITING_S = 60  # for a process; far more than it needs
+
+
+@pytest.fixture
+def folder(disk_path: Path) -> Path:
+    (disk_path / "config.json").write_text(json.dumps(TINY))
+    (disk_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return disk_path
+
+
+def command(folder: Path, name: str, *options: str, steps: int = 30) -> list[str]:
+    """A run of its own name: store `name`, lines `name.jsonl`."""
+    return [
+        sys.executable, "-m", "tierstore.cli", "train", "--config", f"{folder}/config.json", "--data", f"{folder}/text",
+        "--nvme", f"{folder}/{name}", "--json", f"{folder}/{name}.jsonl", "--gpu-memory", "400KiB", "--cpu-memory",
+        "1400KiB", "--dtype", "fp32", "--batch", "2", "--sequence", "32", "--dropout", "0.1", "--steps", str(steps),
+        "--threads", "1", *options,
+    ]  # fmt: skip
+
+
+def run(folder: Path, name: str, *options: str, steps: int = 30) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, name, *options, steps=steps), cwd=ROOT, capture_output=True, text=True, timeout=WAITING_S
+    )
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_person_trains_is_killed_goes_on_and_exports(folder: Path) -> None:
+    whole = run(folder, "whole", "--trace", f"{folder}/trace.json")
+    assert whole.returncode == 0, whole.stderr
+    assert "held-out loss" in whole.stdout
+    expected = lines(folder, "whole")
+    assert [line["step"] for line in expected] == list(range(1, 31))
+    assert expected[-1]["loss"] < 0.8 * expected[0]["loss"]
+    _check_trace(folder / "trace.json")
+
+    for last_line in (7, 19):  # killed when the line is there: before, within or after the commit of its step
+        resume = ["--resume", "auto"]
+        with subprocess.Popen(command(folder, "killed", *resume), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+            _wait_for_line(process, folder / "killed.jsonl", last_line)
+            process.send_signal(signal.SIGKILL)
+    ended = run(folder, "killed", "--resume", "must", "--export", f"{folder}/out")
+    assert ended.returncode == 0, ended.stderr
+    losses: dict[int, float] = {}
+    for line in lines(folder, "killed"):
+        assert losses.setdefault(line["step"], line["loss"]) == line["loss"]  # twice is fine, when it is the same
+    assert losses == {line["step"]: line["loss"] for line in expected}
+
+    exported = run(folder, "whole", "--resume", "must", "--export", f"{folder}/reference")
+    assert "nothing to train" in exported.stdout
+    _check_equal_models(folder / "out", folder / "reference")
+
+
+def _wait_for_line(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
+    while process.poll() is None:
+        if path.exists() and any(f'"step": {count},' in line for line in path.read_text().splitlines()):
+            return
+        os.sched_yield()
+    raise AssertionError(f"ended with {process.returncode} before step {count}")
+
+
+def _check_trace(path: Path) -> None:
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    expected = {"step", "acquire", "h2d", "reduce", "d2h", "update", "commit", "nvme read", "nvme write"}
+    assert expected <= tracks
+    assert {event["name"] for event in events if event["ph"] == "C"} >= {"gpu tier: weight bytes", "cpu tier: bytes"}
+
+
+def _check_equal_models(first: Path, second: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found, expected = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (first, second))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_an_interrupt_ends_after_a_committed_step(folder: Path) -> None:
+    with subprocess.Popen(
+        command(folder, "run", steps=10**6), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        _wait_for_line(process, folder / "run.jsonl", 3)
+        locked = run(folder, "run", "--resume", "auto")
+        assert (locked.returncode, str(process.pid) in locked.stderr) == (1, True), locked.stderr
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=WAITING_S)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in output
+    last = lines(folder, "run")[-1]["step"]
+    assert "nothing to train" in run(folder, "run", "--resume", "must", steps=last).stdout
+
+
+def test_the_smallest_budgets_in_the_message_work(folder: Path) -> None:
+    refused = run(folder, "run", "--gpu-memory", "1KiB", "--cpu-memory", "1KiB", steps=2)
+    assert refused.returncode == 2
+    smallest = [words.split()[0] for words in refused.stderr.split("the smallest that fits is ")[1:]]
+    assert len(smallest) == 2, refused.stderr
+    assert run(folder, "run", "--gpu-memory", smallest[0], "--cpu-memory", smallest[1], steps=2).returncode == 0
+
+
+def test_resident_memory_is_bounded(disk_path: Path) -> None:
+    figures = peak_memory.measure("124m", "256MiB", "256MiB", disk_path)
+    assert figures["built"] < figures["bound_built"], figures
+    assert figures["trained"] < figures["bound"], figures
