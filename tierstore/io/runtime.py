@@ -83,7 +83,8 @@ class Runtime(ForkAware):
         if self._loop is not None:
             raise ClosedError(f"runtime {self.name!r} was started before; make a new one")
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(FileThreads(4, f"{self.name}-files"))
+        self._file_threads = FileThreads(4, f"{self.name}-files")
+        self._loop.set_default_executor(self._file_threads)
         self._loop.set_exception_handler(self._on_stray_error)
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{self.name}-loop", daemon=True)
         self._thread.start()
@@ -314,7 +315,8 @@ class Runtime(ForkAware):
                 task.cancel()
             await asyncio.wait(others)
         await loop.shutdown_asyncgens()
-        await loop.shutdown_default_executor()
+        # Not loop.shutdown_default_executor(): it starts a thread, which the end of the interpreter forbids.
+        self._file_threads.shutdown()
         loop.stop()
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
