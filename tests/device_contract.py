@@ -41,7 +41,7 @@ class DeviceContract:
     def test_a_parameter_sees_the_bytes_and_not_the_write(self, device: ComputeDevice) -> None:
         """The saved-tensor check of autograd must not notice that a group was refilled."""
         values = torch.arange(8, dtype=torch.float32)
-        parameter = torch.nn.Parameter(values.to(device.torch_device))
+        parameter = torch.nn.Parameter(values.clone().to(device.torch_device))
         loss = (parameter * parameter).sum()  # saves the parameter
         storage, version = parameter.untyped_storage(), parameter._version
         device.release(storage, device.record())
