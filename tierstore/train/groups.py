@@ -50,14 +50,39 @@ class Group:
         where, dtype = device.torch_device, self.parameters[0].dtype
         self.storage = torch.empty(0, dtype=dtype, device=where).untyped_storage()
         device.allocate(self.storage, self.spec.weight_bytes)
-        for parameter, spec in zip(self.parameters, self.spec.parameters):
-            stride = torch.empty(spec.shape, device="meta").stride()
-            view = torch.empty(0, dtype=dtype, device=where).set_(self.storage, spec.start, spec.shape, stride)
-            parameter.data = view
-            del view  # it would count as a user of the storage
+        for position, parameter in enumerate(self.parameters):
+            parameter.data = self._view(position)  # not kept in a variable: it would count as a user of the storage
         self.idle_uses = torch._C._storage_Use_Count(self.storage._cdata)
         self.classes = [type(parameter) for parameter in self.parameters]
         device.release(self.storage, device.record())
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Parameters that were given other data (`p.data = new`) are views of the storage again, with its values.
+
+        The group is on the device.
+
+        Raises:
+            ConfigError: the other data had another shape or dtype; its values are gone, the parameters are views again.
+        """
+        wrong = []
+        for position, (parameter, spec) in enumerate(zip(self.parameters, self.spec.parameters)):
+            if parameter.untyped_storage()._cdata == self.storage._cdata:
+                continue
+            given, expected = (tuple(parameter.shape), parameter.dtype), (spec.shape, TORCH_DTYPES[self.spec.dtype])
+            if given == expected:
+                self._view(position).copy_(parameter)
+            else:
+                wrong.append(f"{spec.name} was given data of {given[1]} {given[0]}, it is {expected[1]} {expected[0]}")
+            parameter.data = self._view(position)
+        if wrong:
+            raise ConfigError(f"parameter {wrong[0]}")
+
+    def _view(self, position: int) -> torch.Tensor:
+        spec = self.spec.parameters[position]
+        stride = torch.empty(spec.shape, device="meta").stride()
+        alias = torch.empty(0, dtype=TORCH_DTYPES[self.spec.dtype], device=self.storage.device)
+        return alias.set_(self.storage, spec.start, spec.shape, stride)
 
 
 @dataclass(frozen=True)

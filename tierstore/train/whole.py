@@ -68,7 +68,11 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
 
 
 def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
-    """Write back what was changed in the weights of groups on the device; other masters and all moments stay."""
+    """Write back what was changed in the weights of groups on the device; other masters and all moments stay.
+
+    Raises:
+        ConfigError: a parameter was given data of another shape or dtype; nothing was written.
+    """
 
     def pieces(group: Group) -> Iterator[Piece]:
         for spec, parameter in zip(group.spec.parameters, group.parameters):
@@ -78,9 +82,11 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
                 yield spec.name, start, torch.where(as_trained(group.spec.dtype, master) == now, master, now.float())
                 start += len(master)
 
-    for index in groups:
-        group = parts.groups.groups[index]
-        fill(parts.store, parts.runtime, parts.groups, pieces(group), keep=True, only={index})
+    changed = [parts.groups.groups[index] for index in groups]
+    for group in changed:
+        group.take_back()
+    for group in changed:
+        fill(parts.store, parts.runtime, parts.groups, pieces(group), keep=True, only={group.index})
 
 
 def as_trained(dtype: str, master: torch.Tensor) -> torch.Tensor:
