@@ -20,14 +20,19 @@ from tierstore.errors import FormatError
 from tierstore.io.runtime import Runtime
 from tierstore.store.layout import ParameterSpec
 from tierstore.store.training import TrainingStore
-from tierstore.train.groups import ModelGroups
+from tierstore.train.groups import ModelGroups, refuse_taken
 
 Piece = tuple[str, int, torch.Tensor]
 _OPEN_CHUNKS = 2
 
 
 def weights_of(model: nn.Module) -> Iterator[Piece]:
-    """The weights of an ordinary model; a parameter's memory is let go when its piece was taken."""
+    """The weights of an ordinary model; a parameter's memory is let go when its piece was taken.
+
+    Raises:
+        ConfigError: they are not there, because an engine has taken them.
+    """
+    refuse_taken(model)
     tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     tensors.reverse()
 
@@ -94,7 +99,6 @@ class _Filler:
         opened = self._open.pop(key)
         self._runtime.call(self._put, key, opened.master)
         self._written.add(key)
-
 
     async def _put(self, key: tuple[int, int], master: npt.NDArray[np.float32]) -> None:
         await self._store.put_chunk(*key, master, keep_moments=self._keep)

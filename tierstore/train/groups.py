@@ -119,13 +119,11 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
     get their data when their group is filled.
 
     Raises:
-        ConfigError: the model is compiled as a whole, or a parameter has a dtype that is not fp32, bf16 or fp16.
+        ConfigError: the model cannot be trained in groups, for the reason that is given by name.
     """
-    if is_compiled(model):
-        raise ConfigError(
-            "the model went through torch.compile as a whole, so its groups cannot come and go; compile its blocks, "
-            "for example `for block in model.blocks: block.compile()`, and give the model itself"
-        )
+    refuse_taken(model)
+    _refuse_unsplittable(model)
+    _refuse_shared_memory(model)
     replaced = _replace_meta_parameters(model, device)
     blocks = _block_of_parameters(model)
     names: dict[nn.Parameter, str] = {}
@@ -137,6 +135,8 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
             continue
         names[parameter] = name
         members.setdefault((blocks[name], DTYPES[parameter.dtype], parameter.requires_grad), []).append(parameter)
+    if not members:
+        raise ConfigError("the model has no parameters")
     groups: list[Group] = []
     taken: set[str] = set()
     for (block, dtype, trainable), parameters in members.items():
@@ -146,6 +146,55 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
     index_of = {parameter: group.index for group in groups for parameter in group.parameters}
     aliases = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False) if p in names}
     return ModelGroups(groups, _groups_of_modules(model, index_of), names, aliases, replaced)
+
+
+def refuse_taken(model: nn.Module) -> None:
+    """A model serves one engine: its weights left with that engine's store.
+
+    Raises:
+        ConfigError: an engine has taken the model over before.
+    """
+    if any("_tierstore_access" in parameter.__dict__ for parameter in model.parameters()):
+        raise ConfigError("the model belongs to another engine, perhaps a closed one; build it anew")
+
+
+def _refuse_unsplittable(model: nn.Module) -> None:
+    if is_compiled(model):
+        raise ConfigError(
+            "the model went through torch.compile as a whole, so its groups cannot come and go; compile its blocks, "
+            "for example `for block in model.blocks: block.compile()`, and give the model itself"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module {name or 'model'} went through torch.jit, so nothing tells when its weights are needed; "
+                "give the module that it was made from, and compile that with torch.compile if need be"
+            )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Every group gets a memory of its own, so what shared some would silently no longer do so.
+
+    Neighbours in one storage are fine: recurrent modules lay their weights so.
+    """
+    places: list[tuple[str, int, int, bool, str]] = []
+    for is_parameter, tensors in ((True, model.named_parameters()), (False, model.named_buffers())):
+        for name, tensor in tensors:
+            if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+                begin, last = tensor.data_ptr(), sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+                end = begin + (last + 1) * tensor.itemsize
+                places.append((str(tensor.device), begin, end, is_parameter, name))
+    furthest: dict[tuple[str, bool], tuple[int, str]] = {}
+    for device, begin, end, is_parameter, name in sorted(places):
+        for other_is_parameter in (True, False) if is_parameter else (True,):
+            other_end, other = furthest.get((device, other_is_parameter), (0, ""))
+            if other_end > begin:
+                kinds = {True: "parameter", False: "buffer"}
+                raise ConfigError(
+                    f"{kinds[other_is_parameter]} {other} and {kinds[is_parameter]} {name} lie in the same memory; "
+                    "tie parameters by giving both modules the same Parameter, or clone one of the two"
+                )
+        furthest[device, is_parameter] = max(furthest.get((device, is_parameter), (0, "")), (end, name))
 
 
 def _groups_of_modules(model: nn.Module, index_of: dict[nn.Parameter, int]) -> dict[nn.Module, tuple[int, ...]]:

@@ -1,0 +1,102 @@
+"""Models that an engine or a store cannot take: one sentence with the name, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from resuming import Way, opened
+from runs import TinyModel, tiny
+from torch import nn
+
+from tierstore.errors import ConfigError
+
+WAY = Way()
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+def refused(model: nn.Module, folder: Path, said: str) -> None:
+    """Before a directory is made, and with all weights left as they are."""
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ConfigError, match=said), opened(WAY, folder, model=model):
+        pass
+    assert not any(folder.iterdir())
+    assert all(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), before))
+
+
+class TestSharedMemory:
+    def test_of_two_parameters_is_refused(self, tmp_path: Path) -> None:
+        model = tiny(blocks=2)
+        first, second = model.blocks[0].up, model.blocks[1].up
+        second.weight.data = first.weight.data
+        refused(model, tmp_path, r"blocks\.0\.up\.weight and parameter blocks\.1\.up\.weight .* the same memory")
+
+    def test_of_parts_of_two_parameters_is_refused(self, tmp_path: Path) -> None:
+        model, memory = nn.Linear(4, 4), torch.randn(19)
+        model.weight.data, model.bias.data = memory[:16].view(4, 4), memory[15:]
+        refused(model, tmp_path, "parameter weight and parameter bias")
+
+    def test_of_a_buffer_and_a_parameter_is_refused(self, tmp_path: Path) -> None:
+        model = tiny()
+        model.register_buffer("seen", model.head.weight.detach()[3], persistent=False)
+        refused(model, tmp_path, "parameter embedding.weight and buffer seen")
+
+    def test_of_neighbours_in_one_storage_is_fine(self, tmp_path: Path) -> None:
+        model, memory = nn.Linear(4, 4), torch.randn(24)
+        model.weight.data, model.bias.data = memory[:16].view(4, 4), memory[16:20]
+        model.register_buffer("last", memory[20:])
+        model.register_buffer("also_last", memory[22:])  # two buffers may share
+        with opened(WAY, tmp_path, model=model) as run:
+            assert torch.equal(run.engine.state_dict()["bias"], memory[16:20])
+
+
+class Scripted(TinyModel):
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        self.norm = torch.jit.script(nn.LayerNorm(96))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_scripted_block_is_refused(tmp_path: Path) -> None:
+    refused(Scripted(), tmp_path, "module norm went through torch.jit")
+
+
+@pytest.mark.parametrize("make", [nn.Identity, lambda: nn.ParameterList([torch.zeros(0, 3)])], ids=["none", "empty"])
+def test_a_model_without_parameters_is_refused(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    refused(make(), tmp_path, "the model has no parameters")
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_model_that_another_engine_has_taken_is_refused(is_closed: bool, tmp_path: Path) -> None:
+    said = "the model belongs to another engine, perhaps a closed one; build it anew"
+    with opened(WAY, tmp_path / "first") as run:
+        if is_closed:
+            run.until(1)
+            run.engine.close()
+        with pytest.raises(ConfigError, match=said), opened(WAY, tmp_path / "other", model=run.engine.model):
+            pass
+        if not is_closed:
+            run.until(2)
+    if is_closed:  # also where the weights come from the store
+        with pytest.raises(ConfigError, match=said), opened(WAY, tmp_path / "first", model=run.engine.model):
+            pass
+        with opened(WAY, tmp_path / "first") as run:
+            assert run.engine.step_count == 1
+
+
+class Pair(nn.Module):
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(16, 16))
+
+
+def test_modules_in_another_order_are_said_to_be_so(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path, model=Pair("ab")):
+        pass
+    said = r"parameters are registered in another order: a\.weight before b\.weight in .*store0, after it here"
+    with pytest.raises(ConfigError, match=said), opened(WAY, tmp_path, model=Pair("ba")):
+        pass
