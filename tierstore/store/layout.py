@@ -144,3 +144,10 @@ def check_same_model(stored: Any, groups: Sequence[GroupSpec], directory: object
                 f"{directory} is the store of another model: parameter {name} is "
                 f"{theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
             )
+    # Elements are found by their place in a group, and a group by its number.
+    for name, other in zip(theirs, ours):
+        if name != other:
+            raise ConfigError(
+                f"parameters are registered in another order: {name} before {other} in {directory}, after it here; "
+                "build the model as it was built then"
+            )
