@@ -184,7 +184,10 @@ class TestOptions:
         model = Way().model()
         groups = [{"params": list(model.parameters()), "momentum": 0.9}]
         message = refuse_late(Way(), tmp_path, model=model, parameter_groups=groups)
-        assert message == "unknown option 'momentum' in a parameter group"
+        assert message == (
+            "AdamWConfig.momentum: there is no such option; the options are lr, betas, eps, weight_decay, decoupled "
+            "(in a parameter group)"
+        )
 
     def test_a_model_with_a_dtype_that_cannot_be_trained(self, tmp_path: Path) -> None:
         assert "has dtype torch.float64; fp32, bf16 and fp16 can be trained" in refuse(

@@ -335,3 +335,33 @@ def test_named_parameters_are_taken():
     model = torch.nn.Linear(2, 3)
     optimizer = CPUAdam(model.named_parameters(), threads=1)
     assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"maximize": True}, "maximize: there is no such option"),
+        ({"amsgrad": True}, "amsgrad: there is no such option"),
+        ({"betas": (1.5, 0.9)}, "betas.0: must be less than 1"),
+        ({"lr": -1.0}, "lr: must be greater than or equal to 0"),
+        ({"lr": torch.tensor(-1.0)}, "lr: must be greater than or equal to 0"),
+        ({"eps": None}, "eps: must be a valid number"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_options_of_a_group_are_refused(options, said):
+    first, second = parameters_of(torch.float32, shapes=((3,), (4,)))
+    with pytest.raises(ConfigError, match=said):
+        CPUAdam([{"params": [first], **options}])
+    optimizer = CPUAdam([first])
+    with pytest.raises(ConfigError, match=said):
+        optimizer.add_param_group({"params": [second], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_group_keeps_its_name_and_a_learning_rate_that_is_a_tensor():
+    rate, parameter = torch.tensor(0.1), parameters_of(torch.float32, shapes=((3,),))
+    (group,) = CPUAdam([{"params": parameter, "name": "all", "lr": rate, "betas": [0.5, 0.5]}]).param_groups
+    assert group["name"] == "all"
+    assert group["lr"] is rate
+    assert group["betas"] == (0.5, 0.5)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,11 +32,12 @@ from tierstore.kernels.adam import (
     read_master_views,
     update_views,
 )
+from tierstore.train.groups import DTYPES
 
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _COMPLEMENTS = {"fp32": None, "bf16": ("residual", torch.int16), "fp16": ("master", torch.float32)}
 _PIECE = 16 * BLOCK  # elements of one job, about 1 ms of work; jobs of 4 blocks were 10 % slower (2-core Xeon, 2026)
 _UNSUPPORTED = ("amsgrad", "maximize")
+_NO_OPTIONS = frozenset({"params", "param_names", "name", "initial_lr"})  # what torch keeps beside them in a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class _Job:
 
     def pieces(self) -> list[Callable[[], None]]:
         weights, gradient = _array(self.weights), _array(self.gradient)
-        run = partial(self._run, _DTYPES[self.weights.dtype], weights, _views(self.state), gradient)
+        run = partial(self._run, DTYPES[self.weights.dtype], weights, _views(self.state), gradient)
         return [partial(run, start, min(start + _PIECE, weights.size)) for start in range(0, weights.size, _PIECE)]
 
     def _run(self, dtype: str, weights: Any, views: StateViews, gradient: Any, start: int, stop: int) -> None:
@@ -71,6 +72,23 @@ class _Job:
             self.parameter.copy_(self.weights)
         else:
             torch.autograd.graph.increment_version(self.parameter)  # written behind torch's back
+
+
+def validate_options(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Give a parameter group the hyper-parameters that it lacks; a learning rate that is a tensor stays that tensor.
+
+    Raises:
+        ConfigError: an option is unknown or has no sense; the group was not changed.
+    """
+    options = {**defaults, **{name: value for name, value in group.items() if name not in _NO_OPTIONS}}
+    rate = options["lr"]
+    try:
+        config = AdamWConfig(**options | {"lr": float(rate) if isinstance(rate, torch.Tensor) else rate})
+    except ConfigError as error:
+        raise ConfigError(f"{error} (in a parameter group)") from None
+    group.update(config.model_dump())
+    if isinstance(rate, torch.Tensor):
+        group["lr"] = rate
 
 
 class CPUAdam(torch.optim.Optimizer):
@@ -107,14 +125,16 @@ class CPUAdam(torch.optim.Optimizer):
         self._pool_pid = 0
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
         super().__init__(params, defaults)
-        kernels.warm_up(sorted({_DTYPES[p.dtype] for group in self.param_groups for p in group["params"]}))
+        kernels.warm_up(sorted({DTYPES[p.dtype] for group in self.param_groups for p in group["params"]}))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's.
 
         Raises:
-            ConfigError: a parameter is not a dense fp32, bf16 or fp16 tensor in CPU memory; the group was not added.
+            ConfigError: a parameter is not a dense fp32, bf16 or fp16 tensor in CPU memory, or an option is bad; the
+                group was not added.
         """
+        validate_options(param_group, self.defaults)
         parameters = param_group["params"]
         param_group["params"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for item in param_group["params"]:
@@ -158,7 +178,7 @@ class CPUAdam(torch.optim.Optimizer):
             return parameter.detach().to(torch.float32, copy=True)
         weights = parameter.detach().contiguous()
         out = torch.empty(parameter.shape, dtype=torch.float32)
-        dtype, views = _DTYPES[parameter.dtype], _views(self.state[parameter])
+        dtype, views = DTYPES[parameter.dtype], _views(self.state[parameter])
         adopt_weights(dtype, _array(weights), views, 0, weights.numel())
         read_master_views(dtype, _array(weights), views, _array(out))
         return out
@@ -244,7 +264,7 @@ def _drain(pieces: deque[Callable[[], None]]) -> None:
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in _DTYPES or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    if tensor.dtype not in DTYPES or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ConfigError(
             f"CPUAdam takes dense fp32, bf16 or fp16 tensors in CPU memory; "
             f"got a {what} of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
@@ -268,7 +288,7 @@ def _new_state(parameter: torch.Tensor) -> dict[str, Any]:
         return torch.zeros(parameter.shape, dtype=dtype)
 
     state = {"step": torch.tensor(0.0), "exp_avg": zeros(torch.float32), "exp_avg_sq": zeros(torch.float32)}
-    complement = _COMPLEMENTS[_DTYPES[parameter.dtype]]
+    complement = _COMPLEMENTS[DTYPES[parameter.dtype]]
     if complement is not None:
         name, dtype = complement
         state[name] = zeros(dtype)  # an fp16 master that differs from its weight is replaced in the first step

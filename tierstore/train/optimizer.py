@@ -19,13 +19,16 @@ from tierstore.config import AdamWConfig
 from tierstore.errors import ConfigError
 from tierstore.kernels.adam import AdamCoefficients
 from tierstore.store.rounds import ParameterUpdate
+from tierstore.train.capture import with_tensors
+from tierstore.train.cpu_adam import validate_options
 from tierstore.train.groups import Group, ModelGroups
 
 
 class TieredOptimizer(torch.optim.Optimizer):
     """The engine's optimizer as torch knows it: schedulers set the learning rate of its `param_groups`.
 
-    `step()` is the engine's step. It keeps no state of its own: moments live in the store.
+    `step()` is the engine's step. It keeps no state of its own: moments live in the store. Its groups are those that it
+    was made with; their `param_names` are the model's.
     """
 
     def __init__(
@@ -35,19 +38,62 @@ class TieredOptimizer(torch.optim.Optimizer):
         step: Callable[[], object],
     ) -> None:
         self._engine_step = step
-        defaults = config.model_dump()
-        known = defaults.keys() | {"params"}
-        for group in parameters:
-            if isinstance(group, Mapping) and not group.keys() <= known | {"initial_lr"}:
-                raise ConfigError(f"unknown option {min(group.keys() - known)!r} in a parameter group")
+        self._is_made = False
         items: list[Any] = [dict(g) if isinstance(g, Mapping) else g for g in parameters]
-        super().__init__(items, defaults)
+        super().__init__(items, config.model_dump())
+        self._is_made = True
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """The engine's step; see `Engine.step`."""
         if closure is not None:
             raise ConfigError("a closure is not supported: call engine.backward, then step")
         self._engine_step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is made.
+
+        Raises:
+            ConfigError: it is made, or an option is bad.
+        """
+        if self._is_made:
+            raise ConfigError("a parameter group cannot be added to an engine; give parameter_groups to the engine")
+        validate_options(param_group, self.defaults)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's.
+
+        Raises:
+            ConfigError: the groups were others, or had other members; nothing was changed.
+        """
+        self._check_groups(state_dict["param_groups"])
+        super().load_state_dict(state_dict)
+
+    def restore(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The options of all groups, as a generation holds them.
+
+        Raises:
+            ConfigError: as `load_state_dict`.
+        """
+        self._check_groups(groups)
+        for group, options in zip(self.param_groups, groups):
+            group.update(with_tensors(dict(options)))
+
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        if len(groups) != len(self.param_groups):
+            raise ConfigError(
+                f"the state is that of {len(groups)} parameter groups, now there are {len(self.param_groups)}"
+            )
+        for index, (theirs, ours) in enumerate(zip(groups, self.param_groups)):
+            names, here = theirs.get("param_names"), ours.get("param_names")
+            if names is None or here is None:
+                continue
+            if other := set(names) ^ set(here):
+                name = min(other)
+                raise ConfigError(
+                    f"parameter_groups[{index}] had {'a' if name in names else 'no'} parameter {name} when the state "
+                    "was made; give the groups of then"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients are consumed by the step."""
@@ -87,8 +133,15 @@ class AdamStepper:
         self.steps: dict[str, int] = dict.fromkeys(groups.names.values(), 0)
         self._option_group: dict[nn.Parameter, int] = {}
         for index, options in enumerate(optimizer.param_groups):
-            for parameter in options["params"]:
+            trained = [parameter for parameter in options["params"] if parameter.numel()]
+            for parameter in trained:
+                if parameter not in groups.names:
+                    raise ConfigError(
+                        f"parameter_groups[{index}] holds a parameter of shape {tuple(parameter.shape)} that the model "
+                        "does not have; what is outside the model needs an optimizer of its own"
+                    )
                 self._option_group[parameter] = index
+            options["param_names"] = [groups.names[parameter] for parameter in trained]
 
     def updates(
         self, group: Group, touched: Iterable[nn.Parameter], gradient_scale: float

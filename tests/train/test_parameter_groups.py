@@ -1,0 +1,117 @@
+"""Parameter groups of the engine's optimizer: which parameters and options they may have, and that they stay so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resuming import Way, opened
+from torch import nn
+
+from tierstore.config import AdamWConfig
+from tierstore.errors import ConfigError
+from tierstore.train.optimizer import TieredOptimizer
+
+WAY = Way()
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lr": -1.0}, "lr: must be greater than or equal to 0"),
+        ({"eps": -1.0}, "eps: must be greater than or equal to 0"),
+        ({"betas": (1.0, 0.9)}, "betas.0: must be less than 1"),
+        ({"betas": 0.9}, "betas: must be a"),
+        ({"weight_decay": None}, "weight_decay: must be a valid number"),
+        ({"momentum": 0.9}, "momentum: there is no such option"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_options_are_refused(options: Mapping[str, Any], said: str, tmp_path: Path) -> None:
+    model = WAY.model()
+    groups = [{"params": list(model.parameters()), **options}]
+    with pytest.raises(ConfigError, match=said), opened(WAY, tmp_path, model=model, parameter_groups=groups):
+        pass
+    assert not any(path for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_name_is_kept(tmp_path: Path) -> None:
+    model = WAY.model()
+    groups = [{"params": list(model.parameters()), "name": "all", "lr": torch.tensor(0.1)}]
+    with opened(WAY, tmp_path, model=model, parameter_groups=groups, lr_scheduler=None) as run:
+        run.until(1)
+        assert run.engine.optimizer.param_groups[0]["name"] == "all"
+    with opened(WAY, tmp_path, lr_scheduler=None) as run:
+        assert run.engine.optimizer.param_groups[0]["name"] == "all"
+
+
+def test_a_parameter_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    model, head = WAY.model(), nn.Linear(5, 7)
+    parameters = [*model.parameters(), *head.parameters()]
+    said = r"parameter_groups\[0\] holds a parameter of shape \(7, 5\) that the model does not have"
+    with pytest.raises(ConfigError, match=said), opened(WAY, tmp_path, model=model, parameter_groups=parameters):
+        pass
+
+
+def test_a_group_cannot_be_added_later(tmp_path: Path) -> None:
+    model = WAY.model()
+    head = model.get_parameter("norm.weight")
+    others = [parameter for parameter in model.parameters() if parameter is not head]
+    with opened(WAY, tmp_path, model=model, parameter_groups=others) as run:
+        with pytest.raises(ConfigError, match="give parameter_groups to the engine"):
+            run.engine.optimizer.add_param_group({"params": [head]})
+        run.until(1)
+        assert len(run.engine.optimizer.param_groups) == 1
+
+
+def two_groups(model: nn.Module, moved: str | None = None) -> list[dict[str, Any]]:
+    """Weights and biases, the parameter `moved` with the others."""
+    found: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for name, parameter in model.named_parameters():
+        found[name.endswith("bias") is not (name == moved)].append(parameter)
+    return [{"params": found[False]}, {"params": found[True], "weight_decay": 0.0}]
+
+
+class TestMembers:
+    """Of groups that are loaded are those of now."""
+
+    def load(self, optimizer: TieredOptimizer, state: dict[str, Any], way: str) -> None:
+        if way == "load_state_dict":
+            optimizer.load_state_dict(state)
+        else:  # what a generation holds
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]]
+            optimizer.restore(groups)
+
+    @pytest.mark.parametrize("way", ["load_state_dict", "restore"])
+    def test_others_are_refused(self, way: str, tmp_path: Path) -> None:
+        model = WAY.model()
+        with opened(WAY, tmp_path / "1", model=model, parameter_groups=two_groups(model)) as run:
+            run.engine.optimizer.param_groups[1]["lr"] = 0.125
+            state = run.engine.optimizer.state_dict()
+            assert "norm.bias" in state["param_groups"][1]["param_names"]
+        model = WAY.model()
+        with opened(WAY, tmp_path / "2", model=model, parameter_groups=two_groups(model)) as run:
+            self.load(run.engine.optimizer, state, way)
+            assert run.engine.optimizer.param_groups[1]["lr"] == 0.125
+            run.until(1)
+        for moved, said in (
+            ("norm.bias", r"parameter_groups\[0\] had no parameter norm.bias"),
+            ("norm.weight", r"parameter_groups\[0\] had a parameter norm.weight"),
+            ("all", "2 parameter groups, now there are 1"),
+        ):
+            model = WAY.model()
+            groups = None if moved == "all" else two_groups(model, moved)
+            with opened(WAY, tmp_path / moved, model=model, parameter_groups=groups) as run:
+                with pytest.raises(ConfigError, match=said):
+                    self.load(run.engine.optimizer, state, way)
+                assert run.engine.optimizer.param_groups[-1]["lr"] == 0.01
+
+    def test_groups_of_before_have_no_names(self) -> None:
+        optimizer = TieredOptimizer([nn.Parameter(torch.zeros(2))], AdamWConfig(), lambda: None)
+        optimizer.restore([{"lr": 0.5}])
+        assert optimizer.param_groups[0]["lr"] == 0.5
