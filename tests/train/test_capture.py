@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from resuming import Way, opened
+from torch import nn
 
-from tierstore.train.capture import plain, with_tensors
+from tierstore.errors import ConfigError, FormatError
+from tierstore.train.capture import load_buffers, module_state, plain, with_tensors
 
 WAY = Way()
 
@@ -47,7 +49,75 @@ def test_what_is_captured_is_a_copy() -> None:
     assert found["pair"] == (1, 2.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool])
+class Point(NamedTuple):
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Path("a"), "cannot store PosixPath"),
+        (Point(1), "cannot store Point"),
+        (torch.eye(2).to_sparse(), "cannot store a tensor of torch.float32, torch.sparse_coo"),
+        (torch.zeros(2, dtype=torch.complex128), "cannot store an array of complex128"),
+    ],
+    ids=["path", "namedtuple", "sparse", "complex"],
+)
+def test_what_cannot_be_stored_is_said_by_the_step_that_meets_it(value: Any, said: str, tmp_path: Path) -> None:
+    holder = Holder()
+    with opened(WAY, tmp_path, registered={"mine": holder}) as run:
+        run.step()
+        holder.state["list"] = [1, {"deep": value}]
+        with pytest.raises(ConfigError, match=rf"state\.registered\.mine\.list\[1\]\.deep(\.data)?: {said}"):
+            run.step()
+        holder.state["list"] = [2]
+        run.step()
+    with opened(WAY, tmp_path, registered={"mine": holder}) as run:
+        assert run.engine.step_count == 3
+
+
+def test_a_set_is_copied() -> None:
+    state = {"seen": {1, 2}}
+    captured = plain(state)
+    state["seen"].add(3)
+    assert captured == {"seen": {1, 2}}
+
+
+class Growing(nn.Module):
+    """A buffer that changes its size, and a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(0, 2, dtype=torch.bfloat16))
+        self.calls: list[str] = []
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        self.calls = list(state["calls"])
+
+
+def test_modules_come_back_as_they_were() -> None:
+    model, other = nn.Sequential(Growing(), nn.BatchNorm1d(2)), nn.Sequential(Growing(), nn.BatchNorm1d(2))
+    model[0].queue, model[0].calls = torch.ones(3, 2, dtype=torch.bfloat16), ["a"]
+    model[1].num_batches_tracked += 5
+    queue = other[0].queue
+    load_buffers(other, plain(module_state(model)))
+    assert other[0].queue is queue
+    assert torch.equal(queue, model[0].queue)
+    assert other[0].calls == ["a"]
+    assert other[1].num_batches_tracked == 5
+    values = plain(module_state(model))
+    del values["0._extra_state"]  # of a store that is older
+    load_buffers(other, values)
+    with pytest.raises(FormatError, match=r"'0\.queue' is only in one of them"):
+        load_buffers(other[1:], values)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn]
+)
 def test_tensors_come_back_as_they_were(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0.0, 1.5], [-2.0, float("inf")]]).to(dtype)
     found = with_tensors(plain({"nested": [tensor]}))["nested"][0]

@@ -7,7 +7,7 @@ Owner: the training side.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,8 +15,12 @@ import torch
 from torch import nn
 
 from tierstore.errors import ConfigError, FormatError
+from tierstore.pack import tree
 
-_AS_BYTES = {torch.bfloat16: np.int16, torch.float16: np.int16}
+_AS_INTEGERS = {
+    torch.bfloat16: torch.int16, torch.float16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8,
+}  # fmt: skip
 
 
 class Stateful(Protocol):
@@ -51,18 +55,33 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all([torch.from_numpy(state.copy()) for state in states["cuda"]])
 
 
-def plain(value: Any) -> Any:
-    """A state without tensors: each becomes an array with its dtype beside it. A copy: the state goes on changing."""
+def plain(state: Any, name: str = "state") -> Any:
+    """A state without tensors: each becomes an array with its dtype beside it. A copy: the state goes on changing.
+
+    Raises:
+        ConfigError: a generation cannot hold a value, by its path.
+    """
+    found = _plain(state, name)
+    try:
+        tree.encode(found, name)  # now, for the commit that does it runs when the step is over
+    except FormatError as error:
+        raise ConfigError(str(error)) from None
+    return found
+
+
+def _plain(value: Any, path: str) -> Any:
     if isinstance(value, torch.Tensor):
-        tensor = value.detach().cpu()
-        as_bytes = _AS_BYTES.get(tensor.dtype)
-        array = tensor.view(torch.int16).numpy() if as_bytes else tensor.numpy()
-        return {"$tensor": str(tensor.dtype).removeprefix("torch."), "data": array.copy()}
+        try:
+            tensor = value.detach().cpu()
+            array = tensor.view(_AS_INTEGERS.get(tensor.dtype, tensor.dtype)).numpy().copy()
+        except (TypeError, RuntimeError):
+            raise ConfigError(f"{path}: cannot store a tensor of {value.dtype}, {value.layout}") from None
+        return {"$tensor": str(tensor.dtype).removeprefix("torch."), "data": array}
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(plain(item) for item in value)
-    return value.copy() if isinstance(value, np.ndarray) else value
+        return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, f"{path}[{index}]") for index, item in enumerate(value))
+    return value.copy() if isinstance(value, (np.ndarray, set)) else value
 
 
 def with_tensors(value: Any) -> Any:
@@ -71,7 +90,7 @@ def with_tensors(value: Any) -> Any:
         if "$tensor" in value:
             dtype = getattr(torch, value["$tensor"])
             tensor = torch.from_numpy(np.array(value["data"]))
-            return tensor.view(dtype) if dtype in _AS_BYTES else tensor
+            return tensor.view(dtype) if dtype in _AS_INTEGERS else tensor
         return {key: with_tensors(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(with_tensors(item) for item in value)
@@ -88,19 +107,46 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules with a `get_extra_state` of their own add to a state_dict, by name."""
+    return {name: module.get_extra_state() for name, module in _with_extra_state(model)}
+
+
+def load_extra_states(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Put back what `extra_states` gave, as far as it is there."""
+    for name, module in _with_extra_state(model):
+        if name in values:
+            module.set_extra_state(values[name])
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}._extra_state" if prefix else "_extra_state", module
+
+
+def module_state(model: nn.Module) -> dict[str, Any]:
+    """What a state_dict holds beside parameters."""
+    return persistent_buffers(model) | extra_states(model)
+
+
 def load_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Copy buffers back in place.
+    """Put back what `module_state` gave, also in buffers that had grown; a store that is older has no extra states.
 
     Raises:
         FormatError: the model has other buffers.
     """
-    buffers = persistent_buffers(model)
-    if buffers.keys() != values.keys():
-        name = min(buffers.keys() ^ values.keys())
+    buffers, extra = persistent_buffers(model), {name for name, _ in _with_extra_state(model)}
+    if buffers.keys() != values.keys() - extra:
+        name = min(buffers.keys() ^ (values.keys() - extra))
         raise FormatError(f"the store holds other buffers than the model: {name!r} is only in one of them")
     with torch.no_grad():
         for name, buffer in buffers.items():
-            buffer.copy_(with_tensors(values[name]))
+            value = with_tensors(values[name])
+            if value.shape != buffer.shape:
+                buffer.data = torch.empty(value.shape, dtype=buffer.dtype, device=buffer.device)
+            buffer.copy_(value)
+    load_extra_states(model, {name: with_tensors(values[name]) for name in extra & values.keys()})
 
 
 def check_stateful(name: str, value: Any) -> None:
