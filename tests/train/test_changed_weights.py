@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from resuming import Way, opened
+from runs import disk
+from safetensors.torch import load_file
+from torch import nn
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, FormatError
+from tierstore.train.engine import Engine
 
 WAY = Way()
 NAME = "blocks.0.up.weight"
@@ -42,3 +46,43 @@ def test_new_data_that_does_not_fit_is_refused(new: torch.Tensor, tmp_path: Path
         assert torch.equal(run.engine.state_dict()[NAME], before)
         run.until(2)
         assert not torch.equal(run.engine.state_dict()[NAME], before)
+
+
+class Counted(nn.Linear):
+    """A layer with a parameter that has no elements, and a state that no tensor holds."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.none = nn.Parameter(torch.zeros(0, 4))
+        self.scale = nn.BatchNorm1d(4)
+        self.calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def counted() -> nn.Sequential:
+    """With one layer under two names."""
+    layer = Counted()
+    return nn.Sequential(layer, nn.Linear(4, 4), layer)
+
+
+def test_a_state_dict_is_that_of_the_model(tmp_path: Path) -> None:
+    model, other = counted(), counted()
+    model[0].calls = 3
+    with Engine(model, disk(tmp_path)) as engine:
+        state = engine.state_dict()
+        assert state.keys() == model.state_dict(keep_vars=True).keys()
+        other.load_state_dict(state)
+        assert other[0].calls == 3
+        other[0].calls = 5
+        engine.load_state_dict(other.state_dict())
+        assert model[0].calls == 5
+        with pytest.raises(FormatError, match=r"1 tensors do not fit the model: 0\.wieght is not in the model"):
+            engine.load_state_dict({**state, "0.wieght": torch.zeros(4, 4)})
+        engine.export(tmp_path)
+    left_out = {name for name in state if name.startswith("2.") or name.endswith("_extra_state")}
+    assert load_file(tmp_path / "model.safetensors").keys() == state.keys() - left_out

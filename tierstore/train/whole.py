@@ -7,8 +7,10 @@ Owner: the training side.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,22 +36,28 @@ def masters(parts: Assembly, group: Group, start: int, stop: int) -> Iterator[to
 
 
 def state_dict(parts: Assembly, model: nn.Module) -> dict[str, torch.Tensor]:
-    """All weights in fp32, tied ones under each name (one tensor), and copies of the persistent buffers."""
+    """As the model's own: weights in fp32, tied ones under each name (one tensor), and copies of all else."""
     by_name: dict[str, torch.Tensor] = {}
     for group in parts.groups.groups:
         for spec in group.spec.parameters:
             by_name[spec.name] = torch.cat(list(masters(parts, group, spec.start, spec.stop))).reshape(spec.shape)
-    result: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in parts.groups.names:
-            result[name] = by_name[parts.groups.names[parameter]]
-    for name, buffer in capture.persistent_buffers(model).items():
-        result[name] = buffer.detach().cpu().clone()
+    result: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():  # the parameters themselves: nothing is read
+        if name in parts.groups.aliases:
+            result[name] = by_name[parts.groups.aliases[name]]
+        elif isinstance(value, torch.Tensor):  # a buffer, or a parameter without elements
+            result[name] = value.detach().cpu().clone()
+        else:
+            result[name] = copy.deepcopy(value)
     return result
 
 
 def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Set all weights and buffers from full tensors; moments stay."""
+    """Set all weights and buffers from full tensors, and the modules' extra states that are given; moments stay.
+
+    Raises:
+        FormatError: a tensor is missing, unknown or of another shape; nothing was changed.
+    """
     wanted = {spec.name: spec.shape for group in parts.groups.groups for spec in group.spec.parameters}
     wanted |= {name: tuple(buffer.shape) for name, buffer in capture.persistent_buffers(model).items()}
     wrong = [
@@ -57,6 +65,7 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
         for name, shape in wanted.items()
         if name not in state or tuple(state[name].shape) != shape
     ]
+    wrong += [f"{name} is not in the model" for name in sorted(state.keys() - model.state_dict(keep_vars=True).keys())]
     if wrong:
         raise FormatError(f"{len(wrong)} tensors do not fit the model: {'; '.join(wrong[:5])}")
     parts.access.release_all()
@@ -65,6 +74,7 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
     with torch.no_grad():
         for name, buffer in capture.persistent_buffers(model).items():
             buffer.copy_(state[name])
+    capture.load_extra_states(model, state)
 
 
 def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
@@ -97,7 +107,10 @@ def as_trained(dtype: str, master: torch.Tensor) -> torch.Tensor:
 
 
 def export(parts: Assembly, model: nn.Module, directory: Path) -> None:
-    """Stream weights, in the dtype they are trained in, and persistent buffers to ordinary safetensors."""
+    """Stream weights, in the dtype they are trained in, and persistent buffers to ordinary safetensors.
+
+    Of the modules' extra states those that are tensors, for nothing else has a place there.
+    """
 
     def rounded(group: Group, spec: ParameterSpec) -> Iterator[torch.Tensor]:
         for piece in masters(parts, group, spec.start, spec.stop):
@@ -107,7 +120,9 @@ def export(parts: Assembly, model: nn.Module, directory: Path) -> None:
         for group in parts.groups.groups:
             for spec in group.spec.parameters:
                 yield TensorOut(spec.name, spec.shape, group.parameters[0].dtype, rounded(group, spec))
-        for name, buffer in capture.persistent_buffers(model).items():
-            yield TensorOut(name, tuple(buffer.shape), buffer.dtype, iter([buffer.detach().cpu().reshape(-1)]))
+        others = {name: p for name, p in model.named_parameters() if p.numel() == 0} | capture.module_state(model)
+        for name, value in others.items():
+            if isinstance(value, torch.Tensor):
+                yield TensorOut(name, tuple(value.shape), value.dtype, iter([value.detach().cpu().reshape(-1)]))
 
     write_checkpoint(directory, tensors())
