@@ -117,7 +117,12 @@ def test_other_data_are_noted() -> None:
     batches = _batches(seed=6)
     batches.load_state_dict(_batches().state_dict())
     assert len(batches.notes) == 1
-    assert batches.notes[0].startswith("the seed differ")
+    assert batches.notes[0].startswith("not as in the stored run: the seed; training goes on")
+
+
+def test_a_batch_larger_than_the_text_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="--batch 100000000000 samples of 16 bytes are more than the training text"):
+        _batches(batch=10**11)
 
 
 def test_the_position_counts_what_was_handed_out_not_what_workers_prefetched() -> None:

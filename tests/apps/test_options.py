@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tierstore.apps.options import Preset, TrainOptions
-from tierstore.config import Resume
+from tierstore.config import Durability, Resume
 from tierstore.errors import ConfigError
 
 
@@ -24,6 +24,9 @@ from tierstore.errors import ConfigError
         ({"clip": -1.0}, "--clip must be a number that is not negative, not -1.0"),
         ({"weight_decay": float("inf")}, "--weight-decay must be a number"),
         ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, not 1.0"),
+        ({"seed": 2**63}, "--seed must be at most 9223372036854775807, not 9223372036854775808"),
+        ({"threads": 100000}, "--threads must be at most 1024, not 100000"),
+        ({"workers": 100000}, "--workers must be at most 1024, not 100000"),
         ({"resume": Resume.MUST}, "--resume must needs the store to resume from: give its --nvme DIR"),
     ],
 )
@@ -31,6 +34,18 @@ def test_what_cannot_work_is_one_sentence(values: dict[str, Any], message: str) 
     with pytest.raises(ConfigError, match=message) as caught:
         TrainOptions(**values)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"nvme": (Path("x"),)}, None),
+        ({"nvme": (Path("x"),), "durability": Durability.NONE}, "nothing is kept with --durability none"),
+        ({"durability": Durability.NONE}, "nothing is kept without --nvme"),
+    ],
+)
+def test_what_is_kept(values: dict[str, Any], why: str | None) -> None:
+    assert TrainOptions(**values).why_nothing_is_kept == why
 
 
 def test_no_clipping_is_none() -> None:

@@ -182,11 +182,19 @@ class Batches:
 
     Attributes:
         notes: what a person should know about the state that was loaded.
+
+    Raises:
+        ConfigError: the text is shorter than one sample, or than a micro-batch is in sum.
     """
 
     def __init__(self, corpus: Corpus, *, length: int, batch: int, seed: int, workers: int = 0,
                  pin_memory: bool = False) -> None:  # fmt: skip
         self._windows = Windows(corpus.training, length, seed)
+        if batch * length > len(corpus.training):
+            raise ConfigError(
+                f"--batch {batch} samples of {length} bytes are more than the training text, which has "
+                f"{len(corpus.training)}; give a smaller --batch or --sequence, or more text with --data"
+            )
         self._identity = {"corpus": corpus.fingerprint, "seed": seed, "sequence": length}
         self._batch = batch
         self._workers = workers
@@ -233,7 +241,7 @@ class Batches:
         changed = [words[key] for key, value in self._identity.items() if state.get(key) != value]
         if changed:
             self.notes.append(
-                f"{' and '.join(changed)} differ from those of the stored run; training goes on with the new ones "
+                f"not as in the stored run: {', '.join(changed)}; training goes on with what is given now, "
                 f"at sample {self._position}"
             )
 

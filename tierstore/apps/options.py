@@ -90,13 +90,14 @@ class TrainOptions:
         if len(sources) > 1:
             raise ConfigError(f"{' and '.join(sources)} exclude each other: each says which model to train")
         for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1), ("commit_every", 1), ("warmup", 0),
-                            ("seed", 0), ("workers", 0), ("evaluate", 0)):  # fmt: skip
-            if getattr(self, name) < least:
-                raise ConfigError(f"--{_dashed(name)} must be at least {least}, not {getattr(self, name)}")
-        for name, least in (("sequence", 2), ("threads", 1)):
+                            ("seed", 0), ("workers", 0), ("evaluate", 0), ("sequence", 2), ("threads", 1)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"--{_dashed(name)} must be at least {least}, not {value}")
+        for name, most in (("seed", 2**63 - 1), ("threads", 1024), ("workers", 1024)):
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise ConfigError(f"--{_dashed(name)} must be at most {most}, not {value}")
         for name in ("lr", "weight_decay", "clip"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -105,6 +106,13 @@ class TrainOptions:
             raise ConfigError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
         if not self.nvme and self.resume in (Resume.MUST, Resume.PREVIOUS):
             raise ConfigError(f"--resume {self.resume.value} needs the store to resume from: give its --nvme DIR")
+
+    @property
+    def why_nothing_is_kept(self) -> str | None:
+        """The reason why no step outlives the process, for a person; None if committed steps do."""
+        if not self.nvme:
+            return "nothing is kept without --nvme"
+        return "nothing is kept with --durability none" if self.durability is Durability.NONE else None
 
     @property
     def max_grad_norm(self) -> float | None:
