@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 from fake_engine import FakePlacement, FakeReport
@@ -50,6 +51,13 @@ def test_the_table_of_a_run() -> None:
     assert rows["  forward"] == "0.30"
     assert rows["peak resident memory"] == "1 MiB"
     assert "steps skipped for overflow" not in rows
+
+
+def test_the_table_says_where_a_run_diverged() -> None:
+    totals = Totals()
+    for step, loss in enumerate((1.0, math.inf, math.nan), start=1):
+        totals.add(_report(step), loss, 10, 100)
+    assert dict(summary_rows(totals))["the loss is no number"] == "since step 2: the run has diverged"
 
 
 def test_the_table_of_no_step() -> None:

@@ -7,6 +7,7 @@ Owner: the training thread.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -31,6 +32,7 @@ class Totals:
     Attributes:
         seconds: by phase. `bytes`: by link. `peak_bytes`: by tier.
         held_out_before, held_out_after: mean loss on the held-out text, nats per token.
+        diverged_at: the first step whose loss was infinite or no number.
         wall_s: of the loop, evaluation not included.
     """
 
@@ -41,6 +43,7 @@ class Totals:
     tokens: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
+    diverged_at: int | None = None
     held_out_before: float | None = None
     held_out_after: float | None = None
     wall_s: float = 0.0
@@ -53,6 +56,8 @@ class Totals:
         """Counts one finished step."""
         if self.steps == 0:
             self.first_step, self.first_loss = report.step, loss
+        if self.diverged_at is None and not math.isfinite(loss):
+            self.diverged_at = report.step
         self.steps += 1
         self.skipped += report.skipped
         self.last_step, self.last_loss = report.step, loss
@@ -160,6 +165,8 @@ def summary_rows(totals: Totals) -> list[tuple[str, str]]:
     rows = [("steps", f"{totals.steps}" + (f" ({totals.first_step} to {totals.last_step})" if totals.steps else ""))]
     if totals.skipped:
         rows.append(("steps skipped for overflow", str(totals.skipped)))
+    if totals.diverged_at is not None:
+        rows.append(("the loss is no number", f"since step {totals.diverged_at}: the run has diverged"))
     losses = (
         ("training loss", totals.first_loss, totals.last_loss),
         ("held-out loss, nats per byte", totals.held_out_before, totals.held_out_after),
