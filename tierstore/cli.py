@@ -1,7 +1,7 @@
 """The command line: parses, calls `apps/`, turns errors into one sentence and an exit code.
 
 Scope: commands and their options. Exit codes: 0 done, 1 the run failed, 2 an option or a budget cannot work,
-130 and 143 stopped by SIGINT and SIGTERM after a committed step.
+130 and 143 stopped by SIGINT and SIGTERM.
 Not here: anything that works. Torch is imported inside a command, so that `--help` answers at once.
 """
 
@@ -13,10 +13,9 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.options import Precision, Preset, TrainOptions
+from tierstore.apps.stopping import StopRequest
 from tierstore.config import Durability, Resume, UpdateSchedule, parse_size
 from tierstore.errors import BudgetError, ConfigError, TierstoreError
-
-_NOTHING_KEPT = "nothing is kept without --nvme"
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -29,6 +28,12 @@ def _size(text: int | str) -> int:
         return parse_size(text)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _directory(text: str) -> Path:
+    if not text:  # an unset shell variable would otherwise become the current directory
+        raise typer.BadParameter("an empty path is not a directory")
+    return Path(text)
 
 
 @app.callback()
@@ -52,7 +57,9 @@ def train(
     gpu_memory: Annotated[
         int,
         typer.Option(
-            parser=_size, metavar="SIZE", show_default="1GiB",
+            parser=_size,
+            metavar="SIZE",
+            show_default="1GiB",
             help="Budget of the GPU tier: weights, gradients, staging; not activations.",
         ),
     ] = 2**30,
@@ -60,7 +67,8 @@ def train(
         int, typer.Option(parser=_size, metavar="SIZE", show_default="1GiB", help="Budget of the (pinned) CPU tier.")
     ] = 2**30,
     nvme: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="Directory of the store; repeat it for several disks.")
+        list[Path] | None,
+        typer.Option(parser=_directory, metavar="DIR", help="Directory of the store; repeat it for several disks."),
     ] = None,
     dtype: Annotated[Precision, typer.Option(help="Dtype of weights and gradients.")] = Precision.BF16,
     batch: Annotated[int, typer.Option(help="Samples per micro-batch.")] = 8,
@@ -104,26 +112,24 @@ def train(
     """Train a causal language model within the given memory; end with Ctrl-C, go on with --resume auto."""
     values = {name: value for name, value in locals().items() if name not in ("debug", "nvme")}
     try:
-        _run_training(TrainOptions(**values, nvme=tuple(nvme or ())))
-    except KeyboardInterrupt:
-        kept = "the store holds the last committed step: go on with --resume auto" if nvme else _NOTHING_KEPT
-        _fail(f"interrupted at once; {kept}", 130)
+        with StopRequest() as stop:  # from here on: importing torch alone takes seconds
+            _run_training(TrainOptions(**values, nvme=tuple(nvme or ())), stop)
     except TierstoreError as error:
         if debug:
             raise
         _fail(" ".join(str(error).split()), 2 if isinstance(error, (ConfigError, BudgetError)) else 1)
 
 
-def _run_training(options: TrainOptions) -> None:
+def _run_training(options: TrainOptions, stop: StopRequest) -> None:
     from rich.console import Console
 
     from tierstore.apps.report import Reporter
     from tierstore.apps.train import train as run
 
-    outcome = run(options, Reporter(Console()))
+    outcome = run(options, Reporter(Console()), stop=stop)
     if outcome.stopped_by is not None:
         step = outcome.totals.last_step
-        kept = "it is committed: go on with --resume auto" if options.nvme else _NOTHING_KEPT
+        kept = options.why_nothing_is_kept or "it is committed: go on with --resume auto"
         _fail(f"stopped by {outcome.stopped_by.name} after step {step} of {options.steps}; {kept}",
               128 + outcome.stopped_by)  # fmt: skip
 

@@ -57,10 +57,11 @@ class FakeEngine:
         self._model, self._store, self._before_commit = model, store, before_commit
         self._callbacks: list[Callable[[Any], None]] = []
         self.optimizer = torch.optim.AdamW(arguments["parameter_groups"], lr=arguments["optimizer"].lr)
-        make_scheduler = arguments["lr_scheduler"]
-        self._scheduler = make_scheduler(self.optimizer) if make_scheduler else None
+        self._scheduler = arguments["lr_scheduler"](self.optimizer)
         if store and arguments["resume"] in ("auto", "must"):
             self._load()
+        else:
+            self._save()
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -90,8 +91,7 @@ class FakeEngine:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self._scheduler.step()
         self.step_count += 1
         report = FakeReport(self.step_count, float(norm), rates)
         for callback in self._callbacks:
@@ -105,21 +105,26 @@ class FakeEngine:
 
     def export(self, directory: Any) -> None:
         self.calls.append(f"export {directory.name}")
-        directory.mkdir(exist_ok=True)
+        self._model.save_pretrained(directory)
+        (directory / "config.json").unlink()
+        (directory / "generation_config.json").unlink()
 
     def _save(self) -> None:
         clone = lambda state: torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, state)  # noqa: E731
         self._store.update(
             step=self.step_count, model=clone(self._model.state_dict()), optimizer=clone(self.optimizer.state_dict()),
-            data=self.arguments["registered"]["data"].state_dict(), rng=torch.get_rng_state(),
-            scheduler=self._scheduler.state_dict() if self._scheduler else None,
+            registered={name: value.state_dict() for name, value in self.arguments["registered"].items()},
+            scheduler=self._scheduler.state_dict(), rng=torch.get_rng_state(),
         )  # fmt: skip
+        for directory in self.arguments["tiers"].nvme:  # what tells that a store is there
+            directory.mkdir(exist_ok=True)
+            (directory / f"manifest-{self.step_count:012}.json").touch()
 
     def _load(self) -> None:
         self.step_count = self._store["step"]
         self._model.load_state_dict(self._store["model"])
         self.optimizer.load_state_dict(self._store["optimizer"])
-        self.arguments["registered"]["data"].load_state_dict(self._store["data"])
+        for name, value in self.arguments["registered"].items():
+            value.load_state_dict(self._store["registered"][name])
         torch.set_rng_state(self._store["rng"])
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(self._store["scheduler"])
+        self._scheduler.load_state_dict(self._store["scheduler"])

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tierstore.apps.metrics import StepLog, peak_resident_bytes
-from tierstore.errors import ConfigError, StorageError
+from tierstore.errors import ConfigError, StorageError, StorageFull
 
 
 def test_lines_are_there_when_append_returns(tmp_path: Path) -> None:
     log = StepLog(tmp_path / "log")
-    log.open()
-    log.begin(resumed=False)
+    log.open(resumed=False)
+    log.begin()
     log.append({"step": 1, "loss": 0.1, "nested": {"values": [float("nan"), float("inf"), 2.5]}})
     line = json.loads((tmp_path / "log").read_text())
     assert line == {"step": 1, "loss": 0.1, "nested": {"values": [None, None, 2.5]}}
@@ -20,17 +22,14 @@ def test_lines_are_there_when_append_returns(tmp_path: Path) -> None:
     log.close()
 
 
-@pytest.mark.parametrize(
-    ("before", "resumed", "kept"),
-    [("a\nb\nhalf", True, "a\nb\n"), ("half", True, ""), ("a\n", True, "a\n"), ("", True, ""), ("a\nb\n", False, "")],
-)
-def test_a_resumed_log_keeps_its_whole_lines(tmp_path: Path, before: str, resumed: bool, kept: str) -> None:
+@pytest.mark.parametrize(("before", "kept"), [("a\nb\nhalf", "a\nb\n"), ("half", ""), ("a\n", "a\n"), ("", "")])
+def test_a_resumed_log_keeps_its_whole_lines(tmp_path: Path, before: str, kept: str) -> None:
     path = tmp_path / "log"
     path.write_text(before)
     log = StepLog(path)
-    log.open()
+    log.open(resumed=True)
     assert path.read_text() == before  # opening alone changes nothing
-    log.begin(resumed=resumed)
+    log.begin()
     log.append({"step": 3})
     log.close()
     assert path.read_text() == kept + '{"step": 3}\n'
@@ -40,25 +39,41 @@ def test_a_long_torn_line_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("first\n" + "x" * 200_000)
     log = StepLog(path)
-    log.open()
-    log.begin(resumed=True)
+    log.open(resumed=True)
+    log.begin()
     log.close()
     assert path.read_text() == "first\n"
 
 
+def test_lines_of_another_run_are_refused_and_left(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("line\n")
+    with pytest.raises(ConfigError, match=r"--json .*/log holds the lines of another run.*remove it"):
+        StepLog(path).open(resumed=False)
+    assert path.read_text() == "line\n"
+
+
 def test_a_path_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot write --json .*/missing/log: No such file or directory"):
-        StepLog(tmp_path / "missing" / "log").open()
+        StepLog(tmp_path / "missing" / "log").open(resumed=False)
 
 
-def test_a_full_disk_is_said(tmp_path: Path) -> None:
-    log = StepLog(Path("/dev/full"))
-    try:
-        log.open()
-    except ConfigError:
-        pytest.skip("no /dev/full here")
-    with pytest.raises(StorageError, match="cannot write a line of /dev/full: No space left on device"):
-        log.append({"step": 1})
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(ConfigError, match=r"/log: it is not a regular file"):
+        StepLog(tmp_path / "log").open(resumed=False)
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = StepLog(tmp_path / "log")
+    log.open(resumed=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(StorageFull, match=r"cannot write a line of .*/log: No space left on device"):
+            log.append({"step": 1})
     log.close()
 
 

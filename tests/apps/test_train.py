@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from fake_engine import FakeEngine, FakeStore
 from rich.console import Console
 
 from tierstore.apps import presets
 from tierstore.apps import train as application
 from tierstore.apps.options import Precision, TrainOptions
+from tierstore.apps.recipe import parameter_groups
 from tierstore.apps.report import Reporter
-from tierstore.config import Resume
+from tierstore.apps.stopping import StopRequest
+from tierstore.config import Durability, Resume
 from tierstore.errors import ConfigError
 
 TINY_GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32,
@@ -61,7 +64,7 @@ def options(tmp_path: Path) -> Callable[..., TrainOptions]:
 
 
 def run(options: TrainOptions, store: FakeStore | None = None, **fake: Any) -> tuple[Any, FakeEngine, str]:
-    """Outcome, engine and output of one run with the fake engine."""
+    """Outcome, engine and output of one run with the fake engine; to leave at once raises `Killed`."""
     engines: list[FakeEngine] = []
 
     def make_engine(**arguments: Any) -> FakeEngine:
@@ -69,8 +72,13 @@ def run(options: TrainOptions, store: FakeStore | None = None, **fake: Any) -> t
         return engines[0]
 
     output = io.StringIO()
-    outcome = application.train(options, Reporter(Console(file=output, width=100)), make_engine)
+    with StopRequest(leave=_killed) as stop:
+        outcome = application.train(options, Reporter(Console(file=output, width=100)), make_engine, stop)
     return outcome, engines[0], output.getvalue()
+
+
+def _killed(code: int) -> None:
+    raise Killed(code)
 
 
 def lines(options: TrainOptions) -> list[dict[str, Any]]:
@@ -112,9 +120,10 @@ def test_a_line_is_on_the_disk_before_its_commit(options: Callable[..., TrainOpt
 
 
 def test_accumulation_gives_the_step_of_one_large_batch(options: Callable[..., TrainOptions]) -> None:
-    whole, parts = options(batch=4, dropout=0.0), options(batch=2, accumulate=2, dropout=0.0)
+    whole, parts = options(batch=4, dropout=0.0, nvme=()), options(batch=2, accumulate=2, dropout=0.0, nvme=())
     run(whole)
     expected = [record["loss"] for record in lines(whole)]
+    whole.json.unlink()
     _, engine, _ = run(parts)
     assert [record["loss"] for record in lines(parts)] == pytest.approx(expected, rel=1e-5)
     step = engine.calls.index("no_sync")
@@ -126,7 +135,7 @@ def test_accumulation_gives_the_step_of_one_large_batch(options: Callable[..., T
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     options: Callable[..., TrainOptions], tmp_path: Path, killed_at: int, workers: int
 ) -> None:
-    whole = options(json=tmp_path / "whole", warmup=3)
+    whole = options(json=tmp_path / "whole", nvme=(), warmup=3)
     run(whole)
 
     def kill(step: int) -> None:
@@ -141,8 +150,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     run(chosen, store)
     losses = [(record["step"], record["loss"]) for record in lines(chosen)]
     assert sorted(set(losses)) == [(record["step"], record["loss"]) for record in lines(whole)]
-    if killed_at > 1:
-        assert [step for step, _ in losses].count(killed_at) == 2  # once before the kill, once after, and equal
+    assert [step for step, _ in losses].count(killed_at) == 2  # once before the kill, once after, and equal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -160,7 +168,9 @@ def test_a_signal_ends_the_run_after_a_committed_step(
     assert engine.calls[-2:] == ["flush", "close"]
 
 
-def test_a_second_interrupt_acts_at_once(options: Callable[..., TrainOptions]) -> None:
+def test_a_second_interrupt_acts_at_once(
+    options: Callable[..., TrainOptions], capfd: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(step: int) -> None:
         if step == 2:
             # Not by os.kill: two signals before Python looks are one.
@@ -168,14 +178,83 @@ def test_a_second_interrupt_acts_at_once(options: Callable[..., TrainOptions]) -
             signal.raise_signal(signal.SIGINT)
 
     store = FakeStore()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed, match="130"):
         run(options(), store, before_commit=interrupt)
     assert store["step"] == 1
+    assert capfd.readouterr().err == (
+        "tierstore: stopping after this step; Ctrl-C again stops at once\n"
+        "tierstore: interrupted at once; the store holds the last committed step: go on with --resume auto\n"
+    )
 
 
-def test_a_signal_in_the_last_step_changes_nothing(options: Callable[..., TrainOptions]) -> None:
-    outcome, _, _ = run(options(steps=1), before_commit=lambda step: os.kill(os.getpid(), signal.SIGINT))
+def test_a_signal_in_the_last_step_leaves_out_the_evaluation(options: Callable[..., TrainOptions]) -> None:
+    outcome, engine, output = run(options(steps=1), before_commit=lambda step: os.kill(os.getpid(), signal.SIGINT))
     assert outcome.stopped_by is None
+    assert engine.calls[-2:] == ["flush", "close"]
+    assert "training loss" in output
+
+
+def test_a_signal_is_seen_between_batches_of_the_evaluation(
+    options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def batches(*_: Any) -> Iterator[torch.Tensor]:
+        yield torch.ones(2, 16, dtype=torch.int64)
+        os.kill(os.getpid(), signal.SIGINT)
+        yield torch.ones(2, 16, dtype=torch.int64)
+
+    monkeypatch.setattr(application, "held_out_batches", batches)
+    outcome, engine, _ = run(options())
+    assert (outcome.stopped_by, outcome.totals.last_step) == (signal.SIGINT, 0)
+    assert engine.calls == ["flush", "evaluate", "flush", "close"]
+
+
+def test_a_signal_before_the_loop_promises_nothing(
+    options: Callable[..., TrainOptions], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(**arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+
+    with StopRequest(leave=_killed) as stop, pytest.raises(Killed, match="143"):
+        application.train(options(), Reporter(Console(file=io.StringIO())), interrupt, stop)
+    assert capfd.readouterr().err == "tierstore: interrupted before training began\n"
+
+
+def test_a_resumed_run_keeps_its_recipe_and_says_so(options: Callable[..., TrainOptions]) -> None:
+    store = FakeStore()
+    run(options(steps=2, warmup=4), store)
+    chosen = options(resume=Resume.AUTO, lr=0.5, weight_decay=0.3, warmup=0)
+    for _ in range(2):  # the second time, too, the store knows what it was made with
+        _, engine, output = run(chosen, store)
+        assert "note: the store keeps the --lr 0.01 that it was made with; 0.5 is not used\n" in output
+        assert "note: the store keeps the --weight-decay 0.1 that it was made with; 0.3 is not used\n" in output
+        assert "note: the store keeps the --warmup 4 that it was made with; 0 is not used\n" in output
+        assert engine.optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert [record["lr"][0] for record in lines(chosen)] == [0.0025, 0.005, 0.0075, 0.01, 0.01]
+    assert "note" not in run(options(resume=Resume.AUTO, warmup=4), store)[2]
+
+
+@pytest.mark.parametrize("changes", [{"nvme": ()}, {"durability": Durability.NONE}])
+def test_a_run_that_keeps_nothing_says_so_first(options: Callable[..., TrainOptions], changes: dict[str, Any]) -> None:
+    _, _, output = run(options(**changes))
+    assert output.startswith("note: nothing is kept with")
+    assert "only what --export writes remains" in output
+
+
+def test_a_run_that_diverges_says_so_once_and_what_to_do(
+    options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverge(step: int) -> None:
+        if step == 2:
+            with torch.no_grad():
+                engines[0]._model.lm_head.weight.fill_(torch.inf)
+
+    engines: list[FakeEngine] = []
+    enter = FakeEngine.__enter__
+    monkeypatch.setattr(FakeEngine, "__enter__", lambda self: engines.append(self) or enter(self))
+    _, _, output = run(options(), before_commit=diverge)
+    assert output.count("note: the loss of step 3 is nan: the run has diverged") == 1
+    assert "a lower --lr" in output
+    assert "since step 3: the run has diverged" in output
 
 
 def test_a_finished_run_is_not_trained_again(options: Callable[..., TrainOptions], tmp_path: Path) -> None:
@@ -185,13 +264,28 @@ def test_a_finished_run_is_not_trained_again(options: Callable[..., TrainOptions
     assert outcome.totals.steps == 0
     assert "nothing to train: step 5 of 5 is done already" in output
     assert "export out" in engine.calls
-    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_an_export_says_what_was_given_and_takes_along_what_a_checkpoint_has(
+    options: Callable[..., TrainOptions], tmp_path: Path
+) -> None:
+    given = {**TINY_GPT2, "attn_pdrop": 0.3, "use_cache": True}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    for name in ("generation_config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    run(options(config=None, checkpoint=tmp_path, export=tmp_path / "out", steps=1))
+    out = tmp_path / "out"
+    saved = json.loads((out / "config.json").read_text())
+    assert saved.items() >= {**given, "dtype": "float32", "architectures": ["GPT2LMHeadModel"]}.items()
+    assert "loss_type" not in saved
+    assert {path.name for path in out.iterdir()} >= {"generation_config.json", "tokenizer.json", "model.safetensors"}
+    transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
 def test_vectors_do_not_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     model[0].bias.requires_grad_(False)
-    matrices, vectors = application.parameter_groups(model, 0.1)
+    matrices, vectors = parameter_groups(model, 0.1)
     assert [tuple(parameter.shape) for parameter in matrices["params"]] == [(2, 2)]
     assert len(vectors["params"]) == 2
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
@@ -203,8 +297,7 @@ def test_what_the_engine_is_given(options: Callable[..., TrainOptions]) -> None:
     assert arguments["max_grad_norm"] is None
     assert arguments["tiers"].update_threads == 1
     assert arguments["commit_every"] == 3
-    assert arguments["lr_scheduler"] is None
-    assert set(arguments["registered"]) == {"data"}
+    assert set(arguments["registered"]) == {"data", "recipe"}
 
 
 def test_an_empty_evaluation_is_left_out(options: Callable[..., TrainOptions]) -> None:
@@ -252,6 +345,36 @@ def test_a_model_that_cannot_read_bytes_is_refused(options: Callable[..., TrainO
     (tmp_path / "small.json").write_text(json.dumps({**TINY_GPT2, "vocab_size": 100}))
     with pytest.raises(ConfigError, match="the model knows 100 token ids; text as bytes needs 256"):
         run(options(config=tmp_path / "small.json"))
+
+
+def test_an_unusable_path_is_refused_before_anything_is_built(
+    options: Callable[..., TrainOptions], tmp_path: Path
+) -> None:
+    store, file = tmp_path / "store", tmp_path / "text"
+    for changes, message in (
+        ({"trace": tmp_path}, "cannot write --trace .*: it is a directory"),
+        ({"json": tmp_path}, "cannot write --json .*: it is a directory"),
+        ({"export": file}, "cannot use --export .*/text is not a directory"),
+        ({"export": store}, "--export .*/store lies in --nvme .*/store"),
+        ({"json": store / "log"}, "--json .* is missing or not writable"),
+        ({"json": tmp_path / "old" / "log", "nvme": (tmp_path / "old",)}, "--json .*/old/log lies in --nvme .*/old"),
+        ({"nvme": (file,)}, "cannot use --nvme .*/text is not a directory"),
+        ({"nvme": (file / "below",)}, "cannot use --nvme .*/below: .*/text is not a directory"),
+    ):
+        (tmp_path / "old").mkdir(exist_ok=True)
+        with pytest.raises(ConfigError, match=message):
+            run(options(**changes))
+    assert not (tmp_path / "steps.jsonl").exists()
+
+
+@pytest.mark.parametrize("resume", [Resume.NEVER, Resume.AUTO])
+def test_a_new_run_does_not_take_the_lines_of_another(options: Callable[..., TrainOptions], resume: Resume) -> None:
+    chosen = options(steps=1)
+    run(chosen)
+    before = lines(chosen)
+    with pytest.raises(ConfigError, match="holds the lines of another run"):
+        run(options(nvme=(chosen.nvme[0].with_name("mistyped"),), resume=resume))
+    assert lines(chosen) == before
 
 
 def test_a_refused_run_leaves_the_lines_of_an_earlier_one(options: Callable[..., TrainOptions]) -> None:

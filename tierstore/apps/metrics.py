@@ -12,6 +12,7 @@ import json
 import math
 import os
 import resource
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,20 +35,30 @@ class StepLog:
         self._path = path
         self._descriptor: int | None = None
 
-    def open(self) -> None:
-        """Creates the file if it is not there.
+    def open(self, *, resumed: bool) -> None:
+        """Creates the file if it is not there; only a resumed run goes on in one that holds something.
 
         Raises:
-            ConfigError: the file cannot be written; nothing was changed.
+            ConfigError: the file cannot be written, or holds the lines of another run; nothing was changed.
         """
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(f"cannot write --json {self._path}: {error.strerror}") from None
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise ConfigError(f"cannot write --json {self._path}: it is not a regular file")
+        if found.st_size and not resumed:
+            self.close()
+            raise ConfigError(
+                f"--json {self._path} holds the lines of another run, and this run starts anew; remove it, or give "
+                "another name (to go on with a run, give its --nvme and --resume auto)"
+            )
 
-    def begin(self, *, resumed: bool) -> None:
-        """Before the first line: a resumed run keeps the whole lines that are there, a new one starts empty."""
-        os.ftruncate(self._opened(), self._whole_lines_bytes() if resumed else 0)
+    def begin(self) -> None:
+        """Before the first line: half a line at the end is cut off."""
+        os.ftruncate(self._opened(), self._whole_lines_bytes())
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line; when it returns, a power cut leaves the line in place.

@@ -1,46 +1,82 @@
 """Ctrl-C as a wish: the step in flight ends and is committed before the program does.
 
-Scope: the handlers of SIGINT and SIGTERM while a training loop runs.
+Scope: the handlers of SIGINT and SIGTERM while a command runs.
 Not here: what stopping means (`apps/train.py`).
 Owner: the main thread, for the duration of a `with` block; elsewhere nothing is installed.
+
+[Note: leaving at once] An exception raised by a handler comes up wherever the main thread is: in the middle of an
+import, or in a weakref callback, where it is printed and lost. A store survives a kill at any moment, so a handler that
+stops at once says its sentence and ends the process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
+_SHOW_CURSOR = b"\x1b[?25h"  # the live line hides it
+
 
 class StopRequest:
-    """Keeps the first SIGINT or SIGTERM for the loop to see; a second one acts at once, as if this were not here.
+    """Keeps the first SIGINT or SIGTERM for a loop to see; a second one, or one outside the loop, acts at once.
+
+    Args:
+        leave: ends the process with this exit code; a seam for tests. See [Note: leaving at once].
 
     Attributes:
-        signal_number: the signal that came, or None.
+        signal_number: the signal that the loop shall see, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
         self.signal_number: signal.Signals | None = None
+        self._leave = leave
+        self._can_wait = False
+        self._last_words = "interrupted before training began"
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._remember)
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.signal_number = signal.Signals(number)
-        self._restore()
-
-    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+    @contextlib.contextmanager
+    def wished(self, kept: str) -> Iterator[None]:
+        """In here a first signal is a wish; `kept` says what remains when the process ends at once, here or later."""
+        self._last_words = f"interrupted at once; {kept}"
+        self._can_wait = True
+        try:
+            yield
+        finally:
+            self._can_wait = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self._can_wait and self.signal_number is None:
+            self.signal_number = signal.Signals(number)
+            _say("stopping after this step; Ctrl-C again stops at once")
+            return
+        with contextlib.suppress(OSError):
+            if os.isatty(1):
+                os.write(1, _SHOW_CURSOR)
+        _say(self._last_words)
+        self._leave(128 + number)
+
+
+def _say(sentence: str) -> None:
+    # Not by print or rich: the main thread may be in the middle of either, and neither can be entered twice.
+    with contextlib.suppress(OSError):
+        start = "\n" if os.isatty(2) else ""
+        os.write(2, f"{start}tierstore: {sentence}\n".encode())

@@ -8,22 +8,22 @@ Owner: the thread that calls `train`; on the main thread it also owns SIGINT and
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
-import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tierstore.apps import presets
+from tierstore.apps import outputs, presets
 from tierstore.apps.data import Batches, Corpus, corpus_bytes, held_out_batches, read_corpus
 from tierstore.apps.metrics import StepLog, peak_resident_bytes
 from tierstore.apps.options import Preset, TrainOptions
+from tierstore.apps.recipe import Recipe, parameter_groups
 from tierstore.apps.report import Reporter, Totals
 from tierstore.apps.stopping import StopRequest
 from tierstore.config import AdamWConfig, TierConfig, format_size
@@ -35,18 +35,24 @@ from tierstore.train.materialize import Source, deferred
 
 _LONGEST_DEFAULT_SEQUENCE = 1024
 _M_MMAP_THRESHOLD, _RETURNED_FROM_BYTES = -3, 2**20  # malloc.h
+_MOST_UPDATE_THREADS = 64  # of TierConfig
 _SMALLEST_VOCABULARY = 256  # one id per byte
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a run is made of, before the engine takes the model over."""
+    """What a run is made of, before the engine takes the model over.
+
+    Attributes:
+        configuration: as it was given, without what training has set on the model's own.
+    """
 
     configuration: Any
     model: nn.Module
     source: Source
     corpus: Corpus
     batches: Batches
+    recipe: Recipe
     sequence: int
 
 
@@ -73,21 +79,27 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _RETURNED_FROM_BYTES)
 
 
-def train(options: TrainOptions, reporter: Reporter, make_engine: Callable[..., Any] = Engine) -> Outcome:
+def train(
+    options: TrainOptions,
+    reporter: Reporter,
+    make_engine: Callable[..., Any] = Engine,
+    stop: StopRequest | None = None,
+) -> Outcome:
     """Trains until `options.steps`, or until a signal asks for the end of the step in flight.
 
     Args:
         make_engine: takes the arguments of `Engine`, and gives something with its face.
+        stop: hears the signals; None: nobody does.
 
     Raises:
         TierstoreError: bad options, budgets, stores, disks; every committed step stays in the store.
     """
     log = StepLog(options.json) if options.json is not None else None
     with contextlib.ExitStack() as stack:
+        outputs.check_paths(options)
         if log is not None:
-            log.open()
+            log.open(resumed=outputs.holds_a_run(options))
             stack.callback(log.close)
-        _check_outputs(options)
         return_freed_memory()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -95,9 +107,9 @@ def train(options: TrainOptions, reporter: Reporter, make_engine: Callable[..., 
         stack.callback(parts.batches.close)
         tracer = Tracer(time.perf_counter, enabled=options.trace is not None)
         engine = stack.enter_context(make_engine(**_engine_arguments(options, parts, tracer)))
-        run = _Run(options, reporter, parts, engine, log)
+        run = _Run(options, reporter, parts, engine, log, stop or StopRequest())
         run.describe()
-        outcome = run.finish(run.loop())
+        outcome = run.run()
         if options.trace is not None:
             tracer.to_chrome(options.trace)
             reporter.say(f"trace: {options.trace} (open it at https://ui.perfetto.dev)")
@@ -110,7 +122,8 @@ def assemble(options: TrainOptions) -> Parts:
     Raises:
         ConfigError: the model cannot read bytes, or not that many; no such model or data.
     """
-    configuration = _configuration(options)
+    given = _configuration(options)
+    configuration = presets.prepare(copy.deepcopy(given), dropout=options.dropout)
     vocabulary = presets.vocabulary_size(configuration)
     if vocabulary < _SMALLEST_VOCABULARY:
         raise ConfigError(f"the model knows {vocabulary} token ids; text as bytes needs {_SMALLEST_VOCABULARY}")
@@ -125,41 +138,24 @@ def assemble(options: TrainOptions) -> Parts:
     model.train()
     if options.checkpointing:
         _enable_checkpointing(model)
-    return Parts(configuration, model, source, corpus, batches, sequence)
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of parameters: matrices, which decay, and vectors (biases, norms), which do not."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if parameter.dim() >= 2]
-    vectors = [parameter for parameter in trainable if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def warm_up(steps: int) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR]:
-    """Linear warm-up over so many steps, then a constant rate."""
-
-    def factor(finished_steps: int) -> float:
-        return min(1.0, (finished_steps + 1) / steps) if steps > 0 else 1.0
-
-    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    # What an exported configuration says of the weights beside it, which are those of the built model.
+    given.architectures, given.dtype = [type(model).__name__], configuration.dtype
+    return Parts(given, model, source, corpus, batches, Recipe(options), sequence)
 
 
 class _Run:
     """The loop and what it counts."""
 
     def __init__(
-        self, options: TrainOptions, reporter: Reporter, parts: Parts, engine: Any, log: StepLog | None
-    ) -> None:
+        self, options: TrainOptions, reporter: Reporter, parts: Parts, engine: Any, log: StepLog | None,
+        stop: StopRequest,
+    ) -> None:  # fmt: skip
         self._options = options
         self._reporter = reporter
         self._parts = parts
         self._engine = engine
         self._log = log
+        self._stop = stop
         self._device = torch.device(options.device)
         self._loss = float("nan")
         self._totals = Totals()
@@ -168,11 +164,14 @@ class _Run:
     def describe(self) -> None:
         """Says what will be trained, from where, and where it is placed."""
         parts, options = self._parts, self._options
-        for note in parts.batches.notes:
-            self._reporter.say(f"note: {note}")
+        notes = [*parts.recipe.notes, *parts.batches.notes]
+        if options.why_nothing_is_kept:
+            notes.append(f"{options.why_nothing_is_kept}: however this run ends, only what --export writes remains")
         unused = parts.source.unexpected if isinstance(parts.source, CheckpointSource) else ()
         if unused:
-            self._reporter.say(f"note: {len(unused)} tensors of the checkpoint are not used, the first is {unused[0]}")
+            notes.append(f"tensors of the checkpoint that are not used: {len(unused)}, the first is {unused[0]}")
+        for note in notes:
+            self._reporter.say(f"note: {note}")
         count = sum(parameter.numel() for parameter in parts.model.parameters())
         memory = options.gpu_memory + options.cpu_memory
         state = 16 * count
@@ -185,44 +184,54 @@ class _Run:
         if self._engine.step_count:
             self._reporter.say(f"resumed after step {self._engine.step_count}")
 
-    def loop(self) -> signal.Signals | None:
-        """All steps up to the last one, or up to a signal, which is returned."""
+    def run(self) -> Outcome:
+        """All steps up to the last one, or up to a signal, which leaves out what comes after them."""
         if self._log is not None:
-            self._log.begin(resumed=self._engine.step_count > 0)
+            self._engine.flush()  # a line without a generation would be that of another run
+            self._log.begin()
             self._engine.on_step(self._write_line)
-        last = self._options.steps
-        with StopRequest() as stop:
+        kept = self._options.why_nothing_is_kept or "the store holds the last committed step: go on with --resume auto"
+        with self._stop.wished(kept):
             self._totals.held_out_before = self._held_out_loss()
-            self._reporter.start(self._engine.step_count, last)
-            started_s = time.perf_counter()
-            try:
-                while self._engine.step_count < last and stop.signal_number is None:
-                    report = self._step()
-                    self._totals.add(report, self._loss, self._tokens_per_step, peak_resident_bytes())
-                    self._reporter.step(report, self._loss, self._tokens_per_step, last)
-                # Late updates belong to the time of the steps; and a wish to stop means: with everything committed.
-                self._engine.flush()
-            finally:
-                self._reporter.stop()
-            self._totals.wall_s = time.perf_counter() - started_s
-            return stop.signal_number if self._engine.step_count < last else None
+            self._loop(self._options.steps)
+            self._totals.last_step = self._engine.step_count
+            if self._engine.step_count < self._options.steps:
+                return Outcome(self._totals, self._stop.signal_number)
+            if self._totals.steps:
+                self._totals.held_out_after = self._held_out_loss()
+        self._finish()
+        return Outcome(self._totals)
 
-    def finish(self, stopped_by: signal.Signals | None) -> Outcome:
-        """The last evaluation, the table, and the export of a run that reached its end."""
+    def _loop(self, last: int) -> None:
+        self._reporter.start(self._engine.step_count, last)
+        started_s = time.perf_counter()
+        try:
+            while self._engine.step_count < last and self._stop.signal_number is None:
+                report = self._step()
+                self._totals.add(report, self._loss, self._tokens_per_step, peak_resident_bytes())
+                self._reporter.step(report, self._loss, self._tokens_per_step, last)
+                if self._totals.diverged_at == report.step:
+                    self._reporter.say(
+                        f"note: the loss of step {report.step} is {self._loss}: the run has diverged; "
+                        "stop it, and start again in a new store with a lower --lr"
+                    )
+            # Late updates belong to the time of the steps; and a wish to stop means: with everything committed.
+            self._engine.flush()
+        finally:
+            self._reporter.stop()
+        self._totals.wall_s = time.perf_counter() - started_s
+
+    def _finish(self) -> None:
+        """The table and the export of a run that reached its end."""
         options, reporter = self._options, self._reporter
-        if stopped_by is not None:
-            return Outcome(self._totals, stopped_by)
         if self._totals.steps:
-            self._totals.held_out_after = self._held_out_loss()
             self._totals.peak_rss_bytes = peak_resident_bytes()
             reporter.summary(self._totals)
         else:
             reporter.say(f"nothing to train: step {self._engine.step_count} of {options.steps} is done already")
         if options.export is not None:
-            self._engine.export(options.export)
-            self._parts.configuration.save_pretrained(options.export)
+            outputs.export(self._engine, self._parts.configuration, options.checkpoint, options.export)
             reporter.say(f"exported to {options.export}")
-        return Outcome(self._totals)
 
     def _step(self) -> Any:
         losses: list[torch.Tensor] = []
@@ -242,6 +251,7 @@ class _Run:
             self._log.append(step_record(report, self._loss, self._tokens_per_step))
 
     def _held_out_loss(self) -> float | None:
+        """None without text or samples, and when a signal comes meanwhile."""
         options, parts = self._options, self._parts
         if not options.evaluate:
             return None
@@ -250,6 +260,8 @@ class _Run:
         try:
             with torch.no_grad():
                 for tokens in held_out_batches(parts.corpus.held_out, parts.sequence, options.evaluate, options.batch):
+                    if self._stop.signal_number is not None:
+                        return None
                     moved = tokens.to(self._device)
                     predicted = tokens.shape[0] * (tokens.shape[1] - 1)
                     total += float(self._engine(input_ids=moved, labels=moved).loss) * predicted
@@ -279,22 +291,23 @@ def step_record(report: Any, loss: float, tokens: int) -> dict[str, Any]:
 
 
 def _engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer) -> dict[str, Any]:
+    update_threads = None if options.threads is None else min(options.threads, _MOST_UPDATE_THREADS)
     return {
         "model": parts.model,
         "tiers": TierConfig(
             device=options.device, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory,
-            nvme=options.nvme, update_threads=options.threads,
+            nvme=options.nvme, update_threads=update_threads,
         ),
         "optimizer": AdamWConfig(lr=options.lr, weight_decay=options.weight_decay),
         "parameter_groups": parameter_groups(parts.model, options.weight_decay),
-        "lr_scheduler": warm_up(options.warmup) if options.warmup else None,
+        "lr_scheduler": parts.recipe.schedule,
         "update": options.update.value,
         "max_grad_norm": options.max_grad_norm,
         "commit_every": options.commit_every,
         "durability": options.durability.value,
         "resume": options.resume.value,
         "initialize": parts.source,
-        "registered": {"data": parts.batches},
+        "registered": {"data": parts.batches, "recipe": parts.recipe},
         "tracer": tracer,
     }  # fmt: skip
 
@@ -309,12 +322,10 @@ def _configuration(options: TrainOptions) -> Any:
     if options.checkpoint is not None:
         if not options.checkpoint.is_dir():
             raise ConfigError(f"no such directory: --checkpoint {options.checkpoint}")
-        configuration = presets.file_configuration(options.checkpoint / "config.json")
-    elif options.config is not None:
-        configuration = presets.file_configuration(options.config)
-    else:
-        configuration = presets.preset_configuration(options.preset or Preset.P25M)
-    return presets.prepare(configuration, dropout=options.dropout)
+        return presets.file_configuration(options.checkpoint / "config.json")
+    if options.config is not None:
+        return presets.file_configuration(options.config)
+    return presets.preset_configuration(options.preset or Preset.P25M)
 
 
 def _sequence(options: TrainOptions, configuration: Any) -> int:
@@ -335,15 +346,3 @@ def _enable_checkpointing(model: nn.Module) -> None:
     else:
         enable = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _check_outputs(options: TrainOptions) -> None:
-    """A path that cannot be written is found before the first step, not after the last."""
-    for name, path in (("trace", options.trace), ("export", options.export)):
-        if path is not None and not _can_create(path):
-            raise ConfigError(f"cannot write --{name} {path}: its directory is missing or not writable")
-
-
-def _can_create(path: Path) -> bool:
-    parent = path.absolute().parent
-    return os.access(path, os.W_OK) if path.exists() else parent.is_dir() and os.access(parent, os.W_OK)

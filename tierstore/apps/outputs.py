@@ -1,0 +1,78 @@
+"""Where a run reads and writes: checked before anything is built; and what an export holds besides the weights.
+
+Scope: the paths of --nvme, --trace and --export; whether a store holds a run; an exported model's small files.
+Not here: the lines of --json (`apps/metrics.py`), weights (`train/`), how a store is opened (`store/`).
+Owner: nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tierstore.apps.options import TrainOptions
+from tierstore.errors import ConfigError
+from tierstore.io.backend import Backend
+from tierstore.store.commit import Manifests
+
+# What transformers and tokenizers read beside the weights.
+_COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
+               "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "special_tokens_map.json",
+               "added_tokens.json", "chat_template.jinja")  # fmt: skip
+
+
+def check_paths(options: TrainOptions) -> None:
+    """A path that cannot be used is found before the first step, not after the last.
+
+    Raises:
+        ConfigError: names the option and the path; nothing was changed.
+    """
+    for store in options.nvme:
+        _check_directory("nvme", store)
+    if options.export is not None:
+        _check_directory("export", options.export)
+        _check_parent("export", options.export)
+    for name, path in (("json", options.json), ("trace", options.trace)):
+        if path is not None:
+            _check_parent(name, path)
+            if path.is_dir():
+                raise ConfigError(f"cannot write --{name} {path}: it is a directory")
+    for name in ("export", "json", "trace"):
+        path = getattr(options, name)
+        for store in options.nvme:
+            if path is not None and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(store)):
+                raise ConfigError(f"--{name} {path} lies in --nvme {store}, which holds nothing but a store")
+
+
+def holds_a_run(options: TrainOptions) -> bool:
+    """Whether the store has a generation, so that a run goes on from it or is refused."""
+    if not options.nvme or not options.nvme[0].is_dir():
+        return False
+    return bool(Manifests(options.nvme[0], Backend()).numbers())
+
+
+def export(engine: Any, configuration: Any, checkpoint: Path | None, directory: Path) -> None:
+    """Writes weights and configuration, and copies what else `checkpoint` has for generation and its tokenizer."""
+    engine.export(directory)
+    configuration.save_pretrained(directory)
+    for name in _COMPANIONS:
+        if checkpoint is not None and (checkpoint / name).is_file() and not (directory / name).exists():
+            shutil.copyfile(checkpoint / name, directory / name)
+
+
+def _check_directory(name: str, path: Path) -> None:
+    """It is a directory, or can be made below the nearest one that is there."""
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+    if not there.is_dir():
+        raise ConfigError(f"cannot use --{name} {path}: {there} is not a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot use --{name} {path}: no permission to write in {there}")
+
+
+def _check_parent(name: str, path: Path) -> None:
+    parent = path.absolute().parent
+    is_writable = os.access(path, os.W_OK) if path.exists() else parent.is_dir() and os.access(parent, os.W_OK)
+    if not is_writable:
+        raise ConfigError(f"cannot write --{name} {path}: its directory is missing or not writable")
