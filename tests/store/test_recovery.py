@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from resuming import DISK, State, Way, check_resumes, expected_states, opened
-from runs import tiny
+from runs import next_token_loss, tiny, tokens
 
 from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, StoreLocked, TierstoreError
 from tierstore.io.backend import Backend
@@ -72,9 +73,15 @@ class TestPrevious:
             expected[STEPS].check_equal(State.of(run))
         assert check_resumes(WAY, folder, expected) == STEPS
 
-    def test_is_the_last_one_from_then_on(self, folder: Path, expected: list[State]) -> None:
-        with opened(WAY, folder, resume="previous"):
-            pass
+    def test_looking_at_it_costs_nothing(self, folder: Path, expected: list[State]) -> None:
+        for _ in range(2):
+            with opened(WAY, folder, resume="previous") as run:
+                expected[2].check_equal(State.of(run))
+        assert check_resumes(WAY, folder, expected) == 3
+
+    def test_is_the_last_one_when_training_goes_on(self, folder: Path, expected: list[State]) -> None:
+        with opened(WAY, folder, resume="previous") as run:
+            next_token_loss(run.engine, tokens(1)[0])
         assert check_resumes(WAY, folder, expected) == 2
 
     def test_what_cannot_be_made_leaves_the_newer_one(self, folder: Path, expected: list[State]) -> None:
@@ -152,10 +159,24 @@ class TestDamage:
         (folder / "store0" / "weights.b.safetensors").unlink()
         assert "weights.b.safetensors is missing" in refuse(WAY, folder, FormatError)
 
-    def test_a_pack_that_is_another(self, folder: Path) -> None:
-        shutil.copy(folder / "store0" / "state.a.safetensors", folder / "other")
-        damage(folder / "store0" / "state.a.safetensors", 40)
-        assert "state.a.safetensors does not begin with the header" in refuse(WAY, folder, FormatError)
+    @pytest.mark.parametrize("name", ["state.a", "state.b"])
+    def test_a_header_is_made_anew(self, name: str, folder: Path, expected: list[State]) -> None:
+        path = folder / "store0" / f"{name}.safetensors"
+        before = path.read_bytes()
+        damage(path, 40)
+        with opened(WAY, folder):
+            pass
+        assert path.read_bytes() == before
+        assert check_resumes(WAY, folder, expected) == 3
+
+    @pytest.mark.parametrize("how", [lambda path: path.unlink(), lambda path: os.truncate(path, 100)])
+    def test_a_pack_that_the_generation_does_not_need(
+        self, how: Callable[[Path], None], folder: Path, expected: list[State]
+    ) -> None:
+        how(folder / "store0" / "state.a.safetensors")
+        with opened(WAY, folder) as run:
+            run.until(STEPS)
+        assert check_resumes(WAY, folder, expected) == STEPS
 
 
 class TestAnotherStore:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,8 @@ class Gradients:
         self._index = ChunkIndex(placement)
         self._chunks = {key: _Chunk() for key in self._index.all()}
         self._partials = [np.zeros(-(-group.elements // BLOCK)) for group in groups]
+        self.kept_by: asyncio.Task[None] | None = None
+        """The commit of a generation that these gradients are part of: what it names in the pack stays as it is."""
         self.on_arrived: Callable[[], None] = lambda: None
         """Called when the gradient of a chunk has arrived."""
 
@@ -123,11 +125,12 @@ class Gradients:
                 turn = state.coming[-1] if state.coming else None
                 state.coming.append(asyncio.get_running_loop().create_future())
                 coming = (turn, state.coming[-1])
-                work.append(self._accept_chunk(group, chunk, parts, after, is_final, in_passing, coming))
+                work.append(self._accept_chunk(state, group, chunk, parts, after, is_final, in_passing, coming))
         return together(work)
 
     async def _accept_chunk(
         self,
+        state: _Chunk,
         group: int,
         chunk: int,
         parts: list[Piece],
@@ -137,10 +140,9 @@ class Gradients:
         coming: tuple[asyncio.Future[None] | None, asyncio.Future[None]],
     ) -> None:
         turn, arrived = coming
-        if turn is not None:
-            await asyncio.shield(turn)
-        state = self._chunks[group, chunk]
         try:
+            if turn is not None:
+                await asyncio.shield(turn)
             if self.is_spilled(group) and state.lease is None and (state.is_filled or not in_passing):
                 await self._accept_spilled(state, group, chunk, parts, after, is_final)
             else:
@@ -161,6 +163,8 @@ class Gradients:
         self, state: _Chunk, group: int, chunk: int, parts: list[Piece], after: Mark, is_final: bool
     ) -> None:
         spill, index = self._need_spill(), self._index(group, chunk)
+        if self.kept_by is not None:
+            await asyncio.shield(self.kept_by)
         lease = await self._staging.reserve(spill.padded_bytes(index))
         try:
             if state.is_filled:
@@ -274,11 +278,13 @@ class Gradients:
                 lease = None
                 if self.is_spilled(group):
                     lease = await self._staging.reserve(self._placement.gradient_bytes(group, chunk))
-                values = await self.fetch(group, chunk, lease.array if lease else np.empty(0, np.uint8))
-                a, b = max(start, first), min(stop, last)
-                found[a - start : b - start] = values[a - first : b - first]
-                if lease is not None:
-                    lease.free()
+                try:
+                    values = await self.fetch(group, chunk, lease.array if lease else np.empty(0, np.uint8))
+                    a, b = max(start, first), min(stop, last)
+                    found[a - start : b - start] = values[a - first : b - first]
+                finally:
+                    if lease is not None:
+                        lease.free()
         return found
 
     async def keep(self, group: int, chunk: int) -> None:
@@ -313,6 +319,14 @@ class Gradients:
         """Forget all gradients."""
         for key in self._chunks:
             self.drop(*key)
+
+    async def discard(self, groups: Iterable[int]) -> None:
+        """Forget what has arrived of these groups in this step, as if there had been no backward."""
+        for group in groups:
+            self._partials[group][:] = 0
+            for chunk in range(self._placement.chunk_count(group)):
+                await self.arrived(group, chunk)
+                self.drop(group, chunk)
 
     def _partials_of(self, group: int, start: int, stop: int) -> npt.NDArray[np.float64]:
         return self._partials[group][start // BLOCK : -(-stop // BLOCK)]

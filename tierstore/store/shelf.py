@@ -188,7 +188,7 @@ class Shelf:
         """The pack as a place to read from. One user at a time."""
         pack.is_open = True
         try:
-            await self._workers.submit(priority, pack.slots.open)
+            await self._workers.submit(priority, pack.slots.open, pack.slots.current)
             yield PackPlace(pack.slots)
         finally:
             pack.is_open = False

@@ -161,27 +161,29 @@ class SlotPack:
                 path.unlink(missing_ok=True)
             raise
 
-    def open(self) -> None:
-        """Open existing files.
+    def open(self, records: Sequence[ChunkRecord | None]) -> None:
+        """Open existing files, for a generation with these records. What it does not need of them is mended.
 
         Raises:
-            FormatError: a file is missing, or its size or header is not what this layout says.
+            FormatError: a file that it needs is missing, or has another size.
         """
-        for path, layout in zip(self.paths(), self._layouts_by_path()):
-            if not path.exists():
-                raise FormatError(f"the store is damaged: {path} is missing; restore it from a copy")
-            size = path.stat().st_size
-            if size != layout.file_bytes:
-                raise FormatError(
-                    f"the store is damaged: {path} has {size} B, expected {layout.file_bytes} B; restore it from a copy"
-                )
-            file = self._io.backend.open(path, writable=True)
+        needed = {(self._places[i].disk, record.slot) for i, record in enumerate(records) if record is not None}
+        for position, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
+            damage = _damage(path, layout)
+            if damage is not None and divmod(position, self._slots) in needed:
+                raise FormatError(f"the store is damaged: {path} {damage}; restore it from a copy")
+            if damage is None:
+                file = self._io.backend.open(path, writable=True)
+            else:
+                if path.exists():
+                    self._io.backend.remove(path)
+                file = self._io.backend.create(path, layout.file_bytes)
             self._files_append(file)
             expected = _aligned(layout.header)
             header = _aligned(bytes(len(expected)))
             file.read_into(header, 0)
             if not np.array_equal(header, expected):
-                raise FormatError(f"the store is damaged: {path} does not begin with the header of this store's packs")
+                file.write_from(expected, 0)  # the manifest says what it must be
 
     def _layouts_by_path(self) -> list[Layout]:
         return [layout for layout in self._layouts for _ in range(self._slots)]
@@ -279,6 +281,14 @@ class SlotPack:
         with contextlib.ExitStack() as closing:
             for file in (file for row in files for file in row):
                 closing.callback(file.close)
+
+
+def _damage(path: Path, layout: Layout) -> str | None:
+    """What a look at a file shows to be wrong with it."""
+    if not path.exists():
+        return "is missing"
+    size = path.stat().st_size
+    return None if size == layout.file_bytes else f"has {size} B, expected {layout.file_bytes} B"
 
 
 def _aligned(data: bytes) -> Bytes:

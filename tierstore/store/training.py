@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tierstore.config import Tier, TierConfig
 from tierstore.device.streams import ComputeDevice
 from tierstore.errors import ConfigError, FormatError
 from tierstore.io.backend import Backend
-from tierstore.io.memory import Arena, Lease
+from tierstore.io.memory import Arena, Lease, Pool
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import init_state, read_master, state_bytes_per_element, write_master
@@ -48,7 +48,6 @@ class TrainingStore:
             `use_storages` gives them later.
         is_durable: steps can be committed; otherwise the packs have one slot and are removed at the end.
         lock: held on the first directory if its generation was read; the store takes the rest, and gives it back.
-        gradient_sets: 2 keeps the gradients of two steps (a delayed update), otherwise 1.
     """
 
     def __init__(
@@ -75,40 +74,51 @@ class TrainingStore:
         self._codec = tiers.codec
         self._backend = backend
         self._runtime = runtime
+        self._device = device
+        self._tracer = tracer
         self._index = ChunkIndex(placement)
-        pools = placement.pools
-        self.arena = Arena(pools.total_bytes + codec_scratch_bytes, device.pin, device.unpin)
         self._storages = storages
-        self._pools = {
-            name: self.arena.pool(name, nbytes)
-            for name, nbytes in (
-                ("resident", pools.resident),
-                ("gradients", pools.gradients),
-                ("spill", pools.spill),
-                ("update", pools.update),
-                ("weights", pools.weights),
-                ("codec", codec_scratch_bytes),
-            )
-        }
+        self._lock = lock
+        self._is_new = False
+        self._is_ours = False
+        self._commit: asyncio.Task[None] | None = None
+        self._next_number = 0
+        self.generation = -1
+        """Number of the last published generation; -1 before the first."""
         self._io_workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(self.directories)))
         self._compute = WorkerPool("tierstore-update", update_threads)
         for workers in (self._io_workers, self._compute):
             runtime.describe(workers.in_flight)
-        self.io = ChunkIO(backend, self._io_workers, tiers.codec, self._pools["codec"], clock, tracer)
-        self._tracer = tracer
-        self.io.on_transfer = self._trace_memory
-        self._packs = self._make_packs() if self.directories else []
         self._manifests = Manifests(self.directories[0], backend) if self.directories else None
-        self._lock = lock
-        self._is_new = False
-        self._is_ours = False
+        self.arena = Arena(placement.pools.total_bytes + codec_scratch_bytes, device.pin, device.unpin)
+        try:
+            self._pools = self._make_pools(codec_scratch_bytes)
+            self.io = ChunkIO(backend, self._io_workers, tiers.codec, self._pools["codec"], clock, tracer)
+            self.io.on_transfer = self._trace_memory
+            self._furnish()
+        except BaseException:
+            self.arena.close()  # it is pinned
+            raise
+
+    def _make_pools(self, codec_scratch_bytes: int) -> dict[str, Pool]:
+        pools = self.placement.pools
+        sizes = {
+            "resident": pools.resident, "gradients": pools.gradients, "spill": pools.spill, "update": pools.update,
+            "weights": pools.weights, "codec": codec_scratch_bytes,
+        }  # fmt: skip
+        return {name: self.arena.pool(name, nbytes) for name, nbytes in sizes.items()}
+
+    def _furnish(self) -> None:
+        """The rooms of this floor, on the arena."""
+        groups, placement, device, tracer = self.groups, self.placement, self._device, self._tracer
+        self._packs = self._make_packs() if self.directories else []
         self._leases: list[Lease] = []
         self._resident: dict[Kind, dict[tuple[int, int], Lease]] = {Kind.WEIGHTS: {}, Kind.STATE: {}}
         self._reserve_resident()
         durable_packs = (self._packs[0], self._packs[1]) if self._packs else None
         self.gpu_budget = ByteBudget("gpu_memory", placement.gpu_weight_bytes)
         self.weights = Weights(
-            groups, placement, storages, self.gpu_budget, self._packs[0] if self._packs else None,
+            groups, placement, self._storages, self.gpu_budget, self._packs[0] if self._packs else None,
             self._resident[Kind.WEIGHTS], self._pools["weights"], self._io_workers, device, tracer,
         )  # fmt: skip
         self.gradients = [
@@ -120,14 +130,10 @@ class TrainingStore:
         self.updates = UpdatePipeline(
             groups, placement, self.weights, durable_packs,
             {key: lease.array for key, lease in self._resident[Kind.STATE].items()},
-            self._pools["update"], self._compute, device, runtime.spawn, tracer,
+            self._pools["update"], self._compute, device, self._runtime.spawn, tracer,
         )  # fmt: skip
         self.weights.settle = self.updates.settle
         self.weights.leave_device = self.updates.leave_device
-        self._commit: asyncio.Task[None] | None = None
-        self._next_number = 0
-        self.generation = -1
-        """Number of the last published generation; -1 before the first."""
 
     def _make_packs(self) -> list[SlotPack]:
         slots = 2 if self.is_durable else 1
@@ -208,11 +214,12 @@ class TrainingStore:
         Args:
             is_previous: it is not the last one, which stays until `go_back` is called.
         """
-        await asyncio.to_thread(self._open)
+        await asyncio.to_thread(self._open, generation)
         if self._manifests is not None and not is_previous:
             await self._manifests.adopt(generation.number)
         for pack in self._committed_packs:
-            pack.adopt(generation.records[pack.kind])
+            if pack.kind in generation.records:
+                pack.adopt(generation.records[pack.kind])
         self.generation, self._next_number = generation.number, generation.number + 1
         await together(
             self._packs[position].read(self._index(*key), lease.array, Priority.DEMAND)
@@ -227,19 +234,20 @@ class TrainingStore:
         if self._manifests is not None:
             await self._manifests.adopt(self.generation)
 
-    def _open(self) -> None:
+    def _open(self, generation: Generation) -> None:
         for directory in self.directories:
             if not directory.is_dir():
                 raise FormatError(f"the store is damaged: {directory} is missing")
         self._lock.add(self.directories)
         self._is_ours = True
         end_store_making(self.directories)
-        for pack in self._committed_packs:
-            pack.open()
-        for pack in self._packs[len(self._committed_packs) :]:
-            for path in pack.paths():
-                path.unlink(missing_ok=True)
-            pack.create()
+        for pack in self._packs:
+            if pack in self._committed_packs and pack.kind in generation.records:
+                pack.open(generation.records[pack.kind])
+            else:  # what no generation needs, or an update schedule that is new to this store
+                for path in pack.paths():
+                    path.unlink(missing_ok=True)
+                pack.create()
 
     async def verify(self, generation: Generation) -> None:
         """Read every chunk of a generation; the store is open.
@@ -249,12 +257,18 @@ class TrainingStore:
         """
         for group, chunk in self._index.all():
             index = self._index(group, chunk)
-            lease, weights, state = await self._working_memory(group, chunk)
-            for pack, array in zip(self._packs, (weights, state)):
-                if len(array):
-                    await pack.read(index, array, Priority.DEMAND, record=generation.records[pack.kind][index])
-            if lease is not None:
-                lease.free()
+            async with self._working_memory(group, chunk) as memory:
+                for pack, array in zip(self._packs, memory):
+                    if len(array):
+                        await pack.read(index, array, Priority.DEMAND, record=generation.records[pack.kind][index])
+        for pack, gradients in zip(self._committed_packs[2:], self.gradients):
+            for group, chunk in self._index.all():
+                if gradients.is_spilled(group) and gradients.is_filled(group, chunk):  # others were read to be opened
+                    lease = await self._pools["spill"].reserve(pack.padded_bytes(self._index(group, chunk)))
+                    try:
+                        await pack.read(self._index(group, chunk), lease.array, Priority.DEMAND)
+                    finally:
+                        lease.free()
 
     async def measure_reads(self, limit_bytes: int = 2**27) -> tuple[int, float]:
         """Bytes and seconds of reading some chunks, as loads and updates will: the rate that a first depth is from."""
@@ -267,10 +281,8 @@ class TrainingStore:
         return after[0] - before[0], after[1] - before[1]
 
     async def _measure_read(self, group: int, chunk: int) -> None:
-        lease, weights, state = await self._working_memory(group, chunk)
-        await self._read_chunk(group, chunk, weights, state)
-        if lease is not None:
-            lease.free()
+        async with self._working_memory(group, chunk) as (weights, state):
+            await self._read_chunk(group, chunk, weights, state)
 
     def layout(self) -> dict[str, Any]:
         """What must be equal for a store to open."""
@@ -283,27 +295,21 @@ class TrainingStore:
 
         The caller has flushed. The device copy is not touched.
         """
-        lease, weights, state = await self._working_memory(group, chunk)
-        try:
+        async with self._working_memory(group, chunk) as (weights, state):
             if keep_moments:
                 await self._read_chunk(group, chunk, weights, state)
             await self._compute.submit(Priority.UPDATE, self._encode, group, master, weights, state, keep_moments)
             await self._write_chunk(group, chunk, weights, state)
-        finally:
-            if lease is not None:
-                lease.free()
 
     async def read_chunk(self, group: int, chunk: int) -> Floats:
         """The fp32 master of a chunk at rest; the caller has flushed."""
-        lease, weights, state = await self._working_memory(group, chunk)
-        try:
+        async with self._working_memory(group, chunk) as (weights, state):
             await self._read_chunk(group, chunk, weights, state)
             return await self._compute.submit(Priority.UPDATE, self._decode, group, chunk, weights, state)
-        finally:
-            if lease is not None:
-                lease.free()
 
-    async def _working_memory(self, group: int, chunk: int) -> tuple[Lease | None, Bytes, Bytes]:
+    @contextlib.asynccontextmanager
+    async def _working_memory(self, group: int, chunk: int) -> AsyncIterator[tuple[Bytes, Bytes]]:
+        """Where the weights and the state of a chunk are, or have room: resident, or in a lease for as long as this."""
         weights = self._resident[Kind.WEIGHTS].get((group, chunk))
         state = self._resident[Kind.STATE].get((group, chunk))
         is_trainable = self.groups[group].trainable
@@ -311,15 +317,18 @@ class TrainingStore:
         state_bytes = 0 if state or not is_trainable else self.placement.state_bytes(group, chunk)
         if weight_bytes + state_bytes == 0:
             empty = np.empty(0, np.uint8)
-            return None, weights.array if weights else empty, state.array if state else empty
+            yield weights.array if weights else empty, state.array if state else empty
+            return
         nbytes = weight_bytes + state_bytes
         lease = await (self.updates.borrow(nbytes) if is_trainable else self._pools["weights"].reserve(nbytes))
-        rest = lease.array
-        return (
-            lease,
-            weights.array if weights else rest[:weight_bytes],
-            state.array if state else rest[weight_bytes : weight_bytes + state_bytes],
-        )
+        try:
+            rest = lease.array
+            yield (
+                weights.array if weights else rest[:weight_bytes],
+                state.array if state else rest[weight_bytes : weight_bytes + state_bytes],
+            )
+        finally:
+            lease.free()
 
     async def _read_chunk(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> None:
         index, reads = self._index(group, chunk), []
@@ -381,7 +390,10 @@ class TrainingStore:
                 self.updates.chain[key] = task
                 writes.append(task)
         number, self._next_number = self._next_number, self._next_number + 1
-        self._commit = self._runtime.spawn(self._publish(number, round_, previous, writes, captured), "commit")
+        kept = [*self._packs[:2], *(self._packs[2 + i] for i, set_ in enumerate(self.gradients) if set_ is pending)]
+        self._commit = self._runtime.spawn(self._publish(number, round_, previous, writes, captured, kept), "commit")
+        if pending is not None:
+            pending.kept_by = self._commit
 
     async def _commit_resident(
         self,
@@ -408,6 +420,7 @@ class TrainingStore:
         previous: asyncio.Task[None] | None,
         writes: list[asyncio.Task[None]],
         captured: Mapping[str, Any],
+        kept: list[SlotPack],
     ) -> None:
         if round_ is not None:
             await self.updates.round_ended(round_)
@@ -419,7 +432,8 @@ class TrainingStore:
         with self._tracer.measure("commit", f"generation {number}"):
             for pack in packs:
                 await self._io_workers.submit(Priority.WRITE, pack.datasync)
-            records = {pack.kind: list(pack.current) for pack in packs}
+            # Gradients that are not pending are on their way already: no generation names them.
+            records = {pack.kind: list(pack.current) if pack in kept else [None] * len(pack) for pack in packs}
             if self._manifests is not None:
                 await self._manifests.publish(Generation(number, self.layout(), records, captured))
         for pack in packs:
@@ -440,7 +454,14 @@ class TrainingStore:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give everything back, after the runtime has closed: threads, memory, files, the lock. Twice is fine."""
+        """Give everything back, after the runtime has closed: threads, memory, files, the lock. Twice is fine.
+
+        Raises:
+            Timeout: a worker thread did not end; nothing was given back.
+        """
+        # Joined first: if a job does not end, it may still write, and keeps the memory, the files and the lock.
+        for workers in (self._compute, self._io_workers):
+            workers.close(30.0)
         with contextlib.ExitStack() as stack:  # in reverse, and each of them whatever becomes of the others
             stack.callback(self._lock.release)
             if self._is_ours:
@@ -449,8 +470,6 @@ class TrainingStore:
             for pack in self._packs:
                 stack.callback(pack.close)
             stack.callback(self._release_memory)
-            for workers in (self._io_workers, self._compute):
-                stack.callback(workers.close, 30.0)
 
     def _release_memory(self) -> None:
         for lease in self.arena.close():

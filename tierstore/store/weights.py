@@ -122,7 +122,11 @@ class Weights:
         nbytes = self._groups[group].weight_bytes
         try:
             await self.budget.take(nbytes)
-            self._device.allocate(self._storages[group], nbytes)
+            try:
+                self._device.allocate(self._storages[group], nbytes)
+            except BaseException:
+                self.budget.give(nbytes)
+                raise
             self._allocated.add(group)
         finally:
             if (coming := self._announced.pop(group, None)) is not None:

@@ -221,7 +221,7 @@ def assemble(
         warm_up({spec.dtype for spec in specs})
         if generation is not None:
             check_same_model(generation.layout, specs, tiers.nvme[0])
-            _check_same_store(generation, tiers)
+            _check_same_store(generation, tiers, options.schedule)
         grid = generation.layout["chunk_elements"] if generation is not None else None
         request = request_for([spec.need() for spec in specs], tiers, options.schedule, grid)
         store = TrainingStore(
@@ -344,8 +344,13 @@ def _numbers(manifests: Manifests) -> list[int]:
         raise StorageError(f"cannot use {manifests.directory} as a store: {error.strerror}") from None
 
 
-def _check_same_store(generation: Generation, tiers: TierConfig) -> None:
+def _check_same_store(generation: Generation, tiers: TierConfig, schedule: UpdateSchedule) -> None:
     layout = generation.layout
+    if generation.captured["pending"] is not None and schedule is not UpdateSchedule.DELAYED:
+        raise ConfigError(
+            f"the store in {tiers.nvme[0]} was trained with update='delayed', and the gradients of its last step are "
+            f"not applied yet; update={schedule.value!r} would lose them: resume it with update='delayed'"
+        )
     if layout["directories"] != len(tiers.nvme):
         raise ConfigError(
             f"the store in {tiers.nvme[0]} is striped over {layout['directories']} directories, {len(tiers.nvme)} are "
