@@ -49,7 +49,7 @@ class ByteBudget:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 self.give(nbytes)  # granted and cancelled in the same turn of the loop
-            else:
+            elif (nbytes, waiter) in self._waiters:  # else: `give` has passed it over already
                 self._waiters.remove((nbytes, waiter))
                 self._wake()
             raise
