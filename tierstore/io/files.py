@@ -7,21 +7,17 @@ Owner: no state; the caller sees to it that one writer at a time replaces a path
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import aiofiles
 from aiofiles.os import wrap
 
 from tierstore.errors import StorageError
 from tierstore.io.backend import Backend, storage_error
-
-T = TypeVar("T")
+from tierstore.io.tasks import to_the_end
 
 
 async def read_bytes(path: Path) -> bytes:
@@ -42,12 +38,13 @@ async def write_atomic(path: Path, data: bytes, mode: int = 0o600, *, backend: B
 
     Written to `<path>.tmp` (a leftover of that name is overwritten), fsynced, renamed, and the directory fsynced.
 
-    Cancellation: held back until the write has ended, so that no thread is left writing behind the caller's back.
+    Cancellation: held back until the write has ended, at the close of a runtime too, so that no thread is left writing
+    behind the caller's back.
 
     Raises:
         StorageError: `path` holds the old bytes, unless it was the directory's fsync that failed: then either.
     """
-    await _to_the_end(_write_atomic(path, data, mode, Backend() if backend is None else backend))
+    await to_the_end(_write_atomic(path, data, mode, Backend() if backend is None else backend))
 
 
 async def _write_atomic(path: Path, data: bytes, mode: int, backend: Backend) -> None:
@@ -72,14 +69,3 @@ def _open_private(backend: Backend, mode: int, path: str, flags: int) -> int:
     descriptor = backend._call_open(Path(path), flags | os.O_NOFOLLOW, mode)
     os.fchmod(descriptor, mode)  # a leftover keeps its own mode otherwise
     return descriptor
-
-
-async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error from None
-        raise

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 from tierstore.errors import ClosedError, Timeout
 from tierstore.io.file_threads import FileThreads
 from tierstore.io.fork import ForkAware
+from tierstore.io.tasks import raise_first
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -179,17 +180,11 @@ class Runtime(ForkAware):
 
     def raise_failure(self) -> None:
         """Raises the first kept error, if there is one; the others are noted on it, and all are forgotten."""
-        if not self._failures:
-            return
-        first = self._failures.popleft()
-        seen = set(getattr(first, "__notes__", ()))
-        while self._failures:
-            other = self._failures.popleft()
-            note = f"then also: {other!r}"
-            if other is not first and note not in seen:  # many wait for one thing, and all get its failure
-                seen.add(note)
-                first.add_note(note)
-        raise first
+        failures = []
+        while self._failures:  # one by one: any thread may add to them
+            failures.append(self._failures.popleft())
+        if failures:
+            raise_first(failures)
 
     def describe(self, description: Callable[[], list[str]]) -> None:
         """Adds lines to the message of a timeout (`WorkerPool.in_flight`). Called from any thread."""

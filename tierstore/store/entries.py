@@ -22,12 +22,12 @@ from typing import Any, Protocol
 
 from tierstore.config import Tier
 from tierstore.io.memory import Pool
+from tierstore.io.tasks import to_the_end
 from tierstore.io.workers import Priority
 from tierstore.store.buffers import BufferPlan
 from tierstore.store.copies import DeviceCopy, DeviceTier
 from tierstore.store.extents import ExtentLayout, HostPlace, Place, Route, reserve_pieces
 from tierstore.store.shelf import ExtentPack, Shelf
-from tierstore.store.tasks import to_the_end
 
 
 @dataclass(eq=False)

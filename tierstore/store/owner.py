@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from tierstore.errors import ClosedError, Timeout
 from tierstore.io.fork import ForkAware
+from tierstore.io.tasks import raise_first
 from tierstore.io.workers import Priority, WorkerPool
 
 
@@ -27,7 +27,7 @@ class LoopOwner(ForkAware):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[object, str] = {}
         self._tasks: dict[asyncio.Task[Any], bool] = {}
-        self._failures: deque[BaseException] = deque()
+        self._failures: list[BaseException] = []
         self._ended = asyncio.Event()
 
     def begin(self) -> None:
@@ -91,11 +91,9 @@ class LoopOwner(ForkAware):
 
     def raise_kept(self) -> None:
         """Raise the first kept error, if there is one, with the others noted on it; all are forgotten."""
-        if self._failures:
-            first = self._failures.popleft()
-            while self._failures:
-                first.add_note(f"then also: {self._failures.popleft()!r}")
-            raise first
+        failures, self._failures = self._failures, []
+        if failures:
+            raise_first(failures)
 
     async def rest(self, timeout_s: float, in_flight: Callable[[], list[str]]) -> None:
         """Wait for the calls in progress, then end loads that nobody waits for, and wait for all tasks.

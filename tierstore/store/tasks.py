@@ -1,16 +1,15 @@
-"""Running coroutines, with plain errors.
+"""Running coroutines side by side, with plain errors.
 
-Scope: work side by side, and work that goes on when its waiter is cancelled.
-Not here: tasks that outlive their starter (`io/runtime.py` owns those).
+Scope: `together`. Not here: work that no cancellation stops (`io/tasks.py`); owned tasks (`io/runtime.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Iterable, Iterator
+from typing import Any
 
-T = TypeVar("T")
+from tierstore.io.tasks import raise_first
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
@@ -18,34 +17,25 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
 
     Raises:
         BaseException: the first failure itself, not a group of them: callers and users catch the error tree.
+        CancelledError: one of them was cancelled from elsewhere, so not all is done.
     """
+    failures: list[BaseException] = []
+    tasks: list[asyncio.Task[Any]] = []
     try:
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as group:
             for coroutine in coroutines:
-                tasks.create_task(coroutine)
-    except BaseExceptionGroup as group:
-        raise _first(group) from None
+                tasks.append(group.create_task(coroutine))
+    except BaseExceptionGroup as caught:
+        failures.extend(_leaves(caught))
+    if failures:  # not inside `except`: the failure keeps its own cause and context
+        raise_first(failures)
+    if any(task.cancelled() for task in tasks):  # a group says nothing of it
+        raise asyncio.CancelledError
 
 
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run in a task of its own, and hold a cancellation back until that has ended.
-
-    Raises:
-        BaseException: what the work raised; cancelled meanwhile, and the work done: `CancelledError`.
-    """
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    result = task.result()
-    if cancelled is not None:
-        raise cancelled
-    return result
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

@@ -24,6 +24,7 @@ from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.errors import BudgetError, ConfigError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.memory import Arena, Pool
+from tierstore.io.tasks import to_the_end
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.buffers import DEFAULT_CHUNK_BYTES, BufferPlan, plan_buffers
 from tierstore.store.commit import Generation
@@ -33,7 +34,7 @@ from tierstore.store.extents import ExtentLayout, Route, check_tensors, flattene
 from tierstore.store.owner import LoopOwner
 from tierstore.store.shelf import Directories, Shelf
 from tierstore.store.slots import ChunkIO
-from tierstore.store.tasks import to_the_end, together
+from tierstore.store.tasks import together
 from tierstore.trace import Tracer
 
 JOIN_S = 30.0
