@@ -23,8 +23,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
     tasks: list[asyncio.Task[Any]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            for coroutine in coroutines:
-                tasks.append(group.create_task(coroutine))
+            tasks += [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as caught:
         failures.extend(_leaves(caught))
     if failures:  # not inside `except`: the failure keeps its own cause and context
