@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
 import os
 import random
@@ -267,3 +269,24 @@ def assert_invariants(header: Header) -> None:
         assert all(size >= 0 for size in entry.shape)
         position = entry.end
     assert header.data_start + position == header.file_bytes
+
+
+class ShortReads(io.FileIO):
+    """A file of which each call to the system reads a few bytes."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(5 if size is None or size < 0 else min(size, 5))
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:5])
+
+
+def test_a_short_read_is_not_the_end_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_short(path: str, mode: str, buffering: int = -1, opener: Any = None) -> Any:
+        raw = ShortReads(path, mode, opener=opener)
+        return io.BufferedReader(raw) if buffering else raw
+
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(pack({"a": GOOD}, b"1234"))
+    monkeypatch.setattr(builtins, "open", open_short)
+    assert list(read_header(path).entries) == ["a"]

@@ -58,14 +58,14 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     source = os.fspath(path)
     try:
-        # O_NONBLOCK: opening a pipe would otherwise wait for a writer.
-        with open(source, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        # O_NONBLOCK: opening a pipe would otherwise wait for a writer. Buffered: a raw read may be short of what is there.
+        with open(source, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise FormatError(f"{source}: not a regular file")
             prefix = file.read(8)
             length = _header_length(prefix, status.st_size, source)
-            text = file.read(length) or b""
+            text = file.read(length)
     except OSError as error:
         raise StorageError(f"{source}: {error.strerror or error}") from error
     return parse_header(prefix + text, status.st_size, source)
