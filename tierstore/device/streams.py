@@ -155,9 +155,6 @@ class ComputeDevice(Protocol):
     def range(self, name: str) -> AbstractContextManager[None]:
         """A named range in a profile (NVTX); ranges may overlap, and end in another thread."""
 
-    def synchronize(self) -> None:
-        """Blocks until the device is idle."""
-
 
 def open_device(
     name: str, clock: Callable[[], float] = time.perf_counter, tracer: Tracer | None = None

@@ -135,9 +135,6 @@ class CpuDevice:
     def range(self, name: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def synchronize(self) -> None:
-        pass
-
 
 class _EventMark:
     def __init__(self, event: Any) -> None:
@@ -225,9 +222,6 @@ class CudaDevice:
             yield
         finally:
             self._cuda.nvtx.range_end(handle)
-
-    def synchronize(self) -> None:
-        self._cuda.synchronize(self.torch_device)
 
     def _event(self) -> Any:
         # blocking: a waiting thread sleeps; the default spins, on a core that the optimizer needs
