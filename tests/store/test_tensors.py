@@ -246,7 +246,7 @@ def test_nested_and_concurrent_acquires_share_one_load(tmp_path: Path, tier: Tie
         backend = QuickBackend()
         async with opened(tmp_path, backend=backend) as store:
             await store.put("h.0", block(3), tier=tier)
-            reads, addresses = backend.counters.read_bytes, set()
+            reads, addresses = backend.counters.totals().read_bytes, set()
 
             async def use() -> None:
                 async with store.acquire("h.0") as outer, store.acquire("h.0") as inner:
@@ -257,7 +257,7 @@ def test_nested_and_concurrent_acquires_share_one_load(tmp_path: Path, tier: Tie
             await asyncio.gather(*(use() for _ in range(20)))
             assert len(addresses) == 1
             # the header, which every opening of the file verifies, and one chunk
-            assert backend.counters.read_bytes - reads == (PAGE + CHUNK if tier is Tier.NVME else 0)
+            assert backend.counters.totals().read_bytes - reads == (PAGE + CHUNK if tier is Tier.NVME else 0)
             assert_at_rest(store)
 
     run(main())
@@ -495,10 +495,10 @@ def test_prefetch_evicts_idle_copies_but_never_acquired_ones(tmp_path: Path) -> 
                 assert held["w"].unique().tolist() == [0.0]
                 assert await value_of(store, "4") == 4
                 assert [store._entries[f"{i}"].copy is not None for i in range(5)] == [True, False, True, False, True]
-            reads = backend.counters.read_bytes
+            reads = backend.counters.totals().read_bytes
             assert await value_of(store, "4") == 4
             assert await value_of(store, "2") == 2
-            assert backend.counters.read_bytes == reads
+            assert backend.counters.totals().read_bytes == reads
             assert store.usage()[Tier.GPU].peak_bytes <= 3 * CHUNK
             assert_at_rest(store)
 
