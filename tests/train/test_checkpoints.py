@@ -97,6 +97,25 @@ def test_reads_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(piece.numel() for _, _, piece in CheckpointSource(tmp_path, gpt2()).stream()) == 1000
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool])
+def test_quantized_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    state = plain_state()
+    state["body.0.weight"] = state["body.0.weight"].to(dtype)
+    save_file(state, tmp_path / SINGLE)
+    with pytest.raises(FormatError, match=r"1 tensors: body\.0\.weight: (I8|U8|BOOL) .* cannot be trained"):
+        loaded(tmp_path, Plain)
+
+
+def test_quantized_weights_are_refused_where_tensors_are_converted(tmp_path: Path) -> None:
+    mixtral().save_pretrained(tmp_path)
+    state = load_file(tmp_path / SINGLE)
+    experts = [name for name in state if ".experts." in name]
+    assert len(experts) > 2
+    save_file(state | {name: state[name].char() for name in experts}, tmp_path / SINGLE)
+    with pytest.raises(FormatError, match=r"experts.*: torch.int8 converted, and quantized"):
+        loaded(tmp_path, mixtral)
+
+
 def test_the_prefix_of_the_base_model_may_be_there_or_not(tmp_path: Path) -> None:
     torch.manual_seed(1)
     head = gpt2()

@@ -38,6 +38,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 _UNFINISHED = ".checkpoint-unfinished"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SHOWN = 5
+_QUANTIZED = "quantized weights cannot be trained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class CheckpointSource:
         self._buffers = persistent_buffers(model)
         tensors = {name: parameter for parameter, name in names.items()} | self._buffers
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._floating = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
 
     @property
     def unexpected(self) -> tuple[str, ...]:
@@ -102,6 +104,8 @@ class CheckpointSource:
                     shape = None if values is None else list(values.shape)
                     if values is None or tuple(values.shape) != self._shapes[name]:
                         raise self._misfit([f"{name}: {shape} converted, {list(self._shapes[name])} in the model"])
+                    if name in self._floating and not values.is_floating_point():
+                        raise self._misfit([f"{name}: {values.dtype} converted, and {_QUANTIZED}"])
                     yield from self._deliver(name, _cut(values.reshape(-1)))
 
     @cached_property
@@ -125,6 +129,9 @@ class CheckpointSource:
                 shape, wanted = stored[recipe.sources[0]].shape, self._shapes[names[0]]
                 if shape != wanted:
                     problems.append(f"{names[0]}: {list(shape)} in the checkpoint, {list(wanted)} in the model")
+                dtype = stored[recipe.sources[0]].dtype
+                if names[0] in self._floating and dtype in DTYPES and not DTYPES[dtype].is_floating_point:
+                    problems.append(f"{names[0]}: {dtype} in the checkpoint, and {_QUANTIZED}")
             filled.update(names)
         problems += [
             f"{name}: missing, {list(shape)} in the model"
