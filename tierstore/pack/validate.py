@@ -58,7 +58,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     source = os.fspath(path)
     try:
-        # O_NONBLOCK: opening a pipe would otherwise wait for a writer. Buffered: a raw read may be short of what is there.
+        # O_NONBLOCK: opening a pipe would otherwise wait for a writer. Buffered: a raw read may be short.
         with open(source, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
