@@ -85,19 +85,13 @@ class StoreLock(ForkAware):
         try:
             while True:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with contextlib.ExitStack() as closing:
+                    closing.callback(os.close, descriptor)
+                    _take(path, descriptor)
                     if _is_at(path, descriptor):
-                        os.ftruncate(descriptor, 0)
-                        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                        closing.pop_all()
                         return descriptor
-                    os.close(descriptor)  # removed by its owner between our open and our lock
-                except BlockingIOError:
-                    owner = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
-                    os.close(descriptor)
-                    raise StoreLocked(
-                        f"the store {path.parent} is in use by process {owner}; stop it, or choose another directory"
-                    ) from None
+                    # else removed by its owner between our open and our lock
         except OSError as error:
             raise storage_error(error, "lock", path) from error
 
@@ -114,6 +108,19 @@ class StoreLock(ForkAware):
                 path.unlink()
             os.close(descriptor)
         self._descriptors = {}
+
+
+def _take(path: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+        raise StoreLocked(
+            f"the store {path.parent} is in use by process {owner}; stop it, or choose another directory"
+        ) from None
+    with contextlib.suppress(OSError):  # only for the message above: a full disk is no reason to fail here
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
