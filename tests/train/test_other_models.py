@@ -12,6 +12,7 @@ from runs import TinyModel, tiny
 from torch import nn
 
 from tierstore.errors import ConfigError
+from tierstore.train.materialize import ModuleSource
 
 WAY = Way()
 
@@ -85,6 +86,28 @@ def test_a_model_that_another_engine_has_taken_is_refused(is_closed: bool, tmp_p
             pass
         with opened(WAY, tmp_path / "first") as run:
             assert run.engine.step_count == 1
+
+
+def test_a_meta_model_without_a_source_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = WAY.model()
+    said = "parameter embedding.weight holds no values .* `initialize`"
+    with pytest.raises(ConfigError, match=said), opened(WAY, tmp_path, model=model):
+        pass
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_module_is_a_source(is_own: bool, tmp_path: Path) -> None:
+    """Also the very model that is trained, whose memory goes while the source is read."""
+    model = WAY.model()
+    expected = {name: weight.clone() for name, weight in model.state_dict().items()}
+    source = ModuleSource(model)
+    if not is_own:
+        with torch.device("meta"):
+            model = WAY.model()
+    with opened(WAY, tmp_path, model=model, initialize=source) as run:
+        state = run.engine.state_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in expected.items())
 
 
 class Pair(nn.Module):

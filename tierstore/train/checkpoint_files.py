@@ -20,7 +20,7 @@ from tierstore.errors import FormatError
 from tierstore.io.backend import ALIGNMENT, Backend, BlockFile, storage_error
 from tierstore.pack.strict_json import parse_json
 from tierstore.pack.validate import read_header
-from tierstore.train.deferred.program import PIECE_ELEMENTS
+from tierstore.train.filling import PIECE_ELEMENTS
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -32,7 +32,7 @@ from tierstore.pack.layout import TensorEntry, build_header, tensor_bytes
 from tierstore.train.capture import persistent_buffers
 from tierstore.train.checkpoint_files import DTYPES, INDEX, SINGLE, CheckpointFiles, Stored, stored_tensors, weight_map
 from tierstore.train.conversion import Recipe, recipes
-from tierstore.train.deferred.program import PIECE_ELEMENTS, Piece
+from tierstore.train.filling import PIECE_ELEMENTS, Piece
 
 MAX_SHARD_BYTES = 5 * 10**9
 _UNFINISHED = ".checkpoint-unfinished"

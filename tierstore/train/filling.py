@@ -9,28 +9,36 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from tierstore.errors import FormatError
+from tierstore.errors import ConfigError, FormatError
 from tierstore.io.runtime import Runtime
 from tierstore.store.layout import ParameterSpec
 from tierstore.store.training import TrainingStore
 from tierstore.train.groups import ModelGroups, refuse_taken
 
-Piece = tuple[str, int, torch.Tensor]
+PIECE_ELEMENTS = 2**20
 _OPEN_CHUNKS = 2
+
+
+class Piece(NamedTuple):
+    """Flat values of a parameter from element `offset` on, in row-major order."""
+
+    name: str
+    offset: int
+    values: torch.Tensor
 
 
 def weights_of(model: nn.Module) -> Iterator[Piece]:
     """The weights of an ordinary model; a parameter's memory is let go when its piece was taken.
 
     Raises:
-        ConfigError: they are not there, because an engine has taken them.
+        ConfigError: an engine has taken them; or, when it is its turn, a parameter is on the meta device.
     """
     refuse_taken(model)
     tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
@@ -39,14 +47,11 @@ def weights_of(model: nn.Module) -> Iterator[Piece]:
     def pieces() -> Iterator[Piece]:
         while tensors:
             name, tensor = tensors.pop()
-            yield name, 0, tensor.reshape(-1)
+            if tensor.is_meta:
+                raise ConfigError(f"parameter {name} holds no values (meta device); give their source as `initialize`")
+            yield Piece(name, 0, tensor.reshape(-1))
 
     return pieces()
-
-
-@dataclass(slots=True)
-class _Open:
-    master: npt.NDArray[np.float32]
 
 
 class _Filler:
@@ -54,7 +59,7 @@ class _Filler:
         self._keep = keep
         self._store = store
         self._runtime = runtime
-        self._open: OrderedDict[tuple[int, int], _Open] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int], npt.NDArray[np.float32]] = OrderedDict()
         self._left: dict[tuple[int, int], int] = {}
         self._written: set[tuple[int, int]] = set()
 
@@ -66,9 +71,9 @@ class _Filler:
             chunk = (start + position) // size
             first, stop = self._store.placement.chunk(group, chunk)
             count = min(stop - start - position, values.numel() - position)
-            opened = self._opened(group, chunk)
+            master = self._opened(group, chunk)
             offset = start + position - first
-            target = torch.from_numpy(opened.master[offset : offset + count])
+            target = torch.from_numpy(master[offset : offset + count])
             target.copy_(values[position : position + count])
             self._left[group, chunk] -= count
             if self._left[group, chunk] == 0:
@@ -80,7 +85,7 @@ class _Filler:
         for key in list(self._open):
             self._close(key)
 
-    def _opened(self, group: int, chunk: int) -> _Open:
+    def _opened(self, group: int, chunk: int) -> npt.NDArray[np.float32]:
         key = (group, chunk)
         if key in self._open:
             self._open.move_to_end(key)
@@ -88,16 +93,15 @@ class _Filler:
         while len(self._open) >= _OPEN_CHUNKS:
             self._close(next(iter(self._open)))
         if key in self._written:
-            self._open[key] = _Open(self._runtime.call(self._store.read_chunk, group, chunk))
+            self._open[key] = self._runtime.call(self._store.read_chunk, group, chunk)
         else:
             start, stop = self._store.placement.chunk(group, chunk)
-            self._open[key] = _Open(np.zeros(stop - start, np.float32))
+            self._open[key] = np.zeros(stop - start, np.float32)
             self._left.setdefault(key, stop - start)
         return self._open[key]
 
     def _close(self, key: tuple[int, int]) -> None:
-        opened = self._open.pop(key)
-        self._runtime.call(self._put, key, opened.master)
+        self._runtime.call(self._put, key, self._open.pop(key))
         self._written.add(key)
 
     async def _put(self, key: tuple[int, int], master: npt.NDArray[np.float32]) -> None:

@@ -19,10 +19,11 @@ from torch.utils import swap_tensors
 
 from tierstore.errors import ConfigError
 from tierstore.train.checkpoints import CheckpointSource
-from tierstore.train.deferred.program import PIECE_ELEMENTS, Draw, Piece, Request, Reseed, View, walk
+from tierstore.train.deferred.program import Draw, Request, Reseed, View, walk
 from tierstore.train.deferred.recording import Recorder
 from tierstore.train.deferred.records import ADVICE
 from tierstore.train.deferred.watching import watching
+from tierstore.train.filling import Piece, weights_of
 
 CONSTANT_LIMIT_BYTES = 64 * 2**20
 
@@ -44,18 +45,15 @@ class ModuleSource:
     """The parameters of an ordinarily constructed module."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = dict(model.named_parameters())
-        if absent := [name for name, parameter in self._parameters.items() if parameter.is_meta]:
+        self._model = model
+        if absent := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
             raise ConfigError(f"{len(absent)} parameters hold no values (meta device), first {absent[0]!r}")
 
     def names(self) -> set[str]:
-        return set(self._parameters)
+        return {name for name, _ in self._model.named_parameters()}
 
     def stream(self) -> Iterator[Piece]:
-        for name, parameter in self._parameters.items():
-            values = parameter.detach().reshape(-1)
-            for start in range(0, values.numel(), PIECE_ELEMENTS):
-                yield Piece(name, start, values[start : start + PIECE_ELEMENTS])
+        return weights_of(self._model)
 
 
 class DeferredSource:

@@ -70,7 +70,8 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
         raise FormatError(f"{len(wrong)} tensors do not fit the model: {'; '.join(wrong[:5])}")
     parts.access.release_all()
     names = [spec.name for group in parts.groups.groups for spec in group.spec.parameters]
-    fill(parts.store, parts.runtime, parts.groups, ((n, 0, state[n].detach().reshape(-1)) for n in names), keep=True)
+    pieces = (Piece(name, 0, state[name].detach().reshape(-1)) for name in names)
+    fill(parts.store, parts.runtime, parts.groups, pieces, keep=True)
     with torch.no_grad():
         for name, buffer in capture.persistent_buffers(model).items():
             buffer.copy_(state[name])
@@ -89,7 +90,8 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
             weights, start = parameter.detach().reshape(-1).cpu(), 0
             for master in masters(parts, group, spec.start, spec.stop):
                 now = weights[start : start + len(master)]
-                yield spec.name, start, torch.where(as_trained(group.spec.dtype, master) == now, master, now.float())
+                kept = torch.where(as_trained(group.spec.dtype, master) == now, master, now.float())
+                yield Piece(spec.name, start, kept)
                 start += len(master)
 
     changed = [parts.groups.groups[index] for index in groups]

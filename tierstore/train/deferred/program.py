@@ -18,11 +18,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-PIECE_ELEMENTS = 2**20
+from tierstore.train.filling import PIECE_ELEMENTS, Piece
+
 NORMAL_BLOCK = 16
 _ADVANCE_WORDS = 2**16
 
@@ -193,14 +194,6 @@ class Request:
             and all(draw.can_split and draw.view.elements == self.elements for draw in self.draws)
             and all(step.is_exact for step in rest)
         )
-
-
-class Piece(NamedTuple):
-    """Flat values of a parameter from element `offset` on, in row-major order."""
-
-    name: str
-    offset: int
-    values: torch.Tensor
 
 
 def walk(

@@ -13,7 +13,8 @@ from collections.abc import Generator, Sequence
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.train.deferred.program import Draw, Piece, Request, Reseed, walk
+from tierstore.train.deferred.program import Draw, Request, Reseed, walk
+from tierstore.train.filling import Piece
 
 _SNAPSHOTS = 64
 
