@@ -38,8 +38,8 @@ async def write_atomic(path: Path, data: bytes, mode: int = 0o600, *, backend: B
 
     Written to `<path>.tmp` (a leftover of that name is overwritten), fsynced, renamed, and the directory fsynced.
 
-    Cancellation: held back until the write has ended, at the close of a runtime too, so that no thread is left writing
-    behind the caller's back.
+    Cancellation: held back until the write has ended, so that no thread is left writing behind the caller's back. A
+    runtime that closes stops it between two calls of the system: `path` is whole, `<path>.tmp` may be left.
 
     Raises:
         StorageError: `path` holds the old bytes, unless it was the directory's fsync that failed: then either.

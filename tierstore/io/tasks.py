@@ -13,20 +13,16 @@ from typing import Any, NoReturn, TypeVar
 T = TypeVar("T")
 
 
-class _Unstoppable(asyncio.Task[T]):
-    """Who ends a loop cancels every task that it finds, this one too; as a `Job`, it goes on to its end."""
-
-    def cancel(self, msg: Any = None) -> bool:
-        return False
-
-
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     """Run in a task of its own, and hold cancellations back until that has ended.
+
+    Only who ends the loop stops it, by cancelling every task that there is. (A task that refused would refuse its own
+    `asyncio.timeout` too.)
 
     Raises:
         BaseException: what the work raised; cancelled meanwhile, and the work done: `CancelledError`.
     """
-    task = _Unstoppable(work, loop=asyncio.get_running_loop())
+    task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
