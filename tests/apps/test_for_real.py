@@ -109,8 +109,28 @@ def test_an_interrupt_ends_after_a_committed_step(folder: Path) -> None:
         output, _ = process.communicate(timeout=WAITING_S)
     assert process.returncode == 128 + signal.SIGINT
     assert "Traceback" not in output
+    assert "tierstore: stopping after this step; Ctrl-C again stops at once\n" in output
     last = lines(folder, "run")[-1]["step"]
     assert "nothing to train" in run(folder, "run", "--resume", "must", steps=last).stdout
+
+
+def test_a_second_interrupt_says_its_sentence_and_nothing_else(folder: Path) -> None:
+    with subprocess.Popen(
+        command(folder, "run", steps=10**6), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        _wait_for_line(process, folder / "run.jsonl", 3)
+        process.send_signal(signal.SIGSTOP)  # both are there when it goes on: the second before the step's end
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+        _, errors = process.communicate(timeout=WAITING_S)
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert errors == (
+        "tierstore: stopping after this step; Ctrl-C again stops at once\n"
+        "tierstore: interrupted at once; the store holds the last committed step: go on with --resume auto\n"
+    )
+    last = lines(folder, "run")[-1]["step"]
+    assert f"step {last + 1}/{last + 1}" in run(folder, "run", "--resume", "must", steps=last + 1).stdout
 
 
 def test_the_smallest_budgets_in_the_message_work(folder: Path) -> None:
