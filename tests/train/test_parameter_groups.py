@@ -13,7 +13,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig
 from tierstore.errors import ConfigError
-from tierstore.train.optimizer import TieredOptimizer
+from tierstore.train.optimizer import TieredOptimizer, check_scheduler
 
 WAY = Way()
 
@@ -115,3 +115,13 @@ class TestMembers:
         optimizer = TieredOptimizer([nn.Parameter(torch.zeros(2))], AdamWConfig(), lambda: None)
         optimizer.restore([{"lr": 0.5}])
         assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_scheduler_that_waits_for_a_metric_is_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau.step: missing .* 'metrics', .* step it yourself"):
+        check_scheduler(plateau)
+    check_scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    with pytest.raises(ConfigError, match="lr_scheduler must make an object with step and state_dict, not a NoneType"):
+        check_scheduler(None)

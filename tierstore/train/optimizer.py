@@ -7,6 +7,7 @@ Owner: the training side.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,24 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients are consumed by the step."""
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Refuse what the engine's step cannot step.
+
+    Raises:
+        ConfigError: it has no `step`, or one that needs arguments.
+    """
+    kind = type(scheduler).__name__
+    if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+        raise ConfigError(f"lr_scheduler must make an object with step and state_dict, not a {kind}")
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{kind}.step: {error}, which the engine does not have; make it from engine.optimizer, step it yourself "
+            "after engine.step(), and register it so that it is part of every generation"
+        ) from None
 
 
 @dataclass(slots=True)
