@@ -12,6 +12,7 @@ view of its storage (`Group.is_viewed`). The loop then waits for the device and 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from tierstore.device.streams import ComputeDevice, Mark
-from tierstore.errors import BudgetError, GraphError
+from tierstore.errors import BudgetError, ClosedError, GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority
 from tierstore.plan.prefetch import ResidencyPolicy
@@ -61,7 +62,8 @@ class DeviceAccess:
         self._position = -1
         self._current: int | None = None
         self._users = [0] * count
-        self._for_pass: list[int] = []
+        self._long_users = [0] * count
+        self._versions = [[parameter._version for parameter in group.parameters] for group in groups]
         self._held: set[int] = set()
         self._ready: set[int] = set()
         self._stale: set[int] = set()
@@ -71,6 +73,7 @@ class DeviceAccess:
         self._since = clock()
         self.stall_s = 0.0
         self.is_inside = False
+        self.is_closed = False
         self.stops_at_step = False
         self.awaits_update: Callable[[int], bool] = lambda group: False
         """Whether a group will still be updated in this step, so that its weights are not yet those of the next."""
@@ -81,6 +84,7 @@ class DeviceAccess:
 
     def begin_forward(self) -> None:
         """The model's forward begins."""
+        self._users = list(self._long_users)  # an interrupt may have kept others from leaving
         self._position = -1
         self._current = None
         self._visits = []
@@ -96,9 +100,7 @@ class DeviceAccess:
         """Forward or backward is over: what was acquired for its whole length is released."""
         self.is_inside = False
         self._account()
-        for group in self._for_pass:
-            self._users[group] -= 1
-        self._for_pass.clear()
+        self._users = list(self._long_users)  # an error may have kept others from leaving
         for group in self._held:
             self._guard(group)
 
@@ -124,8 +126,8 @@ class DeviceAccess:
 
     # --- entering and leaving -----------------------------------------------------------------------------------
 
-    def enter(self, group: int) -> None:
-        """Have a group on the device until `leave`.
+    def enter(self, group: int, *, for_long: bool = False) -> None:
+        """Have a group on the device until `leave`, or until the pass ends; `for_long` also after that.
 
         Raises:
             BudgetError: it does not fit beside the groups in use.
@@ -133,10 +135,12 @@ class DeviceAccess:
         if group != self._current or group not in self._ready:
             self._go_to(group)
         self._users[group] += 1
+        self._long_users[group] += for_long
 
-    def leave(self, group: int) -> None:
+    def leave(self, group: int, *, for_long: bool = False) -> None:
         """Undo one `enter`; the group stays as long as the policy keeps it."""
         self._users[group] -= 1
+        self._long_users[group] -= for_long
         if not self.is_inside:
             self._guard(group)
 
@@ -145,21 +149,42 @@ class DeviceAccess:
         if group != self._current or group not in self._ready:
             self._go_to(group)
 
-    def enter_unasked(self, group: int, *, for_pass: bool) -> None:
+    def enter_unasked(self, group: int) -> None:
         """Have a group on the device that no module has announced, until `leave` or until forward or backward is over.
 
         Raises:
             GraphError: neither is running.
+            ClosedError: and never will be.
         """
         if not self.is_inside:
+            if self.is_closed:
+                raise ClosedError("the engine of this model is closed, and its weights are in the store or exported")
             name = self._groups[group].spec.name
             raise GraphError(
                 f"a parameter of group {name!r} was read while it is not on the device; "
                 "read it inside `with engine.gathered([names]):`"
             )
         self.enter(group)
-        if for_pass:
-            self._for_pass.append(group)
+
+    def check_unchanged(self) -> None:
+        """Refuse weights that the model has changed in place: updates go on from those at rest.
+
+        Raises:
+            GraphError: names one.
+        """
+        for group, versions in zip(self._groups, self._versions):
+            for position, parameter in enumerate(group.parameters):
+                if parameter._version != versions[position]:
+                    name = group.spec.parameters[position].name
+                    raise GraphError(
+                        f"{name} was changed in place in forward, which would be lost; change weights between steps, "
+                        f"inside `with engine.gathered([{name!r}], modify=True):`"
+                    )
+
+    def accept_changes(self, groups: Iterable[int]) -> None:
+        """What was changed in these groups so far is known."""
+        for group in groups:
+            self._versions[group] = [parameter._version for parameter in self._groups[group].parameters]
 
     def _go_to(self, group: int) -> None:
         self._account()
@@ -287,6 +312,11 @@ class DeviceAccess:
         self._drop(sorted(self._held - in_use))
         self._current = None
 
+    def close(self) -> None:
+        """Drop every group; none will be acquired again."""
+        self.is_closed = True
+        self.release_all()
+
     # --- on the loop thread -------------------------------------------------------------------------------------
 
     def _start_load(self, group: int) -> None:
@@ -336,14 +366,12 @@ class DeviceAccess:
 
     def _hide(self, group: Group) -> None:
         for parameter, kind in zip(group.parameters, group.classes):
-            if kind is nn.Parameter:
-                parameter.__class__ = OffloadedParameter
-                parameter._tierstore_access = (self, group.index)  # type: ignore[attr-defined]
+            parameter.__class__ = _offloaded(kind)
+            parameter._tierstore_access = (self, group.index)  # type: ignore[attr-defined]
 
     def _show(self, group: Group) -> None:
         for parameter, kind in zip(group.parameters, group.classes):
-            if kind is nn.Parameter:
-                parameter.__class__ = kind
+            parameter.__class__ = kind
 
 
 _READABLE = (
@@ -386,7 +414,7 @@ class OffloadedParameter(nn.Parameter):
                 for value in _leaves((*args, *kwargs.values())):
                     if isinstance(value, OffloadedParameter):
                         access, group = value._tierstore_access  # type: ignore[attr-defined]
-                        access.enter_unasked(group, for_pass=func in _GIVES_POINTER)
+                        access.enter_unasked(group)
                         if func not in _GIVES_POINTER:
                             entered.append((access, group))
             with torch._C.DisableTorchFunctionSubclass():
@@ -394,6 +422,14 @@ class OffloadedParameter(nn.Parameter):
         finally:
             for access, group in entered:
                 access.leave(group)
+
+
+@functools.cache
+def _offloaded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class that stands for `kind` while its group is not on the device."""
+    if kind is nn.Parameter:
+        return OffloadedParameter
+    return type(kind.__name__, (OffloadedParameter, kind), {})
 
 
 def _leaves(values: Iterable[Any]) -> Iterable[Any]:

@@ -136,7 +136,7 @@ class Assembly:
             self.driver.give_up,
             publish,
             lambda: self.runtime.call(self.store.flush, raises_kept=False),
-            self.access.release_all,
+            self.access.close,
             lambda: self.runtime.call(_settled, raises_kept=False),
             self.hooks.remove,
             self.collector.remove,

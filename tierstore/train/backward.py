@@ -80,6 +80,7 @@ class GradientCollector:
         self._done_bytes = 0
         self.peak_bytes = 0
         self._accepting: dict[int, asyncio.Task[None]] = {}
+        self._is_collecting = False
         self.touched: set[nn.Parameter] = set()
         self.is_final = True
         self.is_streaming = False
@@ -113,6 +114,13 @@ class GradientCollector:
             is_final: it is the last one of the step.
             is_streaming: a group may be updated as soon as it is complete.
         """
+        for frozen in (group for group in self._groups if not group.spec.trainable):
+            if any(parameter.requires_grad for parameter in frozen.parameters):
+                raise GraphError(
+                    f"a parameter of {frozen.spec.name} was frozen when the engine was made, and needs a gradient now; "
+                    "close the engine, and make another one"
+                )
+        self._is_collecting = True
         self.store = store
         self.is_final = is_final
         self.completed = []
@@ -127,6 +135,7 @@ class GradientCollector:
 
     def finish(self) -> None:
         """Backward is over: take what is left."""
+        self._is_collecting = False
         for index, collected in enumerate(self._collected):
             if collected.fired and (collected.gradients or not collected.is_taken):
                 self._take(self._groups[index])
@@ -149,6 +158,8 @@ class GradientCollector:
         if gradient is None:
             return
         parameter.grad = None
+        if not self._is_collecting:
+            raise GraphError("loss.backward() was called; call engine.backward(loss)")
         if collected.is_taken and self.is_streaming:
             raise GraphError(
                 f"the gradient of {group.spec.parameters[position].name} came after its group was updated: the model "

@@ -106,6 +106,8 @@ class Engine:
         self._loss_scale = _loss_scale(loss_scale, model)
         self._is_closed = False
         self._is_syncing = True
+        self._has_final_backward = False
+        self._goes_back = False
         self._scheduler: Any = None
         self._pending: Pending | None = None
         self._set = 0
@@ -116,6 +118,7 @@ class Engine:
             model, tiers, optimizer or AdamWConfig(), options, parameter_groups, initialize, self.step,
             tracer or Tracer(clock, enabled=False), clock, backend,
         )  # fmt: skip
+        self.optimizer.on_zero_grad = self.zero_grad
         try:
             self._meters = StepMeters(self._parts, clock)
             if options.schedule is UpdateSchedule.DELAYED:
@@ -125,8 +128,7 @@ class Engine:
             self.step_count = 0
             if self._parts.opened is not None:
                 self._restore(self._parts.opened.captured)
-                if options.resume is Resume.PREVIOUS:
-                    self._parts.runtime.call(self._parts.store.go_back)
+                self._goes_back = options.resume is Resume.PREVIOUS
             elif self._parts.store.is_durable:
                 self._commit(None)
             self._parts.measure_depth(tiers)
@@ -141,8 +143,9 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         parts = self._whole_parts()
-        is_training = torch.is_grad_enabled()
-        if is_training and not parts.driver.has_begun:
+        self._refuse_after_backward("another forward")
+        if torch.is_grad_enabled() and not parts.driver.has_begun:
+            self._leave_newer_generation()
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
             parts.driver.begin(
                 parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph
@@ -151,13 +154,29 @@ class Engine:
         parts.access.begin_forward()
         try:
             with self._meters.phase("forward"), parts.hooks.watching():
-                return self.model(*args, **kwargs)
+                output = self.model(*args, **kwargs)
+            parts.access.check_unchanged()
+            return output
         finally:
             parts.access.end_pass()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of a loss; gradients go to their tier on the way, and `.grad` is None afterwards."""
+        """Backward of a loss; gradients go to their tier on the way, and `.grad` is None afterwards.
+
+        Outside of `no_sync` it is the last one of its step, if the update schedule applies gradients as they arrive
+        ("backward", "speculative").
+
+        Raises:
+            ConfigError: not a loss, or a second last one; nothing was changed.
+            GraphError: the model cannot be trained as it is.
+        """
         parts = self._whole_parts()
+        self._refuse_after_backward("a second backward outside no_sync()")
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise ConfigError(
+                f"a loss is one number that depends on the weights, not a tensor of shape {tuple(loss.shape)}"
+                f"{'' if loss.requires_grad else ' that needs no gradient'}"
+            )
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
         scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
@@ -171,15 +190,31 @@ class Engine:
         finally:
             parts.access.end_pass()
         parts.access.learn_order()
+        self._has_final_backward = self._is_syncing
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only accumulate: another one of the same step follows."""
-        self._is_syncing = False
+        before, self._is_syncing = self._is_syncing, False
         try:
             yield
         finally:
-            self._is_syncing = True
+            self._is_syncing = before
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of this step, as if it had seen no backward. `model.zero_grad()` cannot do that.
+
+        Raises:
+            ConfigError: they were applied as they arrived.
+        """
+        parts = self._whole_parts()
+        touched = parts.collector.touched
+        if touched:
+            self._refuse_after_backward("zero_grad()")
+            groups = [group.index for group in parts.groups.groups if not touched.isdisjoint(group.parameters)]
+            parts.runtime.call(self._gradients.discard, groups)
+            parts.collector.forget()
+            self._has_final_backward = False
 
     def train_step(self, batches: Sequence[Any], loss_of: Callable[[Any], torch.Tensor] | None = None) -> StepReport:
         """One step over all its micro-batches; the loss of each counts 1 / their number.
@@ -238,6 +273,7 @@ class Engine:
         """Decide the updates of the step. Returns the norm, and whether it was finite."""
         parts = self._parts
         self._uncommitted = None  # from here on the store goes on from it
+        self._has_final_backward = False
         touched = set(parts.collector.touched)
         square_sum = parts.runtime.call(self._gradients.square_sum)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
@@ -377,41 +413,51 @@ class Engine:
             BudgetError: they do not fit together.
         """
         parts = self._open_parts()
+        self._refuse_after_backward("gathered()")
         if modify:
             self._refuse_within_step("gathered(modify=True)")
+            self._leave_newer_generation()
         self.flush()
         wanted = sorted({parts.groups.locate(name)[0].index for name in names})
         for position, group in enumerate(wanted):
             try:
-                parts.access.enter(group)
+                parts.access.enter(group, for_long=True)
             except BaseException:
                 for entered in wanted[:position]:
-                    parts.access.leave(entered)
+                    parts.access.leave(entered, for_long=True)
                 raise
         try:
-            yield
+            with parts.hooks.watching():  # a loss may be made of what is read here
+                yield
             if modify:
                 self._refuse_within_step("gathered(modify=True)")
                 whole.keep_changes(parts, wanted)
                 if parts.store.is_durable:
                     self._commit(None)
         finally:
+            parts.access.accept_changes(wanted)
             for group in wanted:
-                parts.access.leave(group)
+                parts.access.leave(group, for_long=True)
             parts.access.release(wanted)
 
     def gradient(self, name: str) -> torch.Tensor:
         """The accumulated gradient of a parameter after backward and before step, in fp32, with the loss scale.
 
         Shapes: as the parameter.
+
+        Raises:
+            ConfigError: it was applied as it arrived.
         """
         parts = self._open_parts()
+        if not parts.driver.is_speculating:  # that keeps them until it knows
+            self._refuse_after_backward("gradient()")
         group, spec = parts.groups.locate(name)
         flat = parts.runtime.call(self._gradients.read, group.index, spec.start, spec.stop)
         return torch.from_numpy(to_float(group.spec.dtype, flat)).reshape(spec.shape)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights in fp32 and the persistent buffers, in CPU memory; tied parameters under each of their names."""
+        self._refuse_after_backward("state_dict()")
         self.flush()
         return whole.state_dict(self._open_parts(), self.model)
 
@@ -423,6 +469,7 @@ class Engine:
             FormatError: a tensor is missing or has another shape; nothing was changed.
         """
         self._refuse_within_step("load_state_dict")
+        self._leave_newer_generation()
         self.flush()
         whole.load_state_dict(self._open_parts(), self.model, state_dict)
         if self._parts.store.is_durable:
@@ -430,6 +477,7 @@ class Engine:
 
     def export(self, directory: str | Path) -> None:
         """Write the weights as ordinary sharded safetensors with an index, streaming, atomically."""
+        self._refuse_after_backward("export()")
         self.flush()
         whole.export(self._open_parts(), self.model, Path(directory))
 
@@ -480,6 +528,21 @@ class Engine:
     def _refuse_within_step(self, what: str) -> None:
         if self._parts.driver.has_begun:
             raise ConfigError(f"{what} would change weights in the middle of a step; call it after step()")
+
+    def _refuse_after_backward(self, what: str) -> None:
+        driver = self._parts.driver
+        if self._has_final_backward and driver.updates_in_backward:
+            raise ConfigError(
+                f"{what} between engine.backward() and step() would meet weights that update={driver.schedule.value!r} "
+                "is changing meanwhile; call it after step(), put earlier backwards under no_sync(), or use "
+                "update='forward'"
+            )
+
+    def _leave_newer_generation(self) -> None:
+        """What follows changes the state: a generation newer than the one that was resumed is given up."""
+        if self._goes_back:
+            self._goes_back = False
+            self._parts.runtime.call(self._parts.store.go_back)
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[None]:

@@ -6,8 +6,9 @@ Owner: the training side.
 
 [Note: backward by saved tensors] What backward needs of a group are the views that forward saved. Each is packed into a
 handle, and unpacking it brings the group back. So backward needs no hook on the outputs of a module: in-place
-operations, dictionaries as outputs, skipped and twice-called modules all come out right. What is saved past these hooks
-(inside a recomputation) holds a view, and a group with a view is not dropped.
+operations, dictionaries as outputs, skipped and twice-called modules all come out right. What a recomputation saves
+past these hooks is a view, and a group with a view is not dropped. Elsewhere nothing may be saved past them: autograd
+saves a parameter as itself, which nobody sees.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.errors import GraphError
 from tierstore.train.access import DeviceAccess
 from tierstore.train.groups import ModelGroups
 
@@ -45,10 +47,12 @@ class ModelHooks:
         self._access = access
         self._by_storage = {group.storage._cdata: group.index for group in groups.groups}
         self._saved: list[weakref.WeakSet[SavedView]] = [weakref.WeakSet() for _ in groups.groups]
+        self._watchers = 0
         self._handles = []
         for module, needed in groups.of_module.items():
-            self._handles.append(module.register_forward_pre_hook(_pre_hook(access, needed), prepend=True))
-            self._handles.append(module.register_forward_hook(_post_hook(access, needed), always_call=True))
+            enter, leave = self._hooks_of(needed)
+            self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
         """Take all hooks off the model. Twice is fine."""
@@ -63,8 +67,35 @@ class ModelHooks:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Forward and backward run in this."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            yield
+        self._watchers += 1
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._watchers -= 1
+
+    def _hooks_of(self, needed: tuple[int, ...]) -> tuple[Any, Any]:
+        """What runs before and after a module's forward."""
+        access, entered = self._access, []
+
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def enter(module: nn.Module, args: Any) -> None:
+            if not self._watchers and torch.is_grad_enabled():
+                raise GraphError(
+                    f"{type(module).__name__} was called outside of engine(...) with gradients enabled; "
+                    "call the engine, or use torch.no_grad()"
+                )
+            for group in needed:
+                access.enter(group)
+                entered.append(group)
+
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            # It runs also when what comes before has failed: only what was entered is left.
+            for _ in needed[: len(entered)]:
+                access.leave(entered.pop())
+
+        return enter, leave
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         group = self._by_storage.get(tensor.untyped_storage()._cdata)
@@ -83,20 +114,3 @@ class ModelHooks:
         alias = torch.empty(0, dtype=packed.dtype, device=group.storage.device)
         return alias.set_(group.storage, packed.offset, packed.shape, packed.stride)
 
-
-def _pre_hook(access: DeviceAccess, needed: tuple[int, ...]) -> Any:
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def enter(module: nn.Module, args: Any) -> None:
-        for group in needed:
-            access.enter(group)
-
-    return enter
-
-
-def _post_hook(access: DeviceAccess, needed: tuple[int, ...]) -> Any:
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        for group in needed:
-            access.leave(group)
-
-    return leave

@@ -39,6 +39,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         step: Callable[[], object],
     ) -> None:
         self._engine_step = step
+        self.on_zero_grad: Callable[[], None] = lambda: None
         self._is_made = False
         items: list[Any] = [dict(g) if isinstance(g, Mapping) else g for g in parameters]
         super().__init__(items, config.model_dump())
@@ -97,7 +98,8 @@ class TieredOptimizer(torch.optim.Optimizer):
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients are consumed by the step."""
+        """The engine's, in the middle of a step; else there is nothing to do, for a step uses its gradients up."""
+        self.on_zero_grad()
 
 
 def check_scheduler(scheduler: Any) -> None:

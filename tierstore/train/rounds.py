@@ -70,6 +70,11 @@ class RoundDriver:
         """Whether groups are decided one by one in this step."""
 
     @property
+    def updates_in_backward(self) -> bool:
+        """Whether a gradient may be applied as it arrives."""
+        return self.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
+
+    @property
     def has_begun(self) -> bool:
         """Whether this step's round reads ahead already."""
         return self._round is not None

@@ -1,0 +1,263 @@
+"""What a loop does out of turn comes out right, or is refused by name: no crash, no wrong weights in silence."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import disk, smallest_budgets
+from torch import nn
+
+from tierstore.config import AdamWConfig
+from tierstore.errors import ConfigError, GraphError, TierstoreError
+from tierstore.train.engine import Engine
+
+STREAMING = ["backward", "speculative"]
+LATER = ["step", "forward"]
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4))
+        self.fails: type[BaseException] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        if self.fails is not None:
+            raise self.fails
+        return x
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 16, generator=generator) for _ in range(count)]
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.pow(2).mean()
+
+
+def tight_engine(folder: Path, update: str = "forward", model: nn.Module | None = None, **options: Any) -> Engine:
+    """With the smallest budgets: nothing stays on the device that is not in use."""
+    model = Net() if model is None else model
+    gpu, cpu = smallest_budgets(model, nvme=["unused"], update=update, **options)
+    tiers = disk(folder, gpu_memory=gpu, cpu_memory=cpu)
+    return Engine(model, tiers, AdamWConfig(lr=1e-2), update=update, **options)
+
+
+def plain(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def check_weights(engine: Engine, model: nn.Module) -> None:
+    found = engine.state_dict()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("update", LATER)
+def test_two_backwards_of_a_step_add_up(update: str, tmp_path: Path) -> None:
+    model, data = Net(), batches(6)
+    optimizer = plain(model)
+    with tight_engine(tmp_path, update) as engine:
+        for position in range(0, 6, 2):
+            for x in data[position : position + 2]:
+                engine.backward(loss_of(engine(x)))
+                loss_of(model(x)).backward()
+            engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        check_weights(engine, model)
+
+
+@pytest.mark.parametrize("update", STREAMING)
+def test_what_would_meet_an_update_in_backward_is_refused(update: str, tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path, update) as engine:
+        for _ in range(3):
+            loss, other = loss_of(engine(x)), loss_of(engine(x))
+            with engine.no_sync():
+                engine.backward(other)
+            engine.backward(loss)
+            for act in (partial(engine.backward, loss), partial(engine, x), engine.state_dict, engine.zero_grad):
+                with pytest.raises(ConfigError, match=f"update='{update}' is changing .* update='forward'"):
+                    act()
+            engine.step()
+        loss_of(engine(x))
+
+
+def test_a_gradient_that_is_used_up_is_not_zero(tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path, "backward") as engine:
+        for _ in range(2):
+            engine.backward(loss_of(engine(x)))
+            with pytest.raises(ConfigError, match=r"gradient\(\) between"):
+                engine.gradient("blocks.0.0.weight")
+            engine.step()
+
+
+@pytest.mark.parametrize("update", [*LATER, "delayed"])
+def test_zero_grad_forgets_a_backward(update: str, tmp_path: Path) -> None:
+    data = batches(6)
+
+    def run(name: str, bad: bool) -> dict[str, torch.Tensor]:
+        with tight_engine(tmp_path / name, update, max_grad_norm=0.1) as engine:
+            for x in data:
+                if bad:
+                    engine.backward(loss_of(engine(1000 * x)))
+                    engine.optimizer.zero_grad()
+                engine.optimizer.zero_grad()
+                loss = loss_of(engine(x))
+                engine.optimizer.zero_grad()
+                engine.backward(loss)
+                engine.step()
+            return engine.state_dict()
+
+    found, expected = run("bad", True), run("good", False)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_loss_of_weights_that_were_gathered(tmp_path: Path) -> None:
+    model, data = Net(), batches(3)
+    optimizer = plain(model)
+    with tight_engine(tmp_path) as engine:
+        inner = engine.model
+        for x in data:
+            loss = loss_of(engine(x))
+            with engine.gathered(["blocks.2.0.weight"]):
+                loss = loss + inner.blocks[2][0].weight.pow(2).sum()
+            engine.backward(loss)
+            engine.step()
+            (loss_of(model(x)) + model.blocks[2][0].weight.pow(2).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        check_weights(engine, model)
+
+
+class Named(nn.Parameter):
+    """A subclass that a library brought."""
+
+
+def test_a_subclass_of_parameter_is_guarded_too(tmp_path: Path) -> None:
+    model = Net()
+    model.blocks[0][0].weight = Named(model.blocks[0][0].weight.data)
+    with tight_engine(tmp_path, model=model) as engine:
+        engine.backward(loss_of(engine(batches(1)[0])))
+        engine.step()
+        with pytest.raises(GraphError, match=r"engine\.gathered"):
+            model.blocks[0][0].weight.sum()
+        with engine.gathered(["blocks.0.0.weight"]):
+            assert type(model.blocks[0][0].weight) is Named
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_a_forward_that_fails_leaves_nothing_behind(kind: type[BaseException], tmp_path: Path) -> None:
+    model, data = Net(), batches(2)
+    optimizer = plain(model)
+    with tight_engine(tmp_path) as engine:
+        for x in data:
+            for module in (engine.model, engine.model.blocks[1][1]):
+                handle = module.register_forward_pre_hook(lambda module, args: _fail(kind))
+                with pytest.raises(kind):
+                    engine(x)
+                handle.remove()
+            with pytest.raises(GraphError, match=r"outside of engine\(...\)"):
+                engine.model(x)
+            engine.backward(loss_of(engine(x)))
+            engine.step()
+            loss_of(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        check_weights(engine, model)
+
+
+def _fail(kind: type[BaseException]) -> None:
+    raise kind
+
+
+class Clamped(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.blocks[0][0].weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("update", [*LATER, *STREAMING])
+def test_weights_changed_in_forward_are_refused_by_name(update: str, tmp_path: Path) -> None:
+    refusal = pytest.raises(GraphError, match=r"blocks\.0\.0\.weight was changed in place")
+    with tight_engine(tmp_path, update, Clamped()) as engine, refusal:
+        engine(batches(1)[0])
+
+
+def test_weights_changed_between_steps_are_not(tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path) as engine:
+        for _ in range(2):
+            engine.backward(loss_of(engine(x)))
+            engine.step()
+            with engine.gathered(["blocks.0.0.weight"], modify=True), torch.no_grad():
+                engine.model.blocks[0][0].weight.clamp_(-0.1, 0.1)
+            assert engine.state_dict()["blocks.0.0.weight"].abs().max() <= 0.1
+
+
+def test_unfreezing_is_refused(tmp_path: Path) -> None:
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    with tight_engine(tmp_path, model=model) as engine:
+        engine.backward(loss_of(engine(batches(1)[0])))
+        engine.step()
+        model.blocks[0].requires_grad_(True)
+        loss = loss_of(engine(batches(1)[0]))
+        with pytest.raises(GraphError, match=r"blocks\.0 was frozen when the engine was made"):
+            engine.backward(loss)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_backward_past_the_engine_is_refused(is_first: bool, tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path) as engine:
+        if not is_first:
+            engine.backward(loss_of(engine(x)))
+            engine.step()
+        loss = loss_of(engine(x))
+        with pytest.raises(GraphError, match=r"call engine\.backward"):
+            loss.backward()
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+
+
+def test_what_is_no_loss_breaks_nothing(tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path) as engine:
+        for wrong in (engine(x), loss_of(engine(x)).detach()):
+            with pytest.raises(ConfigError, match="a loss is one number"):
+                engine.backward(wrong)
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+
+
+def test_no_sync_may_be_nested(tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path, "backward") as engine:
+        for _ in range(2):
+            with engine.no_sync():
+                with engine.no_sync():
+                    engine.backward(loss_of(engine(x)))
+                engine.backward(loss_of(engine(x)))
+            engine.backward(loss_of(engine(x)))
+            engine.step()
+
+
+def test_a_closed_engine_says_so(tmp_path: Path) -> None:
+    with tight_engine(tmp_path) as engine:
+        model = engine.model
+    with pytest.raises(TierstoreError, match="engine of this model is closed"), torch.no_grad():
+        model(batches(1)[0])
