@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +24,8 @@ from exits import WAYS as EXIT_WAYS
 from resuming import DISK, MEMORY, Run, State, Way, check_resumes, expected_states, open_run, opened
 from torch import nn
 
-from tierstore.errors import ClosedError, TierstoreError
+from tierstore.errors import ClosedError, StoreLocked, TierstoreError, Timeout
+from tierstore.io.backend import Backend
 from tierstore.train.report import StepReport
 
 STEPS = 5
@@ -77,6 +79,27 @@ class TestClose:
             run.until(2)
         assert not names(tmp_path)
 
+    def test_a_stuck_disk_keeps_the_store(self, tmp_path: Path) -> None:
+        """What it writes at last must not meet the bytes of somebody who was given the store meanwhile."""
+        disk = StuckDisk()
+        way = WAYS["forward-disk"]
+        run = open_run(way, tmp_path, disk, timeout_s=0.5)
+        run.until(1)
+        run.engine.flush()
+        disk.is_stuck = True
+        with pytest.raises(Timeout):
+            run.step()  # its gradients are spilled
+        with pytest.raises(Timeout):
+            run.engine.close()
+        with pytest.raises(StoreLocked), opened(way, tmp_path):
+            pass
+        disk.goes_on.set()
+        with contextlib.suppress(Timeout):  # also of what was given up when the disk was stuck
+            run.engine.close()
+        run.engine.close()
+        with opened(way, tmp_path) as again:
+            assert again.engine.step_count == 1
+
     def test_ends_all_tasks(self, tmp_path: Path) -> None:
         run = open_run(WAYS["forward-disk"], tmp_path)
         run.until(2)
@@ -94,6 +117,20 @@ class TestClose:
         gc.collect()
         assert engine() is None
         assert model() is None
+
+
+class StuckDisk(Backend):
+    """A disk whose writes may take for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stuck = False
+        self.goes_on = threading.Event()
+
+    def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        if self.is_stuck:
+            self.goes_on.wait()
+        return super()._call_pwrite(descriptor, view, offset, path)
 
 
 class Broken(Exception):

@@ -38,6 +38,7 @@ from tierstore.store.weights import Weights
 from tierstore.trace import Tracer
 
 Floats = npt.NDArray[np.float32]
+_LAST_JOBS_S = 30.0  # for jobs that were begun when the runtime closed; a chunk takes far less, unless the disk is stuck
 
 
 class TrainingStore:
@@ -461,7 +462,7 @@ class TrainingStore:
         """
         # Joined first: if a job does not end, it may still write, and keeps the memory, the files and the lock.
         for workers in (self._compute, self._io_workers):
-            workers.close(30.0)
+            workers.close(min(self._runtime.timeout_s, _LAST_JOBS_S))
         with contextlib.ExitStack() as stack:  # in reverse, and each of them whatever becomes of the others
             stack.callback(self._lock.release)
             if self._is_ours:

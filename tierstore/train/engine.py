@@ -492,8 +492,11 @@ class Engine:
 
         Raises:
             TierstoreError: a failure of work left running; everything was given back all the same.
+            Timeout: something does not end, and keeps what it uses, the store's lock too; close again to go on waiting.
         """
         if self._is_closed:
+            self._parts.runtime.close()
+            self._parts.store.release()
             return
         self._is_closed = True
         atexit.unregister(self._at_exit)
