@@ -113,6 +113,10 @@ class FaultyBackend(Backend):
         self._step("unlink", path)
         super()._call_unlink(path)
 
+    def _call_list(self, path: Path) -> list[str]:
+        self._step("list", path)
+        return super()._call_list(path)
+
     def _call_mkdir(self, path: Path, mode: int) -> None:
         self._step("mkdir", path)
         super()._call_mkdir(path, mode)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import EIO, FaultyBackend, each_fault
 
 from tierstore.errors import StorageError
-from tierstore.store.commit import StoreLock
+from tierstore.io.backend import Backend
+from tierstore.store.commit import Manifests, StoreLock, begin_store, claim_directory, end_store_making
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -41,3 +44,40 @@ class TestLock:
             patch.setattr(os, call, refuse(errno.ENOSPC))
             lock = StoreLock([tmp_path])
         lock.release()
+
+
+class SyncedBackend(Backend):
+    """Knows which directories were synced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.synced: list[Path] = []
+
+    def _call_fsync(self, descriptor: int, path: Path) -> None:
+        self.synced.append(path)
+
+
+class TestDirectories:
+    def test_every_new_name_is_durable(self, tmp_path: Path) -> None:
+        backend, store = SyncedBackend(), tmp_path / "a" / "b" / "store"
+        assert claim_directory(store, backend)
+        assert backend.synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+        assert store.stat().st_mode & 0o777 == 0o700
+        assert not claim_directory(store, backend)
+        assert len(backend.synced) == 3
+
+    def test_each_fault_is_told_with_its_path(self, tmp_path: Path) -> None:
+        runs = itertools.count()
+
+        def scenario(backend: FaultyBackend) -> None:
+            store = tmp_path / f"{next(runs)}" / "store"
+            claim_directory(store, backend)
+            begin_store([store], backend)
+            (store / "weights.a.safetensors").touch()
+            begin_store([store], backend)
+            end_store_making([store], backend)
+            Manifests(store, backend).numbers()
+
+        for backend in each_fault(EIO, scenario):
+            with pytest.raises(StorageError, match=f"{tmp_path}.*Input/output error"):
+                scenario(backend)

@@ -471,6 +471,7 @@ def test_killed_anywhere_the_last_generation_or_the_one_before_is_whole(tmp_path
         for disk in ("store", "other"):
             (source / disk).mkdir(parents=True)
         backend = CopyingBackend(source, tmp_path)
+        backend.moment = ({}, {})
         nvme = [source / "store", source / "other"]
         async with TensorStore.open(config(source, nvme=nvme), backend=backend) as store:
             committed: State = {}

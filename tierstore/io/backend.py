@@ -297,10 +297,19 @@ class Backend:
         with self._mapped("making", path), contextlib.suppress(FileExistsError):
             self._call_mkdir(path, mode)
 
+    def make_empty(self, path: Path, mode: int = 0o600) -> None:
+        """Makes an empty file; one that is there stays as it is."""
+        self._close(self._open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode), path)
+
     def remove(self, path: Path) -> None:
         """Removes one file, which must be there."""
         with self._mapped("removal", path):
             self._call_unlink(path)
+
+    def names(self, path: Path) -> list[str]:
+        """What a directory holds, sorted."""
+        with self._mapped("listing", path):
+            return sorted(self._call_list(path))
 
     def _open(self, path: Path, flags: int, mode: int) -> int:
         with self._mapped("open", path):
@@ -360,6 +369,9 @@ class Backend:
 
     def _call_unlink(self, path: Path) -> None:
         os.unlink(path)
+
+    def _call_list(self, path: Path) -> list[str]:
+        return os.listdir(path)
 
     def _call_mkdir(self, path: Path, mode: int) -> None:
         os.mkdir(path, mode)

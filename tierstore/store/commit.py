@@ -12,6 +12,7 @@ dropped the dirty pages, so that generation is abandoned and the error raised.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -130,8 +131,10 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def claim_directory(path: Path) -> bool:
+def claim_directory(path: Path, backend: Backend | None = None) -> bool:
     """Make a store directory (0700), or accept one that holds nothing but a store.
+
+    Directories above it are made too; the name of each new one is durable on return.
 
     Returns:
         Whether it was made.
@@ -139,26 +142,34 @@ def claim_directory(path: Path) -> bool:
         ConfigError: it holds files that no store made; nothing was changed.
         StorageError: it cannot be made or written.
     """
+    backend = backend or Backend()
     try:
-        is_new = not path.exists()
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        strangers = sorted(entry.name for entry in path.iterdir() if not _is_ours(entry.name))
-    except FileExistsError:
-        raise StorageError(f"cannot use {path} as a store: it is not a directory") from None
-    except OSError as error:
-        raise StorageError(f"cannot use {path} as a store: {error.strerror or error}") from None
+        missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+        for directory in reversed(missing):
+            backend.make_directory(directory, 0o700 if directory == path else 0o777)
+            backend.sync_directory(directory.parent)
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is not a directory")
+        strangers = [name for name in backend.names(path) if not _is_ours(name)]
+    except (OSError, StorageError) as error:
+        raise _unusable(path, error) from error
     if strangers:
         raise ConfigError(f"{path} is not a store: it holds {strangers[0]!r}; give an empty or a new directory")
     if not os.access(path, os.W_OK | os.X_OK):
         raise StorageError(f"cannot use {path} as a store: no permission to write")
-    return is_new
+    return bool(missing)
+
+
+def _unusable(path: Path, error: OSError | StorageError) -> StorageError:
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    return StorageError(f"cannot use {path} as a store: {getattr(cause, 'strerror', None) or error}")
 
 
 def _is_ours(name: str) -> bool:
     return name in (_LOCK, _UNFINISHED) or bool(_SMALL.fullmatch(name) or _PACK.fullmatch(name))
 
 
-def begin_store(directories: Sequence[Path]) -> None:
+def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> None:
     """Mark directories as those of a store that holds no generation yet; what such a store has left is removed.
 
     The mark tells packs that nobody needs from those of a store whose manifests are elsewhere: its directories were
@@ -166,29 +177,30 @@ def begin_store(directories: Sequence[Path]) -> None:
 
     Raises:
         ConfigError: one holds packs or manifests of a store; nothing was changed.
+        StorageError: what is left is marked, or nothing.
     """
+    backend = backend or Backend()
     for directory in directories:
-        is_unfinished = (directory / _UNFINISHED).exists()
-        for name in sorted(entry.name for entry in directory.iterdir()):
-            if _MANIFEST.fullmatch(name) or (not is_unfinished and _PACK.fullmatch(name)):
+        names = backend.names(directory)
+        for name in names:
+            if _MANIFEST.fullmatch(name) or (_UNFINISHED not in names and _PACK.fullmatch(name)):
                 raise ConfigError(
                     f"{directory} holds {name} of a store, but {directories[0]} is given as its first directory and "
                     "holds no generation; give all directories of the store in their order, or remove it"
                 )
-    try:
-        for directory in directories:
-            (directory / _UNFINISHED).touch(mode=0o600)
-            for entry in directory.iterdir():
-                if _PACK.fullmatch(entry.name) or _SMALL.fullmatch(entry.name):
-                    entry.unlink()
-    except OSError as error:
-        raise StorageError(f"cannot use {directories[0]} as a store: {error.strerror or error}") from None
-
-
-def end_store_making(directories: Sequence[Path]) -> None:
-    """Take away the mark of `begin_store`: the store holds a generation, or nothing."""
     for directory in directories:
-        (directory / _UNFINISHED).unlink(missing_ok=True)
+        backend.make_empty(directory / _UNFINISHED)
+        for name in backend.names(directory):
+            if _PACK.fullmatch(name) or _SMALL.fullmatch(name):
+                backend.remove(directory / name)
+
+
+def end_store_making(directories: Sequence[Path], backend: Backend | None = None) -> None:
+    """Take away the mark of `begin_store`: the store holds a generation, or nothing."""
+    backend = backend or Backend()
+    for directory in directories:
+        if (directory / _UNFINISHED).exists():
+            backend.remove(directory / _UNFINISHED)
 
 
 class Manifests:
@@ -199,19 +211,24 @@ class Manifests:
         self._backend = backend
 
     def numbers(self) -> list[int]:
-        """Numbers of the committed generations that are still there, newest first."""
-        return self._numbers(_MANIFEST)
+        """Numbers of the committed generations that are still there, newest first; none without the directory."""
+        try:
+            return self._numbers(_MANIFEST)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                return []  # what can be made there is seen when it is made
+            raise _unusable(self.directory, error) from error
 
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
-        found = (pattern.fullmatch(entry.name) for entry in self.directory.iterdir())
+        found = map(pattern.fullmatch, self._backend.names(self.directory))
         return sorted({int(match["number"]) for match in found if match}, reverse=True)
 
     async def _remove(self, numbers: Collection[int]) -> None:
         """Remove the files of these generations, the manifests first."""
-        for entry in sorted(self.directory.iterdir(), reverse=True):
-            match = _SMALL.fullmatch(entry.name)
+        for name in reversed(self._backend.names(self.directory)):
+            match = _SMALL.fullmatch(name)
             if match and int(match["number"]) in numbers:
-                await wrap(self._backend.remove)(entry)
+                await wrap(self._backend.remove)(self.directory / name)
 
     async def publish(self, generation: Generation) -> None:
         """Write, fsync and rename. See [Note: the barrier]: chunks are durable before this is called."""

@@ -68,20 +68,19 @@ class Directories:
         Raises:
             ConfigError, StorageError, StoreLocked: nothing is left behind but the directories.
         """
-        made = [path for path in self.paths if claim_directory(path)]
+        for path in self.paths:
+            claim_directory(path, self.backend)
         self.lock.add(self.paths)
-        for path in made:
-            self.backend.sync_directory(path.parent)
         self.numbers = Manifests(self.paths[0], self.backend).numbers()
 
     def begin(self) -> None:
         """Mark them, and remove what a store that never had a generation has left. Worker thread."""
-        begin_store(self.paths)
+        begin_store(self.paths, self.backend)
         self.is_unfinished = True
 
     def finish(self) -> None:
         """Take the mark away, because there is a generation. Worker thread."""
-        end_store_making(self.paths)
+        end_store_making(self.paths, self.backend)
         self.is_unfinished = False
 
     async def find(self, resume: Resume) -> Generation | None:
@@ -120,9 +119,9 @@ class Directories:
     def release(self) -> None:
         """Leave nothing behind of a store that never had a generation, and unlock; twice is fine."""
         if self.is_unfinished:
-            with contextlib.suppress(TierstoreError, OSError):  # whatever stays is marked, and removed by the next
+            with contextlib.suppress(TierstoreError):  # whatever stays is marked, and removed by the next
                 if not Manifests(self.paths[0], self.backend).numbers():
-                    begin_store(self.paths)
+                    begin_store(self.paths, self.backend)
                 self.finish()
         self.lock.release()
 
@@ -302,9 +301,9 @@ class Shelf:
     def _files(self) -> dict[Path, int]:
         found = {}
         for directory in self._directories.paths:
-            for path in directory.iterdir():
-                if match := _PACK_FILE.fullmatch(path.name):
-                    found[path] = int(match[1])
+            for name in self._io.backend.names(directory):
+                if match := _PACK_FILE.fullmatch(name):
+                    found[directory / name] = int(match[1])
         return found
 
 
