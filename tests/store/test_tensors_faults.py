@@ -259,6 +259,32 @@ def test_a_fault_at_any_call_leaves_every_entry_whole(tmp_path: Path, fault: Fau
     assert at > 10
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("kind", ["fdatasync", "fsync"])
+def test_a_failed_sync_is_final(tmp_path: Path, kind: str, is_cancelled: bool) -> None:
+    async def main() -> None:
+        backend = QuickFaultyBackend(kinds=(kind,))
+        async with TensorStore.open(config(tmp_path), backend=backend) as store:
+            await store.put("old", block(1), tier=Tier.NVME)
+            await store.commit()
+            await store.put("new", block(1), tier=Tier.NVME)
+            backend.fault, backend.at = EIO, backend.counted
+            committing = asyncio.create_task(store.commit())
+            while is_cancelled and backend.counted == backend.at:
+                await asyncio.sleep(0)
+            if is_cancelled:
+                committing.cancel()
+            with pytest.raises((StorageError, asyncio.CancelledError)):
+                await committing
+            with pytest.raises(StorageError, match=f"{kind} of .* failed: .*EIO.*; put the entry again"):
+                await store.commit()
+            assert store.generation == 0
+            await store.put("new", block(2), tier=Tier.NVME)
+            assert await store.commit() > 0
+
+    run(main())
+
+
 def test_a_failed_prefetch_is_told_once(tmp_path: Path) -> None:
     async def main() -> None:
         backend = FaultyBackend(kinds=("pread",))

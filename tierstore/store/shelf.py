@@ -33,12 +33,19 @@ _PACK_FILE = re.compile(r"put-(\d+)\.[ab]\.safetensors")
 
 @dataclass(eq=False)
 class ExtentPack:
-    """One extent in files of its own, opened while they are used: a store may have more packs than descriptors."""
+    """One extent in files of its own, opened while they are used: a store may have more packs than descriptors.
+
+    Attributes:
+        is_synced: its bytes are durable.
+        is_named: the names of its files are durable too.
+        sync_failure: what was written, or its names, may be lost; final.
+    """
 
     number: int
     layout: ExtentLayout
     slots: SlotPack
     is_synced: bool = False
+    is_named: bool = False
     is_open: bool = False
     is_discarded: bool = False
     sync_failure: StorageError | None = None
@@ -82,6 +89,11 @@ class Directories:
         """Take the mark away, because there is a generation. Worker thread."""
         end_store_making(self.paths, self.backend)
         self.is_unfinished = False
+
+    def sync(self) -> None:
+        """Make the names in them durable. Worker thread."""
+        for path in self.paths:
+            self.backend.sync_directory(path)
 
     async def find(self, resume: Resume) -> Generation | None:
         """The generation to open, by the user's wish.
@@ -205,13 +217,19 @@ class Shelf:
             raise StorageError(f"{pack.sync_failure}; put the entry again")
         if pack.is_synced:
             return
-        try:
-            async with self.opened(pack, Priority.WRITE):
-                await self._workers.submit(Priority.WRITE, pack.slots.datasync)
-        except StorageError as error:
-            pack.sync_failure = error
-            raise
+        async with self.opened(pack, Priority.WRITE):
+            await self._sync([pack], pack.slots.datasync)
         pack.is_synced = True
+
+    async def _sync(self, packs: Sequence[ExtentPack], sync: Callable[[], None]) -> None:
+        """Run a sync in a worker; its failure is final for these packs, even if a cancelled waiter misses it."""
+        job = self._workers.submit(Priority.WRITE, sync)
+        try:
+            await job
+        finally:
+            if job.done() and isinstance(error := job.exception(), StorageError):
+                for pack in packs:
+                    pack.is_synced, pack.sync_failure = False, error
 
     def discard(self, pack: ExtentPack) -> None:
         """Remove a pack, as soon as it is not open and no generation needs it."""
@@ -250,8 +268,10 @@ class Shelf:
         number, self._next_generation = self._next_generation, self._next_generation + 1
         records: dict[str, Sequence[ChunkRecord | None]] = {pack.kind: list(pack.slots.current) for pack in packs}
         self._protected = self._protected | records.keys()
-        for path in self._directories.paths:  # the names of new packs
-            await self._workers.submit(Priority.WRITE, self._io.backend.sync_directory, path)
+        unnamed = [pack for pack in packs if not pack.is_named]
+        await self._sync(unnamed, self._directories.sync)
+        for pack in unnamed:
+            pack.is_named = True
         await self._manifests.publish(Generation(number, self._layout, records, entries))
         self.generation = number
         self._protected = frozenset(records)
@@ -278,7 +298,7 @@ class Shelf:
             return
         packs = [self._pack(_number(kind), name, layout) for kind, (name, layout) in rows.items()]
         for pack in packs:
-            pack.is_synced = True
+            pack.is_synced = pack.is_named = True
             pack.slots.adopt(generation.records[pack.kind])
             async with self.opened(pack, Priority.DEMAND) as place:  # the files are there, with this size and header
                 if verify:
