@@ -22,10 +22,10 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.alignment import ALIGNMENT as ALIGNMENT  # for those who open files
 from tierstore.errors import ClosedError, ShortTransfer, StorageError, StorageFull
 from tierstore.io.fork import ForkAware
 
-ALIGNMENT = 4096
 FRUITLESS_LIMIT = 64  # calls in a row that moved nothing before a transfer is given up
 
 _RETRIED = frozenset({errno.EINTR, errno.EAGAIN})

@@ -17,19 +17,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.alignment import padded
 from tierstore.config import format_size
 from tierstore.errors import BudgetError, ClosedError
 from tierstore.io.fork import ForkAware
 
-ALIGNMENT = 4096
 HUGE_PAGE_BYTES = 2 * 2**20
 
 Bytes = npt.NDArray[np.uint8]
-
-
-def round_up(nbytes: int, multiple: int = ALIGNMENT) -> int:
-    """The smallest multiple that holds `nbytes`."""
-    return -(-nbytes // multiple) * multiple
 
 
 class Arena(ForkAware):
@@ -52,7 +47,7 @@ class Arena(ForkAware):
         super().__init__()
         if capacity_bytes < 0:
             raise ValueError(f"an arena cannot hold {capacity_bytes} B")
-        self.capacity_bytes = round_up(capacity_bytes)
+        self.capacity_bytes = padded(capacity_bytes)
         self._pools: dict[str, Pool] = {}
         self._lent_out_bytes = 0
         self._unregister = unregister
@@ -79,7 +74,7 @@ class Arena(ForkAware):
             raise ClosedError("the arena is closed")
         if name in self._pools or capacity_bytes < 0:
             raise ValueError(f"pool {name!r} of {capacity_bytes} B: the name is taken or the size negative")
-        size, start = round_up(capacity_bytes), self._lent_out_bytes
+        size, start = padded(capacity_bytes), self._lent_out_bytes
         if start + size > self.capacity_bytes:
             raise BudgetError(
                 f"pool {name!r} of {size} B does not fit: the arena holds {self.capacity_bytes} B, "
@@ -172,10 +167,10 @@ class Pool:
             raise ClosedError(f"pool {self.name!r} is closed")
         if nbytes <= 0:
             raise ValueError(f"a lease has at least one byte, not {nbytes}")
-        if round_up(nbytes) > self.capacity_bytes:
+        if padded(nbytes) > self.capacity_bytes:
             raise BudgetError(
                 f"pool {self.name!r} holds {self.capacity_bytes} B ({format_size(self.capacity_bytes)}), "
-                f"but one buffer of {round_up(nbytes)} B ({format_size(round_up(nbytes))}) is needed"
+                f"but one buffer of {padded(nbytes)} B ({format_size(padded(nbytes))}) is needed"
             )
         return None if self._waiters else self._allocate(nbytes)
 
@@ -191,7 +186,7 @@ class Pool:
     def _allocate(self, nbytes: int) -> Lease | None:
         if self._memory is None:
             return None
-        size = round_up(nbytes)
+        size = padded(nbytes)
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index : index + 1] = [(start + size, end)] if end - start > size else []

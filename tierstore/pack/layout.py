@@ -15,10 +15,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tierstore.alignment import ALIGNMENT, padded
 from tierstore.errors import FormatError
 from tierstore.pack.codecs import checksum_bytes
 
-ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library refuses to exceed."""
 MAX_DIMENSIONS = 64
@@ -109,11 +109,6 @@ class Layout:
         """
         merged = {**self.metadata, **metadata}
         return build_header(self.entries, merged, data_start=self.data_start, seal=self.is_sealed)
-
-
-def padded(size_bytes: int) -> int:
-    """The next multiple of 4096."""
-    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def quoted(name: str) -> str:

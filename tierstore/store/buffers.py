@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tierstore.alignment import ALIGNMENT
 from tierstore.config import Codec, format_size
 from tierstore.errors import BudgetError
 
@@ -72,7 +73,7 @@ def plan_buffers(cpu_bytes: int, chunk_bytes: int, threads: int, codec: Codec) -
         BudgetError: with the smallest `cpu_memory` that fits.
     """
     unit = chunk_bytes if codec is Codec.NONE else 2 * chunk_bytes
-    plan = BufferPlan(cpu_bytes // 4096 * 4096, chunk_bytes, threads, unit)
+    plan = BufferPlan(cpu_bytes // ALIGNMENT * ALIGNMENT, chunk_bytes, threads, unit)
     if plan.resident_bytes < 0:
         raise BudgetError(
             f"cpu_memory: {format_size(cpu_bytes)} does not hold {plan.buffers} buffers of {format_size(unit)} each; "

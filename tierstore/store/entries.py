@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from tierstore.alignment import padded
 from tierstore.config import Tier
 from tierstore.io.memory import Pool
 from tierstore.io.tasks import to_the_end
@@ -167,7 +168,7 @@ class Homes:
             raise RuntimeError(f"{entry.name!r} is in no tier")
 
     async def _to_host(self, layout: ExtentLayout, source: Place) -> HostPlace:
-        needed_bytes = self.resident.used_bytes + -(-layout.nbytes // 4096) * 4096
+        needed_bytes = self.resident.used_bytes + padded(layout.nbytes)
         host = reserve_pieces(self.resident, layout, self._plan.smallest_bytes(needed_bytes))
         try:
             await self._route.copy(layout, source, host, Priority.DEMAND)

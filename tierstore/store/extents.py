@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import format_size
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import BudgetError, ConfigError, FormatError
-from tierstore.io.memory import ALIGNMENT, Lease, Pool, round_up
+from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.pack.layout import ChunkSpec, check_name
 from tierstore.store.slots import SlotPack
@@ -69,7 +70,7 @@ class Chunk:
 
     @property
     def padded_bytes(self) -> int:
-        return round_up(self.nbytes)
+        return padded(self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ def reserve_pieces(pool: Pool, layout: ExtentLayout, smallest_bytes: int) -> Hos
     Raises:
         BudgetError: less is free; nothing was reserved.
     """
-    rest, free_bytes = round_up(layout.nbytes), pool.capacity_bytes - pool.used_bytes
+    rest, free_bytes = padded(layout.nbytes), pool.capacity_bytes - pool.used_bytes
     if rest > free_bytes:
         raise BudgetError(
             f"cpu_memory: {format_size(rest)} needed, but {format_size(free_bytes)} are free beside the buffers; "
@@ -325,7 +326,7 @@ def reserve_pieces(pool: Pool, layout: ExtentLayout, smallest_bytes: int) -> Hos
         size = min(size, rest)
         lease = pool.try_reserve(size)
         if lease is None:  # enough is free, so a piece of 4096 B always fits
-            size = max(round_up(size // 2), ALIGNMENT)
+            size = max(padded(size // 2), ALIGNMENT)
             continue
         leases.append(lease)
         rest -= size

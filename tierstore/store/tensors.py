@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Resume, Tier, TierConfig, format_size
 from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.errors import BudgetError, ConfigError, TierstoreError
@@ -298,7 +299,7 @@ class TensorStore:
 
     def _plan_buffers(self, generation: Generation | None) -> BufferPlan:
         tiers, asked = self._tiers, self._tiers.chunk_bytes
-        chunk_bytes = (asked or DEFAULT_CHUNK_BYTES) // 4096 * 4096
+        chunk_bytes = (asked or DEFAULT_CHUNK_BYTES) // ALIGNMENT * ALIGNMENT
         if generation is not None:
             stored, codec = generation.layout["chunk_bytes"], generation.layout["codec"]
             if codec != tiers.codec.value or (asked is not None and chunk_bytes != stored):
@@ -323,7 +324,7 @@ class TensorStore:
 
     def _check_budgets(self, rows: list[tuple[Entry, str]]) -> None:
         gpu_bytes = sum(entry.layout.nbytes for entry, _ in rows if entry.home is Tier.GPU)
-        cpu_bytes = sum(-(-entry.layout.nbytes // 4096) * 4096 for entry, _ in rows if entry.home is Tier.CPU)
+        cpu_bytes = sum(padded(entry.layout.nbytes) for entry, _ in rows if entry.home is Tier.CPU)
         for option, needed_bytes, have_bytes, smallest_bytes in (
             ("gpu_memory", gpu_bytes, self._tiers.gpu_memory, gpu_bytes),
             ("cpu_memory", cpu_bytes, self._plan.resident_bytes, self._plan.smallest_bytes(cpu_bytes)),
