@@ -2,7 +2,7 @@
 
 Scope: copying, accumulating and the partial norms of one step's gradients.
 Not here: when a gradient is complete (`train/backward.py`), and the update (`updates.py`).
-Owner: the loop thread; workers run `_collect`.
+Owner: the loop thread; workers run its jobs.
 """
 
 from __future__ import annotations

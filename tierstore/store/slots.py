@@ -1,8 +1,8 @@
 """Chunks at rest: one kind of bytes in two slots, striped over directories.
 
 Scope: where each chunk lies, reading it verified, writing it to the slot that no committed generation needs.
-Not here: when a generation is committed (`commit.py`), what the bytes mean (`updates.py`, `residency.py`).
-Owner: the loop thread changes records; worker threads run `_read_chunk` and `_write_chunk`.
+Not here: when a generation is committed (`commit.py`), what the bytes mean (the packs' users).
+Owner: the loop thread changes records; worker threads run `read_here` and `_write_chunk`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,21 @@ from tierstore.io.backend import Backend
 from tierstore.io.memory import Arena, Lease, Pool
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.kernels.adam import init_state, read_master, state_bytes_per_element, write_master
 from tierstore.plan.tiers import Kind, Placement
+from tierstore.store.at_rest import ChunksAtRest
 from tierstore.store.budget import ByteBudget
 from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
-from tierstore.store.gradients import Gradients, elements_of, to_float
+from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, GroupSpec, chunk_specs, fingerprint
 from tierstore.store.rounds import Round
-from tierstore.store.slots import Bytes, ChunkIO, SlotPack
+from tierstore.store.slots import ChunkIO, SlotPack
 from tierstore.store.tasks import together
 from tierstore.store.updates import UpdatePipeline
 from tierstore.store.weights import Weights
 from tierstore.trace import Tracer
 
 Floats = npt.NDArray[np.float32]
-_LAST_JOBS_S = 30.0  # for jobs that were begun when the runtime closed; a chunk takes far less, unless the disk is stuck
+_LAST_JOBS_S = 30.0  # for jobs in threads when the runtime has closed: chunks, which take far less on a disk that works
 
 
 class TrainingStore:
@@ -133,6 +133,9 @@ class TrainingStore:
             {key: lease.array for key, lease in self._resident[Kind.STATE].items()},
             self._pools["update"], self._compute, device, self._runtime.spawn, tracer,
         )  # fmt: skip
+        self.at_rest = ChunksAtRest(
+            groups, placement, self._packs[:2], self._resident, self.updates, self._pools["weights"], self._compute
+        )
         self.weights.settle = self.updates.settle
         self.weights.leave_device = self.updates.leave_device
 
@@ -256,12 +259,7 @@ class TrainingStore:
         Raises:
             ChecksumMismatch: names the first damaged chunk.
         """
-        for group, chunk in self._index.all():
-            index = self._index(group, chunk)
-            async with self._working_memory(group, chunk) as memory:
-                for pack, array in zip(self._packs, memory):
-                    if len(array):
-                        await pack.read(index, array, Priority.DEMAND, record=generation.records[pack.kind][index])
+        await self.at_rest.verify(generation)
         for pack, gradients in zip(self._committed_packs[2:], self.gradients):
             for group, chunk in self._index.all():
                 if gradients.is_spilled(group) and gradients.is_filled(group, chunk):  # others were read to be opened
@@ -271,101 +269,16 @@ class TrainingStore:
                     finally:
                         lease.free()
 
-    async def measure_reads(self, limit_bytes: int = 2**27) -> tuple[int, float]:
-        """Bytes and seconds of reading some chunks, as loads and updates will: the rate that a first depth is from."""
+    async def measure_reads(self) -> tuple[int, float]:
+        """Bytes and seconds of reading some chunks: the rate that a first depth is computed from."""
         before = self.io.meters["read"].totals()
-        if self._packs:
-            some = [key for key in self._index.all() if self.placement.trip_bytes(*key)]
-            count = limit_bytes // max((self.placement.trip_bytes(*key) for key in some), default=1)
-            await together(self._measure_read(*key) for key in some[:count])
+        await self.at_rest.read_some()
         after = self.io.meters["read"].totals()
         return after[0] - before[0], after[1] - before[1]
-
-    async def _measure_read(self, group: int, chunk: int) -> None:
-        async with self._working_memory(group, chunk) as (weights, state):
-            await self._read_chunk(group, chunk, weights, state)
 
     def layout(self) -> dict[str, Any]:
         """What must be equal for a store to open."""
         return fingerprint(self.groups, self.placement.chunk_elements, len(self.directories), self._codec.value)
-
-    # --- whole chunks from and to the outside -------------------------------------------------------------------
-
-    async def put_chunk(self, group: int, chunk: int, master: Floats, *, keep_moments: bool = False) -> None:
-        """Set the weights of a chunk from fp32 values; moments are zero unless kept.
-
-        The caller has flushed. The device copy is not touched.
-        """
-        async with self._working_memory(group, chunk) as (weights, state):
-            if keep_moments:
-                await self._read_chunk(group, chunk, weights, state)
-            await self._compute.submit(Priority.UPDATE, self._encode, group, master, weights, state, keep_moments)
-            await self._write_chunk(group, chunk, weights, state)
-
-    async def read_chunk(self, group: int, chunk: int) -> Floats:
-        """The fp32 master of a chunk at rest; the caller has flushed."""
-        async with self._working_memory(group, chunk) as (weights, state):
-            await self._read_chunk(group, chunk, weights, state)
-            return await self._compute.submit(Priority.UPDATE, self._decode, group, chunk, weights, state)
-
-    @contextlib.asynccontextmanager
-    async def _working_memory(self, group: int, chunk: int) -> AsyncIterator[tuple[Bytes, Bytes]]:
-        """Where the weights and the state of a chunk are, or have room: resident, or in a lease for as long as this."""
-        weights = self._resident[Kind.WEIGHTS].get((group, chunk))
-        state = self._resident[Kind.STATE].get((group, chunk))
-        is_trainable = self.groups[group].trainable
-        weight_bytes = 0 if weights else self.placement.weight_bytes(group, chunk)
-        state_bytes = 0 if state or not is_trainable else self.placement.state_bytes(group, chunk)
-        if weight_bytes + state_bytes == 0:
-            empty = np.empty(0, np.uint8)
-            yield weights.array if weights else empty, state.array if state else empty
-            return
-        nbytes = weight_bytes + state_bytes
-        lease = await (self.updates.borrow(nbytes) if is_trainable else self._pools["weights"].reserve(nbytes))
-        try:
-            rest = lease.array
-            yield (
-                weights.array if weights else rest[:weight_bytes],
-                state.array if state else rest[weight_bytes : weight_bytes + state_bytes],
-            )
-        finally:
-            lease.free()
-
-    async def _read_chunk(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> None:
-        index, reads = self._index(group, chunk), []
-        for position, (kind, array) in enumerate(((Kind.WEIGHTS, weights), (Kind.STATE, state))):
-            if (group, chunk) not in self._resident[kind] and len(array):
-                reads.append(self._packs[position].read(index, array, Priority.DEMAND))
-        await together(reads)
-
-    async def _write_chunk(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> None:
-        index = self._index(group, chunk)
-        if self._packs:
-            writes = [self._packs[0].write(index, weights)]
-            if self.groups[group].trainable:
-                writes.append(self._packs[1].write(index, state))
-            await together(writes)
-
-    def _encode(self, group: int, master: Floats, weights: Bytes, state: Bytes, keep_moments: bool) -> None:
-        spec = self.groups[group]
-        flat = elements_of(weights, spec.dtype, len(master))
-        size = len(master) * state_bytes_per_element(spec.dtype)
-        # A frozen group has no state on its tiers; the kernel's is thrown away.
-        exact = state[:size] if spec.trainable else np.empty(size, np.uint8)
-        (write_master if keep_moments else init_state)(spec.dtype, master, flat, exact)
-        weights[flat.nbytes :] = 0
-        state[size:] = 0
-
-    def _decode(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> Floats:
-        spec = self.groups[group]
-        start, stop = self.placement.chunk(group, chunk)
-        count = stop - start
-        flat = elements_of(weights, spec.dtype, count)
-        if not spec.trainable:
-            return to_float(spec.dtype, flat)
-        out = np.empty(count, np.float32)
-        read_master(spec.dtype, flat, state[: count * state_bytes_per_element(spec.dtype)], out)
-        return out
 
     # --- commits ------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Which groups the training side holds on the device, and what it asks of the store when it goes from one to the next.
 
-Scope: entering and leaving groups, prefetch by the recorded order, guarding parameters that are not on the device.
-Not here: the policy (`plan/residency.py`), the transfers (`store/weights.py`), the hooks that call this (`hooks.py`).
+Scope: entering and leaving groups, prefetch by the recorded order.
+Not here: parameters that are not on the device (`guard.py`), the policy (`plan/residency.py`), the transfers
+    (`store/weights.py`), the hooks that call this (`hooks.py`).
 Owner: the training side, which is one thread at a time (forward's, or the one that runs backward). It keeps the lease
 of a group as long as it holds it, so going on inside a held group crosses no thread.
 
@@ -12,12 +13,7 @@ view of its storage (`Group.is_viewed`). The loop then waits for the device and 
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-import torch
-from torch import nn
 
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import BudgetError, ClosedError, GraphError
@@ -27,6 +23,7 @@ from tierstore.plan.prefetch import ResidencyPolicy
 from tierstore.plan.residency import Decision
 from tierstore.store.training import TrainingStore
 from tierstore.train.groups import Group
+from tierstore.train.guard import hide, show
 
 
 class DeviceAccess:
@@ -78,7 +75,7 @@ class DeviceAccess:
         self.awaits_update: Callable[[int], bool] = lambda group: False
         """Whether a group will still be updated in this step, so that its weights are not yet those of the next."""
         for group in groups:
-            self._hide(group)
+            hide(group, self)
 
     # --- passes -------------------------------------------------------------------------------------------------
 
@@ -205,7 +202,7 @@ class DeviceAccess:
             self._runtime.post(self._start_load, wanted)
         if group not in self._ready:
             self._wait_for(group)
-        self._show(self._groups[group])
+        show(self._groups[group])
         self._since = self._clock()
 
     def _decide(self, position: int, group: int, depth: int) -> Decision:
@@ -260,7 +257,7 @@ class DeviceAccess:
         mark: Mark | None = None
         for group in groups:
             mark = mark or self._device.record()
-            self._hide(self._groups[group])
+            hide(self._groups[group], self)
             self._held.discard(group)
             self._ready.discard(group)
             self._runtime.post(self._start_drop, group, mark)
@@ -360,81 +357,6 @@ class DeviceAccess:
     def _guard(self, group: int) -> None:
         """Between passes nobody reads a group unseen, also one that is still on the device: its update may be due."""
         if not self._users[group]:
-            self._hide(self._groups[group])
+            hide(self._groups[group], self)
             if group == self._current:
                 self._current = None
-
-    def _hide(self, group: Group) -> None:
-        for parameter, kind in zip(group.parameters, group.classes):
-            parameter.__class__ = _offloaded(kind)
-            parameter._tierstore_access = (self, group.index)  # type: ignore[attr-defined]
-
-    def _show(self, group: Group) -> None:
-        for parameter, kind in zip(group.parameters, group.classes):
-            parameter.__class__ = kind
-
-
-_READABLE = (
-    "shape dtype device requires_grad grad grad_fn is_leaf ndim layout is_meta is_cuda is_cpu is_sparse is_quantized "
-    "itemsize nbytes names name is_nested is_mps is_xpu _version output_nr"
-)
-_CALLABLE = (
-    "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex element_size register_hook "
-    "register_post_accumulate_grad_hook requires_grad_ is_contiguous is_signed __len__ untyped_storage get_device"
-)
-
-
-def _harmless() -> frozenset[Any]:
-    """What may be asked of a parameter without its values."""
-    tensor: Any = torch.Tensor
-    found = {getattr(tensor, name).__get__ for name in _READABLE.split() if hasattr(tensor, name)}
-    found |= {getattr(tensor, name) for name in _CALLABLE.split() if hasattr(tensor, name)}
-    return frozenset(found | {tensor.grad.__set__, tensor.grad.__delete__, tensor.requires_grad.__set__})
-
-
-_HARMLESS = _harmless()
-_GIVES_POINTER = frozenset({torch.Tensor.data_ptr})
-"""What hands out an address that no view keeps alive."""
-
-
-class OffloadedParameter(nn.Parameter):
-    """What a parameter is while its group is not on the device: reading it acquires the group, or raises by name.
-
-    A parameter changes between this class and its own; without it, reading its empty storage would crash the process.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        entered: list[tuple[DeviceAccess, int]] = []
-        try:
-            if func not in _HARMLESS:
-                for value in _leaves((*args, *kwargs.values())):
-                    if isinstance(value, OffloadedParameter):
-                        access, group = value._tierstore_access  # type: ignore[attr-defined]
-                        access.enter_unasked(group)
-                        if func not in _GIVES_POINTER:
-                            entered.append((access, group))
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        finally:
-            for access, group in entered:
-                access.leave(group)
-
-
-@functools.cache
-def _offloaded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class that stands for `kind` while its group is not on the device."""
-    if kind is nn.Parameter:
-        return OffloadedParameter
-    return type(kind.__name__, (OffloadedParameter, kind), {})
-
-
-def _leaves(values: Iterable[Any]) -> Iterable[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _leaves(value)
-        else:
-            yield value

@@ -93,7 +93,7 @@ class _Filler:
         while len(self._open) >= _OPEN_CHUNKS:
             self._close(next(iter(self._open)))
         if key in self._written:
-            self._open[key] = self._runtime.call(self._store.read_chunk, group, chunk)
+            self._open[key] = self._runtime.call(self._store.at_rest.read, group, chunk)
         else:
             start, stop = self._store.placement.chunk(group, chunk)
             self._open[key] = np.zeros(stop - start, np.float32)
@@ -105,7 +105,7 @@ class _Filler:
         self._written.add(key)
 
     async def _put(self, key: tuple[int, int], master: npt.NDArray[np.float32]) -> None:
-        await self._store.put_chunk(*key, master, keep_moments=self._keep)
+        await self._store.at_rest.put(*key, master, keep_moments=self._keep)
 
 
 def fill(

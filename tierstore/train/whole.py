@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tierstore.errors import FormatError
+from tierstore.errors import ConfigError, FormatError
 from tierstore.kernels.adam import init_state, state_bytes_per_element
 from tierstore.store.layout import ParameterSpec
 from tierstore.train import capture
@@ -31,7 +31,7 @@ def masters(parts: Assembly, group: Group, start: int, stop: int) -> Iterator[to
     placement = parts.store.placement
     for chunk in range(start // placement.chunk_elements, -(-stop // placement.chunk_elements)):
         first, last = placement.chunk(group.index, chunk)
-        values = torch.from_numpy(parts.runtime.call(parts.store.read_chunk, group.index, chunk))
+        values = torch.from_numpy(parts.runtime.call(parts.store.at_rest.read, group.index, chunk))
         yield values[max(start - first, 0) : min(stop, last) - first]
 
 
@@ -95,8 +95,8 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
                 start += len(master)
 
     changed = [parts.groups.groups[index] for index in groups]
-    for group in changed:
-        group.take_back()
+    if wrong := [sentence for group in changed for sentence in group.take_back()]:
+        raise ConfigError(wrong[0])
     for group in changed:
         fill(parts.store, parts.runtime, parts.groups, pieces(group), keep=True, only={group.index})
 

@@ -1,0 +1,158 @@
+"""Whole chunks at rest, from and to the outside: filling, exporting, verifying, and a first look at the disk's rate.
+
+Scope: one chunk's weights and state together, between two steps. The caller has flushed.
+Not here: the update's own reads and writes (`updates.py`), when a generation is committed (`publishing.py`).
+Owner: the loop thread; workers read, write, encode and decode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.io.memory import Lease, Pool
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.kernels.adam import init_state, read_master, state_bytes_per_element, write_master
+from tierstore.plan.tiers import Kind, Placement
+from tierstore.store.commit import Generation
+from tierstore.store.gradients import elements_of, to_float
+from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.slots import Bytes, SlotPack
+from tierstore.store.tasks import together
+from tierstore.store.updates import UpdatePipeline
+
+Floats = npt.NDArray[np.float32]
+
+
+class ChunksAtRest:
+    """Reads and writes chunks outside of a step.
+
+    Args:
+        packs: those of weights and of state; empty without a store.
+        resident: leases of the chunks that live in CPU memory.
+        updates: lends memory.
+        staging: memory for frozen groups, which are never updated.
+        compute: threads that encode and decode.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        placement: Placement,
+        packs: Sequence[SlotPack],
+        resident: Mapping[Kind, Mapping[tuple[int, int], Lease]],
+        updates: UpdatePipeline,
+        staging: Pool,
+        compute: WorkerPool,
+    ) -> None:
+        self._groups = groups
+        self._placement = placement
+        self._packs = packs
+        self._resident = resident
+        self._updates = updates
+        self._staging = staging
+        self._compute = compute
+        self._index = ChunkIndex(placement)
+
+    async def put(self, group: int, chunk: int, master: Floats, *, keep_moments: bool = False) -> None:
+        """Set the weights of a chunk from fp32 values; moments are zero unless kept.
+
+        The caller has flushed. The device copy is not touched.
+        """
+        async with self._working_memory(group, chunk) as (weights, state):
+            if keep_moments:
+                await self._read_chunk(group, chunk, weights, state)
+            await self._compute.submit(Priority.UPDATE, self._encode, group, master, weights, state, keep_moments)
+            await self._write_chunk(group, chunk, weights, state)
+
+    async def read(self, group: int, chunk: int) -> Floats:
+        """The fp32 master of a chunk at rest; the caller has flushed."""
+        async with self._working_memory(group, chunk) as (weights, state):
+            await self._read_chunk(group, chunk, weights, state)
+            return await self._compute.submit(Priority.UPDATE, self._decode, group, chunk, weights, state)
+
+    async def verify(self, generation: Generation) -> None:
+        """Read every chunk of a generation.
+
+        Raises:
+            ChecksumMismatch: names the first damaged chunk.
+        """
+        for group, chunk in self._index.all():
+            index = self._index(group, chunk)
+            async with self._working_memory(group, chunk) as memory:
+                for pack, array in zip(self._packs, memory):
+                    if len(array):
+                        await pack.read(index, array, Priority.DEMAND, record=generation.records[pack.kind][index])
+
+    async def read_some(self, limit_bytes: int = 2**27) -> None:
+        """Read chunks side by side, as loads and updates will: the first measure of the disk is taken meanwhile."""
+        if self._packs:
+            some = [key for key in self._index.all() if self._placement.trip_bytes(*key)]
+            count = limit_bytes // max((self._placement.trip_bytes(*key) for key in some), default=1)
+            await together(self._read_one(*key) for key in some[:count])
+
+    async def _read_one(self, group: int, chunk: int) -> None:
+        async with self._working_memory(group, chunk) as (weights, state):
+            await self._read_chunk(group, chunk, weights, state)
+
+    @contextlib.asynccontextmanager
+    async def _working_memory(self, group: int, chunk: int) -> AsyncIterator[tuple[Bytes, Bytes]]:
+        """Where the weights and the state of a chunk are, or have room: resident, or in a lease for as long as this."""
+        weights = self._resident[Kind.WEIGHTS].get((group, chunk))
+        state = self._resident[Kind.STATE].get((group, chunk))
+        is_trainable = self._groups[group].trainable
+        weight_bytes = 0 if weights else self._placement.weight_bytes(group, chunk)
+        state_bytes = 0 if state or not is_trainable else self._placement.state_bytes(group, chunk)
+        if weight_bytes + state_bytes == 0:
+            empty = np.empty(0, np.uint8)
+            yield weights.array if weights else empty, state.array if state else empty
+            return
+        nbytes = weight_bytes + state_bytes
+        lease = await (self._updates.borrow(nbytes) if is_trainable else self._staging.reserve(nbytes))
+        try:
+            rest = lease.array
+            yield (
+                weights.array if weights else rest[:weight_bytes],
+                state.array if state else rest[weight_bytes : weight_bytes + state_bytes],
+            )
+        finally:
+            lease.free()
+
+    async def _read_chunk(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> None:
+        index, reads = self._index(group, chunk), []
+        for position, (kind, array) in enumerate(((Kind.WEIGHTS, weights), (Kind.STATE, state))):
+            if (group, chunk) not in self._resident[kind] and len(array):
+                reads.append(self._packs[position].read(index, array, Priority.DEMAND))
+        await together(reads)
+
+    async def _write_chunk(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> None:
+        index = self._index(group, chunk)
+        if self._packs:
+            writes = [self._packs[0].write(index, weights)]
+            if self._groups[group].trainable:
+                writes.append(self._packs[1].write(index, state))
+            await together(writes)
+
+    def _encode(self, group: int, master: Floats, weights: Bytes, state: Bytes, keep_moments: bool) -> None:
+        spec = self._groups[group]
+        flat = elements_of(weights, spec.dtype, len(master))
+        size = len(master) * state_bytes_per_element(spec.dtype)
+        # A frozen group has no state on its tiers; the kernel's is thrown away.
+        exact = state[:size] if spec.trainable else np.empty(size, np.uint8)
+        (write_master if keep_moments else init_state)(spec.dtype, master, flat, exact)
+        weights[flat.nbytes :] = 0
+        state[size:] = 0
+
+    def _decode(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> Floats:
+        spec = self._groups[group]
+        start, stop = self._placement.chunk(group, chunk)
+        count = stop - start
+        flat = elements_of(weights, spec.dtype, count)
+        if not spec.trainable:
+            return to_float(spec.dtype, flat)
+        out = np.empty(count, np.float32)
+        read_master(spec.dtype, flat, state[: count * state_bytes_per_element(spec.dtype)], out)
+        return out

@@ -1,0 +1,104 @@
+"""What a parameter is while its group is not on the device.
+
+Scope: hiding and showing the parameters of a group; what may be asked of a hidden one.
+Not here: when (`access.py`).
+Owner: the training side.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tierstore.train.groups import Group
+
+
+class Access(Protocol):
+    """Brings groups to the device; `access.py`."""
+
+    def enter_unasked(self, group: int) -> None: ...
+
+    def leave(self, group: int) -> None: ...
+
+
+def hide(group: Group, access: Access) -> None:
+    """From now on reading a parameter of this group acquires the group, or raises by name. Twice is fine."""
+    for parameter, kind in zip(group.parameters, group.classes):
+        parameter.__class__ = _offloaded(kind)
+        parameter._tierstore_access = (access, group.index)  # type: ignore[attr-defined]
+
+
+def show(group: Group) -> None:
+    """Undo `hide`: the group is on the device."""
+    for parameter, kind in zip(group.parameters, group.classes):
+        parameter.__class__ = kind
+
+
+_READABLE = (
+    "shape dtype device requires_grad grad grad_fn is_leaf ndim layout is_meta is_cuda is_cpu is_sparse is_quantized "
+    "itemsize nbytes names name is_nested is_mps is_xpu _version output_nr"
+)
+_CALLABLE = (
+    "size dim ndimension numel nelement stride storage_offset is_floating_point is_complex element_size register_hook "
+    "register_post_accumulate_grad_hook requires_grad_ is_contiguous is_signed __len__ untyped_storage get_device"
+)
+
+
+def _harmless() -> frozenset[Any]:
+    """What may be asked of a parameter without its values."""
+    tensor: Any = torch.Tensor
+    found = {getattr(tensor, name).__get__ for name in _READABLE.split() if hasattr(tensor, name)}
+    found |= {getattr(tensor, name) for name in _CALLABLE.split() if hasattr(tensor, name)}
+    return frozenset(found | {tensor.grad.__set__, tensor.grad.__delete__, tensor.requires_grad.__set__})
+
+
+_HARMLESS = _harmless()
+_GIVES_POINTER = frozenset({torch.Tensor.data_ptr})
+"""What hands out an address that no view keeps alive."""
+
+
+class OffloadedParameter(nn.Parameter):
+    """What a parameter is while its group is not on the device: reading it acquires the group, or raises by name.
+
+    A parameter changes between this class and its own; without it, reading its empty storage would crash the process.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        entered: list[tuple[Access, int]] = []
+        try:
+            if func not in _HARMLESS:
+                for value in _leaves((*args, *kwargs.values())):
+                    if isinstance(value, OffloadedParameter):
+                        access, group = value._tierstore_access  # type: ignore[attr-defined]
+                        access.enter_unasked(group)
+                        if func not in _GIVES_POINTER:
+                            entered.append((access, group))
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        finally:
+            for access, group in entered:
+                access.leave(group)
+
+
+@functools.cache
+def _offloaded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class that stands for `kind` while its group is not on the device."""
+    if kind is nn.Parameter:
+        return OffloadedParameter
+    return type(kind.__name__, (OffloadedParameter, kind), {})
+
+
+def _leaves(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _leaves(value)
+        else:
+            yield value
