@@ -163,6 +163,9 @@ class ForgetfulBackend(FaultyBackend):
             os.unlink(path)
             self._files.pop(path, None)
 
+    def _call_list(self, path: Path) -> list[str]:
+        return os.listdir(path)  # changes nothing: no instant of its own
+
     def _see_manifests(self) -> None:
         """What the newest manifest that is durable needs: the places of its chunks (codec none, one directory)."""
         for path, file in self._all_durable():
