@@ -57,13 +57,13 @@ class Group:
         device.release(self.storage, device.record())
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def take_back(self) -> list[str]:
         """Parameters that were given other data (`p.data = new`) are views of the storage again, with its values.
 
         The group is on the device.
 
-        Raises:
-            ConfigError: the other data had another shape or dtype; its values are gone, the parameters are views again.
+        Returns:
+            What is wrong with data of another shape or dtype, whose values are gone.
         """
         wrong = []
         for position, (parameter, spec) in enumerate(zip(self.parameters, self.spec.parameters)):
@@ -73,10 +73,11 @@ class Group:
             if given == expected:
                 self._view(position).copy_(parameter)
             else:
-                wrong.append(f"{spec.name} was given data of {given[1]} {given[0]}, it is {expected[1]} {expected[0]}")
+                wrong.append(
+                    f"parameter {spec.name} was given data of {given[1]} {given[0]}, it is {expected[1]} {expected[0]}"
+                )
             parameter.data = self._view(position)
-        if wrong:
-            raise ConfigError(f"parameter {wrong[0]}")
+        return wrong
 
     def _view(self, position: int) -> torch.Tensor:
         spec = self.spec.parameters[position]
