@@ -1,0 +1,83 @@
+"""What a resumed run gets back beside weights: options of parameter groups, buffers that grew, extra states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resuming import Way, opened
+from torch import nn
+
+from tierstore.errors import ConfigError
+
+WAY = Way()
+NAME = "blocks.0.up.weight"
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+def test_resuming_with_other_members_of_a_group_is_refused(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.until(1)
+    model = WAY.model()
+    some = [parameter for name, parameter in model.named_parameters() if name != NAME]
+    with (
+        pytest.raises(ConfigError, match=rf"parameter_groups\[0\] had a parameter {NAME}"),
+        opened(WAY, tmp_path, model=model, parameter_groups=some),
+    ):
+        pass
+    with opened(WAY, tmp_path) as run:
+        run.until(2)
+
+
+def test_a_learning_rate_that_is_a_tensor_resumes(tmp_path: Path) -> None:
+    for _ in range(2):
+        model = WAY.model()
+        groups = [{"params": list(model.parameters()), "lr": torch.tensor(0.125)}]
+        with opened(WAY, tmp_path, model=model, parameter_groups=groups, lr_scheduler=None) as run:
+            run.step()
+            assert float(run.engine.optimizer.param_groups[0]["lr"]) == 0.125
+
+
+def test_a_scheduler_that_waits_for_a_metric_is_refused_at_construction(tmp_path: Path) -> None:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau"), opened(WAY, tmp_path, lr_scheduler=plateau):
+        pass
+
+
+class Growing(nn.Linear):
+    """Every forward adds to a buffer, and to what only `get_extra_state` tells."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.register_buffer("queue", torch.zeros(0))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.queue = torch.cat([self.queue, torch.ones(1)])
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def growing() -> Any:
+    model: Any = WAY.model()
+    model.norm = nn.Sequential(model.norm, Growing())
+    return model
+
+
+def test_buffers_that_have_grown_and_extra_states_are_resumed(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path, model=growing()) as run:
+        run.until(3)
+    model = growing()
+    with opened(WAY, tmp_path, model=model) as run:
+        assert model.norm[1].queue.shape == (3,)
+        assert model.norm[1].calls == 3
+        run.until(4)
