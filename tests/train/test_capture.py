@@ -143,8 +143,9 @@ def test_registered_before_and_after_the_engine_was_made(tmp_path: Path) -> None
 
 
 def test_what_one_run_does_not_register_the_next_one_still_finds(tmp_path: Path) -> None:
-    with opened(WAY, tmp_path, registered={"data": Holder()}) as run:
-        run.engine._registered["data"].count()  # type: ignore[attr-defined]
+    first = Holder()
+    with opened(WAY, tmp_path, registered={"data": first}) as run:
+        first.count()
         run.step()
     with opened(WAY, tmp_path, registered={}) as run:
         run.step()
