@@ -13,7 +13,6 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,22 +24,15 @@ from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, Update
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
 from tierstore.plan.placement import Placement
-from tierstore.store.gradients import Gradients, to_float
+from tierstore.store.gradients import to_float
 from tierstore.trace import Tracer
 from tierstore.train import capture, whole
 from tierstore.train.assembly import Assembly, Options, assemble, schedule_for
+from tierstore.train.generations import Generations, Pending
 from tierstore.train.meters import StepMeters
-from tierstore.train.optimizer import LossScale, TieredOptimizer, clip_coefficient
+from tierstore.train.optimizer import LossScale, TieredOptimizer, check_scheduler, clip_coefficient
 from tierstore.train.report import StepReport
 from tierstore.train.rounds import Updates
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """Gradients that an update will use: whose, and what they are multiplied with."""
-
-    touched: set[nn.Parameter]
-    scale: float
 
 
 class Engine:
@@ -99,38 +91,32 @@ class Engine:
         )
         self.model = model
         self._options = options
-        self._registered: dict[str, capture.Stateful] = dict(registered or {})
-        for name, value in self._registered.items():
+        for name, value in (registered or {}).items():
             capture.check_stateful(name, value)
         self._callbacks: list[Callable[[StepReport], None]] = []
-        self._loss_scale = _loss_scale(loss_scale, model)
+        self._loss_scale = LossScale.of(loss_scale, model)
         self._is_closed = False
         self._is_syncing = True
         self._has_final_backward = False
-        self._goes_back = False
-        self._scheduler: Any = None
-        self._pending: Pending | None = None
-        self._set = 0
-        self._uncommitted: tuple[Any, dict[str, Any], Gradients | None] | None = None
-        self._to_restore: dict[str, Any] = {}
         self._broken_by: BaseException | None = None
         self._parts: Assembly = assemble(
             model, tiers, optimizer or AdamWConfig(), options, parameter_groups, initialize, self.step,
             tracer or Tracer(clock, enabled=False), clock, backend,
         )  # fmt: skip
         self.optimizer.on_zero_grad = self.zero_grad
+        self._generations = Generations(self._parts, model, self._loss_scale, registered or {}, commit_every)
         try:
             self._meters = StepMeters(self._parts, clock)
             if options.schedule is UpdateSchedule.DELAYED:
                 self._parts.driver.gradient_set = 1  # what is collected now is applied a step later
             if lr_scheduler is not None:
-                self._scheduler = lr_scheduler(self._parts.stepper.optimizer)
-            self.step_count = 0
+                self._generations.scheduler = lr_scheduler(self.optimizer)
+                check_scheduler(self._generations.scheduler)
             if self._parts.opened is not None:
-                self._restore(self._parts.opened.captured)
-                self._goes_back = options.resume is Resume.PREVIOUS
+                is_previous = options.resume is Resume.PREVIOUS
+                self._generations.restore(self._parts.opened.captured, is_previous=is_previous)
             elif self._parts.store.is_durable:
-                self._commit(None)
+                self._generations.commit(None)
             self._parts.measure_depth(tiers)
         except BaseException:
             self._parts.close()
@@ -145,7 +131,7 @@ class Engine:
         parts = self._whole_parts()
         self._refuse_after_backward("another forward")
         if torch.is_grad_enabled() and not parts.driver.has_begun:
-            self._leave_newer_generation()
+            self._generations.leave_newer()
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
             parts.driver.begin(
                 parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph
@@ -180,7 +166,7 @@ class Engine:
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
         scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
-        parts.collector.begin(self._gradients, scaled, is_final=self._is_syncing, is_streaming=is_streaming)
+        parts.collector.begin(self._generations.gradients, scaled, is_final=self._is_syncing, is_streaming=is_streaming)
         parts.access.begin_backward()
         try:
             with self._meters.phase("backward"), self._unbroken():
@@ -212,7 +198,7 @@ class Engine:
         if touched:
             self._refuse_after_backward("zero_grad()")
             groups = [group.index for group in parts.groups.groups if not touched.isdisjoint(group.parameters)]
-            parts.runtime.call(self._gradients.discard, groups)
+            parts.runtime.call(self._generations.gradients.discard, groups)
             parts.collector.forget()
             self._has_final_backward = False
 
@@ -245,10 +231,10 @@ class Engine:
         with self._meters.phase("update"), self._unbroken():
             norm, is_finite = self._apply()
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        if self._scheduler is not None and is_finite:
+        if (scheduler := self._generations.scheduler) is not None and is_finite:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for; the step went past optimizer.step()
-            self._scheduler.step()
-        self.step_count += 1
+            scheduler.step()
+        self._generations.step_count += 1
         parts.choose_depth(self._meters.computing_s)
         report = self._meters.report(
             step=self.step_count,
@@ -263,7 +249,7 @@ class Engine:
         for callback in self._callbacks:
             callback(report)
         if parts.store.is_durable:
-            self._commit(parts.driver.last_round)
+            self._generations.commit(parts.driver.last_round)
         if not self._options.overlap:
             self.flush()
         parts.access.prefetch_start()
@@ -272,16 +258,16 @@ class Engine:
     def _apply(self) -> tuple[float | None, bool]:
         """Decide the updates of the step. Returns the norm, and whether it was finite."""
         parts = self._parts
-        self._uncommitted = None  # from here on the store goes on from it
+        self._generations.forget()  # from here on the store goes on from what waits to be committed
         self._has_final_backward = False
         touched = set(parts.collector.touched)
-        square_sum = parts.runtime.call(self._gradients.square_sum)
+        square_sum = parts.runtime.call(self._generations.gradients.square_sum)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
         is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
         arrived = Pending(touched, clip / self._loss_scale.scale) if is_finite else None
         now = arrived
         if parts.driver.schedule is UpdateSchedule.DELAYED:
-            now = self._turn_over(arrived)
+            now = self._generations.turn_over(arrived)
         updates: Updates = {}
         if now is not None:
             updates = {
@@ -297,90 +283,16 @@ class Engine:
         parts.access.weights_changed(group.index for group in parts.groups.groups if group.spec.trainable)
         return (norm if touched else None), is_finite
 
-    def _turn_over(self, arrived: Pending | None) -> Pending | None:
-        """Keep the gradients that arrived for the next step, and give those of the step before."""
-        before, self._pending = self._pending, arrived
-        if arrived is None:
-            self._parts.runtime.post(self._gradients.drop_all)
-        self._set = 1 - self._set
-        self._parts.driver.gradient_set = 1 - self._set
-        return before
-
-    @property
-    def _gradients(self) -> Gradients:
-        """Where the gradients of the step in progress are collected."""
-        return self._parts.store.gradients[self._set]
-
     # --- generations --------------------------------------------------------------------------------------------
 
-    def _commit(self, round_: Any) -> None:
-        """Publish the state as it is now, in the background, or remember it until it is due."""
-        store, waiting = self._parts.store, None
-        if self._pending is not None:
-            waiting = store.gradients[1 - self._set]
-        self._uncommitted = (round_, self._captured(), waiting)
-        if self.step_count % self._options.commit_every == 0:
-            self._publish()
-
-    def _publish(self) -> None:
-        # Not in the middle of a step: its updates may have begun.
-        if self._uncommitted is not None and not self._parts.driver.has_begun:
-            self._parts.runtime.post(self._parts.store.commit, *self._uncommitted)
-            self._uncommitted = None
-
-    def _captured(self) -> dict[str, Any]:
-        state = {
-            "step": self.step_count,
-            "steps": self._parts.stepper.steps,
-            "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
-            "optimizer": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
-            "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
-            # What an earlier run registered, and this one has not yet, stays as it was.
-            "registered": self._to_restore | {name: value.state_dict() for name, value in self._registered.items()},
-            "buffers": capture.persistent_buffers(self.model),
-            "pending": None,
-        }
-        if self._pending is not None:
-            names = sorted(self._parts.groups.names[parameter] for parameter in self._pending.touched)
-            state["pending"] = {"set": self._set, "touched": names, "scale": self._pending.scale}
-        # The random states last: making the others may draw.
-        plain: dict[str, Any] = capture.plain(state) | {"random": capture.random_states()}
-        return plain
-
-    def _restore(self, captured: Mapping[str, Any]) -> None:
-        self.step_count = captured["step"]
-        self._parts.stepper.steps.update(captured["steps"])
-        self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
-        if len(captured["optimizer"]) != len(self.optimizer.param_groups):
-            raise ConfigError(
-                f"the store was trained with {len(captured['optimizer'])} parameter groups, "
-                f"now there are {len(self.optimizer.param_groups)}"
-            )
-        for group, options in zip(self.optimizer.param_groups, captured["optimizer"]):
-            group.update(options)
-        if self._scheduler is not None and captured["scheduler"] is not None:
-            self._scheduler.load_state_dict(capture.with_tensors(captured["scheduler"]))
-        if (pending := captured["pending"]) is not None:
-            names = set(pending["touched"])
-            touched = {parameter for parameter, name in self._parts.groups.names.items() if name in names}
-            self._pending = Pending(touched, pending["scale"])
-            self._set = pending["set"]
-            self._parts.driver.gradient_set = 1 - self._set
-        self._to_restore = dict(captured["registered"])
-        for name in list(self._registered):
-            self._restore_registered(name)
-        capture.load_buffers(self.model, captured["buffers"])
-        capture.restore_random_states(captured["random"])
-
-    def _restore_registered(self, name: str) -> None:
-        if name in self._to_restore:
-            self._registered[name].load_state_dict(capture.with_tensors(self._to_restore.pop(name)))
+    @property
+    def step_count(self) -> int:
+        """Finished steps, those of earlier runs included."""
+        return self._generations.step_count
 
     def register(self, name: str, value: capture.Stateful) -> None:
         """Make an object part of every generation; on resume it gets its state now."""
-        capture.check_stateful(name, value)
-        self._registered[name] = value
-        self._restore_registered(name)
+        self._generations.register(name, value)
 
     def on_step(self, callback: Callable[[StepReport], None]) -> None:
         """Call this inside every `step()`, before that step's commit is published."""
@@ -389,7 +301,7 @@ class Engine:
     def flush(self) -> None:
         """Commit the last step if it is not, and wait until everything is at rest."""
         parts = self._open_parts()
-        self._publish()
+        self._generations.publish()
         parts.runtime.call(parts.store.flush)
 
     # --- looking in ---------------------------------------------------------------------------------------------
@@ -416,7 +328,7 @@ class Engine:
         self._refuse_after_backward("gathered()")
         if modify:
             self._refuse_within_step("gathered(modify=True)")
-            self._leave_newer_generation()
+            self._generations.leave_newer()
         self.flush()
         wanted = sorted({parts.groups.locate(name)[0].index for name in names})
         for position, group in enumerate(wanted):
@@ -433,7 +345,7 @@ class Engine:
                 self._refuse_within_step("gathered(modify=True)")
                 whole.keep_changes(parts, wanted)
                 if parts.store.is_durable:
-                    self._commit(None)
+                    self._generations.commit(None)
         finally:
             parts.access.accept_changes(wanted)
             for group in wanted:
@@ -452,7 +364,7 @@ class Engine:
         if not parts.driver.is_speculating:  # that keeps them until it knows
             self._refuse_after_backward("gradient()")
         group, spec = parts.groups.locate(name)
-        flat = parts.runtime.call(self._gradients.read, group.index, spec.start, spec.stop)
+        flat = parts.runtime.call(self._generations.gradients.read, group.index, spec.start, spec.stop)
         return torch.from_numpy(to_float(group.spec.dtype, flat)).reshape(spec.shape)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -469,11 +381,11 @@ class Engine:
             FormatError: a tensor is missing or has another shape; nothing was changed.
         """
         self._refuse_within_step("load_state_dict")
-        self._leave_newer_generation()
+        self._generations.leave_newer()
         self.flush()
         whole.load_state_dict(self._open_parts(), self.model, state_dict)
         if self._parts.store.is_durable:
-            self._commit(None)
+            self._generations.commit(None)
 
     def export(self, directory: str | Path) -> None:
         """Write the weights as ordinary sharded safetensors with an index, streaming, atomically."""
@@ -502,8 +414,8 @@ class Engine:
         atexit.unregister(self._at_exit)
         driver = self._parts.driver
         if driver.has_begun and (driver.is_streaming or driver.schedule is UpdateSchedule.DELAYED):
-            self._uncommitted = None  # the store has gone on from there, into a step that nobody ends
-        self._parts.close(self._publish)
+            self._generations.forget()  # the store has gone on from there, into a step that nobody ends
+        self._parts.close(self._generations.publish)
 
     def __enter__(self) -> Engine:
         return self
@@ -541,12 +453,6 @@ class Engine:
                 "update='forward'"
             )
 
-    def _leave_newer_generation(self) -> None:
-        """What follows changes the state: a generation newer than the one that was resumed is given up."""
-        if self._goes_back:
-            self._goes_back = False
-            self._parts.runtime.call(self._parts.store.go_back)
-
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[None]:
         """What is broken off in here leaves half a step behind: the engine goes no further."""
@@ -569,17 +475,6 @@ def _choice(kind: Any, name: str, value: Any) -> Any:
         return kind(value)
     except ValueError:
         raise ConfigError(f"{name} must be one of {', '.join(k.value for k in kind)}, not {value!r}") from None
-
-
-def _loss_scale(value: float | str | None, model: nn.Module) -> LossScale:
-    is_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
-    if value == "dynamic" or (value is None and is_half):
-        return LossScale(2.0**16, growth_interval=2000)
-    if value is None:
-        return LossScale()
-    if isinstance(value, str) or not value > 0:
-        raise ConfigError(f"loss_scale must be 'dynamic' or above 0, not {value!r}")
-    return LossScale(float(value))
 
 
 __all__ = ["Engine", "StepReport", "UpdateSchedule"]

@@ -132,6 +132,22 @@ class LossScale:
     growth_interval: int = 0
     good_steps: int = 0
 
+    @classmethod
+    def of(cls, value: float | str | None, model: nn.Module) -> LossScale:
+        """What a user asks for: "dynamic", a fixed scale, or None, which is dynamic for fp16 and 1 otherwise.
+
+        Raises:
+            ConfigError: none of these.
+        """
+        is_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
+        if value == "dynamic" or (value is None and is_half):
+            return cls(2.0**16, growth_interval=2000)
+        if value is None:
+            return cls()
+        if isinstance(value, str) or not value > 0:
+            raise ConfigError(f"loss_scale must be 'dynamic' or above 0, not {value!r}")
+        return cls(float(value))
+
     def update(self, is_finite: bool) -> None:
         """One step was finite, or was skipped because it was not."""
         if self.growth_interval == 0:

@@ -1,0 +1,161 @@
+"""What a generation holds besides the weights and the optimizer's state, and when one is committed.
+
+Scope: capturing and restoring steps, scales, schedules, registered objects, buffers and random states; the commit that
+    is due, and the one that waits.
+Not here: how a generation reaches the disk (`store/training.py`), how a state becomes plain data (`capture.py`).
+Owner: the training side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tierstore.store.gradients import Gradients
+from tierstore.store.rounds import Round
+from tierstore.train import capture
+from tierstore.train.assembly import Assembly
+from tierstore.train.optimizer import LossScale
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Gradients that an update will use: whose, and what they are multiplied with."""
+
+    touched: set[nn.Parameter]
+    scale: float
+
+
+class Generations:
+    """The progress of a run, and its commits.
+
+    Args:
+        commit_every: a commit is due every so many steps; the last one that was not waits for `publish`.
+
+    Attributes:
+        step_count: finished steps.
+        scheduler: what sets the learning rates, if somebody does.
+        pending: gradients that arrived in the last step and are applied in the next one (a delayed update).
+        gradient_set: which of the store's gradients the step in progress collects.
+    """
+
+    def __init__(
+        self, parts: Assembly, model: nn.Module, loss_scale: LossScale, registered: Mapping[str, capture.Stateful],
+        commit_every: int,
+    ) -> None:  # fmt: skip
+        self._parts = parts
+        self._model = model
+        self._loss_scale = loss_scale
+        self._registered = dict(registered)
+        self._commit_every = commit_every
+        self.step_count = 0
+        self.scheduler: Any = None
+        self.pending: Pending | None = None
+        self.gradient_set = 0
+        self._to_restore: dict[str, Any] = {}
+        self._waiting: tuple[Round | None, dict[str, Any], Gradients | None] | None = None
+        self._is_previous = False
+
+    @property
+    def gradients(self) -> Gradients:
+        """Where the gradients of the step in progress are collected."""
+        return self._parts.store.gradients[self.gradient_set]
+
+    def turn_over(self, arrived: Pending | None) -> Pending | None:
+        """Keep the gradients that arrived for the next step, and give those of the step before."""
+        before, self.pending = self.pending, arrived
+        if arrived is None:
+            self._parts.runtime.post(self.gradients.drop_all)
+        self._collect_in(1 - self.gradient_set)
+        return before
+
+    def _collect_in(self, gradient_set: int) -> None:
+        self.gradient_set = gradient_set
+        self._parts.driver.gradient_set = 1 - gradient_set
+
+    # --- commits ------------------------------------------------------------------------------------------------
+
+    def commit(self, round_: Round | None) -> None:
+        """Publish the state as it is after `round_`, in the background, or remember it until it is due."""
+        pending = self._parts.store.gradients[1 - self.gradient_set] if self.pending is not None else None
+        self._waiting = (round_, self._captured(), pending)
+        if self.step_count % self._commit_every == 0:
+            self.publish()
+
+    def publish(self) -> None:
+        """Publish what waits, but not in the middle of a step: its updates may have begun."""
+        if self._waiting is not None and not self._parts.driver.has_begun:
+            self._parts.runtime.post(self._parts.store.commit, *self._waiting)
+            self._waiting = None
+
+    def forget(self) -> None:
+        """The store goes on from what waits to be published: it cannot be any more."""
+        self._waiting = None
+
+    def leave_newer(self) -> None:
+        """What follows changes the state: a generation newer than the one that was resumed is given up."""
+        if self._is_previous:
+            self._is_previous = False
+            self._parts.runtime.call(self._parts.store.go_back)
+
+    # --- what is captured ---------------------------------------------------------------------------------------
+
+    def register(self, name: str, value: capture.Stateful) -> None:
+        """Make an object part of every generation; on resume it gets its state now."""
+        capture.check_stateful(name, value)
+        self._registered[name] = value
+        self._restore_registered(name)
+
+    def _captured(self) -> dict[str, Any]:
+        optimizer = self._parts.stepper.optimizer
+        state = {
+            "step": self.step_count,
+            "steps": self._parts.stepper.steps,
+            "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
+            "optimizer": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            # What an earlier run registered, and this one has not yet, stays as it was.
+            "registered": self._to_restore | {name: value.state_dict() for name, value in self._registered.items()},
+            "buffers": capture.module_state(self._model),
+            "pending": None,
+        }
+        if self.pending is not None:
+            names = sorted(self._parts.groups.names[parameter] for parameter in self.pending.touched)
+            state["pending"] = {"set": self.gradient_set, "touched": names, "scale": self.pending.scale}
+        # The random states last: making the others may draw.
+        plain: dict[str, Any] = capture.plain(state) | {"random": capture.random_states()}
+        return plain
+
+    def restore(self, captured: Mapping[str, Any], *, is_previous: bool) -> None:
+        """Go on from a generation.
+
+        Args:
+            is_previous: there is a newer one, which stays until the state changes.
+
+        Raises:
+            ConfigError: the optimizer's groups were others.
+        """
+        self._is_previous = is_previous
+        self.step_count = captured["step"]
+        self._parts.stepper.steps.update(captured["steps"])
+        self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
+        self._parts.stepper.optimizer.restore(captured["optimizer"])
+        if self.scheduler is not None and captured["scheduler"] is not None:
+            self.scheduler.load_state_dict(capture.with_tensors(captured["scheduler"]))
+        if (pending := captured["pending"]) is not None:
+            names = set(pending["touched"])
+            touched = {parameter for parameter, name in self._parts.groups.names.items() if name in names}
+            self.pending = Pending(touched, pending["scale"])
+            self._collect_in(pending["set"])
+        self._to_restore = dict(captured["registered"])
+        for name in list(self._registered):
+            self._restore_registered(name)
+        capture.load_buffers(self._model, captured["buffers"])
+        capture.restore_random_states(captured["random"])
+
+    def _restore_registered(self, name: str) -> None:
+        if name in self._to_restore:
+            self._registered[name].load_state_dict(capture.with_tensors(self._to_restore.pop(name)))
