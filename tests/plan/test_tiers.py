@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierstore.alignment import ALIGNMENT
 from tierstore.config import Tier
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.plan.tiers import (
-    ALIGN,
     BLOCK,
     MAX_CHUNK_BYTES,
     GroupNeed,
@@ -62,7 +62,7 @@ def check(placement: Placement, asked: Request) -> None:
     pools = placement.pools
     for size in (pools.resident, pools.gradients, pools.spill, pools.update, pools.weights):
         assert size >= 0
-        assert size % ALIGN == 0
+        assert size % ALIGNMENT == 0
     assert pools.total_bytes <= asked.cpu_bytes
     copies = 2 if asked.gradients == "doubled" else 1
     resident = gradients = 0
@@ -105,7 +105,7 @@ def check(placement: Placement, asked: Request) -> None:
 
 
 @settings(deadline=None, max_examples=150)
-@given(groups=groups_of, options=options_of, spare=st.integers(0, 64 * MIB) | st.integers(0, 20 * ALIGN))
+@given(groups=groups_of, options=options_of, spare=st.integers(0, 64 * MIB) | st.integers(0, 20 * ALIGNMENT))
 def test_every_placement_fits_and_covers_every_lease(
     groups: tuple[GroupNeed, ...], options: dict[str, object], spare: int
 ) -> None:
@@ -124,7 +124,7 @@ def test_the_smallest_budgets_work_and_one_page_less_fails(
     check(place(asked), asked)
     if smallest.cpu_bytes:
         with pytest.raises(BudgetError, match=rf"cpu_memory.* {smallest.cpu_bytes} B"):
-            place(request(groups, smallest.cpu_bytes - ALIGN, smallest.gpu_bytes, **options))
+            place(request(groups, smallest.cpu_bytes - ALIGNMENT, smallest.gpu_bytes, **options))
     if smallest.gpu_bytes:
         with pytest.raises(BudgetError, match=rf"gpu_memory.* {smallest.gpu_bytes} B"):
             place(request(groups, smallest.cpu_bytes, smallest.gpu_bytes - 1, **options))
@@ -152,7 +152,7 @@ def test_without_nvme_the_error_names_what_everything_needs() -> None:
     groups = (need(10 * BLOCK, "fp32"),) * 2
     everything = 2 * 10 * BLOCK * (4 + 8 + 4)
     with pytest.raises(BudgetError, match=f"{everything} B .*nvme"):
-        place(request(groups, everything - ALIGN, nvme=False))
+        place(request(groups, everything - ALIGNMENT, nvme=False))
     assert place(request(groups, everything, nvme=False)).pools.resident == 2 * 10 * BLOCK * 12
 
 

@@ -86,3 +86,16 @@ def test_a_state_dict_is_that_of_the_model(tmp_path: Path) -> None:
         engine.export(tmp_path)
     left_out = {name for name in state if name.startswith("2.") or name.endswith("_extra_state")}
     assert load_file(tmp_path / "model.safetensors").keys() == state.keys() - left_out
+
+
+def test_new_data_of_a_parameter_that_is_only_read_is_lost_but_not_the_parameter(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        parameter = run.engine.model.get_parameter(NAME)
+        before = run.engine.state_dict()[NAME]
+        with run.engine.gathered([NAME]):
+            parameter.data = torch.full_like(parameter, 0.5)
+        with run.engine.gathered([NAME]):
+            assert torch.equal(parameter, before)
+        run.step()
+        with run.engine.gathered([NAME]):
+            assert torch.equal(parameter, run.engine.state_dict()[NAME])

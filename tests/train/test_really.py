@@ -107,7 +107,7 @@ def test_files_are_not_in_the_page_cache(disk_path: Path) -> None:
     with Engine(model(), tiers, update="forward", max_grad_norm=1.0) as engine:
         steps(engine, 3)
         engine.flush()
-        if engine._parts.backend.buffered_paths:
+        if engine._parts.backend.buffered_directories:
             pytest.skip("the filesystem refuses O_DIRECT")
         packs = sorted((disk_path / "store").glob("*.safetensors"))
         cached = {path.name: cached_share(path) for path in packs if path.stat().st_size > 2**20}

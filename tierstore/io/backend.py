@@ -236,11 +236,6 @@ class Backend:
         self.counters = Counters() if counters is None else counters
         self.buffered_directories: set[Path] = set()
 
-    @property
-    def buffered_paths(self) -> set[Path]:
-        """The older name of `buffered_directories`; goes when tests/train/test_really.py says the new one."""
-        return self.buffered_directories
-
     def create(self, path: Path, size_bytes: int, mode: int = 0o600) -> BlockFile:
         """A new file with all its space allocated, so that a full disk is found before anything is written.
 

@@ -15,19 +15,14 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
+from tierstore.alignment import padded
 from tierstore.config import Tier
 from tierstore.errors import ConfigError
 
 BLOCK = 65536  # elements; norms and rank boundaries are cut at multiples of it
-ALIGN = 4096  # bytes; what O_DIRECT asks of addresses, offsets and lengths
 MAX_CHUNK_BYTES = 32 * 2**20
 
 GradientMode = Literal["held", "streamed", "doubled"]
-
-
-def padded(nbytes: int) -> int:
-    """`nbytes` rounded up to whole pages."""
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 class Kind(enum.StrEnum):

@@ -16,10 +16,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Tier, format_size
 from tierstore.errors import BudgetError
 from tierstore.plan.placement import (
-    ALIGN,
     BLOCK,
     MAX_CHUNK_BYTES,
     Grid,
@@ -29,11 +29,9 @@ from tierstore.plan.placement import (
     Pools,
     Request,
     UsageRow,
-    padded,
 )
 
 __all__ = [
-    "ALIGN",
     "BLOCK",
     "MAX_CHUNK_BYTES",
     "Budgets",
@@ -43,7 +41,6 @@ __all__ = [
     "Pools",
     "Request",
     "UsageRow",
-    "padded",
     "place",
     "smallest_budgets",
 ]
@@ -263,7 +260,7 @@ class _Filler:
         self.chunk_elements = chunk_elements
         self.homes = homes
         self.comfort = comfort
-        self.budget_bytes = request.cpu_bytes // ALIGN * ALIGN
+        self.budget_bytes = request.cpu_bytes // ALIGNMENT * ALIGNMENT
 
     def fill(self) -> tuple[_Homes, Pools]:
         """Homes by the traffic they save, a good working set before state, and the rest for read-ahead."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Codec
 from tierstore.errors import ChecksumMismatch, FormatError
 from tierstore.io.backend import Backend, BlockFile
@@ -213,7 +214,7 @@ class SlotPack:
         file = self._files[place.disk][record.slot]
         raw = record.stored_bytes >= place.padded_bytes
         source = array if raw or scratch is None else scratch
-        length = -(-record.stored_bytes // 4096) * 4096
+        length = padded(record.stored_bytes)
         file.read_into(source[:length], place.offset)
         found = checksum(source[: record.stored_bytes])
         if found != record.checksum:
@@ -225,9 +226,7 @@ class SlotPack:
         if not raw:
             self._io.codec.decode(source[: record.stored_bytes], array[: place.padded_bytes])
 
-    async def read_with(
-        self, index: int, priority: Priority, job: Callable[[Callable[[Bytes], None]], None]
-    ) -> None:
+    async def read_with(self, index: int, priority: Priority, job: Callable[[Callable[[Bytes], None]], None]) -> None:
         """Run `job(read)` in one worker hop; the job calls `read(array)` to have the chunk in `array`."""
         record = self.current[index]
         if record is None:
@@ -254,10 +253,10 @@ class SlotPack:
         stored = place.padded_bytes
         if scratch is not None:
             encoded = self._io.codec.encode(source, scratch[: place.padded_bytes])
-            if encoded <= place.padded_bytes - 4096:
+            if encoded <= place.padded_bytes - ALIGNMENT:
                 source, stored = scratch, encoded
-                scratch[stored : -(-stored // 4096) * 4096] = 0
-        self._files[place.disk][slot].write_from(source[: -(-stored // 4096) * 4096], place.offset)
+                scratch[stored : padded(stored)] = 0
+        self._files[place.disk][slot].write_from(source[: padded(stored)], place.offset)
         return ChunkRecord(slot, stored, checksum(source[:stored]))
 
     def datasync(self) -> None:
@@ -293,7 +292,7 @@ def _damage(path: Path, layout: Layout) -> str | None:
 
 def _aligned(data: bytes) -> Bytes:
     """A copy that O_DIRECT takes; headers are whole pages."""
-    room = np.empty(len(data) + 4096, np.uint8)
-    start = -room.ctypes.data % 4096
+    room = np.empty(len(data) + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
     room[start : start + len(data)] = np.frombuffer(data, np.uint8)
     return room[start : start + len(data)]

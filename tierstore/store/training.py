@@ -203,9 +203,9 @@ class TrainingStore:
     def _create(self) -> None:
         if not self.directories:
             return
-        made = [directory for directory in self.directories if claim_directory(directory)]
+        made = [directory for directory in self.directories if claim_directory(directory, self._backend)]
         self._lock.add(self.directories)
-        begin_store(self.directories)
+        begin_store(self.directories, self._backend)
         self._is_ours = self._is_new = True
         for pack in self._packs:
             pack.create()
@@ -244,7 +244,7 @@ class TrainingStore:
                 raise FormatError(f"the store is damaged: {directory} is missing")
         self._lock.add(self.directories)
         self._is_ours = True
-        end_store_making(self.directories)
+        end_store_making(self.directories, self._backend)
         for pack in self._packs:
             if pack in self._committed_packs and pack.kind in generation.records:
                 pack.open(generation.records[pack.kind])
@@ -354,7 +354,7 @@ class TrainingStore:
             pack.commit(records[pack.kind])
         self.generation = number
         if number == 0:
-            await asyncio.to_thread(end_store_making, self.directories)
+            await asyncio.to_thread(end_store_making, self.directories, self._backend)
 
     async def flush(self) -> None:
         """Wait until every decided update is at rest and every commit is published."""
@@ -398,7 +398,7 @@ class TrainingStore:
             for path in pack.paths():
                 path.unlink(missing_ok=True)
         if has_nothing:
-            end_store_making(self.directories)
+            end_store_making(self.directories, self._backend)
 
     def _has_generation(self) -> bool:
         return self._manifests is not None and bool(self._manifests.numbers())

@@ -274,9 +274,7 @@ class UpdatePipeline:
             for pack, record in zip(self._packs, trip.before):
                 pack.current[self._index(*trip.key)] = record
 
-    async def _read_ahead(
-        self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None, redo: bool
-    ) -> bool:
+    async def _read_ahead(self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None, redo: bool) -> bool:
         """Reserve, wait for the chunk, read its state, wait for the gate. False: recalled, begin again."""
         trip.recalled.clear()
         group, chunk = trip.key

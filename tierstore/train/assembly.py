@@ -20,7 +20,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, open_device
-from tierstore.errors import ChecksumMismatch, ConfigError, StorageError, TierstoreError
+from tierstore.errors import ChecksumMismatch, ConfigError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.kernels import warm_up
@@ -222,6 +222,8 @@ def assemble(
         if generation is not None:
             check_same_model(generation.layout, specs, tiers.nvme[0])
             _check_same_store(generation, tiers, options.schedule)
+        # Before the store is made and takes the weights: what is wrong with the options must not cost them.
+        stepper = AdamStepper(groups, TieredOptimizer(_option_groups(model, groups, parameter_groups), config, step))
         grid = generation.layout["chunk_elements"] if generation is not None else None
         request = request_for([spec.need() for spec in specs], tiers, options.schedule, grid)
         store = TrainingStore(
@@ -239,8 +241,8 @@ def assemble(
             _open(runtime, store, generation, is_previous=options.resume is Resume.PREVIOUS)
             _bind(groups, store, device)
         _move_buffers(model, device)
-        return _hook_up(model, groups, store, runtime, backend, device, config, options, parameter_groups, step,
-                        tracer, clock, generation)  # fmt: skip
+        driver = RoundDriver(options.schedule, store, runtime)
+        return _hook_up(model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, generation)
     except BaseException:
         _take_down(runtime, store)
         lock.release()
@@ -264,19 +266,14 @@ def _hook_up(
     runtime: Runtime,
     backend: Backend,
     device: ComputeDevice,
-    config: AdamWConfig,
-    options: Options,
-    parameter_groups: Any,
-    step: Callable[[], object],
+    stepper: AdamStepper,
+    driver: RoundDriver,
     tracer: Tracer,
     clock: Callable[[], float],
     generation: Generation | None,
 ) -> Assembly:
-    optimizer = TieredOptimizer(_option_groups(model, groups, parameter_groups), config, step)
     access = DeviceAccess(groups.groups, store, runtime, device, clock, depth=1)
     hooks = ModelHooks(model, groups, access)
-    stepper = AdamStepper(groups, optimizer)
-    driver = RoundDriver(options.schedule, store, runtime)
 
     def is_free(group: int) -> bool:
         return not hooks.is_saved(group) and not groups.groups[group].is_viewed()
@@ -301,12 +298,12 @@ def _find_generation(
     resume = options.resume
     directory = Path(tiers.nvme[0]) if tiers.nvme else None
     manifests = Manifests(directory, backend) if directory is not None else None
-    if manifests is None or directory is None or not _numbers(manifests):
+    if manifests is None or directory is None or not manifests.numbers():
         if resume in (Resume.MUST, Resume.PREVIOUS):
             raise ConfigError(f"resume='{resume.value}': there is no generation in {directory or 'memory'}")
         return None
     lock.add([directory])
-    numbers = _numbers(manifests)
+    numbers = manifests.numbers()
     if options.durability is Durability.NONE:
         raise ConfigError(
             f"{directory} holds generation {numbers[0]}, which durability='none' would overwrite; "
@@ -333,15 +330,6 @@ def _open(runtime: Runtime, store: TrainingStore, generation: Generation, *, is_
     except ChecksumMismatch as error:
         damage = str(error).rpartition("; ")[0]  # without its advice to do what is being done
         raise ChecksumMismatch(f"generation {generation.number} is not whole any more: {damage}") from None
-
-
-def _numbers(manifests: Manifests) -> list[int]:
-    try:
-        return manifests.numbers()
-    except (FileNotFoundError, NotADirectoryError):
-        return []  # what can be made there is seen when it is made
-    except OSError as error:
-        raise StorageError(f"cannot use {manifests.directory} as a store: {error.strerror}") from None
 
 
 def _check_same_store(generation: Generation, tiers: TierConfig, schedule: UpdateSchedule) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tierstore.alignment import padded
 from tierstore.config import Codec, TierConfig, UpdateSchedule
-from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GradientMode, GroupNeed, Request, padded
+from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GradientMode, GroupNeed, Request
 from tierstore.plan.tiers import smallest_budgets
 
 _GRADIENTS: dict[UpdateSchedule, GradientMode] = {

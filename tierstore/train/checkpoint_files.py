@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tierstore.alignment import ALIGNMENT, padded
 from tierstore.errors import FormatError
-from tierstore.io.backend import ALIGNMENT, Backend, BlockFile, storage_error
+from tierstore.io.backend import Backend, BlockFile, storage_error
 from tierstore.pack.strict_json import parse_json
 from tierstore.pack.validate import read_header
 from tierstore.train.filling import PIECE_ELEMENTS
@@ -70,7 +71,7 @@ class CheckpointFiles:
         first, end = begin - begin % ALIGNMENT, begin + elements * dtype.itemsize
         room = np.empty(end - first + 2 * ALIGNMENT, np.uint8)
         room = room[-room.ctypes.data % ALIGNMENT :]
-        room = room[: -(-(end - first) // ALIGNMENT) * ALIGNMENT]
+        room = room[: padded(end - first)]
         self._open[path].read_into(room, first, required_bytes=end - first)
         content = torch.from_numpy(room)[begin - first : end - first]
         # Old files have headers of any length: a view of another dtype wants a multiple of its size.

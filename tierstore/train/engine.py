@@ -133,9 +133,7 @@ class Engine:
         if torch.is_grad_enabled() and not parts.driver.has_begun:
             self._generations.leave_newer()
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
-            parts.driver.begin(
-                parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph
-            )
+            parts.driver.begin(parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph)
         parts.access.stops_at_step = self._is_syncing and not parts.driver.is_streaming
         parts.access.begin_forward()
         try:
@@ -347,6 +345,8 @@ class Engine:
                 if parts.store.is_durable:
                     self._generations.commit(None)
         finally:
+            for group in wanted:
+                parts.groups.groups[group].take_back()
             parts.access.accept_changes(wanted)
             for group in wanted:
                 parts.access.leave(group, for_long=True)

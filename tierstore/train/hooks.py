@@ -113,4 +113,3 @@ class ModelHooks:
         group = self._groups[packed.group]
         alias = torch.empty(0, dtype=packed.dtype, device=group.storage.device)
         return alias.set_(group.storage, packed.offset, packed.shape, packed.stride)
-

@@ -51,8 +51,7 @@ class Speculation:
 
 
 class RoundDriver:
-    """The round of the step in progress.
-"""
+    """The round of the step in progress."""
 
     def __init__(self, schedule: UpdateSchedule, store: TrainingStore, runtime: Runtime) -> None:
         self.schedule = schedule
