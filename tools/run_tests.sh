@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Environment, lint, format, types, import floors, tests. Arguments go to pytest. Fails when any of them fails.
+# Environment, lint, types, import floors, tests. Arguments go to pytest. Fails when any of them fails.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/tools/environment.sh"
@@ -20,7 +20,6 @@ check() {  # name, command...
   fi
 }
 check "lint (ruff)" "$python" -m ruff check .
-check "format (ruff)" "$python" -m ruff format --check .
 check "types (mypy)" "$python" -m mypy
 check "import floors (import-linter)" "$venv/bin/lint-imports"
 if [ ${#failed[@]} -gt 0 ]; then say "failed so far: ${failed[*]}"; fi

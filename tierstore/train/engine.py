@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,13 +200,14 @@ class Engine:
             parts.collector.forget()
             self._has_final_backward = False
 
-    def train_step(self, batches: Sequence[Any], loss_of: Callable[[Any], torch.Tensor] | None = None) -> StepReport:
+    def train_step(self, batches: Iterable[Any], loss_of: Callable[[Any], torch.Tensor] | None = None) -> StepReport:
         """One step over all its micro-batches; the loss of each counts 1 / their number.
 
         Args:
             batches: mappings become keyword arguments of the model, anything else its first argument.
             loss_of: takes the model's output; None takes its `.loss`.
         """
+        batches = list(batches)
         for position, batch in enumerate(batches):
             is_last = position == len(batches) - 1
             with contextlib.nullcontext() if is_last else self.no_sync():

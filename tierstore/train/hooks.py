@@ -14,7 +14,7 @@ saves a parameter as itself, which nobody sees.
 from __future__ import annotations
 
 import contextlib
-import weakref
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,14 +25,19 @@ from tierstore.errors import GraphError
 from tierstore.train.access import DeviceAccess
 from tierstore.train.groups import ModelGroups
 
-
 class SavedView:
-    """A view of a group's storage that autograd saved."""
+    """A view of a group's storage that autograd saved.
 
-    __slots__ = ("__weakref__", "dtype", "group", "offset", "shape", "stride")
+    Attributes:
+        token: one object per group: the number of its references tells whether views are left. Not a weak set of the
+            views, whose callback in Python would swallow an interrupt by the keyboard.
+    """
 
-    def __init__(self, group: int, tensor: torch.Tensor) -> None:
+    __slots__ = ("dtype", "group", "offset", "shape", "stride", "token")
+
+    def __init__(self, group: int, token: object, tensor: torch.Tensor) -> None:
         self.group = group
+        self.token = token
         self.dtype = tensor.dtype
         self.offset = tensor.storage_offset()
         self.shape = tensor.shape
@@ -46,7 +51,8 @@ class ModelHooks:
         self._groups = groups.groups
         self._access = access
         self._by_storage = {group.storage._cdata: group.index for group in groups.groups}
-        self._saved: list[weakref.WeakSet[SavedView]] = [weakref.WeakSet() for _ in groups.groups]
+        self._tokens = [object() for _ in groups.groups]
+        self._idle_references = max(self._references(group.index) for group in groups.groups)
         self._watchers = 0
         self._handles = []
         for module, needed in groups.of_module.items():
@@ -62,7 +68,10 @@ class ModelHooks:
 
     def is_saved(self, group: int) -> bool:
         """Whether backward still has views of this group to unpack."""
-        return len(self._saved[group]) > 0
+        return self._references(group) > self._idle_references
+
+    def _references(self, group: int) -> int:
+        return sys.getrefcount(self._tokens[group])
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -101,9 +110,7 @@ class ModelHooks:
         group = self._by_storage.get(tensor.untyped_storage()._cdata)
         if group is None:
             return tensor
-        view = SavedView(group, tensor)
-        self._saved[group].add(view)
-        return view
+        return SavedView(group, self._tokens[group], tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, SavedView):
