@@ -25,6 +25,7 @@ from tierstore.errors import GraphError
 from tierstore.train.access import DeviceAccess
 from tierstore.train.groups import ModelGroups
 
+
 class SavedView:
     """A view of a group's storage that autograd saved.
 
