@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +77,18 @@ class TestPrevious:
             with opened(WAY, folder, resume="previous") as run:
                 expected[2].check_equal(State.of(run))
         assert check_resumes(WAY, folder, expected) == 3
+
+    def test_looking_at_it_does_not_take_pending_gradients_from_the_newer_one(
+        self, folder: Path, expected: list[State]
+    ) -> None:
+        delayed = replace(WAY, update="delayed")
+        with opened(delayed, folder) as run:
+            run.until(STEPS)
+        for way in (WAY, delayed):
+            assert "generation 4 of" in refuse(way, folder, ConfigError, resume="previous")
+        with opened(delayed, folder) as run:
+            assert run.engine.step_count == STEPS
+            run.step()
 
     def test_is_the_last_one_when_training_goes_on(self, folder: Path, expected: list[State]) -> None:
         with opened(WAY, folder, resume="previous") as run:
@@ -160,26 +171,41 @@ class TestDamage:
         assert "weights.b.safetensors is missing" in refuse(WAY, folder, FormatError)
 
     @pytest.mark.parametrize("name", ["state.a", "state.b"])
-    def test_a_header_is_made_anew(self, name: str, folder: Path, expected: list[State]) -> None:
+    def test_a_header_is_made_anew_by_a_commit(self, name: str, folder: Path, expected: list[State]) -> None:
         path = folder / "store0" / f"{name}.safetensors"
-        before = path.read_bytes()
+        before = path.read_bytes()[:4096]
         damage(path, 40)
-        with opened(WAY, folder):
-            pass
-        assert path.read_bytes() == before
         assert check_resumes(WAY, folder, expected) == 3
+        with opened(WAY, folder) as run:
+            run.until(STEPS)
+        assert path.read_bytes()[:4096] == before
 
-    @pytest.mark.parametrize("how", [lambda path: path.unlink(), lambda path: os.truncate(path, 100)])
-    def test_a_pack_that_the_generation_does_not_need(
-        self, how: Callable[[Path], None], folder: Path, expected: list[State]
-    ) -> None:
-        how(folder / "store0" / "state.a.safetensors")
+    def test_a_missing_pack_that_the_generation_does_not_need(self, folder: Path, expected: list[State]) -> None:
+        (folder / "store0" / "state.a.safetensors").unlink()
         with opened(WAY, folder) as run:
             run.until(STEPS)
         assert check_resumes(WAY, folder, expected) == STEPS
 
+    def test_a_truncated_pack_that_the_generation_does_not_need(self, folder: Path, expected: list[State]) -> None:
+        path = folder / "store0" / "state.a.safetensors"
+        os.truncate(path, 100)
+        assert "this generation does not need it: remove it" in refuse(WAY, folder, FormatError)
+        path.unlink()
+        assert check_resumes(WAY, folder, expected) == 3
+
 
 class TestAnotherStore:
+    def test_directories_of_two_stores_are_refused_and_left_alone(self, tmp_path: Path) -> None:
+        one, two = Way(directories=2), Way(directories=2, width=96)
+        for way, name, steps in ((one, "one", 1), (two, "two", 2)):
+            with opened(way, tmp_path / name) as run:
+                run.until(steps)
+        mixed = [tmp_path / "one" / "store0", tmp_path / "two" / "store1"]
+        assert "expected" in refuse(one, tmp_path, FormatError, nvme=mixed)
+        with opened(two, tmp_path / "two") as run:
+            assert run.engine.step_count == 2
+            run.until(3)
+
     def test_of_another_model(self, folder: Path) -> None:
         message = refuse(WAY, folder, ConfigError, model=tiny(blocks=1, width=32))
         assert "parameter blocks.0.attention.weight is fp32 (288, 96) " in message

@@ -192,7 +192,7 @@ class Clamped(Net):
 
 @pytest.mark.parametrize("update", [*LATER, *STREAMING])
 def test_weights_changed_in_forward_are_refused_by_name(update: str, tmp_path: Path) -> None:
-    refusal = pytest.raises(GraphError, match=r"blocks\.0\.0\.weight was changed in place")
+    refusal = pytest.raises(GraphError, match=r"blocks\.0\.0\.weight was changed in forward")
     with tight_engine(tmp_path, update, Clamped()) as engine, refusal:
         engine(batches(1)[0])
 
@@ -261,3 +261,93 @@ def test_a_closed_engine_says_so(tmp_path: Path) -> None:
         model = engine.model
     with pytest.raises(TierstoreError, match="engine of this model is closed"), torch.no_grad():
         model(batches(1)[0])
+
+
+@pytest.mark.parametrize("update", [*LATER, *STREAMING])
+def test_a_backward_without_a_forward_is_refused_and_harms_nothing(update: str, tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path, update) as engine:
+        old = loss_of(engine(x))
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+        with pytest.raises(ConfigError, match="needs a forward through the engine before it"):
+            engine.backward(old)
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+
+
+@pytest.mark.parametrize("update", LATER)
+def test_a_graph_from_before_the_step_is_refused(update: str, tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path, update) as engine:
+        old = loss_of(engine(x))
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+        engine(x)
+        with pytest.raises(GraphError, match=r"as they were before engine\.step"):
+            engine.backward(old)
+
+
+def test_training_while_weights_are_modified_is_refused(tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path) as engine:
+        with engine.gathered(["blocks.0.0.weight"], modify=True), pytest.raises(ConfigError, match="train after it"):
+            engine(x)
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+
+
+@pytest.mark.parametrize("update", STREAMING)
+def test_a_call_of_the_model_that_would_meet_an_update_is_refused(update: str, tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path, update) as engine, torch.no_grad():
+        with torch.enable_grad():
+            engine.backward(loss_of(engine(x)))
+        with pytest.raises(ConfigError, match="a call of the model between"):
+            engine.model(x)
+        engine.step()
+        engine.model(x)
+
+
+class Replaced(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.blocks[0][0].weight.data = self.blocks[0][0].weight.data.clamp(-0.1, 0.1)
+        return output
+
+
+def test_data_given_in_forward_is_refused_by_name(tmp_path: Path) -> None:
+    with tight_engine(tmp_path, model=Replaced()) as engine:
+        with pytest.raises(GraphError, match=r"blocks\.0\.0\.weight was changed in forward"):
+            engine(batches(1)[0])
+        with engine.gathered(["blocks.0.0.weight"]):
+            pass
+
+
+class Unstorable(Net):
+    def get_extra_state(self) -> Any:
+        return object()
+
+
+def test_what_is_refused_does_not_cost_the_weights(tmp_path: Path) -> None:
+    for model, options in (
+        (Net(), {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}),
+        (Net(), {"parameter_groups": [{"params": [nn.Parameter(torch.ones(1))]}]}),
+        (Unstorable(), {}),
+    ):
+        before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        with pytest.raises(ConfigError):
+            Engine(model, disk(tmp_path, gpu_memory="64MiB", cpu_memory="64MiB"), **options)
+        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_an_exploring_forward_costs_no_step(tmp_path: Path) -> None:
+    x = batches(1)[0]
+    tiers = disk(tmp_path, gpu_memory="64MiB", cpu_memory="64MiB")
+    with Engine(Net(), tiers, update="backward", commit_every=5) as engine:
+        for _ in range(7):
+            engine.backward(loss_of(engine(x)))
+            engine.step()
+        engine(x)
+    with Engine(Net(), tiers, update="backward", commit_every=5, resume="must") as engine:
+        assert engine.step_count == 7

@@ -223,7 +223,7 @@ class Batches:
             sampler=_Onward(self._position),
             num_workers=self._workers,
             pin_memory=self._pin_memory,
-            worker_init_fn=_ignore_interrupt,
+            worker_init_fn=_ignore_stops,
             # A loader draws a seed for its workers when it starts. Without a generator of its own that draw would
             # come from torch's global one, and a resumed run would see other dropout masks.
             generator=torch.Generator().manual_seed(0),
@@ -250,10 +250,11 @@ class Batches:
         self._iterator = None
 
 
-def _ignore_interrupt(worker: int) -> None:
-    # Ctrl-C reaches the whole process group: a worker that died of it would fail the step in flight.
+def _ignore_stops(worker: int) -> None:
+    # A stop may reach the whole process group: a worker that died of it would fail the step in flight.
     del worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def corpus_bytes(corpus: Corpus) -> int:

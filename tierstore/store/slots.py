@@ -121,6 +121,7 @@ class SlotPack:
         self._layouts: list[Layout] = [build(list(chunks[disk::disks])) for disk in range(disks)]
         self._places = [self._place(chunk.name, i % disks) for i, chunk in enumerate(chunks)]
         self._files: list[list[BlockFile]] = []
+        self._headers_to_write: list[tuple[BlockFile, Bytes]] = []
         self.current: list[ChunkRecord | None] = [None] * len(chunks)
         self.committed: list[ChunkRecord | None] = [None] * len(chunks)
 
@@ -162,29 +163,49 @@ class SlotPack:
                 path.unlink(missing_ok=True)
             raise
 
-    def open(self, records: Sequence[ChunkRecord | None]) -> None:
-        """Open existing files, for a generation with these records. What it does not need of them is mended.
+    def check(self, records: Sequence[ChunkRecord | None]) -> None:
+        """Look whether `open` will do, and change nothing: the directories may be those of another store.
 
         Raises:
-            FormatError: a file that it needs is missing, or has another size.
+            FormatError: a file that a generation with these records needs is missing, or one has another size.
         """
         needed = {(self._places[i].disk, record.slot) for i, record in enumerate(records) if record is not None}
         for position, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
-            damage = _damage(path, layout)
-            if damage is not None and divmod(position, self._slots) in needed:
-                raise FormatError(f"the store is damaged: {path} {damage}; restore it from a copy")
-            if damage is None:
+            is_needed = divmod(position, self._slots) in needed
+            if not path.exists():
+                if is_needed:
+                    raise FormatError(f"the store is damaged: {path} is missing; restore it from a copy")
+                continue
+            if (size := path.stat().st_size) != layout.file_bytes:
+                advice = "restore it from a copy" if is_needed else "this generation does not need it: remove it"
+                raise FormatError(
+                    f"the store is damaged: {path} has {size} B, expected {layout.file_bytes} B; {advice}"
+                )
+
+    def open(self, records: Sequence[ChunkRecord | None]) -> bool:
+        """Open existing files, for a generation with these records; what it does not need may be missing, and is made.
+
+        Returns:
+            Whether a file was made; its name is not durable yet.
+
+        Raises:
+            FormatError: as `check`.
+        """
+        self.check(records)
+        is_made = False
+        for path, layout in zip(self.paths(), self._layouts_by_path()):
+            if path.exists():
                 file = self._io.backend.open(path, writable=True)
             else:
-                if path.exists():
-                    self._io.backend.remove(path)
                 file = self._io.backend.create(path, layout.file_bytes)
+                is_made = True
             self._files_append(file)
             expected = _aligned(layout.header)
             header = _aligned(bytes(len(expected)))
             file.read_into(header, 0)
             if not np.array_equal(header, expected):
-                file.write_from(expected, 0)  # the manifest says what it must be
+                self._headers_to_write.append((file, expected))
+        return is_made
 
     def _layouts_by_path(self) -> list[Layout]:
         return [layout for layout in self._layouts for _ in range(self._slots)]
@@ -261,6 +282,11 @@ class SlotPack:
 
     def datasync(self) -> None:
         """Make every write durable. Worker thread; a failure is final, it is never retried."""
+        # A header is known, so a damaged one costs nothing. It is written for a commit, when every chunk was read and
+        # verified: until then the files may be those of another store.
+        while self._headers_to_write:
+            file, header = self._headers_to_write.pop()
+            file.write_from(header, 0)
         for files in self._files:
             for file in files:
                 file.datasync()
@@ -280,14 +306,6 @@ class SlotPack:
         with contextlib.ExitStack() as closing:
             for file in (file for row in files for file in row):
                 closing.callback(file.close)
-
-
-def _damage(path: Path, layout: Layout) -> str | None:
-    """What a look at a file shows to be wrong with it."""
-    if not path.exists():
-        return "is missing"
-    size = path.stat().st_size
-    return None if size == layout.file_bytes else f"has {size} B, expected {layout.file_bytes} B"
 
 
 def _aligned(data: bytes) -> Bytes:

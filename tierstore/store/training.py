@@ -243,15 +243,22 @@ class TrainingStore:
             if not directory.is_dir():
                 raise FormatError(f"the store is damaged: {directory} is missing")
         self._lock.add(self.directories)
+        kept = [pack for pack in self._committed_packs if pack.kind in generation.records]
+        for pack in kept:  # all of them, before anything is changed: they may be those of another store
+            pack.check(generation.records[pack.kind])
         self._is_ours = True
         end_store_making(self.directories, self._backend)
+        is_made = False
         for pack in self._packs:
-            if pack in self._committed_packs and pack.kind in generation.records:
-                pack.open(generation.records[pack.kind])
+            if pack in kept:
+                is_made |= pack.open(generation.records[pack.kind])
             else:  # what no generation needs, or an update schedule that is new to this store
                 for path in pack.paths():
                     path.unlink(missing_ok=True)
                 pack.create()
+                is_made = True
+        for directory in self.directories if is_made else ():
+            self._backend.sync_directory(directory)
 
     async def verify(self, generation: Generation) -> None:
         """Read every chunk of a generation; the store is open.

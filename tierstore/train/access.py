@@ -164,17 +164,20 @@ class DeviceAccess:
         self.enter(group)
 
     def check_unchanged(self) -> None:
-        """Refuse weights that the model has changed in place: updates go on from those at rest.
+        """Refuse weights that the model has changed: updates go on from those at rest.
+
+        What goes past the version counters (`weight.data.clamp_()`) is not seen, and is lost.
 
         Raises:
             GraphError: names one.
         """
         for group, versions in zip(self._groups, self._versions):
             for position, parameter in enumerate(group.parameters):
-                if parameter._version != versions[position]:
+                is_elsewhere = parameter.untyped_storage()._cdata != group.storage._cdata
+                if parameter._version != versions[position] or is_elsewhere:
                     name = group.spec.parameters[position].name
                     raise GraphError(
-                        f"{name} was changed in place in forward, which would be lost; change weights between steps, "
+                        f"{name} was changed in forward, which would be lost; change weights between steps, "
                         f"inside `with engine.gathered([{name!r}], modify=True):`"
                     )
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, open_device
-from tierstore.errors import ChecksumMismatch, ConfigError, TierstoreError
+from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.kernels import warm_up
@@ -148,6 +148,8 @@ class Assembly:
                 step()
             except BaseException as error:
                 failure = failure or error
+                if step == self.runtime.close and isinstance(error, Timeout):
+                    break  # what does not end may still write: it keeps the memory, the files and the lock
         if failure is not None:
             raise failure
 
@@ -197,11 +199,15 @@ def assemble(
     parameter_groups: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]] | None,
     source: Any,
     step: Callable[[], object],
+    prepare: Callable[[TieredOptimizer], None],
     tracer: Tracer,
     clock: Callable[[], float],
     backend: Backend | None = None,
 ) -> Assembly:
     """Make everything that an engine is made of, or nothing.
+
+    Args:
+        prepare: called with the optimizer before anything is changed; what it raises ends the making.
 
     Raises:
         TierstoreError: what was begun is taken down again.
@@ -224,6 +230,7 @@ def assemble(
             _check_same_store(generation, tiers, options.schedule)
         # Before the store is made and takes the weights: what is wrong with the options must not cost them.
         stepper = AdamStepper(groups, TieredOptimizer(_option_groups(model, groups, parameter_groups), config, step))
+        prepare(stepper.optimizer)
         grid = generation.layout["chunk_elements"] if generation is not None else None
         request = request_for([spec.need() for spec in specs], tiers, options.schedule, grid)
         store = TrainingStore(
@@ -250,13 +257,15 @@ def assemble(
 
 
 def _take_down(runtime: Runtime, store: TrainingStore | None) -> None:
+    # Errors in here are not told: the one on its way out is.
     try:
         runtime.close()
+    except Timeout:
+        return  # what does not end keeps the store
     except TierstoreError:
-        pass  # the error on its way out is the one to tell
-    finally:
-        if store is not None:
-            store.release()
+        pass
+    if store is not None:
+        store.release()
 
 
 def _hook_up(
@@ -316,8 +325,26 @@ def _find_generation(
         )
     if resume is Resume.PREVIOUS and len(numbers) < 2:
         raise ConfigError(f"{directory} holds only generation {numbers[0]}; there is none before it")
-    number = numbers[1] if resume is Resume.PREVIOUS else numbers[0]
-    return runtime.call(manifests.read, number)
+    if resume is Resume.PREVIOUS:
+        previous = runtime.call(manifests.read, numbers[1])
+        _check_can_look_back(runtime, manifests, numbers[0], previous, options.schedule)
+        return previous
+    return runtime.call(manifests.read, numbers[0])
+
+
+def _check_can_look_back(
+    runtime: Runtime, manifests: Manifests, newest: int, previous: Generation, schedule: UpdateSchedule
+) -> None:
+    """Refuse to open a previous generation in a way that takes pending gradients from the newest one."""
+    try:
+        kinds = runtime.call(manifests.read, newest).records.keys()
+    except FormatError:
+        return  # it is damaged: nothing can be taken from it
+    if kinds > {"weights", "state"} and (kinds != previous.records.keys() or schedule is not UpdateSchedule.DELAYED):
+        raise ConfigError(
+            f"generation {newest} of {manifests.directory} holds gradients of update='delayed', which going back with "
+            f"update={schedule.value!r} would lose; resume generation {newest} with update='delayed' first"
+        )
 
 
 def _open(runtime: Runtime, store: TrainingStore, generation: Generation, *, is_previous: bool) -> None:

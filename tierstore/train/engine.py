@@ -98,20 +98,30 @@ class Engine:
         self._is_closed = False
         self._is_syncing = True
         self._has_final_backward = False
+        self._is_modifying = False
         self._broken_by: BaseException | None = None
+        scheduler: Any = None
+
+        def prepare(optimizer: TieredOptimizer) -> None:
+            nonlocal scheduler
+            if lr_scheduler is not None:
+                scheduler = lr_scheduler(optimizer)
+                check_scheduler(scheduler)
+            states = {name: value.state_dict() for name, value in (registered or {}).items()}
+            capture.plain(states | capture.extra_states(model), "captured")  # whether it can be stored
+
         self._parts: Assembly = assemble(
-            model, tiers, optimizer or AdamWConfig(), options, parameter_groups, initialize, self.step,
+            model, tiers, optimizer or AdamWConfig(), options, parameter_groups, initialize, self.step, prepare,
             tracer or Tracer(clock, enabled=False), clock, backend,
         )  # fmt: skip
         self.optimizer.on_zero_grad = self.zero_grad
+        self._parts.hooks.refuse_outside = lambda: self._refuse_after_backward("a call of the model")
         self._generations = Generations(self._parts, model, self._loss_scale, registered or {}, commit_every)
         try:
             self._meters = StepMeters(self._parts, clock)
             if options.schedule is UpdateSchedule.DELAYED:
                 self._parts.driver.gradient_set = 1  # what is collected now is applied a step later
-            if lr_scheduler is not None:
-                self._generations.scheduler = lr_scheduler(self.optimizer)
-                check_scheduler(self._generations.scheduler)
+            self._generations.scheduler = scheduler
             if self._parts.opened is not None:
                 is_previous = options.resume is Resume.PREVIOUS
                 self._generations.restore(self._parts.opened.captured, is_previous=is_previous)
@@ -130,6 +140,8 @@ class Engine:
         """The model's forward."""
         parts = self._whole_parts()
         self._refuse_after_backward("another forward")
+        if torch.is_grad_enabled() and self._is_modifying:
+            raise ConfigError("weights are being changed by gathered(modify=True); train after it")
         if torch.is_grad_enabled() and not parts.driver.has_begun:
             self._generations.leave_newer()
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
@@ -156,6 +168,8 @@ class Engine:
         """
         parts = self._whole_parts()
         self._refuse_after_backward("a second backward outside no_sync()")
+        if not parts.driver.has_begun:
+            raise ConfigError("backward() needs a forward through the engine before it, in the same step")
         if loss.numel() != 1 or not loss.requires_grad:
             raise ConfigError(
                 f"a loss is one number that depends on the weights, not a tensor of shape {tuple(loss.shape)}"
@@ -279,6 +293,7 @@ class Engine:
         if now is not None:
             parts.stepper.count(now.touched)
         parts.collector.forget()
+        parts.hooks.step_ended()
         parts.access.weights_changed(group.index for group in parts.groups.groups if group.spec.trainable)
         return (norm if touched else None), is_finite
 
@@ -338,6 +353,7 @@ class Engine:
                     parts.access.leave(entered, for_long=True)
                 raise
         try:
+            self._is_modifying = modify
             with parts.hooks.watching():  # a loss may be made of what is read here
                 yield
             if modify:
@@ -346,6 +362,7 @@ class Engine:
                 if parts.store.is_durable:
                     self._generations.commit(None)
         finally:
+            self._is_modifying = False
             for group in wanted:
                 parts.groups.groups[group].take_back()
             parts.access.accept_changes(wanted)
@@ -414,7 +431,8 @@ class Engine:
         self._is_closed = True
         atexit.unregister(self._at_exit)
         driver = self._parts.driver
-        if driver.has_begun and (driver.is_streaming or driver.schedule is UpdateSchedule.DELAYED):
+        has_updated = self._has_final_backward or self._broken_by is not None
+        if driver.has_begun and (driver.schedule is UpdateSchedule.DELAYED or (driver.is_streaming and has_updated)):
             self._generations.forget()  # the store has gone on from there, into a step that nobody ends
         self._parts.close(self._generations.publish)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,10 +34,11 @@ class SavedView:
             views, whose callback in Python would swallow an interrupt by the keyboard.
     """
 
-    __slots__ = ("dtype", "group", "offset", "shape", "stride", "token")
+    __slots__ = ("dtype", "group", "offset", "shape", "step", "stride", "token")
 
-    def __init__(self, group: int, token: object, tensor: torch.Tensor) -> None:
+    def __init__(self, group: int, token: object, step: int, tensor: torch.Tensor) -> None:
         self.group = group
+        self.step = step
         self.token = token
         self.dtype = tensor.dtype
         self.offset = tensor.storage_offset()
@@ -55,6 +56,9 @@ class ModelHooks:
         self._tokens = [object() for _ in groups.groups]
         self._idle_references = max(self._references(group.index) for group in groups.groups)
         self._watchers = 0
+        self._step = 0
+        self.refuse_outside: Callable[[], None] = lambda: None
+        """Called when a module is called outside of `watching`."""
         self._handles = []
         for module, needed in groups.of_module.items():
             enter, leave = self._hooks_of(needed)
@@ -74,6 +78,10 @@ class ModelHooks:
     def _references(self, group: int) -> int:
         return sys.getrefcount(self._tokens[group])
 
+    def step_ended(self) -> None:
+        """The weights change: what was saved so far is of no use any more."""
+        self._step += 1
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Forward and backward run in this."""
@@ -90,10 +98,12 @@ class ModelHooks:
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def enter(module: nn.Module, args: Any) -> None:
+            if not self._watchers:
+                self.refuse_outside()
             if not self._watchers and torch.is_grad_enabled():
                 raise GraphError(
                     f"{type(module).__name__} was called outside of engine(...) with gradients enabled; "
-                    "call the engine, or use torch.no_grad()"
+                    "call it in the model's forward, inside `with engine.gathered([...]):`, or under torch.no_grad()"
                 )
             for group in needed:
                 access.enter(group)
@@ -111,13 +121,18 @@ class ModelHooks:
         group = self._by_storage.get(tensor.untyped_storage()._cdata)
         if group is None:
             return tensor
-        return SavedView(group, self._tokens[group], tensor)
+        return SavedView(group, self._tokens[group], self._step, tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, SavedView):
             tensor: torch.Tensor = packed
             return tensor
-        self._access.visit(packed.group)
         group = self._groups[packed.group]
+        if packed.step != self._step and group.spec.trainable:
+            raise GraphError(
+                f"backward needs the weights of {group.spec.name} as they were before engine.step(); "
+                "call engine.backward(loss) before the step"
+            )
+        self._access.visit(packed.group)
         alias = torch.empty(0, dtype=packed.dtype, device=group.storage.device)
         return alias.set_(group.storage, packed.offset, packed.shape, packed.stride)
