@@ -207,9 +207,6 @@ class TestAnExceptionInTheMiddleOfAStep:
         # Step 4 was not due: it is committed at the end, unless the store may have gone on from it.
         is_lost = way.update == "backward" and place is not in_forward
         is_lost |= place in (in_a_callback, in_the_state_of_something_registered)
-            in_a_callback,
-            in_the_state_of_something_registered,
-        )
         assert found == (3 if way.commit_every == 3 and is_lost else 4)
 
     @pytest.mark.parametrize("place", [in_backward, at_the_end_of_backward], ids=lambda place: place.__name__)

@@ -177,7 +177,9 @@ class SlotPack:
                     raise FormatError(f"the store is damaged: {path} is missing; restore it from a copy")
                 continue
             if (size := path.stat().st_size) != layout.file_bytes:
-                advice = "restore it from a copy" if is_needed else "this generation does not need it: remove it"
+                advice = "restore it from a copy"
+                if not is_needed:
+                    advice = "if the directories are those of this store, remove it: this generation does not need it"
                 raise FormatError(
                     f"the store is damaged: {path} has {size} B, expected {layout.file_bytes} B; {advice}"
                 )
