@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +48,11 @@ class FakeEngine:
         *,
         store: FakeStore,
         before_commit: Callable[[int], None] = lambda _: None,
+        buffered: Sequence[str] = (),
         **arguments: Any,
     ) -> None:
         self.arguments = arguments
+        self.buffered = buffered
         self.placement = FakePlacement()
         self.calls: list[str] = []
         self.step_count = 0
@@ -99,6 +101,9 @@ class FakeEngine:
         self._before_commit(self.step_count)
         self._save()
         return report
+
+    def statistics(self) -> dict[str, Any]:
+        return {"buffered_directories": self.buffered}
 
     def flush(self) -> None:
         self.calls.append("flush")

@@ -99,6 +99,11 @@ def test_a_run_learns_and_reports(options: Callable[..., TrainOptions]) -> None:
     assert engine.calls[-2:] == ["evaluate", "close"]
 
 
+def test_a_filesystem_without_direct_io_is_named_once(options: Callable[..., TrainOptions]) -> None:
+    _, _, output = run(options(steps=2), buffered=["/a/b"])
+    assert output.count("note: no O_DIRECT in /a/b: I/O is buffered") == 1
+
+
 def test_the_lines_say_everything(options: Callable[..., TrainOptions]) -> None:
     chosen = options(steps=3, warmup=2)
     run(chosen)

@@ -170,6 +170,8 @@ class _Run:
         unused = parts.source.unexpected if isinstance(parts.source, CheckpointSource) else ()
         if unused:
             notes.append(f"tensors of the checkpoint that are not used: {len(unused)}, the first is {unused[0]}")
+        if buffered := self._engine.statistics()["buffered_directories"]:
+            notes.append(f"no O_DIRECT in {', '.join(buffered)}: I/O is buffered, and the page cache takes memory")
         for note in notes:
             self._reporter.say(f"note: {note}")
         count = sum(parameter.numel() for parameter in parts.model.parameters())

@@ -412,7 +412,7 @@ class Engine:
         whole.export(self._open_parts(), self.model, Path(directory))
 
     def statistics(self) -> dict[str, Any]:
-        """Totals since the engine was made: bytes by link, peaks by tier, generation, depth."""
+        """Totals since the engine was made: bytes by link, peaks by tier, generation, depth, buffered directories."""
         return self._meters.totals()
 
     # --- the end ------------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class StepMeters:
             "stall_s": self._parts.access.stall_s,
             "generation": self._parts.store.generation,
             "prefetch_depth": self._parts.access.depth,
+            "buffered_directories": sorted(map(str, self._parts.backend.buffered_directories)),
         }
 
     def _links(self) -> dict[str, int]:
