@@ -284,8 +284,8 @@ class SlotPack:
 
     def datasync(self) -> None:
         """Make every write durable. Worker thread; a failure is final, it is never retried."""
-        # A header is known, so a damaged one costs nothing. It is written for a commit, when every chunk was read and
-        # verified: until then the files may be those of another store.
+        # A header is known, so a damaged one costs nothing. Written with a commit, not by `open`: that changes nothing
+        # that is there.
         while self._headers_to_write:
             file, header = self._headers_to_write.pop()
             file.write_from(header, 0)
