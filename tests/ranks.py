@@ -1,0 +1,115 @@
+"""Functions run by several processes, the ranks of one gloo group: a fast start, and no rank outlives its test.
+
+A function to run stands in a module that a new process can import: a helper of the tests, not a test module. It takes
+`rank, ranks` before its own arguments. Ranks meet in a file, so no port is needed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_GRACE_S = 20.0  # for the others, after the first failure: they are to report it themselves
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended: its result, or the traceback of its error, or neither of them if it was killed."""
+
+    value: Any = None
+    error: str | None = None
+    is_finished: bool = False
+    after_s: float = 0.0
+
+
+def run_ranks(
+    ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0, wait_s: float = 60.0
+) -> list[Any]:
+    """The results of `function(rank, ranks, *arguments)`, by rank.
+
+    Args:
+        timeout_s: the group's, for every collective.
+        wait_s: for all of it.
+
+    Raises:
+        AssertionError: a rank failed; with the tracebacks of all.
+    """
+    outcomes = outcomes_of(ranks, function, *arguments, timeout_s=timeout_s, wait_s=wait_s)
+    failed = [f"rank {rank}:\n{one.error or 'was killed'}" for rank, one in enumerate(outcomes) if not one.is_finished]
+    assert not failed, "\n".join(failed)
+    return [one.value for one in outcomes]
+
+
+def outcomes_of(
+    ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0, wait_s: float = 60.0
+) -> list[Outcome]:
+    """How every rank ended; ranks may fail, and may kill themselves."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "tierstore.train.engine"])
+    outcomes = [Outcome() for _ in range(ranks)]
+    with tempfile.TemporaryDirectory() as directory:
+        meeting, processes, ends = f"file://{directory}/meeting", [], {}
+        begin = time.monotonic()
+        try:
+            for rank in range(ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank, args=(rank, ranks, meeting, timeout_s, theirs, function, arguments), daemon=True
+                )
+                process.start()
+                theirs.close()
+                processes.append(process)
+                ends[ours] = rank
+            deadline = begin + wait_s
+            while ends and (left_s := deadline - time.monotonic()) > 0:
+                for end in wait(list(ends), left_s):
+                    rank = ends.pop(end)
+                    outcomes[rank] = _received(end, time.monotonic() - begin)
+                    if not outcomes[rank].is_finished:
+                        deadline = min(deadline, time.monotonic() + max(_GRACE_S, timeout_s))
+        finally:
+            for process in processes:
+                process.join(0 if ends else 10.0)
+                process.kill()
+                process.join()
+            for end in ends:
+                end.close()
+    return outcomes
+
+
+def _received(end: Connection, after_s: float) -> Outcome:
+    with end:
+        try:
+            value, error = end.recv()
+        except EOFError:
+            return Outcome(after_s=after_s)
+    return Outcome(value, error, error is None, after_s)
+
+
+def _rank(
+    rank: int, ranks: int, meeting: str, timeout_s: float, end: Connection, function: Any, arguments: Any
+) -> None:
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    try:
+        distributed.init_process_group(
+            "gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
+        )
+        value = function(rank, ranks, *arguments)
+        distributed.barrier()
+        distributed.destroy_process_group()
+        end.send((value, None))
+    except BaseException:
+        end.send((None, traceback.format_exc()))
+    end.close()
+    os._exit(0)  # threads of a group that has lost a rank may never end
