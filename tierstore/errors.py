@@ -55,5 +55,9 @@ class Timeout(TierstoreError, TimeoutError):
     """A wait passed its deadline; the message says what was in flight."""
 
 
+class RankLost(TierstoreError):
+    """Another rank died or stopped answering; the message says which, and what was waited for."""
+
+
 class GraphError(TierstoreError):
     """The model did in this step what the chosen update schedule cannot follow exactly."""

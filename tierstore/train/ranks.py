@@ -1,0 +1,139 @@
+"""The ranks that train together: who they are, their collectives, and who of them is missing when one fails.
+
+Scope: a process group with a heart beat, collectives on flat tensors under one name for every version of torch.
+Not here: what is reduced or gathered, and when (`reducer.py`, `partition.py`).
+Owner: the thread that makes it; `waiting` is entered by any thread.
+
+[Note: who is missing] A collective that fails names a socket, or nothing. So every rank counts in the group's store
+what its heart beats and says what it waits for; who does not count on after a failure is missing. A store that does
+not answer was kept by a rank that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tierstore.errors import ConfigError, RankLost
+
+_BEAT_S = 0.5
+_made = itertools.count()  # ranks make their groups in one order, so they number them alike
+
+
+class Ranks:
+    """One process group, and whether its ranks are alive.
+
+    Args:
+        group: None is the default group.
+        timeout_s: a rank that does not come to a collective for so long is missing.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
+        if not distributed.is_initialized():
+            raise ConfigError(
+                "there is no process group: start with torchrun, and call torch.distributed.init_process_group() first"
+            )
+        self.group = group or distributed.group.WORLD
+        self.rank = distributed.get_rank(self.group)
+        self.count = distributed.get_world_size(self.group)
+        self.timeout_s = timeout_s
+        self._members = distributed.get_process_group_ranks(self.group)
+        name = "-".join(map(str, self._members))
+        self._store = PrefixStore(f"tierstore/{name}/{next(_made)}", _get_default_store())
+        self._waits: dict[int, str] = {}
+        self._stopped = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="tierstore-heart", daemon=True)
+        if self.count > 1:
+            self._heart.start()
+
+    def close(self) -> None:
+        """Stop the heart. Twice is fine."""
+        self._stopped.set()
+        if self._heart.is_alive():
+            self._heart.join()
+
+    def subgroup(self, *, backend: str | None = None) -> ProcessGroup:
+        """Another group of the same ranks: its collectives have an order of their own. All ranks call it."""
+        made: ProcessGroup = distributed.new_group(
+            self._members,
+            timeout=timedelta(seconds=self.timeout_s),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+        return made
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """The thread waits for the other ranks in here.
+
+        Raises:
+            RankLost: the collective failed; says which ranks are missing.
+        """
+        me = threading.get_ident()
+        self._waits[me] = what
+        try:
+            yield
+        except (RuntimeError, distributed.DistError) as error:
+            raise RankLost(self._report(what)) from error
+        finally:
+            self._waits.pop(me, None)
+
+    def _report(self, what: str) -> str:
+        where = f"rank {self.rank} of {self.count} waited for {what}"
+        try:
+            before = self._beats()
+            self._stopped.wait(3 * _BEAT_S)
+            after = self._beats()
+        except RuntimeError:
+            return f"{where}, and the store of the process group does not answer: the rank that kept it is gone"
+        missing = [rank for rank in after if after[rank] == before[rank]]
+        if missing:
+            names = ", ".join(map(str, missing))
+            verb = "does" if len(missing) == 1 else "do"
+            return f"{where}, and rank {names} {verb} not answer: it has died or is stuck; start all ranks again"
+        doing = "; ".join(f"rank {rank} {text.partition(' ')[2]}" for rank, text in after.items())
+        return f"{where}, and it failed though all ranks are alive ({doing}); see the error above this one"
+
+    def _beats(self) -> dict[int, str]:
+        """What the other ranks have said last; empty if nothing yet."""
+        others = [rank for rank in range(self.count) if rank != self.rank]
+        return {rank: self._said(str(rank)) for rank in others}
+
+    def _said(self, key: str) -> str:
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+    def _beat(self) -> None:
+        for count in itertools.count():
+            waits = "waits for " + " and ".join(self._waits.copy().values()) if self._waits else "computes"
+            with contextlib.suppress(RuntimeError):
+                self._store.set(str(self.rank), f"{count} {waits}")
+            if self._stopped.wait(_BEAT_S):
+                return
+
+
+def all_gather_flat(output: torch.Tensor, shard: torch.Tensor, group: ProcessGroup, *, async_op: bool = False) -> Any:
+    """Every rank's shard, in the order of ranks; `shard` may be this rank's part of `output`.
+
+    Shapes: output (ranks * n,), shard (n,).
+    """
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    return gather(output, shard, group=group, async_op=async_op)
+
+
+def reduce_scatter_flat(shard: torch.Tensor, full: torch.Tensor, group: ProcessGroup, *, async_op: bool = False) -> Any:
+    """This rank's part of the sum of `full` over ranks.
+
+    Shapes: shard (n,), full (ranks * n,).
+    """
+    scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+    return scatter(shard, full, group=group, async_op=async_op)
