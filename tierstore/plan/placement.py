@@ -35,19 +35,30 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupNeed:
-    """One group: `weight_bytes` and `state_bytes` are per element; a gradient has the weights' dtype."""
+    """One group: `weight_bytes` and `state_bytes` are per element; a gradient has the weights' dtype.
+
+    Attributes:
+        elements: those that are kept here; other ranks may keep others.
+        whole_bytes: of the weights of all ranks, on the device; None: all are kept here.
+    """
 
     name: str
     elements: int
     weight_bytes: int
     state_bytes: int
     trainable: bool
+    whole_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.elements < 0 or self.weight_bytes <= 0 or self.state_bytes < 0:
             raise ConfigError(f"group {self.name!r} has impossible sizes: {self}")
         if self.state_bytes and not self.trainable:
             raise ConfigError(f"group {self.name!r} is frozen but has {self.state_bytes} B of state per element")
+
+    @property
+    def device_bytes(self) -> int:
+        """Padded bytes of the weights while the group is on the device."""
+        return padded(self.elements * self.weight_bytes if self.whole_bytes is None else self.whole_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,7 @@ class Request:
         chunk_bytes: upper bound of a chunk of any kind; None is 32 MiB. A chunk has at least one block of elements.
         chunk_elements: the grid of a store that is there already; then `chunk_bytes` does not count.
         acquired_bytes: largest sum of simultaneously acquired groups; None is the largest group.
+        gradient_room_bytes: smallest room for gradients on the device; None is the largest group's.
         read_weights_with_state: the update reads weights that live on NVMe, instead of finding them at hand.
         scratch_bytes: part of the CPU budget that is not placed: a codec's.
     """
@@ -73,6 +85,7 @@ class Request:
     chunk_bytes: int | None = None
     chunk_elements: int | None = None
     acquired_bytes: int | None = None
+    gradient_room_bytes: int | None = None
     read_weights_with_state: bool = False
     workers: int = 4
     scratch_bytes: int = 0
@@ -215,7 +228,7 @@ class Placement:
             ):
                 if nbytes:
                     everywhere.setdefault((kind, tier), []).append(nbytes)
-        weights = [padded(need.elements * need.weight_bytes) for need in self.groups]
+        weights = [need.device_bytes for need in self.groups]
         gradients = [nbytes for nbytes, need in zip(weights, self.groups) if need.trainable]
         rows = [
             UsageRow(Kind.WEIGHTS, Tier.GPU, len(weights), min(self.gpu_weight_bytes, sum(weights))),

@@ -94,7 +94,7 @@ def smallest_budgets(request: Request) -> Budgets:
     """The smallest budgets that `place` accepts, each independent of the other."""
     groups, least = request.groups, _chunk_sizes(request)[-1]
     return Budgets(
-        gpu_bytes=_acquired_bytes(request) + _largest_gradient_bytes(groups),
+        gpu_bytes=_acquired_bytes(request) + _gradient_room_bytes(request),
         cpu_bytes=request.scratch_bytes
         + min(_pools(request, least, homes, _FLOOR).total_bytes for homes in _corners(request, least)),
     )
@@ -139,17 +139,19 @@ def place(request: Request) -> Placement:
 def _acquired_bytes(request: Request) -> int:
     if request.acquired_bytes is not None:
         return request.acquired_bytes
-    return max((padded(need.elements * need.weight_bytes) for need in request.groups), default=0)
+    return max((need.device_bytes for need in request.groups), default=0)
 
 
-def _largest_gradient_bytes(groups: tuple[GroupNeed, ...]) -> int:
-    return max((padded(need.elements * need.weight_bytes) for need in groups if need.trainable), default=0)
+def _gradient_room_bytes(request: Request) -> int:
+    if request.gradient_room_bytes is not None:
+        return request.gradient_room_bytes
+    return max((need.device_bytes for need in request.groups if need.trainable), default=0)
 
 
 def _gpu_gradient_bytes(request: Request) -> int:
     """Room for the largest gradient; for two when a second one takes nothing that weights could use well."""
-    largest = _largest_gradient_bytes(request.groups)
-    all_weights = sum(padded(need.elements * need.weight_bytes) for need in request.groups)
+    largest = _gradient_room_bytes(request)
+    all_weights = sum(need.device_bytes for need in request.groups)
     enough = min(all_weights, 3 * _acquired_bytes(request))
     return 2 * largest if request.gpu_bytes - 2 * largest >= max(enough, _acquired_bytes(request)) else largest
 
@@ -339,7 +341,7 @@ class _Filler:
 
 def _by_value(request: Request) -> list[Kind]:
     """Kinds by the NVMe traffic that a byte of CPU memory saves per step, most first (see [Note: homes])."""
-    all_weights = sum(padded(need.elements * need.weight_bytes) for need in request.groups)
+    all_weights = sum(need.device_bytes for need in request.groups)
     weight_reads = 0 if request.gpu_bytes - _gpu_gradient_bytes(request) >= all_weights else 2
     saved = {
         Kind.GRADIENTS: {"held": 2.0, "doubled": 1.0, "streamed": 0.0}[request.gradients],

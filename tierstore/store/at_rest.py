@@ -55,7 +55,7 @@ class ChunksAtRest:
         self._updates = updates
         self._staging = staging
         self._compute = compute
-        self._index = ChunkIndex(placement)
+        self._index = ChunkIndex(groups, placement)
 
     async def put(self, group: int, chunk: int, master: Floats, *, keep_moments: bool = False) -> None:
         """Set the weights of a chunk from fp32 values; moments are zero unless kept.

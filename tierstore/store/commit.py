@@ -39,6 +39,9 @@ _MANIFEST = re.compile(r"manifest-(?P<number>\d{12})\.json")
 _SMALL = re.compile(r"(manifest|captured)-(?P<number>\d{12})\.(json|safetensors)(\.tmp)?")
 _PACK = re.compile(r"(weights|state|gradients1?|put-\d+)\.[ab]\.safetensors")
 _LOCK, _UNFINISHED = "lock", "unfinished"
+_LOCKS = re.compile(r"lock(\.\d+)?")
+PER_RANK = ("registered", "buffers", "random")
+"""What of the captured state every rank has its own of; the rest is the same at all."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,15 @@ class Generation:
 
 
 class StoreLock(ForkAware):
-    """Exclusive use of the directories of a store, by flock: it ends with the process, however that ends."""
+    """Exclusive use of the directories of a store, by flock: it ends with the process, however that ends.
 
-    def __init__(self, directories: Sequence[Path] = ()) -> None:
+    Args:
+        member: a rank that writes the store of a leader has a lock of its own: the leader's death does not end it.
+    """
+
+    def __init__(self, directories: Sequence[Path] = (), *, member: int | None = None) -> None:
         super().__init__()
+        self._member = member
         self._descriptors: dict[Path, int] = {}
         self.add(directories)
 
@@ -72,14 +80,23 @@ class StoreLock(ForkAware):
         Raises:
             StoreLocked: another process, or another engine of this one, has one; nothing is locked any more.
         """
+        name = _LOCK if self._member is None else f"{_LOCK}.{self._member}"
         try:
             for directory in directories:
-                path = directory / _LOCK
+                path = directory / name
                 if path not in self._descriptors:
                     self._descriptors[path] = self._lock(path)
+                    if self._member is None:
+                        self._refuse_members(directory)
         except BaseException:
             self.release()
             raise
+
+    def _refuse_members(self, directory: Path) -> None:
+        """Ranks of another run may go on writing after their leader's death."""
+        for path in directory.glob(f"{_LOCK}.*"):
+            os.close(self._lock(path))
+            path.unlink(missing_ok=True)
 
     @staticmethod
     def _lock(path: Path) -> int:
@@ -166,7 +183,7 @@ def _unusable(path: Path, error: OSError | StorageError) -> StorageError:
 
 
 def _is_ours(name: str) -> bool:
-    return name in (_LOCK, _UNFINISHED) or bool(_SMALL.fullmatch(name) or _PACK.fullmatch(name))
+    return name == _UNFINISHED or any(pattern.fullmatch(name) for pattern in (_LOCKS, _SMALL, _PACK))
 
 
 def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> None:

@@ -92,7 +92,7 @@ class Gradients:
         self._workers = workers
         self._device = device
         self._tracer = tracer
-        self._index = ChunkIndex(placement)
+        self._index = ChunkIndex(groups, placement)
         self._chunks = {key: _Chunk() for key in self._index.all()}
         self._partials = [np.zeros(-(-group.elements // BLOCK)) for group in groups]
         self.kept_by: asyncio.Task[None] | None = None

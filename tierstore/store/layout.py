@@ -7,7 +7,7 @@ Not here: where the bytes are placed (`plan/tiers.py`) and which parameters form
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,54 +45,94 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Parameters of one dtype that move together, flat and back to back."""
+    """Parameters of one dtype that move together, flat and back to back.
+
+    Attributes:
+        first: the elements that this rank keeps begin here, at a chunk; see [Note: shards].
+        kept: how many they are; None is all.
+        padding: elements on the device behind the last parameter, so that all ranks have equal parts.
+    """
 
     name: str
     dtype: str
     trainable: bool
     parameters: tuple[ParameterSpec, ...]
+    first: int = 0
+    kept: int | None = None
+    padding: int = 0
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole group."""
+        return self.parameters[-1].stop
 
     @property
     def elements(self) -> int:
-        return self.parameters[-1].stop
+        """Elements that are kept here."""
+        return self.size if self.kept is None else self.kept
 
     @property
     def item_bytes(self) -> int:
         return _ITEM_BYTES[self.dtype]
 
     @property
-    def weight_bytes(self) -> int:
-        return self.elements * self.item_bytes
+    def device_elements(self) -> int:
+        """Elements on the device while the group is there: all, and the padding."""
+        return self.size + self.padding
+
+    @property
+    def device_bytes(self) -> int:
+        return self.device_elements * self.item_bytes
 
     def need(self) -> GroupNeed:
         """The group as the planner sees it."""
         state = state_bytes_per_element(self.dtype) if self.trainable else 0
-        return GroupNeed(self.name, self.elements, self.item_bytes, state, self.trainable)
+        whole_bytes = None if self.kept is None else self.device_bytes
+        return GroupNeed(self.name, self.elements, self.item_bytes, state, self.trainable, whole_bytes)
+
+    def kept_part(self, start: int, stop: int) -> tuple[int, int]:
+        """What is kept here of elements `[start, stop)` of the group, counted from `first`; empty: stop <= start."""
+        return max(start - self.first, 0), min(stop - self.first, self.elements)
+
+
+def shard(spec: GroupSpec, rank: int, ranks: int, chunk_elements: int) -> GroupSpec:
+    """The part of a group that one of `ranks` keeps: as many whole chunks as the others, the last ones fewer.
+
+    [Note: shards] Ranks own whole chunks of one grid, which does not depend on their number. So the files of a store
+    do not either: a store that N ranks wrote opens on M, and none of its bytes moves.
+    """
+    part = -(-spec.size // (ranks * chunk_elements)) * chunk_elements
+    first = min(rank * part, spec.size)
+    return replace(spec, first=first, kept=min(part, spec.size - first), padding=ranks * part - spec.size)
 
 
 class ChunkIndex:
-    """Flat indices of the chunks of one kind: those of group 0, then of group 1, ..."""
+    """Flat indices of the chunks of one kind in their pack: those of group 0, then of group 1, ..."""
 
-    def __init__(self, placement: Placement) -> None:
-        self._base = [0]
-        for group in range(len(placement.groups)):
-            self._base.append(self._base[-1] + placement.chunk_count(group))
+    def __init__(self, groups: Sequence[GroupSpec], placement: Placement) -> None:
+        self._placement = placement
+        self._base = []
+        count = 0
+        for group in groups:
+            self._base.append(count + group.first // placement.chunk_elements)
+            count += -(-group.size // placement.chunk_elements)
 
     def __call__(self, group: int, chunk: int) -> int:
         return self._base[group] + chunk
 
     def all(self) -> Iterator[tuple[int, int]]:
-        """Every (group, chunk), in the order of the indices."""
-        for group, (start, stop) in enumerate(zip(self._base, self._base[1:])):
-            for chunk in range(stop - start):
+        """Every (group, chunk) that is kept here, in the order of the indices."""
+        for group in range(len(self._base)):
+            for chunk in range(self._placement.chunk_count(group)):
                 yield group, chunk
 
 
-def chunk_specs(kind: Kind, groups: Sequence[GroupSpec], placement: Placement) -> list[ChunkSpec]:
-    """The chunks of one kind as tensors of a pack, group by group; the state of a frozen group is one byte a chunk."""
+def chunk_specs(kind: Kind, groups: Sequence[GroupSpec], chunk_elements: int) -> list[ChunkSpec]:
+    """The chunks of one kind, all ranks', as tensors of a pack, group by group; those of frozen state are one byte."""
     return [
-        _chunk_spec(kind, groups[group], chunk, *placement.chunk(group, chunk))
-        for group, chunk in ChunkIndex(placement).all()
+        _chunk_spec(kind, group, chunk, start, min(start + chunk_elements, group.size))
+        for group in groups
+        for chunk, start in enumerate(range(0, group.size, chunk_elements))
     ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,21 @@ from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.tiers import Kind, Placement
 from tierstore.store.at_rest import ChunksAtRest
 from tierstore.store.budget import ByteBudget
-from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
+from tierstore.store.commit import (
+    PER_RANK,
+    Generation,
+    Manifests,
+    StoreLock,
+    begin_store,
+    claim_directory,
+    end_store_making,
+)
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, GroupSpec, chunk_specs, fingerprint
 from tierstore.store.rounds import Round
-from tierstore.store.slots import ChunkIO, SlotPack
+from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 from tierstore.store.tasks import together
+from tierstore.store.team import Alone, Team, all_succeed, leads
 from tierstore.store.updates import UpdatePipeline
 from tierstore.store.weights import Weights
 from tierstore.trace import Tracer
@@ -66,9 +76,11 @@ class TrainingStore:
         is_durable: bool,
         update_threads: int,
         lock: StoreLock,
+        team: Team | None = None,
         codec_scratch_bytes: int = 0,
     ) -> None:
         self.groups = groups
+        self._team = team or Alone()
         self.placement = placement
         self.directories = [Path(path) for path in tiers.nvme]
         self.is_durable = is_durable and bool(self.directories)
@@ -77,7 +89,7 @@ class TrainingStore:
         self._runtime = runtime
         self._device = device
         self._tracer = tracer
-        self._index = ChunkIndex(placement)
+        self._index = ChunkIndex(groups, placement)
         self._storages = storages
         self._lock = lock
         self._is_new = False
@@ -140,9 +152,9 @@ class TrainingStore:
         self.weights.leave_device = self.updates.leave_device
 
     def _make_packs(self) -> list[SlotPack]:
-        slots = 2 if self.is_durable else 1
+        slots, grid = 2 if self.is_durable else 1, self.placement.chunk_elements
         packs = [
-            SlotPack(kind.value, chunk_specs(kind, self.groups, self.placement), self.directories, self.io, slots=slots)
+            SlotPack(kind.value, chunk_specs(kind, self.groups, grid), self.directories, self.io, slots=slots)
             for kind in (Kind.WEIGHTS, Kind.STATE)
         ]
         copies = self.placement.gradient_copies
@@ -150,7 +162,7 @@ class TrainingStore:
         # A delayed update's pending gradients are part of a generation, wherever they live.
         is_pending_kept = copies == 2 and self.is_durable
         for copy in range(copies if is_spilled or is_pending_kept else 0):
-            specs = chunk_specs(Kind.GRADIENTS, self.groups, self.placement)
+            specs = chunk_specs(Kind.GRADIENTS, self.groups, grid)
             pack_slots = 2 if is_pending_kept else 1
             packs.append(SlotPack(f"gradients{copy or ''}", specs, self.directories, self.io, slots=pack_slots))
         return packs
@@ -198,7 +210,20 @@ class TrainingStore:
         Raises:
             ConfigError, StorageError, StoreLocked: nothing is left behind but the directories.
         """
-        await asyncio.to_thread(self._create)
+        await self._led(self._create, self._join)
+
+    async def _led(self, lead: Callable[[], None], follow: Callable[[], None]) -> None:
+        """The leader's part in a thread, and when all of them have succeeded, everybody else's."""
+        is_leader = leads(self._team)
+        for job in (lead if is_leader else _nothing, _nothing if is_leader else follow):
+            await all_succeed(self._team, "the files of the store", partial(asyncio.to_thread, job))
+
+    def _join(self, generation: Generation | None = None) -> None:
+        """Open what the leader has made."""
+        self._lock.add(self.directories)
+        for pack in self._packs:
+            kept = generation.records.get(pack.kind) if generation is not None else None
+            pack.open(kept or [None] * len(pack))
 
     def _create(self) -> None:
         if not self.directories:
@@ -218,9 +243,9 @@ class TrainingStore:
         Args:
             is_previous: it is not the last one, which stays until `go_back` is called.
         """
-        await asyncio.to_thread(self._open, generation)
-        if self._manifests is not None and not is_previous:
-            await self._manifests.adopt(generation.number)
+        await self._led(partial(self._open, generation), partial(self._join, generation))
+        if not is_previous:
+            await self._adopt(generation.number)
         for pack in self._committed_packs:
             if pack.kind in generation.records:
                 pack.adopt(generation.records[pack.kind])
@@ -235,8 +260,14 @@ class TrainingStore:
 
     async def go_back(self) -> None:
         """The generation that was opened stays the last one: newer ones are removed."""
-        if self._manifests is not None:
-            await self._manifests.adopt(self.generation)
+        await self._adopt(self.generation)
+
+    async def _adopt(self, number: int) -> None:
+        async def adopt() -> None:
+            if self._manifests is not None and leads(self._team):
+                await self._manifests.adopt(number)
+
+        await all_succeed(self._team, f"going on from generation {number}", adopt)
 
     def _open(self, generation: Generation) -> None:
         for directory in self.directories:
@@ -343,25 +374,53 @@ class TrainingStore:
         captured: Mapping[str, Any],
         kept: list[SlotPack],
     ) -> None:
-        if round_ is not None:
-            await self.updates.round_ended(round_)
-        for write in writes:
-            await asyncio.shield(write)
-        if previous is not None:
-            await asyncio.shield(previous)
         packs = self._committed_packs
-        with self._tracer.measure("commit", f"generation {number}"):
+        records: dict[str, list[ChunkRecord | None]] = {}
+
+        async def make_durable() -> tuple[dict[str, dict[int, ChunkRecord | None]], Mapping[str, Any]]:
+            if round_ is not None:
+                await self.updates.round_ended(round_)
+            for write in writes:
+                await asyncio.shield(write)
+            if previous is not None:
+                await asyncio.shield(previous)
             for pack in packs:
                 await self._io_workers.submit(Priority.WRITE, pack.datasync)
             # Gradients that are not pending are on their way already: no generation names them.
-            records = {pack.kind: list(pack.current) if pack in kept else [None] * len(pack) for pack in packs}
-            if self._manifests is not None:
-                await self._manifests.publish(Generation(number, self.layout(), records, captured))
+            records.update(
+                {pack.kind: list(pack.current) if pack in kept else [None] * len(pack) for pack in packs}
+            )
+            mine = [self._index(*key) for key in self._index.all()]
+            return {kind: {index: rows[index] for index in mine} for kind, rows in records.items()}, captured
+
+        async def publish() -> None:
+            if self._manifests is not None and leads(self._team):
+                await self._manifests.publish(self._generation(number, durable))
+
+        with self._tracer.measure("commit", f"generation {number}"):
+            durable = await all_succeed(self._team, f"the chunks of generation {number}", make_durable)
+            await all_succeed(self._team, f"the manifest of generation {number}", publish)
         for pack in packs:
             pack.commit(records[pack.kind])
         self.generation = number
-        if number == 0:
+        if number == 0 and leads(self._team):
             await asyncio.to_thread(end_store_making, self.directories, self._backend)
+
+    def _generation(
+        self, number: int, durable: Sequence[tuple[dict[str, dict[int, ChunkRecord | None]], Mapping[str, Any]]]
+    ) -> Generation:
+        """What the ranks that share the directories have made durable, as one."""
+        records: dict[str, list[ChunkRecord | None]] = {
+            pack.kind: [None] * len(pack) for pack in self._committed_packs
+        }
+        for member in self._team.members:
+            for kind, rows in durable[member][0].items():
+                for index, record in rows.items():
+                    records[kind][index] = record
+        captured = dict(durable[self._team.members[0]][1])
+        others = [durable[member][1] for member in self._team.members[1:]]
+        captured["ranks"] = [{key: theirs[key] for key in PER_RANK} for theirs in others]
+        return Generation(number, self.layout(), records, captured)
 
     async def flush(self) -> None:
         """Wait until every decided update is at rest and every commit is published."""
@@ -409,3 +468,7 @@ class TrainingStore:
 
     def _has_generation(self) -> bool:
         return self._manifests is not None and bool(self._manifests.numbers())
+
+
+def _nothing() -> None:
+    return None

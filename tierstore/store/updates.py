@@ -67,7 +67,7 @@ class UpdatePipeline:
         self._device = device
         self._spawn = spawn
         self._tracer = tracer
-        self._index = ChunkIndex(placement)
+        self._index = ChunkIndex(groups, placement)
         self._rounds: list[Round] = []
         self._pending: dict[tuple[int, int], Trip] = {}
         self._starving: set[Trip] = set()

@@ -72,7 +72,7 @@ class Weights:
         self._workers = workers
         self._device = device
         self._tracer = tracer
-        self._index = ChunkIndex(placement)
+        self._index = ChunkIndex(groups, placement)
         self._allocated: set[int] = set()
         self._valid: set[int] = set()
         self._dropping: set[int] = set()
@@ -97,7 +97,8 @@ class Weights:
 
     def device_offset(self, group: int, chunk: int) -> int:
         """Byte offset of a chunk in its group's storage."""
-        return self._placement.chunk(group, chunk)[0] * self._groups[group].item_bytes
+        spec = self._groups[group]
+        return (spec.first + self._placement.chunk(group, chunk)[0]) * spec.item_bytes
 
     def raw_bytes(self, group: int, chunk: int) -> int:
         """Bytes of a chunk without padding."""
@@ -119,7 +120,7 @@ class Weights:
 
         Blocks: on the GPU tier's budget, on pending updates of the group, and on the disk.
         """
-        nbytes = self._groups[group].weight_bytes
+        nbytes = self._groups[group].device_bytes
         try:
             await self.budget.take(nbytes)
             try:
@@ -143,7 +144,7 @@ class Weights:
         await self._workers.submit(Priority.DEMAND, self._device.release, self._storages[group], after)
         self._allocated.discard(group)
         self._dropping.discard(group)
-        self.budget.give(self._groups[group].weight_bytes)
+        self.budget.give(self._groups[group].device_bytes)
 
     async def _load_chunk(self, group: int, chunk: int, priority: Priority) -> None:
         if await self.settle(group, chunk):

@@ -51,7 +51,7 @@ class DeviceAccess:
         self._device = device
         self._clock = clock
         self.depth = depth
-        self.sizes = tuple(group.spec.weight_bytes for group in groups)
+        self.sizes = tuple(group.spec.device_bytes for group in groups)
         count = len(groups)
         # Until the first step has shown the order: as registered, and back again, on demand only.
         self.order: tuple[int, ...] = (*range(count), *reversed(range(count)))

@@ -186,12 +186,12 @@ class GradientCollector:
     def _make_room(self, group: Group) -> None:
         """Wait until a group's gradient fits the device; what others have of theirs goes ahead if that is too much."""
         held = [g for g in self._groups if self._collected[g.index].gradients]
-        held_bytes = sum(g.spec.weight_bytes for g in held) + group.spec.weight_bytes
+        held_bytes = sum(g.spec.device_bytes for g in held) + group.spec.device_bytes
         for other in held:
             if held_bytes > self._capacity_bytes:
                 self._hand_over(other, self._pieces(other), None)
-                held_bytes -= other.spec.weight_bytes
-        self._begun_bytes += group.spec.weight_bytes
+                held_bytes -= other.spec.device_bytes
+        self._begun_bytes += group.spec.device_bytes
         over_bytes = self._begun_bytes - self._done_bytes - self._capacity_bytes
         if over_bytes > 0:
             self._runtime.call(self._drained, self._begun_bytes - self._capacity_bytes)
@@ -236,7 +236,7 @@ class GradientCollector:
     async def _accept(
         self, group: Group, pieces: list[Piece], work: Coroutine[Any, Any, None], before: asyncio.Task[None] | None
     ) -> None:
-        nbytes = group.spec.weight_bytes if pieces else 0
+        nbytes = group.spec.device_bytes if pieces else 0
         await work
         pieces.clear()
         self._done_bytes += nbytes

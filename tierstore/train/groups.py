@@ -49,7 +49,7 @@ class Group:
         """Make the parameters views of the group's storage, and leave that empty. Their old data goes."""
         where, dtype = device.torch_device, self.parameters[0].dtype
         self.storage = torch.empty(0, dtype=dtype, device=where).untyped_storage()
-        device.allocate(self.storage, self.spec.weight_bytes)
+        device.allocate(self.storage, self.spec.device_bytes)
         for position, parameter in enumerate(self.parameters):
             parameter.data = self._view(position)  # not kept in a variable: it would count as a user of the storage
         self.idle_uses = torch._C._storage_Use_Count(self.storage._cdata)
