@@ -1,0 +1,374 @@
+"""What keeps a measured step from being shorter, in words, and what each remedy would make of it.
+
+Scope: one measured step, the timeline that explains it, and remedies tried on that timeline.
+Not here: measuring (`train/overlap.py`); the timeline itself (`plan/buckets.py`).
+
+[Note: at the measured overlap]
+A remedy is tried on what was measured, not on an ideal step: gradients are ready when they were seen to be, less the
+pauses that the remedy takes away, and collectives cost what the fitted model says, times the factor by which those of
+the step were slower (they share cores, memory and links with the compute, and wait for other ranks). What the timeline
+of the step as it is leaves unexplained (the optimizer, gaps) is added to every prediction. Remedies are tried one after
+the other, causes before their effects; each counts only if it still shortens the step by `WORTH_WHILE`, and its
+prediction holds together with those before it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from tierstore.config import format_size
+from tierstore.errors import ConfigError
+from tierstore.plan.buckets import BucketEvent, Gradient, Timeline, best_bucket_bytes, form_buckets, timeline
+from tierstore.plan.cost_model import CostModel
+
+WORTH_WHILE = 0.03  # of the step: below it, steps of one run differ as much among each other
+_FIRST_BUCKET_BYTES = 2**20  # as DDP's first one
+_IDLE_LINK = 0.3  # of the compute: with less communication than that the interconnect hardly matters
+
+
+class Symptom(enum.Enum):
+    """What is wrong with a step."""
+
+    STRAY_SYNCHRONIZATION = "stray synchronization"
+    UNUSED_SEARCH = "unused-parameter search"
+    HEAVY_HOOK = "heavy hook"
+    SAME_STREAM = "same stream"
+    READY_ORDER = "readiness order against bucket order"
+    FIRST_BUCKET_LATE = "first bucket late"
+    BUCKET_TOO_LARGE = "bucket too large"
+    BUCKET_TOO_SMALL = "bucket too small"
+    COMMUNICATION_BOUND = "communication-bound"
+    COMPUTE_BOUND = "compute-bound"
+
+
+class PauseKind(enum.Enum):
+    """Why the compute stood still."""
+
+    SYNCHRONIZATION = "synchronization"
+    SEARCH = "search"
+    HOOK = "hook"
+    COLLECTIVE = "collective"
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Time before the end of backward in which nothing was computed; seconds from the start of the step."""
+
+    kind: PauseKind
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step as it was measured; all times in seconds from its start.
+
+    Attributes:
+        seconds: all of it, the optimizer included.
+        timeline: the end of backward, and its buckets in the order of launch.
+        gradients: of all parameters; of whole buckets where no more is known.
+        buckets: which gradients, by index, each bucket of the timeline holds.
+        pauses: what is known of them.
+    """
+
+    seconds: float
+    timeline: Timeline
+    gradients: tuple[Gradient, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    pauses: tuple[Pause, ...] = ()
+    max_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.buckets) != len(self.timeline.events):
+            raise ConfigError(f"{len(self.buckets)} buckets have {len(self.timeline.events)} events")
+        if sorted(member for bucket in self.buckets for member in bucket) != list(range(len(self.gradients))):
+            raise ConfigError("every gradient belongs to one bucket")
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """One thing that can be bettered.
+
+    Attributes:
+        evidence: what was seen, with figures.
+        remedy: what to do.
+        seconds: the step that the timeline predicts with this remedy and those before it.
+            See [Note: at the measured overlap].
+    """
+
+    symptom: Symptom
+    evidence: str
+    remedy: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A step on paper: what a remedy changes."""
+
+    gradients: tuple[Gradient, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    compute_s: float
+    model: CostModel
+    max_in_flight: int
+
+    def run(self) -> Timeline:
+        return timeline(
+            self.gradients, self.buckets, self.model, compute_s=self.compute_s, max_in_flight=self.max_in_flight
+        )
+
+    def bucketed(self, cap_bytes: float, first_cap_bytes: float | None = None) -> _Plan:
+        """Buckets of another size, in the same order of gradients."""
+        order = [member for bucket in self.buckets for member in bucket]
+        runs = form_buckets([self.gradients[member].nbytes for member in order], cap_bytes, first_cap_bytes)
+        return replace(self, buckets=tuple(tuple(order[place] for place in run) for run in runs))
+
+    @property
+    def cap_bytes(self) -> int:
+        """The size of its largest bucket."""
+        return max(map(self.bucket_bytes, range(len(self.buckets))), default=0)
+
+    def bucket_bytes(self, index: int) -> int:
+        """The size of one bucket."""
+        return sum(self.gradients[member].nbytes for member in self.buckets[index])
+
+
+class _Patient:
+    """The step under examination: the plan so far, and what it is predicted to take."""
+
+    def __init__(self, step: MeasuredStep, model: CostModel) -> None:
+        self.step = step
+        measured = step.timeline
+        modelled_s = sum(model.seconds(event.nbytes) for event in measured.events)
+        slowdown = _own_seconds(measured.events) / modelled_s if modelled_s > 0 else 1.0
+        slowed = CostModel(model.alpha_s * slowdown, model.beta_bytes_per_s / max(slowdown, 1e-9), model.launch_s)
+        plan = _Plan(step.gradients, step.buckets, measured.compute_s, slowed, step.max_in_flight)
+        self.plan = self.without(plan, ())
+        self.tail_s = max(0.0, step.seconds - measured.seconds)
+        self.unexplained_s = step.seconds - self.plan.run().seconds
+        self.seconds = step.seconds
+        self.found: list[Diagnosis] = []
+
+    def without(self, plan: _Plan, pauses: Sequence[Pause]) -> _Plan:
+        """The plan with the measured readiness, less these pauses, and less the launches, which `timeline` adds."""
+        events, launch_s = self.step.timeline.events, plan.model.launch_s
+
+        def moved(until_s: float) -> float:
+            launches_s = launch_s * sum(1 for event in events if event.start_s < until_s)
+            return max(0.0, until_s - _paused_s(pauses, until_s) - launches_s)
+
+        gradients = tuple(replace(gradient, ready_s=moved(gradient.ready_s)) for gradient in self.step.gradients)
+        compute_s = max([moved(self.step.timeline.compute_s), *(gradient.ready_s for gradient in gradients)])
+        return replace(plan, gradients=gradients, compute_s=compute_s)
+
+    def predict(self, plan: _Plan) -> float:
+        run = plan.run()
+        return max(run.seconds + self.unexplained_s, run.compute_s + self.tail_s)
+
+    def gain_s(self, plan: _Plan) -> float:
+        return self.seconds - self.predict(plan)
+
+    def try_remedy(self, symptom: Symptom, plan: _Plan, evidence: str, remedy: str) -> bool:
+        """Takes the remedy if it shortens the step enough."""
+        if self.gain_s(plan) < WORTH_WHILE * self.step.seconds:
+            return False
+        self.plan, self.seconds = plan, self.predict(plan)
+        self.found.append(Diagnosis(symptom, evidence, remedy, self.seconds))
+        return True
+
+
+def _own_seconds(events: Sequence[BucketEvent]) -> float:
+    """Time of collectives, each counted from when the one before it was done: its own, not its wait for the channel."""
+    total_s = free_s = 0.0
+    for event in events:
+        total_s += max(0.0, event.end_s - max(event.start_s, free_s))
+        free_s = max(free_s, event.end_s)
+    return total_s
+
+
+def diagnose(step: MeasuredStep, model: CostModel) -> tuple[Diagnosis, ...]:
+    """What is wrong with a step, causes before effects; empty if nothing worth while is.
+
+    Args:
+        model: of the interconnect without other load, as `fit_cost_model` finds it.
+    """
+    patient = _Patient(step, model)
+    if not step.timeline.events:
+        return ()
+    for kind, symptom, evidence, remedy in _PAUSES:
+        _look_at_pauses(patient, kind, symptom, evidence, remedy)
+    _look_at_order(patient)
+    _look_at_sizes(patient)
+    _look_at_bounds(patient)
+    return tuple(patient.found)
+
+
+_PAUSES: tuple[tuple[PauseKind, Symptom, str, str], ...] = (
+    (PauseKind.SYNCHRONIZATION, Symptom.STRAY_SYNCHRONIZATION, "the host waits {count} times for the device, {time}",
+     "take .item(), .cpu(), print and synchronize() out of forward and backward"),
+    (PauseKind.SEARCH, Symptom.UNUSED_SEARCH, "the graph is searched for unused parameters, {time}",
+     "find_unused=False if every parameter is always used, static_graph=True if the same ones always are"),
+    (PauseKind.HOOK, Symptom.HEAVY_HOOK, "{count} hooks hold up backward, {time}",
+     "make the comm hook asynchronous: return a future, and leave its work to the communication stream"),
+    (PauseKind.COLLECTIVE, Symptom.SAME_STREAM, "{count} collectives run on the compute's stream, {time}",
+     "launch collectives on a stream of their own, asynchronously"),
+)  # fmt: skip
+
+
+def _look_at_pauses(patient: _Patient, kind: PauseKind, symptom: Symptom, evidence: str, remedy: str) -> None:
+    pauses = [pause for pause in patient.step.pauses if pause.kind is kind]
+    if not pauses:
+        return
+    # Pauses are measured on the step as it was, gradients may have moved since: so all that were taken away are
+    # subtracted from the measured times at once.
+    taken = {_KINDS[diagnosis.symptom] for diagnosis in patient.found if diagnosis.symptom in _KINDS} | {kind}
+    away = [pause for pause in patient.step.pauses if pause.kind in taken]
+    plan = patient.without(patient.plan, away)
+    time = f"{_ms(_paused_s(pauses, patient.step.timeline.compute_s))} in all"
+    patient.try_remedy(symptom, plan, evidence.format(count=len(pauses), time=time), remedy)
+
+
+_KINDS = {symptom: kind for kind, symptom, _, _ in _PAUSES}
+
+
+def _paused_s(pauses: Sequence[Pause], until_s: float) -> float:
+    """Time of pauses before a moment; what they have in common counts once."""
+    total_s = covered_s = 0.0
+    for pause in sorted(pauses, key=lambda pause: pause.start_s):
+        end_s = min(pause.end_s, until_s)
+        total_s += max(0.0, end_s - max(pause.start_s, covered_s))
+        covered_s = max(covered_s, end_s)
+    return total_s
+
+
+def _look_at_order(patient: _Patient) -> None:
+    """The same bucket sizes, filled as gradients become ready."""
+    plan = patient.plan
+    order = sorted((member for bucket in plan.buckets for member in bucket), key=lambda m: plan.gradients[m].ready_s)
+    sizes = [plan.bucket_bytes(index) for index in range(len(plan.buckets))]
+    waiting = sum(
+        1 for earlier, later in zip(plan.run().events, plan.run().events[1:]) if later.ready_s < earlier.ready_s
+    )
+    reordered = replace(plan, buckets=_filled(order, plan.gradients, sizes))
+    patient.try_remedy(
+        Symptom.READY_ORDER,
+        reordered,
+        f"{waiting} of {len(sizes)} buckets are ready before the one that is launched ahead of them, "
+        "or hold gradients made far apart",
+        "order the buckets as gradients become ready (rebuild=True), the same on all ranks",
+    )
+
+
+def _filled(order: Sequence[int], gradients: Sequence[Gradient], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Gradients in `order`, cut into buckets of about these sizes."""
+    buckets: list[list[int]] = [[]]
+    limit, total = sizes[0], 0
+    for member in order:
+        if buckets[-1] and total + gradients[member].nbytes / 2 > limit and len(buckets) < len(sizes):
+            limit += sizes[len(buckets)]
+            buckets.append([])
+        buckets[-1].append(member)
+        total += gradients[member].nbytes
+    return tuple(map(tuple, buckets))
+
+
+def _look_at_sizes(patient: _Patient) -> None:
+    """The first bucket alone, before all of them: it is the smaller change."""
+    plan, now_bytes = patient.plan, patient.plan.cap_bytes
+    cap_bytes = _best_cap(patient)
+    best = plan.bucketed(cap_bytes)
+    split = _first_split(plan)
+    if split is not None and patient.gain_s(split) >= 0.8 * patient.gain_s(best):
+        ready_s = [plan.gradients[member].ready_s for member in plan.buckets[0]]
+        evidence = (
+            f"the channel is idle until {_ms(max(ready_s))}, when the first bucket is full "
+            f"({format_size(plan.bucket_bytes(0))}); its first gradient is there at {_ms(min(ready_s))}"
+        )
+        if patient.try_remedy(
+            Symptom.FIRST_BUCKET_LATE, split, evidence, "a first bucket of 1 MiB, the next as others"
+        ):
+            return
+    small = cap_bytes > now_bytes
+    run = plan.run()
+    if small:
+        symptom = Symptom.BUCKET_TOO_SMALL
+        share = sum(plan.model.alpha_s for _ in run.events) / max(run.communication_s, 1e-12)
+        evidence = (
+            f"{len(run.events)} buckets of at most {format_size(now_bytes)}: {share:.0%} of their time is latency"
+        )
+    else:
+        symptom = Symptom.BUCKET_TOO_LARGE
+        evidence = (
+            f"{len(run.events)} buckets of up to {format_size(now_bytes)}: the last one is launched when backward "
+            f"ends, and takes {_ms(plan.model.seconds(run.events[-1].nbytes))}"
+        )
+    patient.try_remedy(symptom, best, evidence, f"buckets of {format_size(round(cap_bytes))}")
+
+
+def _first_split(plan: _Plan) -> _Plan | None:
+    """The first bucket in parts: a small one, then such as the others are. None if there is no other, or no part."""
+    if len(plan.buckets) < 2:
+        return None
+    others = median(plan.bucket_bytes(index) for index in range(1, len(plan.buckets)))
+    first = plan.buckets[0]
+    sizes = [plan.gradients[member].nbytes for member in first]
+    runs = form_buckets(sizes, max(others, 1), _FIRST_BUCKET_BYTES)
+    if len(runs) < 2:
+        return None
+    return replace(plan, buckets=(*(tuple(first[place] for place in run) for run in runs), *plan.buckets[1:]))
+
+
+def _best_cap(patient: _Patient) -> int:
+    plan = patient.plan
+    order = [plan.gradients[member] for bucket in plan.buckets for member in bucket]
+    return best_bucket_bytes(
+        order, plan.model, compute_s=plan.compute_s, max_in_flight=plan.max_in_flight, slack=WORTH_WHILE / 3
+    )
+
+
+def _look_at_bounds(patient: _Patient) -> None:
+    plan = patient.plan
+    run = plan.run()
+    floor_s = sum(event.nbytes for event in run.events) / plan.model.beta_bytes_per_s
+    first_s = min(gradient.ready_s for gradient in plan.gradients)
+    if first_s + floor_s > run.compute_s:
+        halved = replace(plan, gradients=tuple(replace(one, nbytes=one.nbytes // 2) for one in plan.gradients))
+        patient.try_remedy(
+            Symptom.COMMUNICATION_BOUND,
+            halved,
+            f"the bytes alone take {_ms(floor_s)}, more than the {_ms(run.compute_s - first_s)} of compute "
+            f"after the first gradient",
+            "send half the bytes by the bf16 comm hook (predicted here), accumulate micro-batches under no_sync(), "
+            "or take a faster interconnect",
+        )
+    free_s = patient.predict(replace(plan, model=CostModel(0.0, float("inf"))))
+    is_free = patient.seconds - free_s < WORTH_WHILE * patient.step.seconds
+    if not patient.found and is_free and run.communication_s < _IDLE_LINK * run.compute_s:
+        patient.found.append(
+            Diagnosis(
+                Symptom.COMPUTE_BOUND,
+                f"{_ms(run.communication_s)} of communication beside {_ms(run.compute_s)} of compute, "
+                f"{run.hidden_share:.0%} of it hidden",
+                "nothing to gain from buckets or links: only faster compute shortens this step "
+                "(an interconnect that costs nothing is predicted)",
+                free_s,
+            )
+        )
+
+
+def report_lines(step: MeasuredStep, found: Sequence[Diagnosis]) -> list[str]:
+    """The diagnosis for a person, a line or two for each finding."""
+    if not found:
+        return [f"nothing to remedy: a step takes {_ms(step.seconds)}"]
+    lines = [f"a step takes {_ms(step.seconds)}"]
+    for diagnosis in found:
+        lines.append(f"{diagnosis.symptom.value}: {diagnosis.evidence}")
+        lines.append(f"  -> {diagnosis.remedy}: {_ms(diagnosis.seconds)} predicted")
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
