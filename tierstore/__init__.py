@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tierstore.train.cpu_adam import CPUAdam
     from tierstore.train.engine import Engine, StepReport
     from tierstore.train.materialize import deferred
+    from tierstore.train.reducer import GradientReducer
 
 __all__ = [
     "AdamWConfig",
@@ -35,6 +36,7 @@ __all__ = [
     "Codec",
     "Durability",
     "Engine",
+    "GradientReducer",
     "Resume",
     "StepReport",
     "TensorStore",
@@ -54,6 +56,7 @@ _HOME = {
     "Codec": "config",
     "Durability": "config",
     "Engine": "train.engine",
+    "GradientReducer": "train.reducer",
     "Resume": "config",
     "StepReport": "train.engine",
     "TensorStore": "store.tensors",

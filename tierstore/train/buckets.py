@@ -1,0 +1,209 @@
+"""Buckets: which gradients are reduced together, their storage, and what is known of their trip.
+
+Scope: assignment by byte cap, flat storages with a view per parameter, records of one step.
+Not here: when a bucket is launched (`reducer.py`), the collective and its stream (`launching.py`); times predicted
+from a cost model (`plan/buckets.py`).
+Owner: the reducer; the thread that runs backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def assign_buckets(
+    order: Sequence[int], sizes_bytes: Sequence[int], kinds: Sequence[Hashable], caps_bytes: Sequence[int]
+) -> list[list[int]]:
+    """Which parameters share a bucket, by index, in the order in which the buckets fill.
+
+    A bucket holds one kind, and is closed by the parameter with which it reaches its cap: that of the first bucket of
+    a kind is the first of `caps_bytes`, and so on; the last one holds for all that follow.
+
+    Source: `compute_bucket_assignment_by_size` of torch's reducer.cpp, so that the boundaries are those of DDP.
+    """
+    closed: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    filled_bytes: dict[Hashable, int] = {}
+    made: dict[Hashable, int] = {}
+    for index in order:
+        kind = kinds[index]
+        filling.setdefault(kind, []).append(index)
+        filled_bytes[kind] = filled_bytes.get(kind, 0) + sizes_bytes[index]
+        if filled_bytes[kind] >= caps_bytes[min(made.get(kind, 0), len(caps_bytes) - 1)]:
+            closed.append(filling.pop(kind))
+            filled_bytes[kind] = 0
+            made[kind] = made.get(kind, 0) + 1
+    return closed + list(filling.values())
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRecord:
+    """One bucket in one step; seconds of the reducer's clock.
+
+    Attributes:
+        ready_s: its last gradient was there.
+        launched_s: its collective was started; it may have waited for buckets before it, or for room in flight.
+        done_s: its collective had ended. Exact if the reducer is timed; else when it was first seen to be.
+        exposed_s: how long the end of backward waited for it, after those before it.
+    """
+
+    index: int
+    nbytes: int
+    parameters: tuple[str, ...]
+    ready_s: float
+    launched_s: float
+    done_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One backward that was reduced; seconds of the reducer's clock.
+
+    Attributes:
+        last_gradient_s: when the last gradient was made.
+        ended_s: when the gradients were all reduced; if delayed, those of the step before.
+        order: names of the parameters, as their gradients were made.
+    """
+
+    began_s: float
+    last_gradient_s: float
+    ended_s: float
+    order: tuple[str, ...]
+    buckets: tuple[BucketRecord, ...]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Gradients that are reduced in one collective, and where they are on their way.
+
+    Attributes:
+        members: indices of its parameters, in the order of their places.
+        flat: all of it; padded to a multiple of the ranks if it is scattered.
+        shard: what a reduce-scatter leaves here.
+        missing: gradients that are expected and have not been made.
+        work: what was launched: a `Work`, or the future of a hook. On CUDA None once its end is a mark of the stream.
+        streams: CUDA streams on which its gradients were made.
+        marks: CUDA events: gradients ready, and collective begun and done.
+    """
+
+    index: int
+    members: list[int]
+    parameters: list[torch.Tensor]
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+    shard: torch.Tensor | None = None
+    is_last: bool = False
+    missing: int = 0
+    is_ready: bool = False
+    is_launched: bool = False
+    work: Any = None
+    streams: set[Any] | None = None
+    ready_marks: Sequence[Any] = ()
+    begun_mark: Any = None
+    done_mark: Any = None
+    ready_s: float = 0.0
+    launched_s: float = 0.0
+    done_s: float | None = None
+    exposed_s: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its collective moves in and out."""
+        return self.flat.nbytes
+
+    def begin(self, missing: int) -> None:
+        """A backward begins that makes `missing` of its gradients."""
+        self.missing, self.is_ready, self.is_launched = missing, False, False
+        self.done_s, self.exposed_s, self.streams = None, 0.0, None
+
+
+class HookBucket:
+    """A bucket as comm hooks know it: the face of `torch.distributed.GradBucket`, which Python cannot construct."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._buffer = bucket.flat
+
+    def index(self) -> int:
+        """Its place in the order of launches."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, flat, not yet averaged."""
+        return self._buffer
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Put another tensor in the place of `buffer()`, for those who read this object later."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of `buffer()`, one for each parameter."""
+        flat, start = self._buffer, self._bucket.flat.storage_offset()
+        return [flat[v.storage_offset() - start :][: v.numel()].view(v.shape) for v in self._bucket.views]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of `gradients()`."""
+        return self._bucket.parameters
+
+    def is_last(self) -> bool:
+        """Whether it is the last one of the step."""
+        return self._bucket.is_last
+
+
+class BucketSet:
+    """All buckets of a model, with their storages.
+
+    Attributes:
+        views: the place of every parameter's gradient, by index.
+        home: the bucket of every parameter, by index.
+        unfired: parameters without a gradient in the last backward, by index.
+        used: the collective that says whether any rank made one, while it runs (see `Launcher.start_used`).
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], assignment: Sequence[Sequence[int]], *, pad_to: int, scatter: bool
+    ) -> None:
+        self.buckets: list[Bucket] = []
+        self.views: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
+        self.home: list[Bucket] = [None] * len(parameters)  # type: ignore[list-item]
+        self.unfired: list[int] = []
+        self.used: tuple[torch.Tensor, Any] | None = None
+        for index, members in enumerate(assignment):
+            bucket = _allocate(index, [(i, parameters[i]) for i in members], pad_to, scatter)
+            bucket.is_last = index == len(assignment) - 1
+            self.buckets.append(bucket)
+            for member, view in zip(members, bucket.views, strict=True):
+                self.views[member], self.home[member] = view, bucket
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the device."""
+        shards = [bucket.shard for bucket in self.buckets if bucket.shard is not None]
+        return sum(bucket.nbytes for bucket in self.buckets) + sum(shard.nbytes for shard in shards)
+
+
+def _allocate(index: int, members: Sequence[tuple[int, torch.Tensor]], pad_to: int, scatter: bool) -> Bucket:
+    first = members[0][1]
+    elements = sum(parameter.numel() for _, parameter in members)
+    padded = -(-elements // pad_to) * pad_to if scatter else elements
+    flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
+    views, start = [], 0
+    for _, parameter in members:
+        views.append(_view(flat, start, parameter))
+        start += parameter.numel()
+    shard = flat.new_zeros(padded // pad_to) if scatter else None
+    return Bucket(index, [i for i, _ in members], [p for _, p in members], flat, views, shard)
+
+
+def _view(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
+    """The place of one gradient; with the strides of its parameter, so that autograd need not change its layout."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    order = formats.get(parameter.dim())
+    if order is not None and not parameter.is_contiguous() and parameter.is_contiguous(memory_format=order):
+        return flat.as_strided(parameter.shape, parameter.stride(), start)
+    return flat[start : start + parameter.numel()].view(parameter.shape)

@@ -1,0 +1,209 @@
+"""Launching: the collective of a bucket, on the stream and with the events that it needs.
+
+Scope: start, poll and wait for the collective of one bucket; comm hooks; CUDA streams.
+Not here: which bucket, and when (`reducer.py`).
+Owner: the reducer; the thread that runs backward.
+
+[Note: the communication stream] On CUDA with NCCL the host waits for nothing. A bucket's gradients are made on streams
+of backward: an event of each is recorded when the last of them is ready, the communication stream waits for these, the
+collective is queued there, `work.wait()` under that stream orders the stream after NCCL's own, and a mark after it is
+what the compute stream waits for at the end of backward. Its priority is higher, so that a collective does not queue
+behind the kernels of backward. The allocator: a bucket's storage belongs to the compute stream, is written by others
+only between the ready events and the mark, and is let go only after the compute stream has waited for the mark; so no
+block of it is handed out too early. What a hook allocates belongs to the communication stream, where it is also used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed
+
+from tierstore.train.buckets import Bucket, HookBucket
+from tierstore.train.ranks import Ranks, reduce_scatter_flat
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+
+
+class Launcher:
+    """Starts collectives, and waits for them.
+
+    Args:
+        device: of all buckets.
+        clock: seconds.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, clock: Callable[[], float], *, scatter: bool) -> None:
+        self._ranks = ranks
+        self._group: Any = ranks.group
+        self._clock = clock
+        self._scatter = scatter
+        self._device = device
+        self.hook: CommHook | None = None
+        self.hook_state: Any = None
+        self.is_timed = False
+        self.is_cuda = device.type == "cuda"
+        # gloo takes CUDA tensors too, and blocks the host in wait().
+        self._is_stream_ordered = self.is_cuda and distributed.get_backend(self._group) == "nccl"
+        self._stream = torch.cuda.Stream(device, priority=-1) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        self._base: tuple[Any, float] | None = None
+
+    def most_in_flight(self, asked: int) -> int:
+        """How many collectives may be in flight.
+
+        A hook may start collectives when its first ones end (PowerSGD does), without NCCL in threads of the group, and
+        these would meet those of the next bucket in another order on each rank: so one bucket at a time there.
+        """
+        return asked if self.hook is None or self._is_stream_ordered else 1
+
+    def begin(self) -> None:
+        """A backward begins."""
+        if self._stream is not None and self.is_timed:
+            mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            mark.record(torch.cuda.current_stream(self._device))
+            self._base = (mark, self._clock())
+
+    def note_stream(self, bucket: Bucket) -> None:
+        """A gradient of `bucket` was just put into its place. Only needed on CUDA."""
+        if bucket.streams is None:
+            bucket.streams = set()
+        bucket.streams.add(torch.cuda.current_stream(self._device))
+
+    def mark_ready(self, bucket: Bucket) -> None:
+        """All gradients of `bucket` are in their places."""
+        bucket.is_ready = True
+        bucket.ready_s = self._clock()
+        if self.is_cuda:
+            self.note_stream(bucket)
+            bucket.ready_marks = [self._event(stream) for stream in bucket.streams or ()]
+
+    def start(self, bucket: Bucket) -> None:
+        """Start the collective.
+
+        Raises:
+            RankLost: it could not be started, for a rank that is missing.
+        """
+        bucket.is_launched = True
+        bucket.launched_s = self._clock()
+        with self._ranks.waiting(self._name(bucket)):
+            if self._stream is None:
+                bucket.work = self._collective(bucket)
+                if self.is_timed:
+                    self._time(bucket)
+                return
+            for mark in bucket.ready_marks:
+                self._stream.wait_event(mark)
+            with torch.cuda.stream(self._stream):
+                if self.is_timed:
+                    bucket.begun_mark = self._event(self._stream)
+                bucket.work = self._collective(bucket)
+                if self._is_stream_ordered:
+                    self._settle(bucket)
+                    bucket.done_mark = self._event(self._stream)
+
+    def is_done(self, bucket: Bucket) -> bool:
+        """Whether the collective has ended; does not wait. What it left is in place only after `wait`."""
+        if bucket.work is None:
+            return bucket.done_mark is None or bool(bucket.done_mark.query())
+        work = bucket.work
+        is_done = bool(work.done() if isinstance(work, torch._C.Future) else work.is_completed())
+        if is_done and bucket.done_s is None:
+            bucket.done_s = self._clock()
+        return is_done
+
+    def wait(self, bucket: Bucket) -> None:
+        """The calling thread (or, with NCCL, its current stream) goes on when the bucket is reduced.
+
+        Raises:
+            RankLost: the collective failed, or its timeout has passed.
+        """
+        begun_s = self._clock()
+        if self._is_stream_ordered:
+            torch.cuda.current_stream(self._device).wait_event(bucket.done_mark)
+        else:
+            stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+            with self._ranks.waiting(self._name(bucket)), stream:
+                self._settle(bucket)
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        ended_s = self._clock()
+        bucket.exposed_s += ended_s - begun_s
+        if bucket.done_s is None and not self._is_stream_ordered:
+            bucket.done_s = ended_s
+
+    def wait_on_host(self, bucket: Bucket) -> None:
+        """The calling thread goes on when the collective has ended, to bound how many are in flight."""
+        if self._is_stream_ordered:
+            bucket.done_mark.synchronize()
+        else:
+            self.wait(bucket)
+
+    def done_s(self, bucket: Bucket) -> float:
+        """When the collective ended, on the reducer's clock. On CUDA waits for it if timed; else it is not known."""
+        if bucket.done_s is None and self._base is not None and bucket.done_mark is not None:
+            bucket.done_mark.synchronize()
+            bucket.done_s = self._base[1] + self._base[0].elapsed_time(bucket.done_mark) / 1e3
+        return float("nan") if bucket.done_s is None else bucket.done_s
+
+    def start_used(self, flags: bytearray) -> tuple[torch.Tensor, Any]:
+        """Start the collective that says what any rank has used: the maximum of everybody's flags."""
+        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with self._ranks.waiting("the all-reduce of used parameters"), stream:
+            used = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(self._device)
+            work = distributed.all_reduce(used, distributed.ReduceOp.MAX, group=self._group, async_op=True)
+            if self._is_stream_ordered:
+                work.wait()
+            return used, work
+
+    def wait_used(self, started: tuple[torch.Tensor, Any], *, is_read: bool) -> bytearray | None:
+        """Wait for it. On CUDA the host waits only if the answer is to be read.
+
+        Raises:
+            RankLost: the collective failed, or its timeout has passed.
+        """
+        used, work = started
+        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with self._ranks.waiting("the all-reduce of used parameters"), stream:
+            if not self._is_stream_ordered:
+                work.wait()
+            return bytearray(used.tolist()) if is_read else None
+
+    def _name(self, bucket: Bucket) -> str:
+        verb = "reduce-scatter" if self._scatter else "all-reduce"
+        return f"the {verb} of bucket {bucket.index} ({bucket.nbytes} B)"
+
+    def _event(self, stream: Any) -> Any:
+        event = torch.cuda.Event(enable_timing=self.is_timed)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def _collective(self, bucket: Bucket) -> Any:
+        if self.hook is not None:
+            return self.hook(self.hook_state, HookBucket(bucket))
+        if bucket.shard is not None:
+            return reduce_scatter_flat(bucket.shard, bucket.flat, self._group, async_op=True)
+        return distributed.all_reduce(bucket.flat, group=self._group, async_op=True)
+
+    def _settle(self, bucket: Bucket) -> None:
+        """Wait for the work; what a hook has made elsewhere is copied into the bucket."""
+        work, bucket.work = bucket.work, None
+        if work is None:
+            return
+        result = work.wait()
+        if isinstance(work, torch._C.Future):
+            result = result[0] if isinstance(result, (list, tuple)) else result
+            if result.data_ptr() != bucket.flat.data_ptr():
+                bucket.flat.copy_(result.view(-1))
+
+    def _time(self, bucket: Bucket) -> None:
+        """Note when the work ends, in the thread that ends it."""
+
+        def note(_: Any) -> None:
+            bucket.done_s = self._clock()
+
+        work = bucket.work
+        future = work if isinstance(work, torch._C.Future) else work.get_future()
+        future.add_done_callback(note)
