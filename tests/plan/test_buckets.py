@@ -160,7 +160,7 @@ def test_the_sweep_shows_both_ends() -> None:
 def test_the_best_bucket_of_the_reference() -> None:
     # Of all caps that make one layer a bucket the largest is that layer.
     assert best_bucket_bytes(EQUAL, REFERENCE, caps_bytes=[layers * 25 * MB for layers in range(1, 49)]) == 25 * MB
-    assert run(EQUAL, best_bucket_bytes(EQUAL, REFERENCE)).seconds == run(EQUAL, 25 * MB).seconds
+    assert best_bucket_bytes(EQUAL, REFERENCE) == 25 * MB  # the grid of candidates does not hold it
 
 
 def test_of_equally_good_buckets_the_larger() -> None:
@@ -229,6 +229,9 @@ def test_nothing_gets_faster_by_a_worse_interconnect(
 def test_no_candidate_beats_the_best(layers: tuple[Layer, ...], model: CostModel, limit: int) -> None:
     gradients = backward(layers)
     best = best_bucket_bytes(gradients, model, max_in_flight=limit)
+    if len(form_buckets([layer.nbytes for layer in layers], best)) > 1:
+        looser = form_buckets([layer.nbytes for layer in layers], best + 1)
+        assert looser != form_buckets([layer.nbytes for layer in layers], best)
     best_s = run(gradients, best, model, max_in_flight=limit).seconds
     caps = candidate_caps([layer.nbytes for layer in layers])
     assert list(caps) == sorted(set(caps))

@@ -256,11 +256,20 @@ def best_bucket_bytes(
         caps_bytes: to choose from; None is `candidate_caps`.
         slack: a step longer by this share is equally good.
     """
-    caps = tuple(caps_bytes) if caps_bytes is not None else candidate_caps([one.nbytes for one in gradients])
+    sizes = [gradient.nbytes for gradient in gradients]
+    caps = tuple(caps_bytes) if caps_bytes is not None else candidate_caps(sizes)
     if not caps:
         raise ConfigError("there is no bucket size to choose from")
     rows = sweep(
         gradients, model, caps, compute_s=compute_s, max_in_flight=max_in_flight, first_cap_bytes=first_cap_bytes
     )
     limit_s = min(row.seconds for row in rows) * (1 + slack) + 1e-12  # a picosecond for the rounding of sums
-    return max(cap for cap, row in zip(caps, rows) if row.seconds <= limit_s)
+    best = max(cap for cap, row in zip(caps, rows) if row.seconds <= limit_s)
+    return best if caps_bytes is not None else _loosest(sizes, best, first_cap_bytes)
+
+
+def _loosest(sizes: Sequence[int], cap_bytes: int, first_cap_bytes: float | None) -> int:
+    """The largest cap that makes the same buckets: each is closed by a gradient that goes beyond most caps."""
+    runs = form_buckets(sizes, cap_bytes, first_cap_bytes)
+    closed = runs[:-1] if first_cap_bytes is None else runs[1:-1]
+    return min((sum(sizes[index] for index in run) for run in closed), default=max(cap_bytes, sum(sizes)))

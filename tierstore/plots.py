@@ -1,0 +1,43 @@
+"""Pictures: a figure without a window, and its file.
+
+Scope: the one place that imports matplotlib, and says how to get it.
+Not here: what is drawn (`apps/buckets.py`, `train/overlap_views.py`).
+Owner: the caller owns its figure; there is no current figure, and no state.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from tierstore.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DOTS_PER_INCH = 120
+
+
+def new_figure(width_inches: float, height_inches: float) -> Figure:
+    """An empty figure.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("a plot needs matplotlib: pip install 'tierstore[plots]'") from None
+    return Figure(figsize=(width_inches, height_inches), dpi=_DOTS_PER_INCH, layout="constrained")
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Writes a PNG file.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise StorageError(f"cannot write the plot {os.fspath(path)}: {error.strerror or error}") from error
