@@ -258,7 +258,7 @@ def _look_at_order(patient: _Patient) -> None:
         reordered,
         f"{waiting} of {len(sizes)} buckets are ready before the one that is launched ahead of them, "
         "or hold gradients made far apart",
-        "order the buckets as gradients become ready (rebuild=True), the same on all ranks",
+        "order the buckets as gradients become ready (order=last_step().order), the same on all ranks",
     )
 
 

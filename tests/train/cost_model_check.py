@@ -1,0 +1,135 @@
+"""Fits the interconnect of two gloo ranks, and compares the bucket timeline with real steps of it.
+
+    python tests/train/cost_model_check.py [--ranks N] [--layers N] [--width N] [--steps N]
+
+Predicted twice: from the readiness of gradients in steps without communication, and from that in the measured steps
+themselves, in which compute and collectives share the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "train")]
+
+from tierstore.plan.buckets import Gradient, Timeline, timeline  # noqa: E402
+from tierstore.plan.cost_model import CostModel  # noqa: E402
+
+CAPS = ("1MiB", "4MiB", "16MiB", "1GiB")
+WARM_UP = 3
+
+
+class Readiness:
+    """When each gradient is there, in seconds from the start of the step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names = [name for name, _ in module.named_parameters()]
+        self.sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
+        self.ready_s: dict[str, float] = {}
+        self.begun_s = 0.0
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+
+    def _hook(self, name: str) -> Any:
+        def hook(_: torch.Tensor) -> None:
+            self.ready_s[name] = time.perf_counter() - self.begun_s
+
+        return hook
+
+    def begin(self) -> None:
+        self.ready_s = {}
+        self.begun_s = time.perf_counter()
+
+
+def medians(steps: list[dict[str, float]]) -> dict[str, float]:
+    return {name: median(step[name] for step in steps) for name in steps[0]}
+
+
+def predicted(ready_s: dict[str, float], sizes: dict[str, int], layout: list[list[str]], model: CostModel) -> Timeline:
+    names = list(ready_s)
+    gradients = [Gradient(sizes[name], ready_s[name]) for name in names]
+    buckets = [[names.index(name) for name in bucket] for bucket in layout]
+    return timeline(gradients, buckets, model, max_in_flight=1)
+
+
+def check(rank: int, ranks: int, layers: int, width: int, batch: int, steps: int) -> list[dict[str, Any]]:
+    from torch import distributed
+
+    from tierstore.train.collective_costs import fit_cost_model
+    from tierstore.train.reducer import GradientReducer
+
+    torch.manual_seed(rank)
+    module = nn.Sequential(*[layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())])
+    data = torch.randn(batch, width)
+    readiness = Readiness(module)
+    fit = fit_cost_model()
+    alone = []
+    for _ in range(steps + WARM_UP):
+        distributed.barrier()
+        readiness.begin()
+        module(data).sum().backward()
+        alone.append(readiness.ready_s)
+        module.zero_grad()
+    ready_alone = medians(alone[WARM_UP:])
+    rows: list[dict[str, Any]] = []
+    for cap in CAPS:
+        with GradientReducer(module, bucket=cap, first_bucket=None, timed=True) as reducer:
+            seconds, overlapped = [], []
+            for _ in range(steps + WARM_UP):
+                distributed.barrier()
+                readiness.begin()
+                reducer.backward(module(data).sum())
+                seconds.append(time.perf_counter() - readiness.begun_s)
+                overlapped.append(readiness.ready_s)
+                module.zero_grad()
+            layout = reducer.layout()
+        ready = medians(overlapped[WARM_UP:])
+        rows.append(
+            {
+                "cap": cap, "buckets": len(layout), "measured_s": median(seconds[WARM_UP:]),
+                "compute_alone_s": max(ready_alone.values()), "compute_s": max(ready.values()),
+                "before_s": predicted(ready_alone, readiness.sizes, layout, fit.model).seconds,
+                "within_s": predicted(ready, readiness.sizes, layout, replace(fit.model, launch_s=0)).seconds,
+                "fit": fit,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    from ranks import run_ranks
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("ranks", 2), ("layers", 12), ("width", 1024), ("batch", 256), ("steps", 15)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    import cost_model_check as this  # ranks import it by name
+
+    results = run_ranks(given.ranks, this.check, given.layers, given.width, given.batch, given.steps)
+    rows = results[0]
+    fit = rows[0]["fit"]
+    model = fit.model
+    print(f"alpha {model.alpha_s * 1e6:.0f} us, beta {model.beta_bytes_per_s / 1e9:.3f} GB/s, "
+          f"launch {model.launch_s * 1e6:.0f} us; residual {fit.residual:.0%}, worst {fit.worst_residual:.0%}")  # fmt: skip
+    for one in fit.timings:
+        print(f"  {one.nbytes:>10} B {one.seconds * 1e3:9.3f} ms, fitted {model.seconds(one.nbytes) * 1e3:9.3f} ms")
+    print("bucket  count  measured  alone->predicted   error   measured readiness->predicted   error")
+    for row in rows:
+        errors = [row[name] / row["measured_s"] - 1 for name in ("before_s", "within_s")]
+        print(f"{row['cap']:>6} {row['buckets']:>6} {row['measured_s'] * 1e3:7.1f} ms"
+              f" {row['compute_alone_s'] * 1e3:6.1f} ->{row['before_s'] * 1e3:7.1f} ms {errors[0]:+7.0%}"
+              f" {row['compute_s'] * 1e3:17.1f} ->{row['within_s'] * 1e3:7.1f} ms {errors[1]:+9.0%}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
