@@ -9,6 +9,8 @@ themselves, in which compute and collectives share the cores.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import time
 from dataclasses import replace
@@ -72,31 +74,30 @@ def check(rank: int, ranks: int, layers: int, width: int, batch: int, steps: int
     module = nn.Sequential(*[layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())])
     data = torch.randn(batch, width)
     readiness = Readiness(module)
-    fit = fit_cost_model()
-    alone = []
-    for _ in range(steps + WARM_UP):
+
+    def step(reducer: GradientReducer, *, reduce: bool) -> tuple[float, dict[str, float]]:
         distributed.barrier()
         readiness.begin()
-        module(data).sum().backward()
-        alone.append(readiness.ready_s)
+        with contextlib.nullcontext() if reduce else reducer.no_sync():
+            reducer.backward(module(data).sum())
+        seconds = time.perf_counter() - readiness.begun_s
         module.zero_grad()
-    ready_alone = medians(alone[WARM_UP:])
+        return seconds, readiness.ready_s
+
     rows: list[dict[str, Any]] = []
     for cap in CAPS:
+        fit = fit_cost_model()  # again for each: other work on the machine changes it
         with GradientReducer(module, bucket=cap, first_bucket=None, timed=True) as reducer:
-            seconds, overlapped = [], []
-            for _ in range(steps + WARM_UP):
-                distributed.barrier()
-                readiness.begin()
-                reducer.backward(module(data).sum())
-                seconds.append(time.perf_counter() - readiness.begun_s)
-                overlapped.append(readiness.ready_s)
-                module.zero_grad()
+            alone, reduced = [], []
+            for _ in range(steps + WARM_UP):  # in turn, so that other work slows both
+                alone.append(step(reducer, reduce=False))
+                reduced.append(step(reducer, reduce=True))
             layout = reducer.layout()
-        ready = medians(overlapped[WARM_UP:])
+        ready_alone = medians([ready for _, ready in alone[WARM_UP:]])
+        ready = medians([ready for _, ready in reduced[WARM_UP:]])
         rows.append(
             {
-                "cap": cap, "buckets": len(layout), "measured_s": median(seconds[WARM_UP:]),
+                "cap": cap, "buckets": len(layout), "measured_s": median(seconds for seconds, _ in reduced[WARM_UP:]),
                 "compute_alone_s": max(ready_alone.values()), "compute_s": max(ready.values()),
                 "before_s": predicted(ready_alone, readiness.sizes, layout, fit.model).seconds,
                 "within_s": predicted(ready, readiness.sizes, layout, replace(fit.model, launch_s=0)).seconds,
@@ -115,18 +116,19 @@ def main() -> None:
     given = parser.parse_args()
     import cost_model_check as this  # ranks import it by name
 
-    results = run_ranks(given.ranks, this.check, given.layers, given.width, given.batch, given.steps)
+    results = run_ranks(given.ranks, this.check, given.layers, given.width, given.batch, given.steps,
+                        wait_s=150.0)  # fmt: skip
     rows = results[0]
-    fit = rows[0]["fit"]
-    model = fit.model
-    print(f"alpha {model.alpha_s * 1e6:.0f} us, beta {model.beta_bytes_per_s / 1e9:.3f} GB/s, "
-          f"launch {model.launch_s * 1e6:.0f} us; residual {fit.residual:.0%}, worst {fit.worst_residual:.0%}")  # fmt: skip
-    for one in fit.timings:
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} processes on {os.cpu_count()} cores")
+    for one in rows[0]["fit"].timings:
+        model = rows[0]["fit"].model
         print(f"  {one.nbytes:>10} B {one.seconds * 1e3:9.3f} ms, fitted {model.seconds(one.nbytes) * 1e3:9.3f} ms")
-    print("bucket  count  measured  alone->predicted   error   measured readiness->predicted   error")
+    print("bucket  alpha   beta  residual  count  measured  alone -> predicted  error   overlapped -> predicted  error")
     for row in rows:
         errors = [row[name] / row["measured_s"] - 1 for name in ("before_s", "within_s")]
-        print(f"{row['cap']:>6} {row['buckets']:>6} {row['measured_s'] * 1e3:7.1f} ms"
+        alpha_us, beta = row["fit"].model.alpha_s * 1e6, row["fit"].model.beta_bytes_per_s / 1e9
+        print(f"{row['cap']:>6} {alpha_us:4.0f} us {beta:.2f} GB/s {row['fit'].residual:5.0%}"
+              f" {row['buckets']:>6} {row['measured_s'] * 1e3:7.1f} ms"
               f" {row['compute_alone_s'] * 1e3:6.1f} ->{row['before_s'] * 1e3:7.1f} ms {errors[0]:+7.0%}"
               f" {row['compute_s'] * 1e3:17.1f} ->{row['within_s'] * 1e3:7.1f} ms {errors[1]:+9.0%}")  # fmt: skip
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from profiling import fitted, refused
+from profiling import fitted, fitted_by_ticks, refused
 from ranks import run_ranks
 
 from tierstore.errors import ConfigError
@@ -68,6 +68,18 @@ def test_a_slow_first_round_does_not_count() -> None:
     assert timings.by_size[0].seconds == pytest.approx(LINK.seconds(SIZES_BYTES[0]))
 
 
+def test_one_slow_round_does_not_count() -> None:
+    class Disturbed(Channel):
+        def launch(self, nbytes: int) -> Callable[[], None]:
+            if len(self.launched) // len(SIZES_BYTES) == 4:
+                self.now_s += 1.0
+            return super().launch(nbytes)
+
+    channel = Disturbed(LINK, noise=0.0)
+    timings = time_collectives(channel, SIZES_BYTES, 5, channel.clock)
+    assert [one.seconds for one in timings.by_size] == pytest.approx([LINK.seconds(size) for size in SIZES_BYTES])
+
+
 @pytest.mark.parametrize("cap_bytes", [2**20, 2**22, 2**24, 2**28])
 def test_the_timeline_with_the_fitted_model_is_within_a_fifth_of_the_steps(cap_bytes: int) -> None:
     channel = Channel(LINK, noise=0.15)
@@ -104,6 +116,11 @@ def test_all_ranks_fit_the_same_model(reduce: str) -> None:
     assert first["model"]["launch_s"] > 0
     assert first["residual"] <= first["worst_residual"]
     assert [one["nbytes"] for one in first["timings"]] == [1 << 12, 1 << 16, 1 << 20]
+
+
+def test_the_slowest_rank_counts() -> None:
+    # On rank 1 every look at the clock is two seconds after the one before.
+    assert run_ranks(2, fitted_by_ticks) == [(2.0, [4.0, 4.0])] * 2
 
 
 def test_without_a_group() -> None:
