@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -31,9 +32,14 @@ class Outcome:
 
 
 def run_ranks(
-    ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0, wait_s: float = 60.0
+    ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_s: float = 120.0,
+    wait_s: float = 60.0,
+    **options: Any,
 ) -> list[Any]:
-    """The results of `function(rank, ranks, *arguments)`, by rank.
+    """The results of `function(rank, ranks, *arguments, **options)`, by rank.
 
     Args:
         timeout_s: the group's, for every collective.
@@ -42,7 +48,7 @@ def run_ranks(
     Raises:
         AssertionError: a rank failed; with the tracebacks of all.
     """
-    outcomes = outcomes_of(ranks, function, *arguments, timeout_s=timeout_s, wait_s=wait_s)
+    outcomes = outcomes_of(ranks, partial(function, **options), *arguments, timeout_s=timeout_s, wait_s=wait_s)
     failed = [f"rank {rank}:\n{one.error or 'was killed'}" for rank, one in enumerate(outcomes) if not one.is_finished]
     assert not failed, "\n".join(failed)
     return [one.value for one in outcomes]

@@ -24,9 +24,10 @@ class RecordingCuda:
         self.log: list[str] = []
         self.current = ["compute"]
         self.code = 0
-        self._names = iter(["h2d", "d2h"])
+        self.is_done = True
+        self._names = iter(["h2d", "d2h", "gather", "reduce"])
 
-    def Stream(self, device: torch.device) -> str:
+    def Stream(self, device: torch.device, priority: int = 0) -> str:
         return next(self._names)
 
     @contextlib.contextmanager
@@ -72,7 +73,8 @@ class RecordedEvent:
         self._cuda.log.append(f"wait for {self._stream}")
 
     def query(self) -> bool:
-        return True
+        self._cuda.log.append(f"ask for {self._stream}")
+        return self._cuda.is_done
 
 
 @pytest.fixture
@@ -110,6 +112,14 @@ def test_a_copy_that_fails_half_way_waits_for_its_first_half(
         device.copy_out([good, bad], [np.zeros(16, np.uint8), np.zeros(16, np.uint8)], device.record())
     assert cuda.log[-2:] == ["record d2h", "wait for d2h"]
     assert device.counters.totals().d2h_bytes == 0
+
+
+def test_a_collective_has_a_stream_of_its_own_and_a_deadline(device: CudaDevice, cuda: RecordingCuda) -> None:
+    device.complete("gather", lambda: cuda.log.append("launch"), timeout_s=5.0)
+    assert cuda.log == ["enter gather", "launch", "record gather", "ask for gather"]
+    cuda.is_done = False
+    with pytest.raises(TimeoutError, match="reduce did not end within 0.0 s"):
+        device.complete("reduce", lambda: None, timeout_s=0.0)
 
 
 def test_pinning(device: CudaDevice, cuda: RecordingCuda) -> None:

@@ -136,6 +136,15 @@ class ComputeDevice(Protocol):
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
         """A range of a storage to host bytes. Threads and Blocks as for `copy_out`."""
 
+    def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
+        """Launches work that other ranks take part in, on the stream of a link, and waits for it.
+
+        Threads: one per link. Blocks: until the results are valid for kernels launched from now on, on any stream.
+
+        Raises:
+            TimeoutError: the others did not come in time. (On a CPU the process group itself says so.)
+        """
+
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         """Takes a storage's memory away, once the mark is reached.
 

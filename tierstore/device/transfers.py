@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from tierstore.config import format_size
 from tierstore.device.streams import Bytes, LinkCounters, Mark
 from tierstore.errors import BudgetError
 
+_POLL_S = 5e-5
 _CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts, so for all GPUs
 
 
@@ -121,6 +123,9 @@ class CpuDevice:
         _copy(destination.ctypes.data, storage.data_ptr() + offset_bytes, destination.nbytes)
         self.counters.add("d2h", destination.nbytes, start)
 
+    def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
+        launch()
+
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         after.synchronize()
         if storage.resizable():
@@ -164,6 +169,8 @@ class CudaDevice:
         self._cuda = cuda
         self._h2d = cuda.Stream(device=torch_device)
         self._d2h = cuda.Stream(device=torch_device)
+        # Before the compute stream's kernels: what they wait for next depends on these.
+        self._links = {link: cuda.Stream(device=torch_device, priority=-1) for link in ("gather", "reduce")}
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         _check_empty(storage)
@@ -196,6 +203,17 @@ class CudaDevice:
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
         self.copy_out([_alias(storage, offset_bytes, destination.nbytes)], [destination], after)
+
+    def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
+        event = self._event()
+        with self._cuda.device(self.torch_device), self._cuda.stream(self._links[link]):
+            launch()
+            event.record(self._links[link])
+        deadline = time.monotonic() + timeout_s
+        while not event.query():  # not synchronize(): the rank that it waits for may be gone
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{link} did not end within {timeout_s} s")
+            time.sleep(_POLL_S)
 
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         after.synchronize()

@@ -206,20 +206,20 @@ class Gradients:
         state.is_filled = True
         state.is_measured = is_final
 
-    async def square_sum(self) -> float:
-        """The squared global norm: fp64 sums of fixed blocks, added by position, whatever order they arrived in.
+    async def take_partials(self) -> list[npt.NDArray[np.float64]]:
+        """Per group, the sums of squares of fixed blocks, whatever order they arrived in.
 
-        It is taken once a step, also when some gradients were used and dropped already.
+        They are taken once a step, also when some gradients were used and dropped already.
         """
         await together(
             self._measure(group, chunk, state)
             for (group, chunk), state in self._chunks.items()
             if state.is_filled and not state.is_measured
         )
-        total = float(np.cumsum(np.concatenate(self._partials))[-1]) if self._partials else 0.0
+        taken = [partials.copy() for partials in self._partials]
         for partials in self._partials:
             partials[:] = 0  # what gets no gradient in the next step counts nothing in it
-        return total
+        return taken
 
     async def _measure(self, group: int, chunk: int, state: _Chunk) -> None:
         partials = self._partials_of(group, *self._placement.chunk(group, chunk))

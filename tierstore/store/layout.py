@@ -163,8 +163,12 @@ def fingerprint(groups: Sequence[GroupSpec], chunk_elements: int, directories: i
     }
 
 
-def check_same_model(stored: Any, groups: Sequence[GroupSpec], directory: object) -> None:
-    """Refuse a store of another model with the first difference.
+def check_same_model(stored: Any, groups: Sequence[GroupSpec], claim: str) -> None:
+    """Refuse another model with the first difference.
+
+    Args:
+        stored: its fingerprint.
+        claim: what is the case if it is another one.
 
     Raises:
         ConfigError: nothing was changed.
@@ -181,13 +185,13 @@ def check_same_model(stored: Any, groups: Sequence[GroupSpec], directory: object
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
             raise ConfigError(
-                f"{directory} is the store of another model: parameter {name} is "
+                f"{claim}: parameter {name} is "
                 f"{theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
             )
     # Elements are found by their place in a group, and a group by its number.
     for name, other in zip(theirs, ours):
         if name != other:
             raise ConfigError(
-                f"parameters are registered in another order: {name} before {other} in {directory}, after it here; "
-                "build the model as it was built then"
+                f"{claim}: parameters are registered in another order, {name} before {other} there and after it here; "
+                "build the model in the same way"
             )

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from tierstore.errors import TierstoreError
 
 T = TypeVar("T")
+Outcome = tuple[T | None, tuple[type[Exception], str] | None]
 
 
 class Team(Protocol):
@@ -69,12 +70,24 @@ async def all_succeed(team: Team, what: str, work: Callable[[], Awaitable[T]]) -
         raise
     except Exception as error:
         failure = error
-    told = None if failure is None else (type(failure), str(failure))
-    outcomes = await team.exchange(what, (result, told))
+    return results(await team.exchange(what, outcome(result, failure)), failure)
+
+
+def outcome(result: T | None, failure: Exception | None) -> Outcome[T]:
+    """What the others are told."""
+    return result, None if failure is None else (type(failure), str(failure))
+
+
+def results(outcomes: Sequence[Outcome[T]], failure: Exception | None) -> list[T]:
+    """What succeeded everywhere, by rank.
+
+    Raises:
+        TierstoreError: the rank's own failure, or that of the first rank that has one.
+    """
     if failure is not None:
         raise failure
     for rank, (_, told) in enumerate(outcomes):
         if told is not None:
             kind, text = told
             raise (kind if issubclass(kind, TierstoreError) else TierstoreError)(f"rank {rank}: {text}")
-    return [value for value, _ in outcomes]  # type: ignore[misc]
+    return [cast(T, value) for value, _ in outcomes]

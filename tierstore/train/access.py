@@ -13,7 +13,8 @@ view of its storage (`Group.is_viewed`). The loop then waits for the device and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from tierstore.io.workers import Priority
 from tierstore.plan.prefetch import ResidencyPolicy
 from tierstore.plan.residency import Decision
 from tierstore.store.training import TrainingStore
+from tierstore.train.gathering import Gathers
 from tierstore.train.groups import Group
 from tierstore.train.guard import hide, show
 
@@ -34,6 +36,8 @@ class DeviceAccess:
     Args:
         depth: groups fetched ahead, once the order is known.
         clock: seconds, for the compute time of each visit.
+        gathers: completes groups with the parts of other ranks, if there are any. Then what is decided here depends on
+            nothing that takes time (see [Note: the order of gathers]).
     """
 
     def __init__(
@@ -44,12 +48,14 @@ class DeviceAccess:
         device: ComputeDevice,
         clock: Callable[[], float],
         depth: int,
+        gathers: Gathers | None = None,
     ) -> None:
         self._groups = groups
         self._store = store
         self._runtime = runtime
         self._device = device
         self._clock = clock
+        self._gathers = gathers
         self.depth = depth
         self.sizes = tuple(group.spec.device_bytes for group in groups)
         count = len(groups)
@@ -211,15 +217,19 @@ class DeviceAccess:
 
     def _decide(self, position: int, group: int, depth: int) -> Decision:
         self._policy.depth = depth
-        loading, in_use = self._held - self._ready, self._in_use()
+        loading, in_use = self._loading(), self._in_use()
         try:
-            return self._policy.decide(position, self._held & self._ready, in_use, loading, demand=group)
+            return self._policy.decide(position, self._held - loading, in_use, loading, demand=group)
         except BudgetError:
             viewed = [other for other in in_use if not self._users[other]]
             if not viewed:
                 raise
             self._runtime.call(self._unviewed, viewed)
-        return self._policy.decide(position, self._held & self._ready, self._in_use(), loading, demand=group)
+        return self._policy.decide(position, self._held - loading, self._in_use(), loading, demand=group)
+
+    def _loading(self) -> set[int]:
+        """Groups that cannot be dropped yet. With other ranks, where one may be there sooner than here, they can."""
+        return self._held - self._ready if self._gathers is None else set()
 
     def _depth_from(self, position: int) -> int:
         """How far to fetch ahead: not before the order is known, and not over an update that makes weights stale."""
@@ -260,9 +270,12 @@ class DeviceAccess:
     def _drop(self, groups: Iterable[int]) -> None:
         mark: Mark | None = None
         for group in groups:
+            if group not in self._ready:
+                self._wait_for(group)
             mark = mark or self._device.record()
             hide(self._groups[group], self)
             self._held.discard(group)
+            self._stale.discard(group)
             self._ready.discard(group)
             self._runtime.post(self._start_drop, group, mark)
 
@@ -322,14 +335,29 @@ class DeviceAccess:
 
     def _start_load(self, group: int) -> None:
         self._store.weights.announce(group)
-        self._loads[group] = self._runtime.spawn(self._load(group), f"load {self._groups[group].spec.name}")
+        self._loads[group] = self._runtime.spawn(
+            self._whole(group, self._load(group)), f"load {self._groups[group].spec.name}"
+        )
+
+    def _whole(self, group: int, work: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None]:
+        """After `work` this rank's part is on the device; with those of the others the group is ready."""
+        gathers, index = self._gathers, self._groups[group]
+        turn = gathers.turn(index) if gathers is not None else None  # now, not when the coroutine begins
+
+        async def complete() -> None:
+            if gathers is None or turn is None:
+                await work
+            else:
+                await gathers.complete(index, turn, work)
+            self._ready.add(group)
+
+        return complete()
 
     async def _load(self, group: int) -> None:
         if group in self._drops:
             await asyncio.shield(self._drops[group])
         await self._store.weights.load(group, Priority.DEMAND)
         await self._store.updates.applied(group)
-        self._ready.add(group)
 
     def _start_drop(self, group: int, mark: Mark) -> None:
         self._drops[group] = self._runtime.spawn(
@@ -339,14 +367,13 @@ class DeviceAccess:
     def _start_refresh(self, group: int) -> None:
         before = self._loads.get(group)
         self._loads[group] = self._runtime.spawn(
-            self._refresh(group, before), f"refresh {self._groups[group].spec.name}"
+            self._whole(group, self._refresh(group, before)), f"refresh {self._groups[group].spec.name}"
         )
 
     async def _refresh(self, group: int, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.shield(before)
         await self._store.updates.applied(group)
-        self._ready.add(group)
 
     async def _unviewed(self, groups: Iterable[int]) -> None:
         """Wait for updates: while they copy, they hold a view, too."""

@@ -9,52 +9,45 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, open_device
-from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, TierstoreError, Timeout
+from tierstore.errors import ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
+from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
 from tierstore.kernels import warm_up
 from tierstore.plan.bandwidth import Estimator
+from tierstore.plan.placement import Request
 from tierstore.plan.prefetch import recommend_depth
 from tierstore.plan.simulate import Visit
 from tierstore.plan.tiers import place
-from tierstore.store.commit import Generation, Manifests, StoreLock
-from tierstore.store.layout import check_same_model
+from tierstore.store.commit import Generation, StoreLock
+from tierstore.store.layout import GroupSpec, check_same_model
+from tierstore.store.team import leads
 from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer
 from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
 from tierstore.train.budgets import request_for
 from tierstore.train.filling import Piece, fill, weights_of
+from tierstore.train.gathering import Gathers
 from tierstore.train.groups import ModelGroups, find_groups
 from tierstore.train.hooks import ModelHooks
+from tierstore.train.opening import check_same_store, find_generation, open_generation
 from tierstore.train.optimizer import AdamStepper, TieredOptimizer
+from tierstore.train.options import Options
+from tierstore.train.partition import Partition
+from tierstore.train.reduction import Buckets, Reductions
 from tierstore.train.rounds import RoundDriver
 
 DRIFT = 1.5
 """The depth is computed again when a measured rate or compute time has changed by this factor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user chose, validated."""
-
-    schedule: UpdateSchedule
-    durability: Durability
-    resume: Resume
-    commit_every: int
-    max_grad_norm: float | None
-    overlap: bool
 
 
 @dataclass
@@ -62,7 +55,10 @@ class Assembly:
     """The rooms of one engine.
 
     Attributes:
+        gathers, reductions: with the other ranks, if there are any.
+        links: what moved between the ranks.
         opened: the generation that was resumed; None for a new store.
+        wanted_depth: what this rank has computed; with other ranks, rank 0's is in force from the next step on.
     """
 
     runtime: Runtime
@@ -76,8 +72,13 @@ class Assembly:
     stepper: AdamStepper
     driver: RoundDriver
     tracer: Tracer
+    partition: Partition
+    gathers: Gathers | None
+    reductions: Reductions | None
+    links: dict[str, LinkMeter]
     opened: Generation | None
     fixed_depth: int | None = None
+    wanted_depth: int = 1
     read_rate: Estimator = field(default_factory=lambda: Estimator(weight=0.5, enough=1))
     chosen_for: tuple[float, float] | None = None
     _seen: tuple[int, float] = (0, 0.0)
@@ -95,6 +96,14 @@ class Assembly:
         self._seen = self.store.io.meters["read"].totals()
         self.access.set_depth(1)
 
+    def _read_rate(self) -> float | None:
+        """Bytes of whole groups per second: this rank's part from the disk, then the others' from the ranks."""
+        rate, moved = self.read_rate.bytes_per_s, self.links["gather"].totals() if self.gathers else (0, 0.0)
+        if rate is None or not moved[0] or not moved[1]:
+            return rate
+        own = 1 / self.partition.count
+        return 1 / (own / rate + (1 - own) * moved[1] / moved[0])
+
     def choose_depth(self, computing_s: float) -> None:
         """Compute the depth again from what this step measured, when that has changed enough.
 
@@ -104,7 +113,7 @@ class Assembly:
         moved_bytes, busy_s = self.store.io.meters["read"].totals()
         self.read_rate.observe(moved_bytes - self._seen[0], busy_s - self._seen[1])
         self._seen = (moved_bytes, busy_s)
-        rate, access = self.read_rate.bytes_per_s, self.access
+        rate, access = self._read_rate(), self.access
         if self.fixed_depth is not None or rate is None or not access.is_recorded:
             return
         visit_seconds = access.visit_seconds
@@ -119,7 +128,14 @@ class Assembly:
             return
         self.chosen_for = (rate, compute_s)
         order = tuple(Visit(g, access.sizes[g], s) for g, s in zip(access.order, visit_seconds))
-        access.set_depth(recommend_depth(order, rate, self.store.placement.gpu_weight_bytes).depth)
+        self.wanted_depth = recommend_depth(order, rate, self.store.placement.gpu_weight_bytes).depth
+        if not self.partition.is_shared:
+            access.set_depth(self.wanted_depth)
+
+    def agree_on_depth(self, depth: int) -> None:
+        """Take the depth that rank 0 has computed."""
+        if self.fixed_depth is None and self.partition.is_shared:
+            self.access.set_depth(depth)
 
     def close(self, publish: Callable[[], object] = lambda: None) -> None:
         """Finish and give back, in this order: reads ahead are let go, writes finish, hooks, loop, threads, files.
@@ -141,6 +157,7 @@ class Assembly:
             self.hooks.remove,
             self.collector.remove,
             self.runtime.close,
+            self._end_threads,
             self.store.release,
         ]
         for step in steps:
@@ -153,6 +170,12 @@ class Assembly:
         if failure is not None:
             raise failure
 
+    def _end_threads(self) -> None:
+        """The threads that work with other ranks."""
+        for room in (self.gathers, self.reductions, self.partition):
+            if room is not None:
+                room.close(self.runtime.timeout_s)
+
 
 async def _settled() -> None:
     """Let drops that were posted begin and end."""
@@ -160,42 +183,12 @@ async def _settled() -> None:
     await asyncio.gather(*(t for t in asyncio.all_tasks() if t is not me and t.get_name().startswith("drop ")))
 
 
-def schedule_for(
-    update: str, max_grad_norm: float | None, model: nn.Module, commit_every: int, durability: str, overlap: bool
-) -> UpdateSchedule:
-    """The schedule that a name means for this run.
-
-    Raises:
-        ConfigError: it cannot be exact with these options.
-    """
-    try:
-        schedule = UpdateSchedule(update)
-    except ValueError:
-        names = ", ".join(item.value for item in UpdateSchedule)
-        raise ConfigError(f"update must be one of {names}, not {update!r}") from None
-    if type(commit_every) is not int:
-        raise ConfigError(f"commit_every must be a whole number, not {commit_every!r}")
-    if commit_every < 1:
-        raise ConfigError(f"commit_every must be at least 1, not {commit_every}")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ConfigError(f"max_grad_norm must be above 0, not {max_grad_norm}; None switches clipping off")
-    is_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
-    needs_whole_backward = max_grad_norm is not None or is_half
-    if schedule is UpdateSchedule.BACKWARD and needs_whole_backward:
-        reason = "clipping by the global norm" if max_grad_norm is not None else "fp16 loss scaling"
-        raise ConfigError(f"update='backward' cannot know {reason} in time; use 'forward' or 'speculative'")
-    if schedule is UpdateSchedule.SPECULATIVE and (commit_every != 1 or durability != "commit"):
-        raise ConfigError("update='speculative' goes back to the committed slot: it needs commit_every=1 and a store")
-    if schedule is UpdateSchedule.AUTO:
-        schedule = UpdateSchedule.FORWARD if needs_whole_backward else UpdateSchedule.BACKWARD
-    return schedule if overlap else UpdateSchedule.STEP
-
-
 def assemble(
     model: nn.Module,
     tiers: TierConfig,
     config: AdamWConfig,
     options: Options,
+    partition: Partition,
     parameter_groups: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]] | None,
     source: Any,
     step: Callable[[], object],
@@ -218,42 +211,96 @@ def assemble(
         raise ConfigError("update='speculative' needs a store: give nvme a directory")
     runtime = Runtime(timeout_s=tiers.timeout_s).start()
     store: TrainingStore | None = None
-    lock = StoreLock()
+    lock: StoreLock | None = None
     try:
-        generation = _find_generation(runtime, tiers, options, backend, lock)
+        partition.check_same("engine options", options)
+        team = partition.team(tiers)
+        lock = StoreLock(member=None if leads(team) else team.rank)
+        generation = find_generation(runtime, tiers, options, backend, lock, partition, team)
         pieces: Iterable[Piece] = weights_of(model) if source is None else source.stream()
         groups = find_groups(model, device.torch_device)
         specs = [group.spec for group in groups.groups]
+        partition.check_same_model(specs)
         warm_up({spec.dtype for spec in specs})
         if generation is not None:
-            check_same_model(generation.layout, specs, tiers.nvme[0])
-            _check_same_store(generation, tiers, options.schedule)
+            check_same_model(generation.layout, specs, f"{tiers.nvme[0]} is the store of another model")
+            check_same_store(generation, tiers, options.schedule)
         # Before the store is made and takes the weights: what is wrong with the options must not cost them.
         stepper = AdamStepper(groups, TieredOptimizer(_option_groups(model, groups, parameter_groups), config, step))
         prepare(stepper.optimizer)
-        grid = generation.layout["chunk_elements"] if generation is not None else None
-        request = request_for([spec.need() for spec in specs], tiers, options.schedule, grid)
+        request = _cut(groups, tiers, options.schedule, generation, partition)
         store = TrainingStore(
-            specs, place(request), tiers, device, [], runtime, backend, tracer, clock,
+            [group.spec for group in groups.groups], place(request), tiers, device, [], runtime, backend, tracer, clock,
             is_durable=options.durability is Durability.COMMIT,
             update_threads=tiers.update_threads or min(8, os.cpu_count() or 1),
             codec_scratch_bytes=request.scratch_bytes,
             lock=lock,
+            team=team,
         )  # fmt: skip
         if generation is None:
             runtime.call(store.create)
             _bind(groups, store, device)
-            fill(store, runtime, groups, pieces)
+            fill(store, runtime, groups, partition.from_first(pieces))
+            partition.same_buffers(model.buffers())
         else:
-            _open(runtime, store, generation, is_previous=options.resume is Resume.PREVIOUS)
+            open_generation(runtime, store, generation, is_previous=options.resume is Resume.PREVIOUS)
             _bind(groups, store, device)
         _move_buffers(model, device)
         driver = RoundDriver(options.schedule, store, runtime)
-        return _hook_up(model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, generation)
+        return _hook_up(
+            model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, partition, generation
+        )
     except BaseException:
         _take_down(runtime, store)
-        lock.release()
+        partition.close(tiers.timeout_s)
+        if lock is not None:
+            lock.release()
         raise
+
+
+def _cut(
+    groups: ModelGroups,
+    tiers: TierConfig,
+    schedule: UpdateSchedule,
+    generation: Generation | None,
+    partition: Partition,
+) -> Request:
+    """Give every group the part of it that this rank keeps; returns what is to be placed."""
+    whole = [group.spec for group in groups.groups]
+    grid = generation.layout["chunk_elements"] if generation is not None else None
+    if grid is None and not partition.keeps_all:
+        limit = partition.chunk_limit(whole)
+        request = _request(groups, [partition.cut(spec, limit) for spec in whole], tiers, schedule, None, partition)
+        grid = min(partition.all_succeed("the size of chunks", lambda: min(limit, place(request).chunk_elements)))
+    if grid is not None:
+        for group in groups.groups:
+            group.spec = partition.cut(group.spec, grid)
+    return _request(groups, [group.spec for group in groups.groups], tiers, schedule, grid, partition)
+
+
+def _request(
+    groups: ModelGroups,
+    specs: Sequence[GroupSpec],
+    tiers: TierConfig,
+    schedule: UpdateSchedule,
+    grid: int | None,
+    partition: Partition,
+) -> Request:
+    request = request_for([spec.need() for spec in specs], tiers, schedule, grid)
+    if not partition.is_shared:
+        return request
+    buckets = Buckets(partition)
+    sizes = {spec.name: buckets.device_bytes(spec) for spec in specs if spec.trainable}
+    # The gradient of a tied weight is complete only when backward ends: its bucket is held beside all others.
+    held = {specs[group].name for group in groups.tied}
+    gradients = sum(sizes[name] for name in held & sizes.keys())
+    gradients += max((size for name, size in sizes.items() if name not in held), default=0)
+    everything = sum(spec.need().device_bytes for spec in specs)
+    return replace(
+        request,
+        gradient_room_bytes=gradients,
+        acquired_bytes=None if partition.stage == 3 else everything,
+    )
 
 
 def _take_down(runtime: Runtime, store: TrainingStore | None) -> None:
@@ -279,103 +326,39 @@ def _hook_up(
     driver: RoundDriver,
     tracer: Tracer,
     clock: Callable[[], float],
+    partition: Partition,
     generation: Generation | None,
 ) -> Assembly:
-    access = DeviceAccess(groups.groups, store, runtime, device, clock, depth=1)
+    links = {"gather": LinkMeter(clock), "reduce": LinkMeter(clock)} if partition.is_shared else {}
+    gathers = None if partition.keeps_all else Gathers(partition, device, links["gather"], tracer)
+    reductions = None
+    if partition.is_shared:
+        reductions = Reductions(partition, groups.groups, runtime, device, links["reduce"], tracer)
+    access = DeviceAccess(groups.groups, store, runtime, device, clock, depth=1, gathers=gathers)
     hooks = ModelHooks(model, groups, access)
 
     def is_free(group: int) -> bool:
         return not hooks.is_saved(group) and not groups.groups[group].is_viewed()
 
-    collector = GradientCollector(groups, runtime, device, store.placement.gpu_gradient_bytes, is_free)
+    collector = GradientCollector(
+        groups, runtime, device, store.placement.gpu_gradient_bytes, is_free, reductions
+    )
 
     def on_complete(index: int) -> Callable[[], None] | None:
         group = groups.groups[index]
         return driver.decide_group(index, stepper.updates(group, collector.touched, driver.guessed_scale))
 
+    def awaits_update(index: int) -> bool:
+        # Which gradients are complete depends on the rank; what is fetched ahead must not.
+        is_complete = reductions is None and index in collector.completed
+        return groups.groups[index].spec.trainable and not is_complete
+
     collector.on_complete = on_complete
-    access.awaits_update = lambda index: groups.groups[index].spec.trainable and index not in collector.completed
+    access.awaits_update = awaits_update
     return Assembly(
-        runtime, backend, device, store, groups, access, collector, hooks, stepper, driver, tracer, generation
-    )
-
-
-def _find_generation(
-    runtime: Runtime, tiers: TierConfig, options: Options, backend: Backend, lock: StoreLock
-) -> Generation | None:
-    """The generation to resume, by the user's wish; the store is then locked, so that it stays the one to resume."""
-    resume = options.resume
-    directory = Path(tiers.nvme[0]) if tiers.nvme else None
-    manifests = Manifests(directory, backend) if directory is not None else None
-    if manifests is None or directory is None or not manifests.numbers():
-        if resume in (Resume.MUST, Resume.PREVIOUS):
-            raise ConfigError(f"resume='{resume.value}': there is no generation in {directory or 'memory'}")
-        return None
-    lock.add([directory])
-    numbers = manifests.numbers()
-    if options.durability is Durability.NONE:
-        raise ConfigError(
-            f"{directory} holds generation {numbers[0]}, which durability='none' would overwrite; "
-            "use durability='commit', or choose another directory"
-        )
-    if resume is Resume.NEVER:
-        raise ConfigError(
-            f"{directory} already holds generation {numbers[0]}; continue it with resume='auto', "
-            "or choose another directory"
-        )
-    if resume is Resume.PREVIOUS and len(numbers) < 2:
-        raise ConfigError(f"{directory} holds only generation {numbers[0]}; there is none before it")
-    if resume is Resume.PREVIOUS:
-        previous = runtime.call(manifests.read, numbers[1])
-        _check_can_look_back(runtime, manifests, numbers[0], previous, options.schedule)
-        return previous
-    return runtime.call(manifests.read, numbers[0])
-
-
-def _check_can_look_back(
-    runtime: Runtime, manifests: Manifests, newest: int, previous: Generation, schedule: UpdateSchedule
-) -> None:
-    """Refuse to open a previous generation in a way that takes pending gradients from the newest one."""
-    try:
-        kinds = runtime.call(manifests.read, newest).records.keys()
-    except FormatError:
-        return  # it is damaged: nothing can be taken from it
-    if kinds > {"weights", "state"} and (kinds != previous.records.keys() or schedule is not UpdateSchedule.DELAYED):
-        raise ConfigError(
-            f"generation {newest} of {manifests.directory} holds gradients of update='delayed', which going back with "
-            f"update={schedule.value!r} would lose; resume generation {newest} with update='delayed' first"
-        )
-
-
-def _open(runtime: Runtime, store: TrainingStore, generation: Generation, *, is_previous: bool) -> None:
-    if not is_previous:
-        runtime.call(store.open, generation)
-        return
-    try:
-        runtime.call(partial(store.open, is_previous=True), generation)
-        runtime.call(store.verify, generation)
-    except ChecksumMismatch as error:
-        damage = str(error).rpartition("; ")[0]  # without its advice to do what is being done
-        raise ChecksumMismatch(f"generation {generation.number} is not whole any more: {damage}") from None
-
-
-def _check_same_store(generation: Generation, tiers: TierConfig, schedule: UpdateSchedule) -> None:
-    layout = generation.layout
-    if generation.captured["pending"] is not None and schedule is not UpdateSchedule.DELAYED:
-        raise ConfigError(
-            f"the store in {tiers.nvme[0]} was trained with update='delayed', and the gradients of its last step are "
-            f"not applied yet; update={schedule.value!r} would lose them: resume it with update='delayed'"
-        )
-    if layout["directories"] != len(tiers.nvme):
-        raise ConfigError(
-            f"the store in {tiers.nvme[0]} is striped over {layout['directories']} directories, {len(tiers.nvme)} are "
-            "given; give all of them, in their order"
-        )
-    if layout["codec"] != tiers.codec.value:
-        raise ConfigError(
-            f"the store in {tiers.nvme[0]} was made with codec {layout['codec']!r}, not {tiers.codec.value!r}; "
-            "give the same codec, or choose another directory"
-        )
+        runtime, backend, device, store, groups, access, collector, hooks, stepper, driver, tracer, partition, gathers,
+        reductions, links, generation,
+    )  # fmt: skip
 
 
 def _bind(groups: ModelGroups, store: TrainingStore, device: ComputeDevice) -> None:

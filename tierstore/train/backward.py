@@ -14,6 +14,7 @@ name.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.store.gradients import Gradients, Piece
 from tierstore.train.groups import Group, ModelGroups
+from tierstore.train.reduction import Bucket, Reductions
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class _Collected:
 
     Attributes:
         gradients: what came and was not handed over yet, by position in the group.
+        bucket: takes their place where other ranks take part.
         missing: positions that the loss reaches and whose gradient has not come.
         reached: how many positions the loss reaches.
         fired: how many gradients have come.
@@ -41,6 +44,7 @@ class _Collected:
     """
 
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    bucket: Bucket | None = None
     missing: set[int] = field(default_factory=set)
     reached: int = 0
     fired: int = 0
@@ -53,6 +57,7 @@ class GradientCollector:
     Args:
         capacity_bytes: device memory for gradients that are complete or being made.
         is_free: whether backward has no more use for a group's weights.
+        reductions: with the other ranks, if there are any.
         on_complete: called on the loop when a group's gradient of a final micro-batch is with the store.
     """
 
@@ -63,6 +68,7 @@ class GradientCollector:
         device: ComputeDevice,
         capacity_bytes: int,
         is_free: Callable[[int], bool],
+        reductions: Reductions | None = None,
     ) -> None:
         self._groups = groups.groups
         self._names = groups.names
@@ -70,6 +76,7 @@ class GradientCollector:
         self._device = device
         self._capacity_bytes = capacity_bytes
         self._is_free = is_free
+        self._reductions = reductions
         self._collected = [_Collected() for _ in self._groups]
         self._places: dict[torch.Tensor, tuple[int, int]] = {
             p: (g.index, i) for g in self._groups for i, p in enumerate(g.parameters)
@@ -81,13 +88,17 @@ class GradientCollector:
         self.peak_bytes = 0
         self._accepting: dict[int, asyncio.Task[None]] = {}
         self._is_collecting = False
-        self.touched: set[nn.Parameter] = set()
+        self.touched: set[nn.Parameter] = set() if reductions is None else reductions.touched
         self.is_final = True
         self.is_streaming = False
         self.completed: list[int] = []
         """Groups in the order in which the last backward completed them."""
         self.store: Gradients | None = None
         self.on_complete: Callable[[int], Callable[[], None] | None] = lambda group: None
+        if reductions is not None:
+            self._accepting = reductions.running
+            reductions.on_complete = lambda group: self.on_complete(group)
+            reductions.on_done = self._count_done
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(group, position))  # type: ignore[no-untyped-call]
             for group in self._groups
@@ -132,12 +143,17 @@ class GradientCollector:
                 self._collected[group].missing.add(position)
                 self._collected[group].reached += 1
         self._waiting.clear()
+        if self._reductions is not None:
+            self._runtime.post(self._reductions.begin, store)
+            for unreached in (group for group in self._groups if group.spec.trainable and not self._needed(group)):
+                self._take(unreached)  # the others need not wait for it
 
     def finish(self) -> None:
         """Backward is over: take what is left."""
         self._is_collecting = False
         for index, collected in enumerate(self._collected):
-            if collected.fired and (collected.gradients or not collected.is_taken):
+            is_shared = self._reductions is not None and self._groups[index].spec.trainable
+            if (collected.fired or is_shared) and (collected.gradients or not collected.is_taken):
                 self._take(self._groups[index])
             if self.is_final:
                 self._recomputed[index] = collected.fired - collected.reached
@@ -146,6 +162,8 @@ class GradientCollector:
     def forget(self) -> None:
         """The step is over, or given up."""
         self.touched.clear()
+        if self._reductions is not None:
+            self._runtime.post(self._reductions.forget)
 
     def _hook(self, group: Group, position: int) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
@@ -160,17 +178,14 @@ class GradientCollector:
         parameter.grad = None
         if not self._is_collecting:
             raise GraphError("loss.backward() was called; call engine.backward(loss)")
-        if collected.is_taken and self.is_streaming:
+        if collected.is_taken and (self.is_streaming or self._reductions is not None):
+            advice = "" if self._reductions is not None else "; use update='forward' for models that do that"
             raise GraphError(
-                f"the gradient of {group.spec.parameters[position].name} came after its group was updated: the model "
-                "recomputed something else than in the step before; use update='forward' for models that do that"
+                f"the gradient of {group.spec.parameters[position].name} came after its group was "
+                f"{'updated' if self.is_streaming else 'reduced'}: the model recomputed something else than in the "
+                f"step before{advice}"
             )
-        if not collected.gradients:
-            self._make_room(group)
-        if position in collected.gradients:
-            collected.gradients[position].add_(gradient)
-        else:
-            collected.gradients[position] = gradient
+        self._add(group, position, gradient)
         collected.fired += 1
         collected.missing.discard(position)
         if not collected.missing and collected.fired >= self._needed(group):
@@ -179,9 +194,35 @@ class GradientCollector:
             if not self.is_streaming or self._is_free(index):
                 self._take(self._groups[index])
 
+    def _add(self, group: Group, position: int, gradient: torch.Tensor) -> None:
+        collected = self._collected[group.index]
+        if self._reductions is not None:
+            if collected.bucket is None:
+                self._make_room(group)
+                collected.bucket = self._reductions.bucket(group)
+            collected.bucket.add(position, gradient)
+            return
+        if not collected.gradients:
+            self._make_room(group)
+        if position in collected.gradients:
+            collected.gradients[position].add_(gradient)
+        else:
+            collected.gradients[position] = gradient
+
     def _needed(self, group: Group) -> int:
+        """How many gradients make a group complete."""
         reached, recomputed = self._collected[group.index].reached, self._recomputed[group.index]
-        return reached + recomputed if recomputed is not None else reached or len(group.parameters)
+        if recomputed is not None:
+            return reached + recomputed
+        if self._reductions is not None and reached < len(group.parameters):
+            return sys.maxsize  # nothing can be added to what is reduced: it is taken when backward ends
+        return reached or len(group.parameters)
+
+    def _device_bytes(self, group: Group) -> int:
+        """Device memory that the gradients of a group take."""
+        if self._reductions is not None:
+            return self._reductions.buckets.device_bytes(group.spec)
+        return group.spec.device_bytes
 
     def _make_room(self, group: Group) -> None:
         """Wait until a group's gradient fits the device; what others have of theirs goes ahead if that is too much."""
@@ -191,7 +232,7 @@ class GradientCollector:
             if held_bytes > self._capacity_bytes:
                 self._hand_over(other, self._pieces(other), None)
                 held_bytes -= other.spec.device_bytes
-        self._begun_bytes += group.spec.device_bytes
+        self._begun_bytes += self._device_bytes(group)
         over_bytes = self._begun_bytes - self._done_bytes - self._capacity_bytes
         if over_bytes > 0:
             self._runtime.call(self._drained, self._begun_bytes - self._capacity_bytes)
@@ -199,10 +240,16 @@ class GradientCollector:
 
     def _take(self, group: Group) -> None:
         """A group is complete."""
-        pieces = self._pieces(group)
-        self._collected[group.index].is_taken = True
+        collected = self._collected[group.index]
+        collected.is_taken = True
         self.completed.append(group.index)
         self._waiting.discard(group.index)
+        if self._reductions is not None:
+            mark, bucket, collected.bucket = self._device.record(), collected.bucket, None
+            ready = (group.index, bucket, mark, self.is_final, self.is_streaming)
+            self._runtime.post(self._reductions.ready, *ready)
+            return
+        pieces = self._pieces(group)
         self._hand_over(group, pieces, self.on_complete(group.index) if self.is_streaming else None)
 
     def _pieces(self, group: Group) -> list[Piece]:
@@ -236,12 +283,15 @@ class GradientCollector:
     async def _accept(
         self, group: Group, pieces: list[Piece], work: Coroutine[Any, Any, None], before: asyncio.Task[None] | None
     ) -> None:
-        nbytes = group.spec.device_bytes if pieces else 0
+        nbytes = self._device_bytes(group) if pieces else 0
         await work
         pieces.clear()
-        self._done_bytes += nbytes
+        self._count_done(nbytes)
         if before is not None:
             await asyncio.shield(before)
+
+    def _count_done(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
 
     async def _accepted(self) -> None:
         for task in list(self._accepting.values()):

@@ -14,30 +14,27 @@ from typing import Any
 
 import torch
 
+from tierstore.plan.buckets import form_buckets
+
 
 def assign_buckets(
-    order: Sequence[int], sizes_bytes: Sequence[int], kinds: Sequence[Hashable], caps_bytes: Sequence[int]
+    order: Sequence[int], sizes_bytes: Sequence[int], kinds: Sequence[Hashable], first_cap_bytes: int, cap_bytes: int
 ) -> list[list[int]]:
-    """Which parameters share a bucket, by index, in the order in which the buckets fill.
+    """Which parameters share a bucket, by index, in the order in which the buckets are complete.
 
-    A bucket holds one kind, and is closed by the parameter with which it reaches its cap: that of the first bucket of
-    a kind is the first of `caps_bytes`, and so on; the last one holds for all that follow.
+    A bucket holds one kind; for one kind the boundaries are those of DDP (see `form_buckets`).
 
-    Source: `compute_bucket_assignment_by_size` of torch's reducer.cpp, so that the boundaries are those of DDP.
+    Args:
+        order: in which gradients come.
+        first_cap_bytes: of the first bucket of each kind.
     """
-    closed: list[list[int]] = []
-    filling: dict[Hashable, list[int]] = {}
-    filled_bytes: dict[Hashable, int] = {}
-    made: dict[Hashable, int] = {}
-    for index in order:
-        kind = kinds[index]
-        filling.setdefault(kind, []).append(index)
-        filled_bytes[kind] = filled_bytes.get(kind, 0) + sizes_bytes[index]
-        if filled_bytes[kind] >= caps_bytes[min(made.get(kind, 0), len(caps_bytes) - 1)]:
-            closed.append(filling.pop(kind))
-            filled_bytes[kind] = 0
-            made[kind] = made.get(kind, 0) + 1
-    return closed + list(filling.values())
+    place = {index: position for position, index in enumerate(order)}
+    found: list[list[int]] = []
+    for kind in dict.fromkeys(kinds):
+        members = [index for index in order if kinds[index] == kind]
+        runs = form_buckets([sizes_bytes[index] for index in members], cap_bytes, first_cap_bytes)
+        found += [[members[at] for at in run] for run in runs]
+    return sorted(found, key=lambda members: place[members[-1]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,14 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all([torch.from_numpy(state.copy()) for state in states["cuda"]])
 
 
+def reseed(rank: int) -> None:
+    """Go on from these random states on a path of one's own, the same for the same rank."""
+    seed = (torch.initial_seed() + int(torch.randint(2**31, ()).item()) + rank) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def plain(state: Any, name: str = "state") -> Any:
     """A state without tensors: each becomes an array with its dtype beside it. A copy: the state goes on changing.
 

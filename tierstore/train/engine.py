@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.errors import ClosedError, ConfigError
@@ -27,10 +29,12 @@ from tierstore.plan.placement import Placement
 from tierstore.store.gradients import to_float
 from tierstore.trace import Tracer
 from tierstore.train import capture, whole
-from tierstore.train.assembly import Assembly, Options, assemble, schedule_for
+from tierstore.train.assembly import Assembly, assemble
 from tierstore.train.generations import Generations, Pending
 from tierstore.train.meters import StepMeters
 from tierstore.train.optimizer import LossScale, TieredOptimizer, check_scheduler, clip_coefficient
+from tierstore.train.options import Options, schedule_for
+from tierstore.train.partition import partition_of
 from tierstore.train.report import StepReport
 from tierstore.train.rounds import Updates
 
@@ -52,6 +56,10 @@ class Engine:
         lr_scheduler: makes a scheduler from `engine.optimizer`; stepped inside `step()`.
         loss_scale: None is dynamic for fp16 and 1 otherwise; "dynamic", or a fixed scale.
         initialize: source of the weights of a model on the meta device.
+        zero: ZeRO stage, 0 to 3, of several ranks; see `partition.py`. Each rank calls everything the engine offers, in
+            the same order; budgets are per rank.
+        process_group: the ranks; None is the default group, if there is one.
+        device_mesh: instead, for hybrid sharding: one dimension (shard) or two (replicate, shard).
         registered: objects with a state_dict that are part of every generation, restored before this returns.
         overlap: False waits for every update and commit inside `step()`: the serial baseline.
         backend: makes the system calls of the store; a seam for tests, which give one that fails or records.
@@ -75,6 +83,9 @@ class Engine:
         lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         loss_scale: float | str | None = None,
         initialize: Any = None,
+        zero: int | None = None,
+        process_group: ProcessGroup | None = None,
+        device_mesh: DeviceMesh | None = None,
         registered: Mapping[str, capture.Stateful] | None = None,
         overlap: bool = True,
         tracer: Tracer | None = None,
@@ -111,8 +122,8 @@ class Engine:
             capture.plain(states | capture.extra_states(model), "captured")  # whether it can be stored
 
         self._parts: Assembly = assemble(
-            model, tiers, optimizer or AdamWConfig(), options, parameter_groups, initialize, self.step, prepare,
-            tracer or Tracer(clock, enabled=False), clock, backend,
+            model, tiers, optimizer or AdamWConfig(), options, partition_of(zero, process_group, device_mesh, tiers),
+            parameter_groups, initialize, self.step, prepare, Tracer(clock, enabled=False), clock, backend,
         )  # fmt: skip
         self.optimizer.on_zero_grad = self.zero_grad
         self._parts.hooks.refuse_outside = lambda: self._refuse_after_backward("a call of the model")
@@ -274,7 +285,10 @@ class Engine:
         self._generations.forget()  # from here on the store goes on from what waits to be committed
         self._has_final_backward = False
         touched = set(parts.collector.touched)
-        square_sum = parts.runtime.call(self._generations.gradients.square_sum)
+        partials = parts.runtime.call(self._generations.gradients.take_partials)
+        specs, trail = [group.spec for group in parts.groups.groups], parts.gathers.trail if parts.gathers else 0
+        square_sum, depth = parts.partition.square_sum(specs, partials, trail, parts.wanted_depth)
+        parts.agree_on_depth(depth)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
         is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
         arrived = Pending(touched, clip / self._loss_scale.scale) if is_finite else None
@@ -382,7 +396,9 @@ class Engine:
         if not parts.driver.is_speculating:  # that keeps them until it knows
             self._refuse_after_backward("gradient()")
         group, spec = parts.groups.locate(name)
-        flat = parts.runtime.call(self._generations.gradients.read, group.index, spec.start, spec.stop)
+        begin, end = group.spec.kept_part(spec.start, spec.stop)
+        part = parts.runtime.call(self._generations.gradients.read, group.index, begin, max(begin, end))
+        flat = parts.partition.joined(part)
         return torch.from_numpy(to_float(group.spec.dtype, flat)).reshape(spec.shape)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

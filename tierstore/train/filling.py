@@ -64,8 +64,14 @@ class _Filler:
         self._written: set[tuple[int, int]] = set()
 
     def put(self, group: int, start: int, values: torch.Tensor) -> None:
-        """Elements from `start` of a group on."""
+        """Elements from `start` of a group on; those that other ranks keep are left out."""
         size = self._store.placement.chunk_elements
+        spec = self._store.groups[group]
+        first, last = spec.kept_part(start, start + values.numel())
+        if first >= last:
+            return
+        begin = first + spec.first - start
+        start, values = first, values[begin : begin + last - first]
         position = 0
         while position < values.numel():
             chunk = (start + position) // size

@@ -150,11 +150,21 @@ class Generations:
             touched = {parameter for parameter, name in self._parts.groups.names.items() if name in names}
             self.pending = Pending(touched, pending["scale"])
             self._collect_in(pending["set"])
-        self._to_restore = dict(captured["registered"])
+        own, is_new_rank = self._own_part(captured)
+        self._to_restore = dict(own["registered"])
         for name in list(self._registered):
             self._restore_registered(name)
-        capture.load_buffers(self._model, captured["buffers"])
-        capture.restore_random_states(captured["random"])
+        capture.load_buffers(self._model, own["buffers"])
+        capture.restore_random_states(own["random"])
+        if is_new_rank:
+            capture.reseed(self._parts.partition.position)
+
+    def _own_part(self, captured: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+        """What this rank has of its own (`PER_RANK`); one that was not there before takes what the first one has."""
+        position, others = self._parts.partition.position, captured.get("ranks", [])
+        if position == 0:
+            return captured, False
+        return (others[position - 1], False) if position <= len(others) else (captured, True)
 
     def _restore_registered(self, name: str) -> None:
         if name in self._to_restore:

@@ -12,6 +12,7 @@ moves.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -95,6 +96,7 @@ class ModelGroups:
             below it if it is compiled.
         names: one name of every parameter.
         aliases: every name of a parameter, with that one.
+        tied: groups with a parameter that has several names.
         replaced: the real parameters of a model on the meta device.
     """
 
@@ -103,6 +105,11 @@ class ModelGroups:
     names: dict[nn.Parameter, str]
     aliases: dict[str, str]
     replaced: dict[nn.Parameter, nn.Parameter]
+
+    @property
+    def tied(self) -> set[int]:
+        counts = Counter(self.aliases.values())
+        return {g.index for g in self.groups if any(counts[spec.name] > 1 for spec in g.spec.parameters)}
 
     def locate(self, name: str) -> tuple[Group, ParameterSpec]:
         """The group and the place of a parameter by its name."""

@@ -16,12 +16,13 @@ block of it is handed out too early. What a hook allocates belongs to the commun
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import distributed
 
+from tierstore.trace import Tracer
 from tierstore.train.buckets import Bucket, HookBucket
 from tierstore.train.ranks import Ranks, reduce_scatter_flat
 
@@ -51,20 +52,34 @@ class Launcher:
         self._stream = torch.cuda.Stream(device, priority=-1) if self.is_cuda else None  # type: ignore[no-untyped-call]
         self._base: tuple[Any, float] | None = None
 
-    def most_in_flight(self, asked: int) -> int:
-        """How many collectives may be in flight.
+    @property
+    def is_one_at_a_time(self) -> bool:
+        """Whether a bucket must have ended before the next one is launched.
 
-        A hook may start collectives when its first ones end (PowerSGD does), without NCCL in threads of the group, and
-        these would meet those of the next bucket in another order on each rank: so one bucket at a time there.
+        A hook may start collectives when its first ones end (PowerSGD does); without NCCL that is in threads of the
+        group, and these collectives would meet those of the next bucket in another order on each rank.
         """
-        return asked if self.hook is None or self._is_stream_ordered else 1
+        return self.hook is not None and not self._is_stream_ordered
+
+    def now(self) -> Any:
+        """A moment of backward: seconds, or on CUDA an event of the current stream. See `seconds_between`."""
+        if not self.is_cuda:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        """Between two moments. On CUDA waits for the last one."""
+        if not self.is_cuda:
+            return float(last - first)
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
 
     def begin(self) -> None:
         """A backward begins."""
-        if self._stream is not None and self.is_timed:
-            mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            mark.record(torch.cuda.current_stream(self._device))
-            self._base = (mark, self._clock())
+        if self.is_cuda and self.is_timed:
+            self._base = (self.now(), self._clock())
 
     def note_stream(self, bucket: Bucket) -> None:
         """A gradient of `bucket` was just put into its place. Only needed on CUDA."""
@@ -144,8 +159,7 @@ class Launcher:
     def done_s(self, bucket: Bucket) -> float:
         """When the collective ended, on the reducer's clock. On CUDA waits for it if timed; else it is not known."""
         if bucket.done_s is None and self._base is not None and bucket.done_mark is not None:
-            bucket.done_mark.synchronize()
-            bucket.done_s = self._base[1] + self._base[0].elapsed_time(bucket.done_mark) / 1e3
+            bucket.done_s = self._base[1] + self.seconds_between(self._base[0], bucket.done_mark)
         return float("nan") if bucket.done_s is None else bucket.done_s
 
     def start_used(self, flags: bytearray) -> tuple[torch.Tensor, Any]:
@@ -207,3 +221,59 @@ class Launcher:
         work = bucket.work
         future = work if isinstance(work, torch._C.Future) else work.get_future()
         future.add_done_callback(note)
+
+
+class LaunchQueue:
+    """Launches buckets in their order, each when it is ready and there is room in flight.
+
+    Args:
+        max_in_flight: collectives at once. A bucket that is deferred is launched at the next gradient that finds room.
+        before_last: called before the last bucket is launched, on every rank.
+    """
+
+    def __init__(self, launcher: Launcher, max_in_flight: int, tracer: Tracer, before_last: Callable[[], None]) -> None:
+        self._launcher = launcher
+        self._max_in_flight = max_in_flight
+        self._tracer = tracer
+        self._before_last = before_last
+        self.begin(())
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """A backward begins."""
+        self._ahead = list(reversed(buckets))
+        self._in_flight: list[Bucket] = []
+        self.is_deferred = False
+
+    def advance(self) -> None:
+        """Launch what is ready and next, as far as there is room in flight; does not wait.
+
+        Raises:
+            RankLost: a collective could not be started.
+        """
+        most = 1 if self._launcher.is_one_at_a_time else self._max_in_flight
+        while self._ahead and self._ahead[-1].is_ready:
+            while self._in_flight and self._launcher.is_done(self._in_flight[0]):
+                self._in_flight.pop(0)
+            self.is_deferred = len(self._in_flight) >= most
+            if self.is_deferred:
+                return
+            self._launch(self._ahead.pop())
+        self.is_deferred = False
+
+    def launch_rest(self) -> None:
+        """Launch what is left, all of it ready; waits for room.
+
+        Raises:
+            RankLost: a collective failed, or its timeout has passed.
+        """
+        self.advance()
+        while self._ahead:
+            self._launcher.wait_on_host(self._in_flight.pop(0))
+            self.advance()
+
+    def _launch(self, bucket: Bucket) -> None:
+        with self._tracer.measure("reducer", f"launch bucket {bucket.index}", bytes=bucket.nbytes):
+            if bucket.is_last:
+                self._before_last()
+            self._launcher.start(bucket)
+        self._in_flight.append(bucket)

@@ -78,7 +78,7 @@ class StepMeters:
             "nvme_write": disk.written_bytes,
             "h2d": link.h2d_bytes,
             "d2h": link.d2h_bytes,
-        }
+        } | {name: meter.totals()[0] for name, meter in self._parts.links.items()}
 
     def _peaks(self) -> dict[str, int]:
         store = self._parts.store

@@ -186,7 +186,8 @@ class AdamStepper:
         """What the touched parameters of a group get; the learning rate and its kin are copied now."""
         wanted, found = set(touched), []
         for parameter, spec in zip(group.parameters, group.spec.parameters):
-            if parameter in wanted and parameter in self._option_group:
+            start, stop = group.spec.kept_part(spec.start, spec.stop)
+            if parameter in wanted and parameter in self._option_group and start < stop:
                 options = self.optimizer.param_groups[self._option_group[parameter]]
                 coefficients = AdamCoefficients(
                     lr=float(options["lr"]),
@@ -198,7 +199,7 @@ class AdamStepper:
                     decoupled=options["decoupled"],
                     gradient_scale=gradient_scale,
                 )
-                found.append(ParameterUpdate(spec.start, spec.stop, coefficients))
+                found.append(ParameterUpdate(start, stop, coefficients))
         return tuple(found)
 
     def count(self, touched: Iterable[nn.Parameter]) -> None:

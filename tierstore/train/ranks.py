@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from tierstore.errors import ConfigError, RankLost
 
 _BEAT_S = 0.5
+_SHARE = 0.75
+"""Of the timeout, for a collective: who is missing is to be known before the wait around it ends."""
 _made = itertools.count()  # ranks make their groups in one order, so they number them alike
 
 
@@ -47,8 +49,8 @@ class Ranks:
         self.rank = distributed.get_rank(self.group)
         self.count = distributed.get_world_size(self.group)
         self.timeout_s = timeout_s
-        self._members = distributed.get_process_group_ranks(self.group)
-        name = "-".join(map(str, self._members))
+        self.members = distributed.get_process_group_ranks(self.group)
+        name = "-".join(map(str, self.members))
         self._store = PrefixStore(f"tierstore/{name}/{next(_made)}", _get_default_store())
         self._waits: dict[int, str] = {}
         self._stopped = threading.Event()
@@ -62,11 +64,15 @@ class Ranks:
         if self._heart.is_alive():
             self._heart.join()
 
-    def subgroup(self, *, backend: str | None = None) -> ProcessGroup:
-        """Another group of the same ranks: its collectives have an order of their own. All ranks call it."""
+    def subgroup(self, *, backend: str | None = None, members: Sequence[int] | None = None) -> ProcessGroup:
+        """Another group: its collectives have an order of their own. All its ranks call it.
+
+        Args:
+            members: global ranks; None is all of these.
+        """
         made: ProcessGroup = distributed.new_group(
-            self._members,
-            timeout=timedelta(seconds=self.timeout_s),
+            self.members if members is None else list(members),
+            timeout=timedelta(seconds=_SHARE * self.timeout_s),
             backend=backend,
             use_local_synchronization=True,
         )
@@ -83,7 +89,7 @@ class Ranks:
         self._waits[me] = what
         try:
             yield
-        except (RuntimeError, distributed.DistError) as error:
+        except (RuntimeError, TimeoutError) as error:
             raise RankLost(self._report(what)) from error
         finally:
             self._waits.pop(me, None)

@@ -19,6 +19,7 @@ from torch import nn
 from tierstore.errors import ConfigError, FormatError
 from tierstore.kernels.adam import init_state, state_bytes_per_element
 from tierstore.store.layout import ParameterSpec
+from tierstore.store.team import outcome, results
 from tierstore.train import capture
 from tierstore.train.assembly import Assembly
 from tierstore.train.checkpoints import TensorOut, write_checkpoint
@@ -26,13 +27,46 @@ from tierstore.train.filling import Piece, fill
 from tierstore.train.groups import TORCH_DTYPES, Group
 
 
-def masters(parts: Assembly, group: Group, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """The fp32 values of elements `[start, stop)` of a group, in pieces of at most a chunk."""
-    placement = parts.store.placement
-    for chunk in range(start // placement.chunk_elements, -(-stop // placement.chunk_elements)):
-        first, last = placement.chunk(group.index, chunk)
-        values = torch.from_numpy(parts.runtime.call(parts.store.at_rest.read, group.index, chunk))
-        yield values[max(start - first, 0) : min(stop, last) - first]
+def masters(
+    parts: Assembly, group: Group, start: int, stop: int, *, is_announced: bool = False
+) -> Iterator[torch.Tensor]:
+    """The fp32 values of elements `[start, stop)` of a group, in pieces of at most a chunk.
+
+    Args:
+        is_announced: rank 0 asks, and the others answer (`_answer`); otherwise all ranks ask for the same.
+    """
+    size = parts.store.placement.chunk_elements
+    for first in range(start // size * size, stop, size):
+        if is_announced:
+            parts.partition.agree("an export", ((group.index, first), None))
+        values = _chunk(parts, group, first)
+        yield values[max(start - first, 0) : min(stop - first, size)]
+
+
+def _chunk(parts: Assembly, group: Group, first: int) -> torch.Tensor:
+    """The fp32 values of the chunk that begins at an element of a group, from the rank that keeps it."""
+    size, spec, partition = parts.store.placement.chunk_elements, group.spec, parts.partition
+    begin, end = spec.kept_part(first, first + 1)
+    if begin < end:
+        values = torch.from_numpy(parts.runtime.call(parts.store.at_rest.read, group.index, begin // size))
+    else:
+        values = torch.empty(min(size, spec.size - first))
+    return values if partition.keeps_all else partition.from_owner(partition.owner(spec, first), values)
+
+
+def _answer(parts: Assembly) -> None:
+    """Give rank 0 the chunks that it asks for, until it has ended.
+
+    Raises:
+        TierstoreError: its failure.
+    """
+    while True:
+        nothing: Any = (None, None)
+        asked, told = parts.partition.agree("an export", nothing)
+        if asked is None:
+            results([(None, told)], None)
+            return
+        _chunk(parts, parts.groups.groups[asked[0]], asked[1])
 
 
 def state_dict(parts: Assembly, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -88,6 +122,7 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
     def pieces(group: Group) -> Iterator[Piece]:
         for spec, parameter in zip(group.spec.parameters, group.parameters):
             weights, start = parameter.detach().reshape(-1).cpu(), 0
+            # With the masters of all ranks, though only those that are kept here are written.
             for master in masters(parts, group, spec.start, spec.stop):
                 now = weights[start : start + len(master)]
                 kept = torch.where(as_trained(group.spec.dtype, master) == now, master, now.float())
@@ -111,11 +146,15 @@ def as_trained(dtype: str, master: torch.Tensor) -> torch.Tensor:
 def export(parts: Assembly, model: nn.Module, directory: Path) -> None:
     """Stream weights, in the dtype they are trained in, and persistent buffers to ordinary safetensors.
 
-    Of the modules' extra states those that are tensors, for nothing else has a place there.
+    Of the modules' extra states those that are tensors, for nothing else has a place there. Rank 0 writes.
     """
+    if parts.partition.ranks is not None and parts.partition.ranks.rank > 0:
+        _answer(parts)
+        return
+    is_shared = parts.partition.is_shared
 
     def rounded(group: Group, spec: ParameterSpec) -> Iterator[torch.Tensor]:
-        for piece in masters(parts, group, spec.start, spec.stop):
+        for piece in masters(parts, group, spec.start, spec.stop, is_announced=is_shared):
             yield as_trained(group.spec.dtype, piece)
 
     def tensors() -> Iterator[TensorOut]:
@@ -127,4 +166,11 @@ def export(parts: Assembly, model: nn.Module, directory: Path) -> None:
             if isinstance(value, torch.Tensor):
                 yield TensorOut(name, tuple(value.shape), value.dtype, iter([value.detach().cpu().reshape(-1)]))
 
-    write_checkpoint(directory, tensors())
+    failure: Exception | None = None
+    try:
+        write_checkpoint(directory, tensors())
+    except Exception as error:
+        failure = error
+        raise
+    finally:
+        parts.partition.agree("an export", outcome(None, failure))

@@ -1,0 +1,52 @@
+"""ZeRO 0 to 3: the same bits at every stage, and to rounding those of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from sharing import train
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_three_stages_in_memory_are_one() -> None:
+    memory = {"gpu_memory": "32MiB", "cpu_memory": "64MiB"}
+    found = [run_ranks(2, train, None, 3, zero=stage, memory=memory) for stage in (0, 1, 2, 3)]
+    for stage in found:
+        assert same(stage[0]["weights"], stage[1]["weights"])
+        assert same(stage[0]["weights"], found[0][0]["weights"])
+        assert stage[0]["norms"] == found[0][0]["norms"]
+
+
+def test_a_store_changes_nothing(tmp_path: Path) -> None:
+    in_memory = run_ranks(2, train, None, 3, zero=3, memory={"gpu_memory": "32MiB", "cpu_memory": "64MiB"})
+    for stage in (1, 2, 3):
+        memory = {"gpu_memory": "32MiB" if stage < 3 else "3MiB", "cpu_memory": "2500KiB"}
+        found = run_ranks(2, train, str(tmp_path / f"{stage}"), 3, zero=stage, memory=memory)
+        assert same(found[0]["weights"], in_memory[0]["weights"])
+        assert found[0]["bytes"]["nvme_read"] > 0
+
+
+@pytest.mark.parametrize("update", ["step", "backward", "speculative", "forward", "delayed"])
+def test_schedules_are_one(tmp_path: Path, update: str) -> None:
+    options: dict[str, Any] = {"max_grad_norm": None}
+    one = run_ranks(1, train, None, 3, update="delayed" if update == "delayed" else "step", **options)
+    two = run_ranks(2, train, str(tmp_path), 3, update=update, **options)
+    for name, weight in two[0]["weights"].items():
+        assert np.allclose(weight, one[0]["weights"][name], atol=1e-3), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_are_as_one(ranks: int, tmp_path: Path) -> None:
+    one = run_ranks(1, train, None, 10)[0]
+    found = run_ranks(ranks, train, str(tmp_path), 10)
+    for name, gradient in one["gradients"].items():
+        assert np.abs(gradient - found[0]["gradients"][name]).max() <= 1e-6
+    losses = np.mean([rank["losses"] for rank in found], axis=0)
+    assert np.allclose(losses, one["losses"], rtol=1e-5, atol=0)

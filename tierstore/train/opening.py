@@ -1,0 +1,132 @@
+"""Which generation of a store a run goes on from, and opening it.
+
+Scope: the user's wish against what is there, at all ranks; refusing what cannot be gone on with.
+Not here: how a store is opened (`store/training.py`).
+Owner: the thread that makes the engine.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from tierstore.config import Durability, Resume, TierConfig, UpdateSchedule
+from tierstore.errors import ChecksumMismatch, ConfigError, FormatError
+from tierstore.io.backend import Backend
+from tierstore.io.runtime import Runtime
+from tierstore.store.commit import Generation, Manifests, StoreLock
+from tierstore.store.team import Team, leads
+from tierstore.store.training import TrainingStore
+from tierstore.train.options import Options
+from tierstore.train.partition import Partition
+
+
+def find_generation(
+    runtime: Runtime,
+    tiers: TierConfig,
+    options: Options,
+    backend: Backend,
+    lock: StoreLock,
+    partition: Partition,
+    team: Team,
+) -> Generation | None:
+    """The generation to resume, by the user's wish; the store is then locked, so that it stays the one to resume.
+
+    Of several nodes each has manifests of its own: it is the newest that all have.
+    """
+    if not tiers.nvme:
+        _refuse_nothing(options.resume, "memory")
+        return None
+    directory = Path(tiers.nvme[0])
+    manifests = Manifests(directory, backend)
+
+    def look() -> list[int] | None:
+        return _numbers(manifests, options, lock) if leads(team) else None
+
+    told = partition.all_succeed("the generations of the store", look)
+    found = [set(numbers) for numbers in told if numbers is not None]
+    common = sorted(set.intersection(*found), reverse=True)
+    if not common:
+        if any(found):
+            have = "; ".join(str(sorted(numbers)) for numbers in found)
+            raise ConfigError(f"the stores of the nodes have no generation in common; they have {have}")
+        _refuse_nothing(options.resume, str(directory))
+        return None
+    if options.resume is not Resume.PREVIOUS:
+        return runtime.call(manifests.read, common[0])
+    if len(common) < 2:
+        raise ConfigError(f"{directory} holds only generation {common[0]}; there is none before it")
+    previous = runtime.call(manifests.read, common[1])
+    _check_can_look_back(runtime, manifests, common[0], previous, options.schedule)
+    return previous
+
+
+def _refuse_nothing(resume: Resume, where: str) -> None:
+    if resume in (Resume.MUST, Resume.PREVIOUS):
+        raise ConfigError(f"resume='{resume.value}': there is no generation in {where}")
+
+
+def _numbers(manifests: Manifests, options: Options, lock: StoreLock) -> list[int]:
+    """The generations that are there, newest first, and the store locked if there are some."""
+    if not manifests.numbers():
+        return []
+    directory = manifests.directory
+    lock.add([directory])
+    numbers = manifests.numbers()
+    if options.durability is Durability.NONE:
+        raise ConfigError(
+            f"{directory} holds generation {numbers[0]}, which durability='none' would overwrite; "
+            "use durability='commit', or choose another directory"
+        )
+    if options.resume is Resume.NEVER:
+        raise ConfigError(
+            f"{directory} already holds generation {numbers[0]}; continue it with resume='auto', "
+            "or choose another directory"
+        )
+    return numbers
+
+
+def _check_can_look_back(
+    runtime: Runtime, manifests: Manifests, newest: int, previous: Generation, schedule: UpdateSchedule
+) -> None:
+    """Refuse to open a previous generation in a way that takes pending gradients from the newest one."""
+    try:
+        kinds = runtime.call(manifests.read, newest).records.keys()
+    except FormatError:
+        return  # it is damaged: nothing can be taken from it
+    if kinds > {"weights", "state"} and (kinds != previous.records.keys() or schedule is not UpdateSchedule.DELAYED):
+        raise ConfigError(
+            f"generation {newest} of {manifests.directory} holds gradients of update='delayed', which going back with "
+            f"update={schedule.value!r} would lose; resume generation {newest} with update='delayed' first"
+        )
+
+
+def open_generation(runtime: Runtime, store: TrainingStore, generation: Generation, *, is_previous: bool) -> None:
+    if not is_previous:
+        runtime.call(store.open, generation)
+        return
+    try:
+        runtime.call(partial(store.open, is_previous=True), generation)
+        runtime.call(store.verify, generation)
+    except ChecksumMismatch as error:
+        damage = str(error).rpartition("; ")[0]  # without its advice to do what is being done
+        raise ChecksumMismatch(f"generation {generation.number} is not whole any more: {damage}") from None
+
+
+def check_same_store(generation: Generation, tiers: TierConfig, schedule: UpdateSchedule) -> None:
+    layout = generation.layout
+    if generation.captured["pending"] is not None and schedule is not UpdateSchedule.DELAYED:
+        raise ConfigError(
+            f"the store in {tiers.nvme[0]} was trained with update='delayed', and the gradients of its last step are "
+            f"not applied yet; update={schedule.value!r} would lose them: resume it with update='delayed'"
+        )
+    if layout["directories"] != len(tiers.nvme):
+        raise ConfigError(
+            f"the store in {tiers.nvme[0]} is striped over {layout['directories']} directories, {len(tiers.nvme)} are "
+            "given; give all of them, in their order"
+        )
+    if layout["codec"] != tiers.codec.value:
+        raise ConfigError(
+            f"the store in {tiers.nvme[0]} was made with codec {layout['codec']!r}, not {tiers.codec.value!r}; "
+            "give the same codec, or choose another directory"
+        )

@@ -1,0 +1,332 @@
+"""ZeRO: what of the training state each rank keeps, and what all ranks must agree on.
+
+Scope: stages, process groups, cutting groups, telling each other small things, the global norm.
+Not here: completing weights (`gathering.py`), reducing gradients (`reduction.py`), who is missing (`ranks.py`).
+Owner: the training side; the team's exchanges run in a thread of their own.
+
+| stage | weights on the device | weights at rest | gradients | optimizer state |
+|---|---|---|---|---|
+| 0 | all, always | all | all-reduced, all kept | all |
+| 1 | all, always | 1/N | all-reduced, 1/N kept | 1/N |
+| 2 | all, always | 1/N | reduce-scattered | 1/N |
+| 3 | as far as the budget goes | 1/N | reduce-scattered | 1/N |
+
+Source: Rajbhandari et al., ZeRO, 2020; ZeRO-Infinity, 2021.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from tierstore.config import TierConfig
+from tierstore.errors import ConfigError, GraphError
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.plan.placement import BLOCK
+from tierstore.store.layout import GroupSpec, check_same_model, fingerprint, shard
+from tierstore.store.team import Alone, Team, outcome, results
+from tierstore.train.filling import PIECE_ELEMENTS, Piece
+from tierstore.train.ranks import Ranks
+
+T = TypeVar("T")
+Partials = npt.NDArray[np.float64]
+_LEAST_CHUNKS = 4
+"""Chunks of the largest group that a rank has at least: parts differ by one, and the store may open on more ranks."""
+
+
+class Partition:
+    """The ranks of one engine, and which part of every group this one keeps.
+
+    Attributes:
+        stage: of ZeRO, 0 to 3.
+        ranks: all of them; None without a process group.
+        rank: of this one among those that share the parts.
+        count: number of parts.
+        shards: those that share the parts, by their rank among all.
+        position: of this rank among those that share the directories of the store.
+        replicas: the group of ranks that keep the same part (hybrid sharding); None if nobody else does.
+    """
+
+    def __init__(
+        self, stage: int, ranks: Ranks | None, shards: ProcessGroup | None = None, replicas: ProcessGroup | None = None
+    ) -> None:
+        self.stage = stage
+        self.ranks = ranks
+        self.rank, self.count, self.position = 0, 1, 0
+        self.replicas: ProcessGroup | None = None
+        self._team: _RankTeam | None = None
+        self._groups: list[ProcessGroup] = []
+        if ranks is not None:
+            shards = shards or ranks.group
+            self.rank, self.count = distributed.get_rank(shards), distributed.get_world_size(shards)
+            members = distributed.get_process_group_ranks(shards)
+            self.shards = [ranks.members.index(member) for member in members]
+            # A group of its own for everything that has an order of its own.
+            self.gathers = ranks.subgroup(members=members)
+            self.reductions = ranks.subgroup(members=members)
+            if replicas is not None:
+                self.replicas = ranks.subgroup(members=distributed.get_process_group_ranks(replicas))
+            self._control = ranks.subgroup(backend="gloo")
+            self._teams = ranks.subgroup(backend="gloo")
+            made = [self.gathers, self.reductions, self.replicas, self._control, self._teams]
+            self._groups = [group for group in made if group is not None]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other ranks."""
+        return self.ranks is not None
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every rank keeps everything."""
+        return self.stage == 0 or self.count == 1
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a rank gets only its part of a reduced gradient."""
+        return self.stage >= 2 and self.count > 1
+
+    @property
+    def world(self) -> int:
+        """Number of ranks, each with its own batches."""
+        return 1 if self.ranks is None else self.ranks.count
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the heart and the thread, and give the process groups back. Twice is fine."""
+        if self.ranks is None:
+            return
+        if self._team is not None:
+            self._team.close(timeout_s)
+        self.ranks.close()
+        groups, self._groups = self._groups, []
+        for group in groups:
+            with contextlib.suppress(Exception):  # one that has lost a rank
+                distributed.destroy_process_group(group)
+
+    # --- cutting ------------------------------------------------------------------------------------------------
+
+    def cut(self, spec: GroupSpec, chunk_elements: int) -> GroupSpec:
+        """The part of a group that this rank keeps."""
+        return spec if self.keeps_all else shard(spec, self.rank, self.count, chunk_elements)
+
+    def chunk_limit(self, specs: Sequence[GroupSpec]) -> int:
+        """Elements of a chunk of a new store at most, so that the parts are about equal."""
+        largest = max(spec.size for spec in specs)
+        return max(1, -(-largest // (self.count * _LEAST_CHUNKS * BLOCK))) * BLOCK
+
+    # --- agreeing -----------------------------------------------------------------------------------------------
+
+    def exchange(self, what: str, mine: T) -> list[T]:
+        """What every rank gives, by rank. All call it, in the training thread.
+
+        Raises:
+            RankLost: one does not.
+        """
+        return [mine] if self.ranks is None else _exchange(self.ranks, self._control, what, mine)
+
+    def all_succeed(self, what: str, work: Callable[[], T]) -> list[T]:
+        """What the work gave at every rank, by rank; see `store/team.py`."""
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        return results(self.exchange(what, outcome(result, failure)), failure)
+
+    def check_same(self, what: str, mine: object) -> None:
+        """Refuse ranks that were given different things.
+
+        Raises:
+            ConfigError: at all of them.
+        """
+        told = self.exchange(what, repr(mine))
+        for rank, text in enumerate(told):
+            if text != told[0]:
+                raise ConfigError(f"rank {rank} has other {what} than rank 0: {text} there, {told[0]} at rank 0")
+
+    def check_same_model(self, groups: Sequence[GroupSpec]) -> None:
+        """Refuse ranks that train different models, with the first difference.
+
+        Raises:
+            ConfigError: at all of them.
+        """
+
+        def check() -> None:
+            check_same_model(first, groups, "rank 0 trains another model")
+
+        first = self.agree("the model", fingerprint(groups, 0, 0, ""))
+        self.all_succeed("the model", check)
+
+    def agree(self, what: str, mine: T) -> T:
+        """What rank 0 gives."""
+        return self.exchange(what, mine)[0]
+
+    def team(self, tiers: TierConfig) -> Team:
+        """Those who write the store, as the store sees them."""
+        if self.ranks is None:
+            return Alone()
+        where = (_boot(), os.path.realpath(tiers.nvme[0])) if tiers.nvme else (_boot(), self.ranks.rank)
+        places = self.exchange("the directories of the store", where)
+        members = [rank for rank, place in enumerate(places) if place == where]
+        self.position = members.index(self.ranks.rank)
+        self._team = _RankTeam(self.ranks, self._teams, members)
+        return self._team
+
+    def square_sum(
+        self, groups: Sequence[GroupSpec], partials: Sequence[Partials], trail: int, depth: int
+    ) -> tuple[float, int]:
+        """The squared global norm, and the depth that rank 0 has computed.
+
+        Partial sums of all ranks are added by their position in the model: the same bits for every number of ranks
+        that reduce gradients to the same bits.
+
+        Args:
+            trail: a digest of the groups that were gathered so far.
+
+        Raises:
+            GraphError: the ranks did not gather the same groups in the same order: the weights were wrong.
+        """
+        if not self.keeps_all:
+            partials, depth = self._all_partials(groups, partials, trail, depth)
+        return (float(np.cumsum(np.concatenate(partials))[-1]) if partials else 0.0), depth
+
+    def _all_partials(
+        self, groups: Sequence[GroupSpec], partials: Sequence[Partials], trail: int, depth: int
+    ) -> tuple[list[Partials], int]:
+        parts = [spec.device_elements // self.count // BLOCK for spec in groups]
+        mine = np.zeros(sum(parts))
+        starts = np.cumsum([0, *parts])
+        for start, own in zip(starts, partials):
+            mine[start : start + len(own)] = own
+        found = self.exchange("the gradient norm", (mine, trail, depth))
+        for rank, (_, theirs, _) in enumerate(found):
+            if theirs != found[0][1]:
+                raise GraphError(
+                    f"rank {rank} went through the model in another order than rank 0, so weights were mixed up; this "
+                    "step was not applied. Every rank must call the same modules, also in evaluation"
+                )
+        ranks = [found[rank][0] for rank in self.shards]
+        return [
+            np.concatenate([rank[start : start + part] for rank in ranks])[: -(-spec.size // BLOCK)]
+            for spec, start, part in zip(groups, starts, parts)
+        ], found[0][2]
+
+    def from_first(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """The pieces of rank 0 at every rank; the others' own are only taken, so that their memory is let go."""
+        if self.ranks is None:
+            yield from pieces
+            return
+        own = _small(pieces) if self.ranks.rank == 0 else iter(())
+        while (announced := self.all_succeed("initial weights", lambda: next(own, None))[0]) is not None:
+            yield announced
+
+    def joined(self, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The parts of all ranks, one behind the other."""
+        if self.keeps_all:
+            return part
+        found = self.exchange("parts of a gradient", part)
+        return np.concatenate([found[rank] for rank in self.shards])
+
+    def same_buffers(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Every rank gets rank 0's."""
+        if self.ranks is not None:
+            held = list(buffers)
+            values = self.agree("initial buffers", [buffer.detach().cpu() for buffer in held])
+            with torch.no_grad():
+                for buffer, value in zip(held, values):
+                    buffer.copy_(value)
+
+    def owner(self, spec: GroupSpec, element: int) -> int:
+        """The rank (of all) that keeps an element of a group, the first of those that do."""
+        return self.shards[element // (spec.device_elements // self.count)]
+
+    def from_owner(self, owner: int, values: torch.Tensor) -> torch.Tensor:
+        """`values` as their owner has them."""
+        if self.ranks is not None and not self.keeps_all:
+            with self.ranks.waiting(f"weights of rank {owner}"):
+                distributed.broadcast(values, self.ranks.members[owner], group=self._control)
+        return values
+
+
+class _RankTeam:
+    """See `Team`. Its exchanges have a process group and a thread of their own: commits end while training goes on."""
+
+    def __init__(self, ranks: Ranks, group: ProcessGroup, members: Sequence[int]) -> None:
+        self.rank = ranks.rank
+        self.members = members
+        self._ranks = ranks
+        self._group = group
+        self._thread = WorkerPool("tierstore-team", 1)
+
+    async def exchange(self, what: str, mine: T) -> list[T]:
+        return await self._thread.submit(Priority.DEMAND, _exchange, self._ranks, self._group, what, mine)
+
+    def close(self, timeout_s: float) -> None:
+        self._thread.close(timeout_s)
+
+
+def _exchange(ranks: Ranks, group: ProcessGroup, what: str, mine: T) -> list[T]:
+    found: list[Any] = [None] * ranks.count
+    with ranks.waiting(what):
+        distributed.all_gather_object(found, mine, group=group)
+    return found
+
+
+def _small(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    for name, offset, values in pieces:
+        for start in range(0, values.numel(), PIECE_ELEMENTS):
+            yield Piece(name, offset + start, values[start : start + PIECE_ELEMENTS])
+
+
+def _boot() -> str:
+    """One text per running machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def partition_of(
+    zero: int | None, process_group: ProcessGroup | None, device_mesh: Any, tiers: TierConfig
+) -> Partition:
+    """The partition that a user asks for; without a process group there is one rank, which keeps everything.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
+    if zero not in (None, 0, 1, 2, 3):
+        raise ConfigError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError("give process_group or device_mesh, not both")
+    is_given = process_group is not None or device_mesh is not None
+    if not is_given and not (distributed.is_available() and distributed.is_initialized()):
+        return Partition(zero or 0, None)
+    stage = 3 if zero is None else zero
+    shards: ProcessGroup | None = None
+    replicas: ProcessGroup | None = None
+    if device_mesh is not None:
+        if device_mesh.ndim > 2 or device_mesh.size() != distributed.get_world_size():
+            raise ConfigError(
+                f"device_mesh has shape {tuple(device_mesh.shape)} and there are {distributed.get_world_size()} ranks; "
+                "give one dimension (shard) or two (replicate, shard) that hold them all"
+            )
+        shards = device_mesh.get_group(device_mesh.ndim - 1)
+        replicas = device_mesh.get_group(0) if device_mesh.ndim == 2 else None
+    ranks = Ranks(process_group, timeout_s=tiers.timeout_s)
+    if ranks.count == 1:
+        ranks.close()
+        return Partition(stage, None)
+    if stage == 0 and tiers.nvme:
+        ranks.close()
+        raise ConfigError(
+            "zero=0 keeps everything at every rank, and a store keeps every byte once: use zero=1, which keeps the "
+            "optimizer state once, or give no nvme directory"
+        )
+    return Partition(stage, ranks, shards, replicas)
