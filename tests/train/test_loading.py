@@ -1,0 +1,311 @@
+"""PrefetchingLoader: order, nesting, errors at their batch, and the position of a killed and resumed run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+from tierstore.errors import ConfigError
+from tierstore.pack import tree
+from tierstore.train.capture import plain, random_states, restore_random_states, with_tensors
+from tierstore.train.loading import PrefetchingLoader
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+Pair = namedtuple("Pair", "inputs targets")
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Sample i is the number i; `noisy` ones add a random number of the process that makes them."""
+
+    def __init__(self, count: int, noisy: bool = False) -> None:
+        self.count = count
+        self.noisy = noisy
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = torch.rand(()) + random.random() if self.noisy else 0.0
+        return torch.tensor(float(index)) + noise
+
+
+class Stream:
+    """An iterable that knows its position, one ahead of whoever holds a batch of it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.state = {"next": 0}
+        self.asked = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.state["next"] < self.count:
+            self.state["next"] += 1
+            self.asked += 1
+            yield torch.tensor(float(self.state["next"] - 1))
+        self.state["next"] = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state  # not a copy
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state.update(state)
+
+
+class Letters(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(10.0))
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "list": lambda: [torch.tensor(float(index)) for index in range(7)],
+    "stream": lambda: Stream(7),
+    "in order": lambda: DataLoader(Numbers(14), batch_size=2),
+    "shuffled": lambda: DataLoader(Numbers(14), batch_size=2, shuffle=True),
+    "shuffled by a generator": lambda: DataLoader(
+        Numbers(14), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "sampler with a generator": lambda: DataLoader(
+        Numbers(14), batch_size=2, sampler=RandomSampler(Numbers(14), generator=torch.Generator().manual_seed(3))
+    ),
+    "noisy": lambda: DataLoader(Numbers(14, noisy=True), batch_size=2, shuffle=True),
+    "iterable": lambda: DataLoader(Letters(), batch_size=2),
+}
+
+
+def trained(loader: PrefetchingLoader[Any], steps: int, passes: int = 9) -> tuple[list[Any], dict[str, Any]]:
+    """Batches and random numbers of some steps, and what a generation holds after the last of them."""
+    seen: list[Any] = []
+    for _ in range(passes):
+        for batch in loader:
+            seen.append((batch.tolist(), torch.rand(()).item(), random.random()))  # dropout, say
+            if len(seen) == steps:
+                return seen, {"data": loader.state_dict(), "random": random_states()}
+    raise AssertionError("too few batches")
+
+
+def stored(state: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from a manifest."""
+    return with_tensors(tree.decode(*tree.encode(plain(state), "state")))
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("killed_after", [1, 3, 6, 7, 8, 15])
+def test_a_resumed_run_sees_what_the_killed_one_has_not(kind: str, killed_after: int) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    expected, _ = trained(PrefetchingLoader(LOADERS[kind]()), 20)
+    torch.manual_seed(1)
+    random.seed(1)
+    before, state = trained(PrefetchingLoader(LOADERS[kind]()), killed_after)
+    torch.manual_seed(99)  # another process
+    random.seed(99)
+    resumed = PrefetchingLoader(LOADERS[kind]())
+    resumed.load_state_dict(stored(state["data"]))
+    restore_random_states(state["random"])
+    after, _ = trained(resumed, 20 - killed_after)
+    assert before + after == expected
+
+
+@pytest.mark.parametrize("killed_after", [2, 7])
+def test_with_workers(killed_after: int) -> None:
+    def make() -> PrefetchingLoader[torch.Tensor]:
+        return PrefetchingLoader(DataLoader(Numbers(14, noisy=True), batch_size=2, shuffle=True, num_workers=2))
+
+    torch.manual_seed(1)
+    expected, _ = trained(make(), 9)
+    torch.manual_seed(1)
+    before, state = trained(make(), killed_after)
+    torch.manual_seed(99)
+    resumed = make()
+    resumed.load_state_dict(stored(state["data"]))
+    restore_random_states(state["random"])
+    after, _ = trained(resumed, 9 - killed_after)
+    assert [batch for batch, _, _ in before + after] == [batch for batch, _, _ in expected]
+    assert [number for _, number, _ in before + after] == [number for _, number, _ in expected]
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(sorted(LOADERS)), st.lists(st.integers(1, 6), min_size=1, max_size=4))
+def test_killed_again_and_again(kind: str, runs: list[int]) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    expected, _ = trained(PrefetchingLoader(LOADERS[kind]()), sum(runs))
+    torch.manual_seed(1)
+    random.seed(1)
+    seen: list[Any] = []
+    state: dict[str, Any] | None = None
+    for steps in runs:
+        loader = PrefetchingLoader(LOADERS[kind]())
+        if state is not None:
+            loader.load_state_dict(state["data"])
+            restore_random_states(state["random"])
+        more, state = trained(loader, steps)
+        seen += more
+    assert seen == expected
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_same_batches_as_without_it(kind: str) -> None:
+    if kind == "noisy":
+        pytest.skip("its numbers are drawn one batch earlier")
+    torch.manual_seed(1)
+    expected = [batch.tolist() for source in [LOADERS[kind]()] for _ in range(2) for batch in source]
+    torch.manual_seed(1)
+    loader = PrefetchingLoader(LOADERS[kind]())
+    assert [batch.tolist() for _ in range(2) for batch in loader] == expected
+
+
+def test_one_batch_is_taken_ahead() -> None:
+    stream = Stream(5)
+    loader = PrefetchingLoader(stream)
+    batches = iter(loader)
+    assert stream.asked == 0  # nothing before the first is asked for
+    next(batches)
+    assert (stream.asked, stream.state["next"]) == (2, 2)
+    assert loader.state_dict()["source"] == {"next": 1}
+    loader.close()
+
+
+def test_a_stream_that_is_broken_off_loses_nothing() -> None:
+    loader = PrefetchingLoader(Stream(4))
+    seen = []
+    while len(seen) < 4:
+        for batch in loader:
+            seen.append(batch.item())
+            break
+    assert seen == [0, 1, 2, 3]
+
+
+def test_a_counted_pass_that_is_broken_off_begins_anew() -> None:
+    loader = PrefetchingLoader([torch.tensor(0.0), torch.tensor(1.0)])
+    assert [next(iter(loader)).item() for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_an_error_is_raised_at_its_batch(bad: int) -> None:
+    def make() -> Iterator[int]:
+        for index in range(4):
+            if index == bad:
+                raise ValueError(f"sample {index} is damaged")
+            yield index
+
+    batches = iter(PrefetchingLoader(make()))
+    assert [next(batches) for _ in range(bad)] == list(range(bad))
+    with pytest.raises(ValueError, match=f"sample {bad} is damaged"):
+        next(batches)
+
+
+@pytest.mark.parametrize("end", ["break", "close", "with", "error"])
+def test_an_early_end_leaves_no_worker(end: str) -> None:
+    loader = PrefetchingLoader(DataLoader(Numbers(40), batch_size=2, num_workers=1))
+    if end == "break":
+        for _ in loader:
+            break
+    elif end == "close":
+        next(iter(loader))
+        loader.close()
+        loader.close()
+    elif end == "with":
+        with loader:
+            next(iter(loader))
+    else:
+        with pytest.raises(ZeroDivisionError):
+            _fail_in(loader)
+    assert multiprocessing.active_children() == []
+
+
+def _fail_in(loader: PrefetchingLoader[torch.Tensor]) -> None:
+    for batch in loader:
+        1 / (batch.sum() * 0).long().item()
+
+
+@dataclass(frozen=True)
+class Sample:
+    image: torch.Tensor
+    label: str
+
+
+class Movable:
+    def __init__(self) -> None:
+        self.moves: list[tuple[torch.device, bool]] = []
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Movable:
+        self.moves.append((device, non_blocking))
+        return self
+
+
+def test_nested_batches_keep_their_shape() -> None:
+    tensor, movable = torch.ones(2), Movable()
+    batch = {
+        "pair": Pair(tensor, [tensor, "text"]),
+        "more": OrderedDict(a=tensor, b=None),
+        "library": UserDict(ids=tensor),
+        "sample": Sample(tensor, "cat"),
+        "tuple": (tensor, 3),
+        "movable": movable,
+        "packed": pack_sequence([torch.ones(2), torch.ones(1)]),
+    }
+    [moved] = PrefetchingLoader([batch], "meta")
+    assert type(moved["pair"]) is Pair
+    assert type(moved["more"]) is OrderedDict
+    assert type(moved["library"]) is UserDict
+    assert type(moved["sample"]) is Sample
+    leaves = [moved["pair"].inputs, moved["pair"].targets[0], moved["more"]["a"], moved["library"]["ids"],
+              moved["sample"].image, moved["tuple"][0], moved["packed"].data]  # fmt: skip
+    assert {leaf.device.type for leaf in leaves} == {"meta"}
+    assert (moved["pair"].targets[1], moved["more"]["b"], moved["sample"].label, moved["tuple"][1]) == (
+        "text",
+        None,
+        "cat",
+        3,
+    )
+    assert movable.moves == [(torch.device("meta"), True)]
+    assert batch["more"]["a"] is tensor  # type: ignore[index]
+    assert batch["library"]["ids"] is tensor  # type: ignore[index]
+
+
+def test_length() -> None:
+    assert len(PrefetchingLoader(DataLoader(Numbers(14), batch_size=4))) == 4
+
+
+def test_positions_that_do_not_fit() -> None:
+    counted = PrefetchingLoader(DataLoader(Numbers(14), batch_size=2))
+    next(iter(counted))
+    with pytest.raises(ConfigError, match="that of a loader with state_dict, and this one has none"):
+        PrefetchingLoader(Stream(3)).load_state_dict(counted.state_dict())
+    with pytest.raises(ConfigError, match="counts 1 batches of 2 samples"):
+        PrefetchingLoader(DataLoader(Numbers(14), batch_size=4)).load_state_dict(counted.state_dict())
+    shuffled = PrefetchingLoader(
+        DataLoader(Numbers(14), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+    )
+    next(iter(shuffled))
+    plainly = PrefetchingLoader(DataLoader(Numbers(14), batch_size=2))
+    plainly.load_state_dict(shuffled.state_dict())
+    with pytest.raises(ConfigError, match="other samplers or generators"):
+        next(iter(plainly))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_copy_is_not_read_before_it_has_ended() -> None:
+    batches = [torch.full((4 << 20,), float(index)) for index in range(6)]
+    device = torch.device("cuda")
+    sums = []
+    for batch in PrefetchingLoader({"x": one} for one in batches):
+        assert batch["x"].device.type == "cpu"
+    for batch in PrefetchingLoader(({"x": one} for one in batches), device):
+        torch.cuda._sleep(20_000_000)  # the batch is used long after it was handed out, while others are copied
+        sums.append(batch["x"].sum())
+        del batch
+    assert [one.item() / (4 << 20) for one in sums] == [0, 1, 2, 3, 4, 5]

@@ -1,0 +1,337 @@
+"""Batches on the device one step ahead, with a position that counts only those that were handed out.
+
+Scope: moving nested batches, the resume position of any loader, errors at the right batch.
+Not here: reading samples (the wrapped loader and its workers), what a generation holds (`capture.py`).
+Owner: the training thread. No thread of its own: loading ahead is what the workers of a DataLoader are for, and a
+thread would draw random numbers in the middle of a step.
+
+[Note: the resume position]
+When batch n is handed out, batch n + 1 has been taken from the wrapped loader already. So the position that belongs to
+batch n is taken before: the state of a loader that has one, else a count of batches and what the order of the pass was
+drawn from (the random states, generators and samplers at its start). On resume a counted pass begins again from these
+and throws away what was trained on. Data that is made in this process may draw random numbers too: batch n + 1 drew its
+own before step n was computed, so on resume it is made again from the states of that moment, and the run goes on with
+those of the generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from tierstore.errors import ConfigError
+from tierstore.train.capture import random_states, restore_random_states
+
+T = TypeVar("T")
+
+
+class PrefetchingLoader(Generic[T]):
+    """Iterates over a loader, with each batch moved to the device while the one before it is computed.
+
+    On CUDA the copy runs on a stream of its own, from pinned memory, and the current stream waits for it when the batch
+    is handed out. `engine.register("data", loader)` makes its position a part of every generation; take `state_dict`
+    when a step has ended, as the engine does: then all batches handed out are trained on, and none of the others.
+
+    Args:
+        loader: a DataLoader, or any iterable. With `state_dict` and `load_state_dict` it resumes at once; without, the
+            batches of the pass before the position are loaded again and thrown away.
+        device: of the batches. Tensors in mappings, lists, tuples and dataclasses are moved, and whatever has a
+            method `to(device, non_blocking=)`.
+        pin: copy tensors into pinned memory first, if they are not there; the loader may do that itself.
+
+    A pass that is broken off ends its workers. The next one is a new pass; over a loader with a state, it goes on after
+    the last batch that was handed out.
+    """
+
+    def __init__(self, loader: Iterable[T], device: torch.device | str = "cpu", *, pin: bool = True) -> None:
+        self._loader = loader
+        self._mover = _Mover(torch.device(device), pin)
+        self._is_stateful = _has_state(loader)
+        self._batch_size = getattr(loader, "batch_size", None)
+        self._makes_here = getattr(loader, "num_workers", 0) == 0
+        self._passes = 0
+        self._handed_out = 0  # in this pass
+        self._begin: dict[str, Any] | None = None
+        self._source: Any = None
+        self._ahead: dict[str, Any] | None = None
+        self._to_resume = False
+        self._iterator: Iterator[T] | None = None
+        # Weak: a loop that is left drops its pass, and with it the workers, at once and not at some later collection.
+        self._pass: Callable[[], Any] = lambda: None
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        """A pass over the loader, from the position that was loaded or from the beginning.
+
+        An error of the loader is raised when its batch is asked for, after all batches before it.
+        """
+        self.close()
+        begun = self._iterate()
+        self._pass = weakref.ref(begun)
+        return begun
+
+    def close(self) -> None:
+        """Ends the pass, and with it the workers of the wrapped loader. Twice is fine; a new pass may begin."""
+        running = self._pass()
+        if running is not None:
+            running.close()
+
+    def __enter__(self) -> PrefetchingLoader[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was handed out."""
+        state: dict[str, Any] = {"ahead": self._ahead}
+        if self._is_stateful:
+            return {**state, "source": self._source if self._source is not None else self._source_state()}
+        return {
+            **state, "passes": self._passes, "batches": self._handed_out, "batch_size": self._batch_size,
+            "begin": self._begin,
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next pass goes on at a saved position; one that runs is ended.
+
+        Raises:
+            ConfigError: the position is that of another kind of loader, or counts batches of another size.
+        """
+        if ("source" in state_dict) != self._is_stateful:
+            raise ConfigError(
+                "the saved position is that of a loader with state_dict, and this one has none (or the other way round)"
+            )
+        if not self._is_stateful and state_dict["batch_size"] != self._batch_size:
+            raise ConfigError(
+                f"the saved position counts {state_dict['batches']} batches of {state_dict['batch_size']} samples; "
+                f"with batches of {self._batch_size} these would be other samples"
+            )
+        self.close()
+        self._ahead = state_dict["ahead"]
+        if self._is_stateful:
+            self._source = copy.deepcopy(state_dict["source"])
+            cast(Any, self._loader).load_state_dict(copy.deepcopy(state_dict["source"]))
+        else:
+            self._passes, self._handed_out = state_dict["passes"], state_dict["batches"]
+            self._begin = state_dict["begin"]
+        self._to_resume = True
+
+    # --- one pass -----------------------------------------------------------------------------------------------
+
+    def _iterate(self) -> Iterator[T]:
+        try:
+            ahead = self._resumed() if self._to_resume else self._begun()
+            while not ahead.is_end:
+                if ahead.error is not None:
+                    raise ahead.error
+                self._handed_out += 1
+                self._source = ahead.source
+                self._ahead = random_states() if self._makes_here else None
+                batch, ahead = ahead, self._take()
+                yield self._mover.arrived(batch)
+            self._source = ahead.source
+            # Only now: until it is asked for more, the last batch may not be trained on.
+            self._passes, self._handed_out, self._begin, self._ahead = self._passes + 1, 0, None, None
+        finally:
+            self._iterator = None  # a DataLoader ends its workers when nobody holds its iterator
+
+    def _begun(self) -> _Ahead:
+        if self._handed_out:  # the last pass was broken off
+            self._passes, self._handed_out = self._passes + 1, 0
+            if self._is_stateful:  # it has given out a batch that nobody got
+                cast(Any, self._loader).load_state_dict(copy.deepcopy(self._source))
+        self._ahead = None
+        self._begin = None if self._is_stateful else _beginning(self._loader)
+        self._iterator = iter(self._loader)
+        return self._take()
+
+    def _resumed(self) -> _Ahead:
+        self._to_resume = False
+        if self._begin is None and self._ahead is None:
+            # Between passes, or a source that knows its position and draws no random numbers here.
+            if not self._is_stateful:
+                return self._begun()
+            self._iterator = iter(self._loader)
+            return self._take()
+        with _random_states_kept():
+            if self._begin is not None:
+                _begin_again(self._loader, self._begin)
+            self._iterator = iter(self._loader)
+            for _ in range(0 if self._is_stateful else self._handed_out):
+                next(self._iterator, None)
+            if self._ahead is not None:
+                restore_random_states(self._ahead)
+            return self._take()
+
+    def _take(self) -> _Ahead:
+        """The next batch of the loader, on its way to the device."""
+        try:
+            batch = next(cast(Iterator[T], self._iterator))
+            return self._mover.depart(batch, self._source_state())
+        except StopIteration:
+            return _Ahead(is_end=True, source=self._source_state())
+        except Exception as error:
+            return _Ahead(error=error)
+
+    def _source_state(self) -> Any:
+        # A copy: the loader goes on changing its state.
+        return copy.deepcopy(cast(Any, self._loader).state_dict()) if self._is_stateful else None
+
+
+@dataclasses.dataclass(slots=True)
+class _Ahead:
+    """A batch that was taken and not handed out; or the error or the end in its place.
+
+    Attributes:
+        source: state of the loader after it.
+        event: after its copy, on CUDA.
+    """
+
+    batch: Any = None
+    source: Any = None
+    event: Any = None
+    error: Exception | None = None
+    is_end: bool = False
+
+
+class _Mover:
+    """Batches to a device.
+
+    The copy stream allocates what it copies into, so the allocator gives freed batches back to that stream: without
+    `record_stream`, it would hand one out again while kernels of the compute stream still read it.
+    """
+
+    def __init__(self, device: torch.device, pin: bool) -> None:
+        self._device = device
+        self._pin = pin
+        self._stream: Any = None
+
+    def depart(self, batch: Any, source: Any) -> _Ahead:
+        """Starts the copy."""
+        if self._device.type != "cuda":
+            return _Ahead(_mapped(batch, self._moved), source)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            moved = _mapped(batch, self._moved)
+        return _Ahead(moved, source, self._stream.record_event())
+
+    def arrived(self, ahead: _Ahead) -> Any:
+        """The batch, for kernels that are launched on the current stream from now on."""
+        if ahead.event is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(ahead.event)
+
+            def used(value: Any) -> Any:
+                for tensor in _tensors(value):
+                    if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                        tensor.record_stream(current)
+                return value
+
+            _mapped(ahead.batch, used)
+        return ahead.batch
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if self._device.type == "cuda" and self._pin and value.device.type == "cpu" and not value.is_pinned():
+                value = value.pin_memory()  # a copy from other memory is not asynchronous
+            return value.to(self._device, non_blocking=True)
+        return value.to(self._device, non_blocking=True) if callable(getattr(value, "to", None)) else value
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """The same structure with `function` applied to its leaves; what can move itself is one."""
+    made: Any
+    if type(value) is dict:
+        return {key: _mapped(item, function) for key, item in value.items()}
+    if isinstance(value, MutableMapping):
+        made = copy.copy(value)  # a defaultdict, or the batch of a library
+        for key, item in value.items():
+            made[key] = _mapped(item, function)
+        return made
+    if isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(item, function) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, function) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # Past a frozen class, and past an __init__ that may do more than assign.
+            object.__setattr__(made, field.name, _mapped(getattr(value, field.name), function))
+        return made
+    return function(value)
+
+
+def _tensors(value: Any) -> Iterable[Any]:
+    """The tensors of a leaf: it, or those that an object with a `to` of its own holds (a PackedSequence)."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    return tuple(value) if isinstance(value, tuple) else tuple(getattr(value, "__dict__", {}).values())
+
+
+def _has_state(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+# --- what the order of a pass is drawn from -------------------------------------------------------------------------
+
+
+def _samplers(loader: Any) -> list[Any]:
+    found = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    found.append(getattr(found[1], "sampler", None))
+    return [one for index, one in enumerate(found) if one is not None and all(one is not two for two in found[:index])]
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    found: list[torch.Generator] = []
+    for owner in (loader, *_samplers(loader)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+            found.append(generator)
+    return found
+
+
+def _beginning(loader: Any) -> dict[str, Any]:
+    """All that the order of the pass that begins now depends on."""
+    samplers = _samplers(loader)
+    return {
+        "random": random_states(),
+        "generators": [generator.get_state().numpy() for generator in _generators(loader)],
+        "epochs": [getattr(sampler, "epoch", None) for sampler in samplers],  # of a DistributedSampler
+        "samplers": [copy.deepcopy(sampler.state_dict()) if _has_state(sampler) else None for sampler in samplers],
+    }
+
+
+def _begin_again(loader: Any, begin: Mapping[str, Any]) -> None:
+    """Puts back what `_beginning` found."""
+    samplers, generators = _samplers(loader), _generators(loader)
+    if len(samplers) != len(begin["epochs"]) or len(generators) != len(begin["generators"]):
+        raise ConfigError("the loader has other samplers or generators than the one whose position was saved")
+    restore_random_states(begin["random"])
+    for generator, state in zip(generators, begin["generators"]):
+        generator.set_state(torch.from_numpy(state.copy()))
+    for sampler, epoch, state in zip(samplers, begin["epochs"], begin["samplers"]):
+        if epoch is not None:
+            sampler.epoch = epoch
+        if state is not None:
+            sampler.load_state_dict(copy.deepcopy(state))
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    before = random_states()
+    try:
+        yield
+    finally:
+        restore_random_states(before)
