@@ -7,6 +7,7 @@ A function to run stands in a module that a new process can import: a helper of 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import os
 import tempfile
 import time
@@ -15,8 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 _GRACE_S = 20.0  # for the others, after the first failure: they are to report it themselves
 
@@ -58,8 +63,7 @@ def outcomes_of(
     ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0, wait_s: float = 60.0
 ) -> list[Outcome]:
     """How every rank ended; ranks may fail, and may kill themselves."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "tierstore.train.engine"])
+    context = _context()
     outcomes = [Outcome() for _ in range(ranks)]
     with tempfile.TemporaryDirectory() as directory:
         meeting, processes, ends = f"file://{directory}/meeting", [], {}
@@ -89,6 +93,16 @@ def outcomes_of(
             for end in ends:
                 end.close()
     return outcomes
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    """Processes are forks of one that has loaded what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ranks_preload"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # the server does not get sys.path
+        forkserver.ensure_running()
+    return context
 
 
 def _received(end: Connection, after_s: float) -> Outcome:

@@ -118,7 +118,7 @@ def test_a_collective_has_a_stream_of_its_own_and_a_deadline(device: CudaDevice,
     device.complete("gather", lambda: cuda.log.append("launch"), timeout_s=5.0)
     assert cuda.log == ["enter gather", "launch", "record gather", "ask for gather"]
     cuda.is_done = False
-    with pytest.raises(TimeoutError, match="reduce did not end within 0.0 s"):
+    with pytest.raises(TimeoutError, match="reduce did not end"):
         device.complete("reduce", lambda: None, timeout_s=0.0)
 
 

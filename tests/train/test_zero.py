@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
-from sharing import train
+from sharing import look, train
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -50,3 +50,22 @@ def test_ranks_are_as_one(ranks: int, tmp_path: Path) -> None:
         assert np.abs(gradient - found[0]["gradients"][name]).max() <= 1e-6
     losses = np.mean([rank["losses"] for rank in found], axis=0)
     assert np.allclose(losses, one["losses"], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 1), (4, 2), (4, 3), (2, 2), (1, 1)])
+def test_a_store_opens_on_any_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
+    """What is opened is equal bit for bit; it goes on exactly on the same number of ranks, and to rounding on another."""
+    memory = {"gpu_memory": "10MiB", "cpu_memory": "4MiB"}  # the grid of one rank is coarse for four
+    whole = run_ranks(before, train, str(tmp_path / "whole"), 6, memory=memory)
+    written = run_ranks(before, train, str(tmp_path / "parts"), 3, memory=memory)
+    opened = run_ranks(after, look, str(tmp_path / "parts"), memory)
+    assert all(same(rank, written[0]["weights"]) for rank in opened)
+    resumed = run_ranks(after, train, str(tmp_path / "parts"), 3, start=3, resume="must", seed=1, memory=memory)
+    assert all(rank["begun_at"] == 3 for rank in resumed)
+    losses, expected = ([np.mean(x) for x in zip(*(rank["losses"] for rank in found))] for found in (resumed, whole))
+    if before == after:
+        assert [rank["losses"] for rank in resumed] == [rank["losses"][3:] for rank in whole]
+        assert same(resumed[0]["weights"], whole[0]["weights"])
+    else:
+        assert np.allclose(losses, expected[3:], rtol=1e-5, atol=0)
+    assert not list((tmp_path / "parts").glob("lock*"))

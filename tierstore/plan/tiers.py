@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tierstore.alignment import ALIGNMENT, padded
+from tierstore.alignment import ALIGNMENT
 from tierstore.config import Tier, format_size
 from tierstore.errors import BudgetError
 from tierstore.plan.placement import (
@@ -92,7 +92,7 @@ _WORKING = _Comfort(trips=4, staging=2)  # less than that and reading, updating 
 
 def smallest_budgets(request: Request) -> Budgets:
     """The smallest budgets that `place` accepts, each independent of the other."""
-    groups, least = request.groups, _chunk_sizes(request)[-1]
+    least = _chunk_sizes(request)[-1]
     return Budgets(
         gpu_bytes=_acquired_bytes(request) + _gradient_room_bytes(request),
         cpu_bytes=request.scratch_bytes
