@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from tierstore.errors import ConfigError, GraphError, RankLost
+from tierstore.plan.cost_model import CostModel
+from tierstore.train.ranks import all_gather_flat
 from tierstore.train.reducer import GradientReducer
 
 WIDTH = 24
@@ -137,3 +145,368 @@ def same(left: Any, right: Any) -> bool:
     if left is None or right is None:
         return left is right
     return torch.equal(left, right)
+
+
+def all_same_as_ddp(rank: int, ranks: int, cases: list[tuple[Any, ...]]) -> list[Any]:
+    return [same_as_ddp(rank, ranks, *case) for case in cases]
+
+
+# --- one step stale ---------------------------------------------------------------------------------------------
+
+
+def stale_pair(rank: int, ranks: int, accumulate: int, case: str) -> tuple[bool, int, int]:
+    """`delayed` against a plain loop that keeps the averages of a step for the next one."""
+    taken = some_layers if case == "unused" else all_layers
+    ours, theirs = made(rank), made(0)
+    with GradientReducer(ours, bucket=CAP_BYTES, delayed=True) as late:
+        optimizer, seen = torch.optim.Adam(ours.parameters(), lr=1e-2), []
+        for step in range(6):
+            optimizer.zero_grad()
+            for micro in range(accumulate):
+                with nullcontext() if micro == accumulate - 1 else late.no_sync():
+                    x = batch_of(rank, accumulate * step + micro)
+                    late.backward(late(x, taken(rank, step)).square().mean())
+            seen.append([None if p.grad is None else p.grad.clone() for p in ours.parameters()])
+            optimizer.step()
+        late.flush()
+        seen.append([None if p.grad is None else p.grad.clone() for p in ours.parameters()])
+        extra_bytes = late.extra_bytes
+    with GradientReducer(theirs, bucket=CAP_BYTES) as now:
+        optimizer, expected = torch.optim.Adam(theirs.parameters(), lr=1e-2), []
+        before: list[Any] = [None for _ in theirs.parameters()]
+        for step in range(6):
+            optimizer.zero_grad()
+            for micro in range(accumulate):
+                with nullcontext() if micro == accumulate - 1 else now.no_sync():
+                    x = batch_of(rank, accumulate * step + micro)
+                    now.backward(now(x, taken(rank, step)).square().mean())
+            fresh = [None if p.grad is None else p.grad.clone() for p in theirs.parameters()]
+            for parameter, gradient in zip(theirs.parameters(), before, strict=True):
+                parameter.grad = gradient
+            expected.append([None if p.grad is None else p.grad.clone() for p in theirs.parameters()])
+            optimizer.step()
+            before = fresh
+        expected.append(before)
+    weights = [list(ours.parameters()), list(theirs.parameters())]
+    return same(seen, expected) and same(*weights), extra_bytes, sum(p.nbytes for p in ours.parameters())
+
+
+# --- early, in place, hidden ------------------------------------------------------------------------------------
+
+
+def early(rank: int, ranks: int) -> dict[str, Any]:
+    """The record of a step by a clock that counts, and whether gradients are views of the buckets."""
+    module = made(rank)
+    ticks = itertools.count()
+    with GradientReducer(module, bucket=CAP_BYTES, first_bucket=None, clock=lambda: next(ticks)) as reducer:
+        for step in range(2):
+            module.zero_grad()
+            reducer.backward(reducer(batch_of(rank, step), all_layers(0, 0)).square().mean())
+        record = reducer.last_step()
+        flats = {b.flat.untyped_storage().data_ptr() for b in reducer._places.current.buckets}
+        inside = all(p.grad.untyped_storage().data_ptr() in flats for p in module.parameters())
+        return {"record": record, "inside": inside}
+
+
+class Waits(torch.autograd.Function):
+    """Takes some time in backward, and no CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class SlowGroup(distributed.ProcessGroup):
+    """A group whose all-reduces of buckets pass one by one through a channel that takes time, and no CPU."""
+
+    def __init__(self, group: Any, seconds: float) -> None:
+        super().__init__(group.rank(), group.size())
+        self._real, self._seconds, self._free_s = group, seconds, 0.0
+        world = distributed.distributed_c10d._world
+        world.pg_map[self] = world.pg_map[group]
+        world.pg_group_ranks[self] = world.pg_group_ranks[group]
+        world.pg_names[self] = "slow"
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        work, future = self._real.allreduce(tensors, options), torch.futures.Future()
+        if tensors[0].dtype != torch.float32:  # which parameters are used
+            return work
+        now_s = time.perf_counter()
+        self._free_s = max(now_s, self._free_s) + self._seconds
+
+        def end() -> None:
+            work.wait()
+            future.set_result(tensors)
+
+        threading.Timer(self._free_s - now_s, end).start()
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+    def allgather(self, *args: Any) -> Any:
+        return self._real.allgather(*args)
+
+    def broadcast(self, *args: Any) -> Any:
+        return self._real.broadcast(*args)
+
+
+class Slow(nn.Module):
+    """Layers of which each takes some time in backward."""
+
+    def __init__(self, layers: int, seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = Waits.apply(layer(x), self.seconds)
+        return x
+
+
+def hidden(rank: int, ranks: int, layers: int, seconds: float) -> dict[str, Any]:
+    """Seconds of backward alone, and with as much communication, one bucket a layer; the records of the last step."""
+    module = Slow(layers, seconds)
+    alone_s, both_s = [], []
+    group = SlowGroup(distributed.group.WORLD, seconds)
+    with GradientReducer(module, group, bucket=1, first_bucket=None, timed=True) as reducer:
+        for step in range(4):
+            for found, context in ((alone_s, reducer.no_sync()), (both_s, nullcontext())):
+                module.zero_grad()
+                with context:
+                    loss = reducer(batch_of(rank, step)).square().mean()
+                    distributed.barrier()
+                    begin_s = time.perf_counter()
+                    reducer.backward(loss)
+                found.append(time.perf_counter() - begin_s)
+        record = reducer.last_step()
+    return {"alone_s": sorted(alone_s)[1], "both_s": sorted(both_s)[1], "record": record}
+
+
+# --- honest counts ----------------------------------------------------------------------------------------------
+
+
+class Ordered(nn.Module):
+    """Two parameters in one bucket, whose gradients come in the order that is asked for, and one that comes late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Parameter(torch.ones(4))
+        self.left = nn.Parameter(torch.full((4,), 2.0))
+        self.right = nn.Parameter(torch.full((4,), 3.0))
+        self.never = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, first: str) -> torch.Tensor:
+        inner, outer = (self.left, self.right) if first == "right" else (self.right, self.left)
+        # `late` is used again at the end, so its gradient is complete only with that of its first use.
+        return ((x * self.late * inner) * outer) * self.late
+
+
+def honest(rank: int, ranks: int, first: str, mixed: bool) -> dict[str, Any]:
+    """Gradients when two parameters of a bucket come in this order (each rank in another, if mixed)."""
+    torch.manual_seed(0)
+    module, plain = Ordered(), Ordered()
+    mine = ("left", "right")[rank % 2] if mixed else first
+    order = ["left", "right", "late", "never"]
+    with GradientReducer(module, bucket=32, first_bucket=None, order=order) as reducer:
+        total = [torch.zeros(4) for _ in module.parameters()]
+        for other in range(ranks):
+            plain.zero_grad()
+            x = torch.full((4,), 1.0 + other)
+            plain(x, ("left", "right")[other % 2] if mixed else first).sum().backward()
+            for sum_, parameter in zip(total, plain.parameters(), strict=True):
+                if parameter.grad is not None:
+                    sum_ += parameter.grad / ranks
+        reducer.backward(module(torch.full((4,), 1.0 + rank), mine).sum())
+        found = {name: p.grad for name, p in module.named_parameters()}
+        expected = dict(zip(dict(module.named_parameters()), total, strict=True))
+        return {
+            "same": all(torch.equal(found[name], expected[name]) for name in ("late", "left", "right")),
+            "never": found["never"],
+            "unused": reducer.unused(),
+            "record": reducer.last_step(),
+        }
+
+
+def in_every_order(rank: int, ranks: int, capacity: int) -> bool:
+    """Whether averages are right for every order in which four gradients may come, whatever the buckets."""
+    right = True
+    for orders in itertools.permutations(range(4)):
+        module = nn.ParameterList(nn.Parameter(torch.full((3,), float(i))) for i in range(4))
+        with GradientReducer(module, bucket=12 * capacity, first_bucket=None) as reducer:
+            for step in range(3):
+                module.zero_grad()
+                x = torch.tensor(0.0)
+                # The last one used gets its gradient first; rank 1 leaves one out, another one each step.
+                used = [i for i in orders if not (rank == 1 and i == (orders[0] + step) % 4)]
+                for index in used:
+                    x = x * 1.0 + (module[index] * (rank + index + 1)).sum()
+                reducer.backward(x)
+                for index, parameter in enumerate(module):
+                    shares = [r + index + 1 for r in range(ranks) if not (r == 1 and index == (orders[0] + step) % 4)]
+                    right &= torch.allclose(parameter.grad, torch.full((3,), sum(shares) / ranks))
+    return right
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, ranks: int, case: str) -> str:
+    """The message of the error that this case must raise, on every rank."""
+    module = made(0)
+    options: dict[str, Any] = {}
+    if case == "shape":
+        module.layers[1] = nn.Linear(WIDTH, WIDTH + rank, bias=False)
+    elif case == "missing" and rank == 1:
+        module.extra = nn.Parameter(torch.zeros(2))
+    elif case == "dtype" and rank == 1:
+        module.layers[2].double()
+    elif case == "option":
+        options["bucket"] = 1024 * (1 + rank)
+    try:
+        GradientReducer(module, **options).close()
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def misused(rank: int, ranks: int, case: str) -> str:
+    """The message of the GraphError that this case must raise."""
+    module = made(0)
+    options: dict[str, Any] = {"static_graph": case.startswith("static"), "find_unused": case != "all used"}
+    with GradientReducer(module, bucket=CAP_BYTES, delayed=case == "delayed", **options) as reducer:
+        try:
+            for step in range(3):
+                if case != "delayed":
+                    module.zero_grad()
+                taken = all_layers(rank, step)
+                if step == 1 and case == "static, fewer":
+                    taken = (0, 1, 3, 4, 5, 0)
+                if step == 1 and case == "all used":
+                    taken = (0, 1, 3, 4, 5)
+                loss = reducer(batch_of(rank, step), taken).square().mean()
+                if step == 1 and case == "static, more":
+                    loss = (
+                        loss
+                        + checkpoint(module.layers[2], batch_of(rank, 0).requires_grad_(), use_reentrant=True).sum()
+                    )
+                if case == "twice":
+                    loss = (
+                        loss
+                        + checkpoint(module.layers[2], batch_of(rank, 0).requires_grad_(), use_reentrant=True).sum()
+                    )
+                if step == 1 and case == "higher":
+                    reducer.backward(loss, create_graph=True)
+                reducer.backward(loss)
+        except GraphError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def recomputed(rank: int, ranks: int) -> bool:
+    """A static graph with reentrant checkpoints that share a layer: averages as those of one rank with both batches."""
+    module, plain = made(0), made(0)
+    with GradientReducer(module, bucket=CAP_BYTES, static_graph=True) as reducer:
+        for step in range(3):
+            module.zero_grad()
+            plain.zero_grad()
+            for r in range(ranks):
+                (plain(batch_of(r, step), (0, 1, 0, 2)).square().mean() / ranks).backward()
+            x = batch_of(rank, step).requires_grad_()
+            for index in (0, 1, 0, 2):
+                x = checkpoint(lambda y, layer: torch.tanh(layer(y)), x, module.layers[index], use_reentrant=True)
+            reducer.backward(x.square().mean())
+            for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+                if (one.grad is None) != (other.grad is None):
+                    return False
+                if one.grad is not None and not torch.allclose(one.grad, other.grad, atol=1e-7):
+                    return False
+    return True
+
+
+def lost(rank: int, ranks: int, victim: int, sign: int, kind: str) -> None:
+    """Raises what a rank says, and after how long, when `victim` gets a signal in the second backward."""
+    module = made(0)
+    options: dict[str, Any] = {"delayed": True} if kind == "delayed" else {}
+    with GradientReducer(module, bucket=CAP_BYTES, **options) as reducer:
+        if kind == "hook":
+            reducer.register_comm_hook(*hook_of("fp16"))
+        begin_s = time.monotonic()
+        try:
+            for step in range(4):
+                module.zero_grad()
+                loss = reducer(batch_of(rank, step), all_layers(rank, step)).square().mean()
+                if step == 1 and rank == victim:
+                    module.layers[2].weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), sign))
+                begin_s = time.monotonic()
+                reducer.backward(loss)
+        except RankLost as error:
+            after_s = time.monotonic() - begin_s
+            try:
+                reducer.backward(loss)
+                raise AssertionError("a reducer that has lost a rank went on")
+            except RankLost:
+                pass
+            raise RuntimeError(f"after {after_s:.2f} s: {error}") from None  # the error is what is kept of a rank
+
+
+def flat_shards(rank: int, ranks: int) -> dict[str, Any]:
+    """Averages by reduce-scatter, put together again, against those by all-reduce."""
+    one, other = made(0), made(0)
+    with (
+        GradientReducer(one, bucket=CAP_BYTES) as whole,
+        GradientReducer(other, bucket=CAP_BYTES, reduce="reduce_scatter") as parts,
+    ):
+        for step in range(3):
+            for module, reducer in ((one, whole), (other, parts)):
+                module.zero_grad()
+                for micro in range(2):
+                    with reducer.no_sync() if micro == 0 else nullcontext():
+                        reducer.backward(reducer(batch_of(rank, 2 * step + micro), all_layers(0, 0)).square().mean())
+        gradients = {name: p.grad for name, p in one.named_parameters()}
+        right = parts.layout() == whole.layout()
+        for names, shard in zip(parts.layout(), parts.shards(), strict=True):
+            full = shard.new_empty(shard.numel() * ranks)
+            all_gather_flat(full, shard, distributed.group.WORLD)
+            expected = torch.cat([gradients[name].reshape(-1) for name in names])
+            right &= torch.allclose(full[: expected.numel()], expected, atol=1e-7)
+        return {"right": bool(right), "left": [p.grad for p in other.parameters()]}
+
+
+def in_flight(rank: int, ranks: int, most: int) -> int:
+    """The most all-reduces of buckets that were unfinished when another began."""
+    group, module = SlowGroup(distributed.group.WORLD, 0.005), made(0)
+    running, highest = [], 0
+    plain = group.allreduce
+
+    def counted(tensors: Any, options: Any = None) -> Any:
+        nonlocal highest
+        work = plain(tensors, options)
+        if tensors[0].dtype == torch.float32:
+            running.append(work)
+            highest = max(highest, sum(not w.done() if hasattr(w, "done") else not w.is_completed() for w in running))
+        return work
+
+    group.allreduce = counted
+    with GradientReducer(module, group, bucket=1, first_bucket=None, max_in_flight=most) as reducer:
+        for step in range(2):
+            module.zero_grad()
+            reducer.backward(reducer(batch_of(rank, step), all_layers(0, 0)).square().mean())
+    return highest
+
+
+def suited(rank: int, ranks: int) -> list[list[list[str]]]:
+    """Layouts by "auto" where messages cost nothing, and where they cost all."""
+    found = []
+    for cost in (CostModel(0.0, 1e6), CostModel(10.0, 1e18)):
+        module = made(0)
+        with GradientReducer(module, bucket="auto", first_bucket=None, cost=cost) as reducer:
+            for step in range(2):
+                module.zero_grad()
+                reducer.backward(reducer(batch_of(rank, step), all_layers(0, 0)).square().mean())
+            found.append(reducer.layout())
+    return found

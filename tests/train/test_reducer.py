@@ -1,29 +1,106 @@
-"""The reducer does what DDP does, bit for bit."""
+"""The reducer does what DDP does, bit for bit, in place, early, and under backward."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import run_ranks
-from reducing import same_as_ddp
+from reducing import all_same_as_ddp, early, flat_shards, hidden, in_flight, stale_pair, suited
+from torch import distributed
+
+from tierstore.train.buckets import assign_buckets
+
+CASES: dict[str, tuple[str, int, str | None, bool]] = {
+    "plain": ("all", 1, None, False),
+    "by loss.backward()": ("all", 1, None, True),
+    "accumulated": ("all", 3, None, False),
+    "unused": ("unused", 1, None, False),
+    "unused, by loss.backward()": ("unused", 1, None, True),
+    "unused, accumulated": ("unused", 2, None, False),
+    "buffers": ("norm", 2, None, True),
+    "fp16": ("all", 1, "fp16", False),
+    "fp16, unused": ("unused", 1, "fp16", False),
+    "bf16, accumulated": ("all", 2, "bf16", False),
+    "PowerSGD": ("all", 1, "powersgd", False),
+}
+LAYERS = 10
+LAYER_S = 0.015
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    ("case", "accumulate", "hook", "plain"),
-    [
-        ("all", 1, None, False),
-        ("all", 1, None, True),
-        ("all", 3, None, False),
-        ("unused", 1, None, False),
-        ("unused", 1, None, True),
-        ("unused", 2, None, False),
-        ("norm", 2, None, True),
-        ("all", 1, "fp16", False),
-        ("all", 2, "bf16", False),
-        ("all", 1, "powersgd", False),
-    ],
-)
-def test_same_as_ddp(ranks: int, case: str, accumulate: int, hook: str | None, plain: bool) -> None:
-    for is_same, ours, theirs in run_ranks(ranks, same_as_ddp, case, accumulate, hook, plain):
+@pytest.fixture(scope="module", params=[2, 4])
+def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """By rank and case: whether all is the same, and the two layouts."""
+    outcomes = run_ranks(request.param, all_same_as_ddp, list(CASES.values()))
+    return [dict(zip(CASES, outcome, strict=True)) for outcome in outcomes]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_as_ddp(compared: list[dict[str, Any]], case: str) -> None:
+    """Ten steps: gradients, weights and buffers, with the same bucket boundaries."""
+    for of_rank in compared:
+        is_same, ours, theirs = of_rank[case]
         assert ours == theirs
+        assert len(ours) > 1
         assert is_same
+
+
+@pytest.mark.parametrize(("accumulate", "case"), [(1, "all"), (2, "all"), (1, "unused")])
+def test_delayed_is_a_one_step_stale_loop(accumulate: int, case: str) -> None:
+    for is_same, extra_bytes, model_bytes in run_ranks(2, stale_pair, accumulate, case):
+        assert is_same
+        assert extra_bytes == model_bytes  # a second set of buckets
+
+
+def test_launched_early_and_in_place() -> None:
+    for found in run_ranks(2, early):
+        record = found["record"]
+        first, *_, last = record.buckets
+        assert first.launched_s < record.last_gradient_s
+        assert first.ready_s <= first.launched_s < first.done_s
+        assert last.ready_s > record.last_gradient_s
+        assert [name for bucket in record.buckets for name in bucket.parameters] == list(record.order)
+        assert found["inside"]
+
+
+def test_hidden_under_backward() -> None:
+    """As much communication as backward, ten buckets: all but the last one can be hidden."""
+    for found in run_ranks(2, hidden, LAYERS, LAYER_S):
+        communication_s = LAYERS * LAYER_S
+        share = 1 - (found["both_s"] - found["alone_s"]) / communication_s
+        print(f"hidden share {share:.2f}: backward {found['alone_s']:.3f} s, with reduction {found['both_s']:.3f} s")
+        assert found["alone_s"] >= communication_s
+        assert share >= 0.6
+        for bucket in found["record"].buckets:
+            assert bucket.done_s - bucket.launched_s >= 0.9 * LAYER_S
+
+
+def test_reduce_scatter_is_all_reduce_in_parts() -> None:
+    for found in run_ranks(3, flat_shards):
+        assert found["right"]
+        assert found["left"] == [None] * len(found["left"])
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_in_flight(most: int) -> None:
+    assert run_ranks(2, in_flight, most) == [most, most]
+
+
+def test_bucket_size_follows_the_cost_model() -> None:
+    for free, dear in run_ranks(2, suited):
+        assert max(len(names) for names in free) == 1
+        assert len(dear) == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.sampled_from(["float32", "float64"])), min_size=1, max_size=30))
+def test_boundaries_are_those_of_ddp(parts: list[tuple[int, str]]) -> None:
+    tensors = [torch.zeros(size, dtype=getattr(torch, kind)) for size, kind in parts]
+    caps = [64, 256]
+    expected, _ = distributed._compute_bucket_assignment_by_size(tensors, caps, [False] * len(tensors))
+    kinds: list[Hashable] = [kind for _, kind in parts]
+    found = assign_buckets(range(len(parts)), [t.nbytes for t in tensors], kinds, *caps)
+    assert sorted(found) == sorted(expected)

@@ -1,0 +1,197 @@
+"""Every gradient is counted, nobody waits for ever, and what cannot work says so by name."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import warnings
+
+import pytest
+import torch
+from ranks import outcomes_of, run_ranks
+from reducing import honest, in_every_order, lost, misused, recomputed, refused
+from torch import distributed, nn
+
+from tierstore import GradientReducer
+from tierstore.errors import ConfigError
+from tierstore.trace import Tracer
+
+TIMEOUT_S = 2.0
+REPORT_S = 4.0  # to find out who is missing: a few heart beats
+
+
+@pytest.mark.parametrize(("first", "mixed"), [("left", False), ("right", False), ("left", True)])
+def test_two_of_one_bucket_in_both_orders_and_one_late(first: str, mixed: bool) -> None:
+    for rank, found in enumerate(run_ranks(2, honest, first, mixed)):
+        assert found["same"]
+        assert found["never"] is None
+        assert found["unused"] == ["never"]
+        record = found["record"]
+        mine = ("left", "right")[rank] if mixed else first
+        assert record.order == (mine, "right" if mine == "left" else "left", "late")
+        pair, rest = record.buckets
+        assert pair.parameters == ("left", "right")
+        assert rest.parameters == ("late", "never")
+        assert pair.launched_s <= record.last_gradient_s < rest.launched_s
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3])
+def test_every_order_with_one_left_out(capacity: int) -> None:
+    assert run_ranks(2, in_every_order, capacity) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("shape", ["layers.1.weight is (25, 24) float32 trained on rank 1, (24, 24) float32 trained on rank 0"]),
+        ("missing", ["parameter extra is (2,) float32 trained on rank 1, missing on rank 0"]),
+        ("dtype", ["layers.2.weight is (24, 24) float64"]),
+        ("option", ["options is [2048", "on rank 1"]),
+    ],
+)
+def test_ranks_that_differ_are_told_on_all(case: str, words: list[str]) -> None:
+    for message in run_ranks(2, refused, case):
+        for word in words:
+            assert word in message
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("static, fewer", ["not that of the first", "layers.2.weight got 0 of 1 gradients"]),
+        ("static, more", ["layers.2.weight got more gradients than in the first backward (1)"]),
+        ("all used", ["left parameters out", "layers.2.weight got 0 of 1 gradients"]),
+        ("twice", ["layers.2.weight got its gradient twice", "static_graph"]),
+        ("delayed", ["zero_grad()"]),
+        ("higher", ["create_graph=True"]),
+    ],
+)
+def test_what_cannot_be_followed_is_named(case: str, words: list[str]) -> None:
+    for message in run_ranks(2, misused, case):
+        for word in words:
+            assert word in message
+
+
+def test_static_graph_with_reentrant_checkpoints() -> None:
+    assert run_ranks(2, recomputed) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("sign", "kind", "victim"),
+    [
+        (signal.SIGKILL, "plain", 2),
+        (signal.SIGKILL, "hook", 0),
+        (signal.SIGSTOP, "plain", 0),
+        (signal.SIGSTOP, "delayed", 2),
+    ],
+)
+def test_a_lost_rank_is_named_in_time(sign: signal.Signals, kind: str, victim: int) -> None:
+    outcomes = outcomes_of(3, lost, victim, sign, kind, timeout_s=TIMEOUT_S, wait_s=12.0)
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            assert not outcome.is_finished
+            continue
+        assert outcome.error is not None
+        said = re.search(
+            rf"after ([\d.]+) s: rank {rank} of 3 waited for the (.+), and rank ([\d, ]+) do", outcome.error
+        )
+        assert said is not None, outcome.error
+        assert float(said[1]) < TIMEOUT_S + REPORT_S
+        assert "bucket" in said[2] or "used parameters" in said[2]
+        assert str(victim) in said[3].split(", ")  # the other one may have reported and ended already
+
+
+@pytest.fixture
+def alone(tmp_path: object) -> object:
+    """A group of one rank."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_options_that_cannot_work(alone: object) -> None:
+    for module, options, word in (
+        (nn.Linear(2, 2).requires_grad_(False), {}, "no parameter"),
+        (nn.Embedding(2, 2, sparse=True), {}, "sparse=False"),
+        (nn.Linear(2, 2), {"max_in_flight": 0}, "max_in_flight"),
+        (nn.Linear(2, 2), {"bucket": "auto"}, "cost="),
+        (nn.Linear(2, 2), {"reduce": "gather"}, "reduce must be"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            GradientReducer(module, **options)
+
+
+def test_outputs_without_a_backward_are_let_go(alone: object) -> None:
+    """The hook on the outputs does not hold the graph."""
+    module = nn.Linear(2, 2)
+    with GradientReducer(module) as reducer:
+        freed = []
+        x = torch.ones(1, 2, requires_grad=True)
+        y = x * 2
+        output = reducer(Watched.apply(y, freed))
+        del output, y
+        assert freed == ["freed"]
+
+
+class _Flag:
+    def __init__(self, freed: list[str]) -> None:
+        self._freed = freed
+
+    def __del__(self) -> None:
+        self._freed.append("freed")
+
+
+class Watched(torch.autograd.Function):
+    """Says when its node of the graph is gone."""
+
+    @staticmethod
+    def forward(ctx, x, freed):
+        ctx.flag = _Flag(freed)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def test_spans(alone: object) -> None:
+    ticks = iter(range(1000))
+    tracer = Tracer(lambda: float(next(ticks)))
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with GradientReducer(module, bucket=64, tracer=tracer, clock=tracer.clock) as reducer:
+        reducer(torch.ones(1, 4)).sum().backward()
+    names = [span.name for span in tracer.spans if span.track == "reduce"]
+    assert names == [f"bucket {index}" for index in range(len(reducer.layout()))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"delayed": True}, {"reduce": "reduce_scatter"}, {"static_graph": True}])
+def test_on_one_gpu(tmp_path: object, options: dict[str, object]) -> None:
+    """World size 1 on NCCL: gradients are those of plain torch, launched under backward on a stream of their own."""
+    distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with GradientReducer(module, bucket="1MiB", timed=True, **options) as reducer:
+                seen: list[list[torch.Tensor]] = []
+                for step in range(6):
+                    module.zero_grad()
+                    x = torch.full((64, 512), 1.0 + step, device="cuda")
+                    expected = torch.autograd.grad(module(x).square().mean(), list(module.parameters()))
+                    seen.append(list(expected))
+                    reducer.backward(reducer(x).square().mean())
+                    record = reducer.last_step()
+                    assert all(not math.isnan(bucket.done_s) for bucket in record.buckets)
+                    of = seen[step - 1] if "delayed" in options else expected
+                    if options.get("reduce") == "reduce_scatter":
+                        named = dict(zip(dict(module.named_parameters()), of, strict=True))
+                        for names, shard in zip(reducer.layout(), reducer.shards(), strict=True):
+                            assert torch.equal(shard, torch.cat([named[name].reshape(-1) for name in names]))
+                    elif step or "delayed" not in options:
+                        for parameter, gradient in zip(module.parameters(), of, strict=True):
+                            assert torch.equal(parameter.grad, gradient)
+    finally:
+        distributed.destroy_process_group()
