@@ -1,6 +1,6 @@
 """What every rank needs, loaded once: a new rank is a fork of the process that has imported this."""
 
-import torch.distributed  # noqa: F401
+import torch._dynamo  # noqa: F401  # every optimizer imports it, for two seconds
 
 import tierstore.train.engine  # noqa: F401
 from tierstore.kernels import warm_up
