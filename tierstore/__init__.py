@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from tierstore.errors import TierstoreError
     from tierstore.store.tensors import TensorStore
     from tierstore.trace import Tracer
+    from tierstore.train.collective_costs import fit_cost_model
     from tierstore.train.cpu_adam import CPUAdam
     from tierstore.train.engine import Engine, StepReport
+    from tierstore.train.loading import PrefetchingLoader
     from tierstore.train.materialize import deferred
+    from tierstore.train.overlap import OverlapProfiler
     from tierstore.train.reducer import GradientReducer
 
 __all__ = [
@@ -37,6 +40,8 @@ __all__ = [
     "Durability",
     "Engine",
     "GradientReducer",
+    "OverlapProfiler",
+    "PrefetchingLoader",
     "Resume",
     "StepReport",
     "TensorStore",
@@ -46,6 +51,7 @@ __all__ = [
     "Tracer",
     "UpdateSchedule",
     "deferred",
+    "fit_cost_model",
     "format_size",
     "parse_size",
 ]
@@ -57,6 +63,8 @@ _HOME = {
     "Durability": "config",
     "Engine": "train.engine",
     "GradientReducer": "train.reducer",
+    "OverlapProfiler": "train.overlap",
+    "PrefetchingLoader": "train.loading",
     "Resume": "config",
     "StepReport": "train.engine",
     "TensorStore": "store.tensors",
@@ -66,6 +74,7 @@ _HOME = {
     "Tracer": "trace",
     "UpdateSchedule": "config",
     "deferred": "train.materialize",
+    "fit_cost_model": "train.collective_costs",
     "format_size": "config",
     "parse_size": "config",
 }

@@ -95,9 +95,12 @@ class Timeline:
 
     @property
     def hidden_share(self) -> float:
-        """Share of the communication that costs nothing, `1 - (T_overlap - T_compute) / T_comm`; 1 without any."""
+        """Share of the communication that costs nothing, `1 - (T_overlap - T_compute) / T_comm`; 1 without any.
+
+        0 where a measured channel stood idle after the compute, so that the step took longer than both in turn.
+        """
         communication_s = self.communication_s
-        return 1 - (self.seconds - self.compute_s) / communication_s if communication_s > 0 else 1.0
+        return max(0.0, 1 - (self.seconds - self.compute_s) / communication_s) if communication_s > 0 else 1.0
 
     def _busy_s(self, from_s: float) -> float:
         busy_s, free_s = 0.0, from_s

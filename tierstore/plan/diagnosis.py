@@ -346,12 +346,13 @@ def _look_at_bounds(patient: _Patient) -> None:
         )
     free_s = patient.predict(replace(plan, model=CostModel(0.0, float("inf"))))
     is_free = patient.seconds - free_s < WORTH_WHILE * patient.step.seconds
-    if not patient.found and is_free and run.communication_s < _IDLE_LINK * run.compute_s:
+    measured = patient.step.timeline
+    if not patient.found and is_free and measured.communication_s < _IDLE_LINK * measured.compute_s:
         patient.found.append(
             Diagnosis(
                 Symptom.COMPUTE_BOUND,
-                f"{_ms(run.communication_s)} of communication beside {_ms(run.compute_s)} of compute, "
-                f"{run.hidden_share:.0%} of it hidden",
+                f"{_ms(measured.communication_s)} of communication beside {_ms(measured.compute_s)} of compute, "
+                f"{measured.hidden_share:.0%} of it hidden",
                 "nothing to gain from buckets or links: only faster compute shortens this step "
                 "(an interconnect that costs nothing is predicted)",
                 free_s,

@@ -1,0 +1,289 @@
+"""Steps of a torch profiler trace (Chrome JSON) of DDP or FSDP.
+
+Scope: which events are steps, gradients, collectives, launches and pauses, on CPUs (gloo) and on CUDA (NCCL).
+Not here: what follows from them (`overlap.py`, `plan/diagnosis.py`).
+Owner: nothing is kept between calls.
+
+[Note: what a trace shows]
+* A gradient: the operator `torch::autograd::AccumulateGrad`, with its size where shapes were recorded. On CUDA it is
+  ready when the kernels that were launched before its end have run.
+* A collective: the annotation `gloo:all_reduce` of a worker thread; on CUDA the kernel `nccl...`. Its launch is the
+  operator `c10d::allreduce_`, in the same order.
+* The end of backward: the last gradient; on CUDA the last kernel launched up to it.
+* Hooks of a gradient: what `evaluate_function: torch::autograd::AccumulateGrad` takes after the operator itself.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from tierstore.errors import ConfigError, FormatError, StorageError
+from tierstore.plan.buckets import BucketEvent, Gradient, Timeline
+from tierstore.plan.diagnosis import MeasuredStep, Pause, PauseKind
+from tierstore.train.overlap import ProfiledStep
+
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_HOOKED = f"autograd::engine::evaluate_function: {_ACCUMULATE}"
+_SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
+_COLLECTIVE = re.compile(r"(gloo|mpi|ucc|xccl):(\w+)")
+_NCCL = re.compile(r"nccl\w*?(AllReduce|ReduceScatter|AllGather)", re.IGNORECASE)
+_LAUNCH = re.compile(r"c10d::_?(allreduce|reduce_scatter|allgather)")
+_REDUCING = ("allreduce", "reducescatter")
+_GATHERING = ("allgather",)
+_WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "c10d::barrier")
+_SIZES = {"float": 4, "float32": 4, "double": 8, "float64": 8, "half": 2, "float16": 2, "bfloat16": 2,
+          "c10::half": 2, "c10::bfloat16": 2}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """A complete event, in seconds of the trace."""
+
+    name: str
+    category: str
+    start_s: float
+    end_s: float
+    thread: Any
+    args: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int | None:
+        """Of its first tensor; None if that is not known, or no floating-point one."""
+        elements, dtype = self.args.get("In msg nelems"), str(self.args.get("dtype", "")).lower()
+        if elements is None:
+            shapes, dtypes = self.args.get("Input Dims"), self.args.get("Input type")
+            if not shapes or not dtypes or not isinstance(shapes[0], list):
+                return None
+            if any(not isinstance(one, int) for one in shapes[0]):
+                return None
+            elements, dtype = _product(shapes[0]), str(dtypes[0]).lower()
+        size = _SIZES.get(dtype)
+        return None if size is None else int(elements) * size
+
+    @property
+    def is_reduction_of_floats(self) -> bool:
+        """False for the maps of used parameters, which are integers."""
+        dtype = str(self.args.get("dtype", (self.args.get("Input type") or ["float"])[0])).lower()
+        return dtype in _SIZES or not dtype
+
+
+def read_steps(path: str | os.PathLike[str]) -> list[ProfiledStep]:
+    """All steps of a trace in which gradients were reduced.
+
+    Raises:
+        FormatError: not a trace. StorageError: it cannot be read.
+        ConfigError: there is no such step.
+    """
+    events = _load(path)
+    if any(event.category == "kernel" for event in events):
+        events = _DeviceTimes(events).applied()
+    collectives = _with_launches(events)
+    windows = _windows(events)
+    found = [_step(window, events, collectives) for window in windows]
+    steps = [step for step in found if step is not None]
+    if not steps:
+        raise ConfigError(
+            f"{os.fspath(path)} shows no reduction of gradients under a backward: "
+            f"{len(collectives)} collectives, {sum(event.name == _ACCUMULATE for event in events)} gradients"
+        )
+    return steps
+
+
+def _load(path: str | os.PathLike[str]) -> list[_Event]:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+        value = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    except (ValueError, EOFError, gzip.BadGzipFile) as error:
+        raise FormatError(f"{os.fspath(path)} is not a Chrome trace: {error}") from None
+    except OSError as error:
+        raise StorageError(f"cannot read the trace {os.fspath(path)}: {error.strerror or error}") from error
+    entries = value.get("traceEvents") if isinstance(value, dict) else value
+    if not isinstance(entries, list):
+        raise FormatError(f"{os.fspath(path)} is not a Chrome trace: it has no list of events")
+    events = [
+        _Event(str(entry["name"]), str(entry.get("cat", "")), entry["ts"] / 1e6, (entry["ts"] + entry["dur"]) / 1e6,
+               entry.get("tid"), entry.get("args") or {})
+        for entry in entries
+        if isinstance(entry, dict) and entry.get("ph") == "X" and _is_number(entry.get("ts"), entry.get("dur"))
+    ]  # fmt: skip
+    return sorted(events, key=lambda event: event.start_s)
+
+
+def _is_number(*values: object) -> bool:
+    return all(isinstance(value, (int, float)) for value in values)
+
+
+def _product(values: Sequence[int]) -> int:
+    return list(accumulate(values, lambda one, two: one * two))[-1] if values else 1
+
+
+def _windows(events: Sequence[_Event]) -> list[tuple[float, float]]:
+    """The spans of the steps."""
+    marked = [(event.start_s, event.end_s) for event in events if event.name.startswith("ProfilerStep#")]
+    if marked:
+        return sorted(set(marked))
+    work = [event for event in events if event.category in ("cpu_op", "user_annotation")]
+    ends = sorted(event.end_s for event in work if event.name.startswith("Optimizer.step"))
+    if not work:
+        return []
+    first_s, last_s = work[0].start_s, max(event.end_s for event in work)
+    if not ends:
+        return [(first_s, last_s)]
+    return list(zip([first_s, *ends[:-1]], ends))
+
+
+@dataclass(frozen=True, slots=True)
+class _Collective:
+    """A collective and when it was launched."""
+
+    event: _Event
+    kind: str
+    launched_s: float
+
+
+def _with_launches(events: Sequence[_Event]) -> list[_Collective]:
+    """All collectives; the launches of one kind come in the order of its runs."""
+    runs: dict[str, list[_Event]] = {}
+    launches: dict[str, list[float]] = {}
+    has_kernels = any(event.category == "kernel" and _NCCL.search(event.name) for event in events)
+    for event in events:
+        launch = _LAUNCH.match(event.name)
+        if launch is not None:
+            launches.setdefault(launch[1].replace("_", ""), []).append(event.start_s)
+            continue
+        found = _NCCL.search(event.name) if event.category == "kernel" else None
+        if found is not None:
+            runs.setdefault(found[1].lower(), []).append(event)
+        elif not has_kernels and event.category == "user_annotation" and (named := _COLLECTIVE.match(event.name)):
+            kind = named[2].lower().replace("_", "")
+            runs.setdefault(next((one for one in (*_REDUCING, *_GATHERING) if one in kind), kind), []).append(event)
+    collectives = []
+    for kind, of_kind in runs.items():
+        starts = launches.get(kind, [])
+        paired = starts if len(starts) == len(of_kind) else [event.start_s for event in of_kind]
+        collectives += [
+            _Collective(event, kind, min(launched_s, event.start_s)) for event, launched_s in zip(of_kind, paired)
+        ]
+    return sorted(collectives, key=lambda one: one.event.start_s)
+
+
+def _step(
+    window: tuple[float, float], events: Sequence[_Event], collectives: Sequence[_Collective]
+) -> ProfiledStep | None:
+    begun_s, ended_s = window
+    inside = [event for event in events if begun_s <= event.start_s < ended_s]
+    accumulated = [event for event in inside if event.name == _ACCUMULATE]
+    if not accumulated:
+        return None
+    compute_s = max(event.end_s for event in accumulated) - begun_s
+    first_s = min(event.start_s for event in accumulated)
+    until_s = min((event.start_s for event in inside if event.name.startswith("Optimizer.step")), default=ended_s)
+    mine = [one for one in collectives if begun_s <= one.launched_s < ended_s]
+    reductions = [
+        one for one in mine
+        if one.kind in _REDUCING and first_s <= one.launched_s <= until_s and one.event.is_reduction_of_floats
+    ]  # fmt: skip
+    if not reductions:
+        return None
+    buckets = tuple(_bucket_event(index, one, begun_s) for index, one in enumerate(reductions))
+    gathers = tuple(
+        _bucket_event(index, one, begun_s) for index, one in enumerate(one for one in mine if one.kind in _GATHERING)
+    )
+    compute_s = max([compute_s, *(event.ready_s for event in buckets)])
+    gradients, members = _assigned(accumulated, buckets, begun_s)
+    pauses = tuple(_pauses(inside, begun_s, compute_s, mine))
+    measured = MeasuredStep(ended_s - begun_s, Timeline(compute_s, buckets), gradients, members, pauses)
+    return ProfiledStep(begun_s, measured, gathers=gathers)
+
+
+def _bucket_event(index: int, one: _Collective, begun_s: float) -> BucketEvent:
+    start_s, end_s = one.event.start_s - begun_s, one.event.end_s - begun_s
+    return BucketEvent(index, one.event.nbytes or 0, one.launched_s - begun_s, start_s, end_s)
+
+
+def _assigned(
+    accumulated: Sequence[_Event], buckets: Sequence[BucketEvent], begun_s: float
+) -> tuple[tuple[Gradient, ...], tuple[tuple[int, ...], ...]]:
+    """Gradients of each bucket: in order of readiness, if their sizes add up to those of the buckets exactly.
+
+    Else a bucket counts as one gradient, and can only be joined with others on paper.
+    """
+    made = [(event.end_s - begun_s, event.nbytes) for event in accumulated]
+    sizes = [nbytes for _, nbytes in made if nbytes]
+    members: list[tuple[int, ...]] = []
+    if len(sizes) == len(made):
+        begin = 0
+        totals = [0, *accumulate(sizes)]
+        for bucket in buckets:
+            end = bisect_right(totals, totals[begin] + bucket.nbytes) - 1
+            if totals[end] - totals[begin] != bucket.nbytes or end == begin:
+                break
+            members.append(tuple(range(begin, end)))
+            begin = end
+        if len(members) == len(buckets) and begin == len(made):
+            return tuple(Gradient(nbytes or 0, ready_s) for ready_s, nbytes in made), tuple(members)
+    whole = tuple(Gradient(bucket.nbytes, bucket.ready_s) for bucket in buckets)
+    return whole, tuple((index,) for index in range(len(buckets)))
+
+
+def _pauses(
+    inside: Sequence[_Event], begun_s: float, compute_s: float, collectives: Sequence[_Collective]
+) -> Iterable[Pause]:
+    accumulated = [event for event in inside if event.name == _ACCUMULATE]
+    for event in inside:
+        start_s, end_s = event.start_s - begun_s, event.end_s - begun_s
+        if start_s >= compute_s:
+            continue
+        if event.name == _SEARCH:
+            yield Pause(PauseKind.SEARCH, start_s, end_s)
+        elif event.name in _WAITS:
+            yield Pause(PauseKind.SYNCHRONIZATION, start_s, end_s)
+        elif event.name == _HOOKED:
+            done_s = [
+                one.end_s for one in accumulated
+                if one.thread == event.thread and event.start_s <= one.start_s and one.end_s <= event.end_s
+            ]  # fmt: skip
+            if done_s and end_s > max(done_s) - begun_s:
+                yield Pause(PauseKind.HOOK, max(done_s) - begun_s, end_s)
+    computing = {
+        event.args["stream"] for event in inside
+        if event.category == "kernel" and "stream" in event.args and not _NCCL.search(event.name)
+    }  # fmt: skip
+    for one in collectives:
+        if one.event.category == "kernel" and one.event.args.get("stream") in computing:
+            yield Pause(PauseKind.COLLECTIVE, one.event.start_s - begun_s, one.event.end_s - begun_s)
+
+
+class _DeviceTimes:
+    """Moves the ends of gradients to when the device has made them: the host only queues their kernels."""
+
+    def __init__(self, events: Sequence[_Event]) -> None:
+        self._events = events
+        launched: dict[Any, float] = {
+            event.args["correlation"]: event.start_s for event in events
+            if event.category in ("cuda_runtime", "cuda_driver") and "correlation" in event.args
+        }  # fmt: skip
+        kernels = sorted(
+            (launched.get(event.args.get("correlation"), event.start_s), event.end_s) for event in events
+            if event.category == "kernel" and not _NCCL.search(event.name)
+        )  # fmt: skip
+        self._launches_s = [launch_s for launch_s, _ in kernels]
+        self._done_s = list(accumulate((end_s for _, end_s in kernels), max))
+
+    def applied(self) -> list[_Event]:
+        """All events, gradients on the device's time."""
+        return [self._moved(event) if event.name == _ACCUMULATE else event for event in self._events]
+
+    def _moved(self, event: _Event) -> _Event:
+        queued = bisect_right(self._launches_s, event.end_s)
+        done_s = max(event.end_s, self._done_s[queued - 1]) if queued else event.end_s
+        return _Event(event.name, event.category, event.start_s, done_s, event.thread, event.args)
