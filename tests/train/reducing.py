@@ -510,3 +510,21 @@ def suited(rank: int, ranks: int) -> list[list[list[str]]]:
                 reducer.backward(reducer(batch_of(rank, step), all_layers(0, 0)).square().mean())
             found.append(reducer.layout())
     return found
+
+
+def called_directly(rank: int, ranks: int) -> bool:
+    """The module is called, not the reducer, and `loss.backward()`; a layer is left out, another one by rank 1."""
+    module, plain = made(0), made(0)
+    right = True
+    with GradientReducer(module, bucket=CAP_BYTES) as reducer:
+        for step in range(3):
+            module.zero_grad()
+            plain.zero_grad()
+            for r in range(ranks):
+                (plain(batch_of(r, step), (0, 1, 2, 3) if r else (0, 1, 2)).square().mean() / ranks).backward()
+            module(batch_of(rank, step), (0, 1, 2, 3) if rank else (0, 1, 2)).square().mean().backward()
+            for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+                right &= (one.grad is None) == (other.grad is None)
+                right &= other.grad is None or torch.allclose(one.grad, other.grad, atol=1e-7)
+            right &= reducer.unused() == ["layers.4.weight", "layers.5.weight"]
+    return right

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from ranks import outcomes_of, run_ranks
-from reducing import honest, in_every_order, lost, misused, recomputed, refused
+from reducing import called_directly, honest, in_every_order, lost, misused, recomputed, refused
 from torch import distributed, nn
 
 from tierstore import GradientReducer
@@ -71,6 +71,10 @@ def test_what_cannot_be_followed_is_named(case: str, words: list[str]) -> None:
     for message in run_ranks(2, misused, case):
         for word in words:
             assert word in message
+
+
+def test_without_the_reducers_forward_and_backward() -> None:
+    assert run_ranks(2, called_directly) == [True, True]
 
 
 def test_static_graph_with_reentrant_checkpoints() -> None:

@@ -85,7 +85,8 @@ class Bucket:
         missing: gradients that are expected and have not been made.
         work: what was launched: a `Work`, or the future of a hook. On CUDA None once its end is a mark of the stream.
         streams: CUDA streams on which its gradients were made.
-        marks: CUDA events: gradients ready, and collective begun and done.
+        ready_marks, begun_mark, done_mark: CUDA events: gradients ready, collective begun and done.
+        wait_marks: CUDA events around the wait of the compute stream, if timed.
     """
 
     index: int
@@ -103,6 +104,7 @@ class Bucket:
     ready_marks: Sequence[Any] = ()
     begun_mark: Any = None
     done_mark: Any = None
+    wait_marks: Sequence[Any] = ()
     ready_s: float = 0.0
     launched_s: float = 0.0
     done_s: float | None = None
@@ -117,6 +119,7 @@ class Bucket:
         """A backward begins that makes `missing` of its gradients."""
         self.missing, self.is_ready, self.is_launched = missing, False, False
         self.done_s, self.exposed_s, self.streams = None, 0.0, None
+        self.ready_marks, self.begun_mark, self.wait_marks = (), None, ()
 
 
 class HookBucket:

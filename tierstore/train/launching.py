@@ -16,6 +16,7 @@ block of it is handed out too early. What a hook allocates belongs to the commun
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -137,10 +138,13 @@ class Launcher:
         """
         begun_s = self._clock()
         if self._is_stream_ordered:
-            torch.cuda.current_stream(self._device).wait_event(bucket.done_mark)
+            stream = torch.cuda.current_stream(self._device)
+            before = self._event(stream) if self.is_timed else None
+            stream.wait_event(bucket.done_mark)
+            bucket.wait_marks = (before, self._event(stream)) if self.is_timed else ()
         else:
-            stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-            with self._ranks.waiting(self._name(bucket)), stream:
+            inside = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+            with self._ranks.waiting(self._name(bucket)), inside:
                 self._settle(bucket)
             if self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -156,11 +160,22 @@ class Launcher:
         else:
             self.wait(bucket)
 
-    def done_s(self, bucket: Bucket) -> float:
-        """When the collective ended, on the reducer's clock. On CUDA waits for it if timed; else it is not known."""
-        if bucket.done_s is None and self._base is not None and bucket.done_mark is not None:
-            bucket.done_s = self._base[1] + self.seconds_between(self._base[0], bucket.done_mark)
-        return float("nan") if bucket.done_s is None else bucket.done_s
+    def times(self, bucket: Bucket) -> tuple[float, float, float, float]:
+        """Of the last trip: when it was ready, launched and done, on the reducer's clock, and how long was waited.
+
+        On CUDA they are the device's if timed, and the host waits for them; else those of the host, which runs ahead,
+        and the end is not known (NaN).
+        """
+        exposed_s = bucket.exposed_s
+        if self._is_stream_ordered and self._base is not None and bucket.begun_mark is not None:
+            base, base_s = self._base
+            ready_s = max(base_s + self.seconds_between(base, mark) for mark in bucket.ready_marks)
+            launched_s = base_s + self.seconds_between(base, bucket.begun_mark)
+            done_s = base_s + self.seconds_between(base, bucket.done_mark)
+            if bucket.wait_marks:
+                exposed_s = self.seconds_between(*bucket.wait_marks)
+            return ready_s, launched_s, done_s, exposed_s
+        return bucket.ready_s, bucket.launched_s, math.nan if bucket.done_s is None else bucket.done_s, exposed_s
 
     def start_used(self, flags: bytearray) -> tuple[torch.Tensor, Any]:
         """Start the collective that says what any rank has used: the maximum of everybody's flags."""
