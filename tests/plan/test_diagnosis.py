@@ -85,6 +85,16 @@ def test_each_symptom_alone(symptom: Symptom) -> None:
     assert [diagnosis.symptom for diagnosis in found] == [symptom]
 
 
+def test_the_order_is_that_of_readiness_and_not_of_the_list() -> None:
+    step = SCENES[Symptom.READY_ORDER].step()
+    listed_backwards = replace(
+        step,
+        gradients=tuple(reversed(step.gradients)),
+        buckets=tuple(tuple(23 - member for member in bucket) for bucket in step.buckets),
+    )
+    assert diagnose(listed_backwards, LINK) == diagnose(step, LINK) != ()
+
+
 @pytest.mark.parametrize("slowdown", [0.95, 1.3])
 @pytest.mark.parametrize("symptom", [Symptom.BUCKET_TOO_LARGE, Symptom.FIRST_BUCKET_LATE, Symptom.READY_ORDER])
 def test_the_prediction_is_the_step_that_the_remedy_makes(symptom: Symptom, slowdown: float) -> None:
