@@ -10,6 +10,9 @@ the step were slower (they share cores, memory and links with the compute, and w
 of the step as it is leaves unexplained (the optimizer, gaps) is added to every prediction. Remedies are tried one after
 the other, causes before their effects; each counts only if it still shortens the step by `WORTH_WHILE`, and its
 prediction holds together with those before it.
+
+What no step has shown yet is not in it: where collectives take cores from the compute (gloo), a step that begins to
+overlap computes more slowly than the one before it did.
 """
 
 from __future__ import annotations
@@ -207,13 +210,13 @@ def diagnose(step: MeasuredStep, model: CostModel) -> tuple[Diagnosis, ...]:
 
 
 _PAUSES: tuple[tuple[PauseKind, Symptom, str, str], ...] = (
-    (PauseKind.SYNCHRONIZATION, Symptom.STRAY_SYNCHRONIZATION, "the host waits {count} times for the device, {time}",
+    (PauseKind.SYNCHRONIZATION, Symptom.STRAY_SYNCHRONIZATION, "the host waits {count} time{s} for the device, {time}",
      "take .item(), .cpu(), print and synchronize() out of forward and backward"),
     (PauseKind.SEARCH, Symptom.UNUSED_SEARCH, "the graph is searched for unused parameters, {time}",
      "find_unused=False if every parameter is always used, static_graph=True if the same ones always are"),
-    (PauseKind.HOOK, Symptom.HEAVY_HOOK, "{count} hooks hold up backward, {time}",
+    (PauseKind.HOOK, Symptom.HEAVY_HOOK, "{count} hook{s} in the way of backward, {time}",
      "make the comm hook asynchronous: return a future, and leave its work to the communication stream"),
-    (PauseKind.COLLECTIVE, Symptom.SAME_STREAM, "{count} collectives run on the compute's stream, {time}",
+    (PauseKind.COLLECTIVE, Symptom.SAME_STREAM, "{count} collective{s} on the stream of the compute, {time}",
      "launch collectives on a stream of their own, asynchronously"),
 )  # fmt: skip
 
@@ -228,7 +231,9 @@ def _look_at_pauses(patient: _Patient, kind: PauseKind, symptom: Symptom, eviden
     away = [pause for pause in patient.step.pauses if pause.kind in taken]
     plan = patient.without(patient.plan, away)
     time = f"{_ms(_paused_s(pauses, patient.step.timeline.compute_s))} in all"
-    patient.try_remedy(symptom, plan, evidence.format(count=len(pauses), time=time), remedy)
+    patient.try_remedy(
+        symptom, plan, evidence.format(count=len(pauses), s="" if len(pauses) == 1 else "s", time=time), remedy
+    )
 
 
 _KINDS = {symptom: kind for kind, symptom, _, _ in _PAUSES}
@@ -296,13 +301,11 @@ def _look_at_sizes(patient: _Patient) -> None:
     if small:
         symptom = Symptom.BUCKET_TOO_SMALL
         share = sum(plan.model.alpha_s for _ in run.events) / max(run.communication_s, 1e-12)
-        evidence = (
-            f"{len(run.events)} buckets of at most {format_size(now_bytes)}: {share:.0%} of their time is latency"
-        )
+        evidence = f"{_buckets(run)} of at most {format_size(now_bytes)}: {share:.0%} of their time is latency"
     else:
         symptom = Symptom.BUCKET_TOO_LARGE
         evidence = (
-            f"{len(run.events)} buckets of up to {format_size(now_bytes)}: the last one is launched when backward "
+            f"{_buckets(run)} of up to {format_size(now_bytes)}: the last one is launched when backward "
             f"ends, and takes {_ms(plan.model.seconds(run.events[-1].nbytes))}"
         )
     patient.try_remedy(symptom, best, evidence, f"buckets of {format_size(round(cap_bytes))}")
@@ -369,6 +372,10 @@ def report_lines(step: MeasuredStep, found: Sequence[Diagnosis]) -> list[str]:
         lines.append(f"{diagnosis.symptom.value}: {diagnosis.evidence}")
         lines.append(f"  -> {diagnosis.remedy}: {_ms(diagnosis.seconds)} predicted")
     return lines
+
+
+def _buckets(run: Timeline) -> str:
+    return "1 bucket" if len(run.events) == 1 else f"{len(run.events)} buckets"
 
 
 def _ms(seconds: float) -> str:
