@@ -6,6 +6,7 @@ A function to run stands in a module that a new process can import: a helper of 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.context
 import os
@@ -22,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-_GRACE_S = 20.0  # for the others, after the first failure: they are to report it themselves
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,18 @@ def run_ranks(
 
 
 def outcomes_of(
-    ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0, wait_s: float = 60.0
+    ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_s: float = 120.0,
+    wait_s: float = 60.0,
+    grace_s: float = 20.0,
 ) -> list[Outcome]:
-    """How every rank ended; ranks may fail, and may kill themselves."""
+    """How every rank ended; ranks may fail, and may kill or stop themselves.
+
+    Args:
+        grace_s: for the others, when one has ended.
+    """
     context = _context()
     outcomes = [Outcome() for _ in range(ranks)]
     with tempfile.TemporaryDirectory() as directory:
@@ -83,8 +91,8 @@ def outcomes_of(
                 for end in wait(list(ends), left_s):
                     rank = ends.pop(end)
                     outcomes[rank] = _received(end, time.monotonic() - begin)
-                    if not outcomes[rank].is_finished:
-                        deadline = min(deadline, time.monotonic() + max(_GRACE_S, timeout_s))
+                    if outcomes[rank].is_finished:
+                        deadline = min(deadline, time.monotonic() + grace_s)
         finally:
             for process in processes:
                 process.join(0 if ends else 10.0)
@@ -125,11 +133,10 @@ def _rank(
         distributed.init_process_group(
             "gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
         )
-        value = function(rank, ranks, *arguments)
-        distributed.barrier()
-        distributed.destroy_process_group()
-        end.send((value, None))
+        end.send((function(rank, ranks, *arguments), None))
+        end.close()
+        with contextlib.suppress(RuntimeError):  # of one that has gone
+            distributed.barrier()  # the others may need what this one keeps
     except BaseException:
         end.send((None, traceback.format_exc()))
-    end.close()
     os._exit(0)  # threads of a group that has lost a rank may never end

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.alignment import ALIGNMENT
+from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Tier
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.plan.tiers import (
@@ -18,7 +18,6 @@ from tierstore.plan.tiers import (
     Kind,
     Placement,
     Request,
-    padded,
     place,
     smallest_budgets,
 )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
+import pytest
 import torch
 from runs import next_token_loss, tiny, tokens
 
 from tierstore.config import AdamWConfig, TierConfig
+from tierstore.errors import TierstoreError
 from tierstore.train.engine import Engine
+from tierstore.train.ranks import Ranks
 
 GLOBAL_BATCH = 12  # rows; 1, 2, 3 and 4 ranks have equal parts
 
@@ -48,3 +53,52 @@ def look(rank: int, ranks: int, directory: str, memory: dict[str, str]) -> dict[
     tiers = TierConfig(nvme=[directory], timeout_s=20.0, **memory)
     with Engine(tiny(seed=1), tiers, zero=3, resume="must", update="forward", max_grad_norm=1.0) as engine:
         return {name: value.numpy() for name, value in engine.state_dict().items()}
+
+
+def lose(
+    rank: int,
+    ranks: int,
+    directory: str,
+    steps: int,
+    moment: int,
+    how: int,
+    timeout_s: float,
+    victim: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train, but one rank sends itself a signal when it waits for the others for the `moment`-th time.
+
+    Returns:
+        How many times it has waited, until the engine was made and in all, and what the others say of it.
+    """
+    waits = 0
+    waiting = Ranks.waiting
+
+    def counted(self: Ranks, what: str) -> Any:
+        nonlocal waits
+        waits += 1
+        if rank == victim and waits == moment:
+            os.kill(os.getpid(), how)
+        return waiting(self, what)
+
+    tiers = TierConfig(nvme=[directory], timeout_s=timeout_s, gpu_memory="10MiB", cpu_memory="4MiB")
+    options = {"zero": 3, "update": "forward", "max_grad_norm": 1.0} | options
+    begin, told, raised_s, made = time.monotonic(), "", 0.0, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "waiting", counted)
+        try:
+            with Engine(tiny(), tiers, AdamWConfig(lr=1e-2), **options) as engine:
+                made = waits
+                for batch in batches(steps, rank, ranks):
+                    begin = time.monotonic()
+                    try:
+                        engine.backward(next_token_loss(engine, batch))
+                        engine.step()
+                    except TierstoreError:
+                        raised_s = time.monotonic() - begin
+                        raise
+                begin = time.monotonic()
+        except TierstoreError as error:
+            told = f"{type(error).__name__}: {error}"
+    closed_s = time.monotonic() - begin
+    return {"made": made, "waits": waits, "told": told, "raised_s": raised_s or closed_s, "closed_s": closed_s}

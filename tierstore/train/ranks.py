@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,7 +27,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tierstore.errors import ConfigError, RankLost
 
-_BEAT_S = 0.5
+_BEAT_S = 0.25
+_GAVE_UP = "gave-up"
 _SHARE = 0.75
 """Of the timeout, for a collective: who is missing is to be known before the wait around it ends."""
 _made = itertools.count()  # ranks make their groups in one order, so they number them alike
@@ -53,6 +55,8 @@ class Ranks:
         name = "-".join(map(str, self.members))
         self._store = PrefixStore(f"tierstore/{name}/{next(_made)}", _get_default_store())
         self._waits: dict[int, str] = {}
+        self._lost: RankLost | None = None
+        self._reporting = threading.Lock()
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="tierstore-heart", daemon=True)
         if self.count > 1:
@@ -83,26 +87,33 @@ class Ranks:
         """The thread waits for the other ranks in here.
 
         Raises:
-            RankLost: the collective failed; says which ranks are missing.
+            RankLost: the collective failed; says which ranks are missing. Every later one fails at once.
         """
+        if self._lost is not None:
+            raise RankLost(str(self._lost))
         me = threading.get_ident()
         self._waits[me] = what
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
-            raise RankLost(self._report(what)) from error
+            with self._reporting:  # one report is enough
+                self._lost = self._lost or RankLost(self._report(what))
+            raise RankLost(str(self._lost)) from error
         finally:
             self._waits.pop(me, None)
 
     def _report(self, what: str) -> str:
         where = f"rank {self.rank} of {self.count} waited for {what}"
         try:
+            self.close()  # the last that is said is this
+            self._store.set(str(self.rank), f"{_GAVE_UP} {where.partition(' waited for ')[2]}")
             before = self._beats()
-            self._stopped.wait(3 * _BEAT_S)
+            time.sleep(3 * _BEAT_S)
             after = self._beats()
         except RuntimeError:
             return f"{where}, and the store of the process group does not answer: the rank that kept it is gone"
-        missing = [rank for rank in after if after[rank] == before[rank]]
+        # One that has given up, too, has no heart beat any more.
+        missing = [r for r in after if after[r] == before[r] and not after[r].startswith(_GAVE_UP)]
         if missing:
             names = ", ".join(map(str, missing))
             verb = "does" if len(missing) == 1 else "do"
