@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from runs import next_token_loss, tiny, tokens
+from torch.distributed.device_mesh import init_device_mesh
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import TierstoreError
@@ -30,6 +31,10 @@ def train(
     """Train, and tell the losses, the norms, the first step's gradients and the final weights."""
     options = {"zero": 3, "update": "forward", "max_grad_norm": 1.0} | options
     memory = options.pop("memory", {"gpu_memory": "4MiB", "cpu_memory": "24MiB"})
+    if nodes := options.pop("nodes", 0):
+        mesh = init_device_mesh("cpu", (nodes, ranks // nodes), mesh_dim_names=("replicate", "shard"))
+        options |= {"device_mesh": mesh}
+        directory = f"{directory}/{rank // (ranks // nodes)}"
     tiers = TierConfig(nvme=[directory] if directory else [], timeout_s=20.0, **memory)
     start = options.pop("start", 0)
     built = tiny(seed=options.pop("seed", 0), **(model or {}))

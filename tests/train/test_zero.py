@@ -69,3 +69,29 @@ def test_a_store_opens_on_any_number_of_ranks(before: int, after: int, tmp_path:
     else:
         assert np.allclose(losses, expected[3:], rtol=1e-5, atol=0)
     assert not list((tmp_path / "parts").glob("lock*"))
+
+
+def test_hybrid_sharding(tmp_path: Path) -> None:
+    """Two nodes of two ranks: each node has a whole store of its own, and any of them is enough."""
+    found = run_ranks(4, train, str(tmp_path), 3, nodes=2)
+    for rank in found[1:]:
+        assert same(rank["weights"], found[0]["weights"])
+        assert rank["norms"] == found[0]["norms"]
+    for node in ("0", "1"):
+        memory = {"gpu_memory": "10MiB", "cpu_memory": "4MiB"}
+        for ranks in (1, 2):
+            opened = run_ranks(ranks, look, str(tmp_path / node), memory)
+            assert same(opened[0], found[0]["weights"])
+    resumed = run_ranks(4, train, str(tmp_path), 2, start=3, nodes=2, resume="must")
+    whole = run_ranks(4, train, str(tmp_path / "whole"), 5, nodes=2)
+    assert [rank["losses"] for rank in resumed] == [rank["losses"][3:] for rank in whole]
+
+
+def test_nodes_go_on_from_the_newest_generation_that_all_have(tmp_path: Path) -> None:
+    """A node was killed after the other had published: what that one has more is given up."""
+    whole = run_ranks(4, train, str(tmp_path / "whole"), 4, nodes=2)
+    run_ranks(4, train, str(tmp_path / "store"), 3, nodes=2)
+    (tmp_path / "store" / "1" / "manifest-000000000003.json").unlink()
+    resumed = run_ranks(4, train, str(tmp_path / "store"), 2, start=2, nodes=2, resume="must")
+    assert [rank["begun_at"] for rank in resumed] == [2, 2, 2, 2]
+    assert [rank["losses"] for rank in resumed] == [rank["losses"][2:] for rank in whole]

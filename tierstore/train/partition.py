@@ -76,8 +76,9 @@ class Partition:
             if replicas is not None:
                 self.replicas = ranks.subgroup(members=distributed.get_process_group_ranks(replicas))
             self._control = ranks.subgroup(backend="gloo")
+            self._sharing = ranks.subgroup(backend="gloo", members=members)
             self._teams = ranks.subgroup(backend="gloo")
-            made = [self.gathers, self.reductions, self.replicas, self._control, self._teams]
+            made = [self.gathers, self.reductions, self.replicas, self._control, self._sharing, self._teams]
             self._groups = [group for group in made if group is not None]
 
     @property
@@ -254,7 +255,7 @@ class Partition:
         """`values` as their owner has them."""
         if self.ranks is not None and not self.keeps_all:
             with self.ranks.waiting(f"weights of rank {owner}"):
-                distributed.broadcast(values, self.ranks.members[owner], group=self._control)
+                distributed.broadcast(values, self.ranks.members[owner], group=self._sharing)
         return values
 
 
