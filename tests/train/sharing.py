@@ -107,3 +107,21 @@ def lose(
             told = f"{type(error).__name__}: {error}"
     closed_s = time.monotonic() - begin
     return {"made": made, "waits": waits, "told": told, "raised_s": raised_s or closed_s, "closed_s": closed_s}
+
+
+def peaks(rank: int, ranks: int, stage: int, gpu_memory: int | str = "64MiB") -> dict[str, Any]:
+    """The most bytes that two steps in memory have held, by what for; in stage 3 the device has room for one block."""
+
+    tiers = TierConfig(gpu_memory=gpu_memory, cpu_memory="64MiB", timeout_s=20.0)
+    with Engine(tiny(tied=False), tiers, zero=stage, update="step") as engine:
+        for batch in batches(2, rank, ranks):
+            engine.backward(next_token_loss(engine, batch))
+            engine.step()
+        parts = engine._parts
+        pools = parts.store._pools
+        return {
+            "device_weights": parts.store.gpu_budget.peak_bytes,
+            "device_gradients": parts.collector.peak_bytes,
+            "resident": pools["resident"].peak_bytes,
+            "gradients": pools["gradients"].peak_bytes,
+        }

@@ -9,11 +9,13 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
 import torch
-from sharing import train
 from torch import distributed
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from sharing import train
 
 
 def main(directory: Path) -> None:
