@@ -46,6 +46,16 @@ class Mark(Protocol):
         """Whether that work is done, without waiting."""
 
 
+class Reached:
+    """A mark with nothing before it that is not over."""
+
+    def synchronize(self) -> None:
+        return None
+
+    def is_done(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class LinkTraffic:
     """Totals of a device's link since it was opened. Seconds are summed over threads."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tierstore.config import format_size
-from tierstore.device.streams import Bytes, LinkCounters, Mark
+from tierstore.device.streams import Bytes, LinkCounters, Mark, Reached
 from tierstore.errors import BudgetError
 
 _POLL_S = 5e-5
@@ -59,16 +59,6 @@ def _check_sizes(sources: Sequence[torch.Tensor], destinations: Sequence[Bytes])
         raise ValueError(f"tensors of {have} B do not fill buffers of {want} B")
 
 
-class _Done:
-    """The CPU twin's mark: its work is done when the call that queued it returns."""
-
-    def synchronize(self) -> None:
-        pass
-
-    def is_done(self) -> bool:
-        return True
-
-
 def _copy(target: int, source: int, nbytes: int) -> None:
     # Without the GIL, and in this thread: torch's copy would start a thread team for each worker. Not by
     # `Tensor.numpy()`: that marks the storage as never to be resized again.
@@ -102,7 +92,7 @@ class CpuDevice:
         self.counters.add("h2d", source.nbytes, start)
 
     def record(self) -> Mark:
-        return _Done()
+        return Reached()  # work on a CPU is over when the call that queued it returns
 
     def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
         _check_sizes(sources, destinations)

@@ -20,7 +20,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from tierstore.device.streams import ComputeDevice
+from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import update as adam_update
@@ -364,7 +364,8 @@ class UpdatePipeline:
 
         def job() -> None:
             if needs_weights and storage is not None:
-                device.copy_out_range(storage, offset, weights[:raw], _Reached())
+                # Backward's own mark was waited for when the gradients were collected.
+                device.copy_out_range(storage, offset, weights[:raw], Reached())
                 weights[raw:] = 0
             if gradient is not None:
                 _run_adam(spec, count, weights, state, gradient, updates)
@@ -411,16 +412,6 @@ class UpdatePipeline:
         if weights is not None:
             writes.append(self._packs[0].write(index, weights))
         await together(writes)
-
-
-class _Reached:
-    """A mark with nothing before it: backward's own mark was waited for when the gradients were collected."""
-
-    def synchronize(self) -> None:
-        return None
-
-    def is_done(self) -> bool:
-        return True
 
 
 def _run_adam(

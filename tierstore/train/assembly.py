@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -46,6 +46,8 @@ from tierstore.train.partition import Partition
 from tierstore.train.reduction import Buckets, Reductions
 from tierstore.train.rounds import RoundDriver
 
+_SHARED_TIERS = {"gpu_memory", "codec", "prefetch_depth"}
+"""Options of the tiers on which depends what all ranks do together."""
 DRIFT = 1.5
 """The depth is computed again when a measured rate or compute time has changed by this factor."""
 
@@ -213,7 +215,7 @@ def assemble(
     store: TrainingStore | None = None
     lock: StoreLock | None = None
     try:
-        partition.check_same("engine options", options)
+        partition.check_same(asdict(options) | tiers.model_dump(include=_SHARED_TIERS) | config.model_dump())
         team = partition.team(tiers)
         lock = StoreLock(member=None if leads(team) else team.rank)
         generation = find_generation(runtime, tiers, options, backend, lock, partition, team)

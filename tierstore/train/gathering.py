@@ -92,11 +92,12 @@ class Gathers:
             self._meter.end(group.spec.device_bytes - part_bytes)
 
     def _gather(self, group: Group) -> None:
+        was_viewed = group.is_viewed()
         self._all_gather(group)
         deadline = time.monotonic() + _LET_GO_S
-        # The group's threads let go of their views a little later; until then the group would seem to be in use, at
-        # this rank and not at others, and be spared when theirs are evicted.
-        while group.is_viewed() and time.monotonic() < deadline:
+        # The process group's threads let go of their views a little later; until then the group would seem to be in
+        # use, at this rank and not at others, and be spared when theirs are evicted.
+        while group.is_viewed() and not was_viewed and time.monotonic() < deadline:
             time.sleep(0)
 
     def _all_gather(self, group: Group) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,16 +144,17 @@ class Partition:
             failure = error
         return results(self.exchange(what, outcome(result, failure)), failure)
 
-    def check_same(self, what: str, mine: object) -> None:
-        """Refuse ranks that were given different things.
+    def check_same(self, options: Mapping[str, object]) -> None:
+        """Refuse ranks that were given different options.
 
         Raises:
-            ConfigError: at all of them.
+            ConfigError: at all of them, with the first difference.
         """
-        told = self.exchange(what, repr(mine))
-        for rank, text in enumerate(told):
-            if text != told[0]:
-                raise ConfigError(f"rank {rank} has other {what} than rank 0: {text} there, {told[0]} at rank 0")
+        told = self.exchange("the options of the engine", {"zero": self.stage} | dict(options))
+        for rank, theirs in enumerate(told):
+            for name, value in theirs.items():
+                if value != (ours := told[0][name]):
+                    raise ConfigError(f"{name} is {value!r} at rank {rank}, {ours!r} at rank 0; give all ranks the same")
 
     def check_same_model(self, groups: Sequence[GroupSpec]) -> None:
         """Refuse ranks that train different models, with the first difference.

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,7 +32,7 @@ _BEAT_S = 0.25
 _GAVE_UP = "gave-up"
 _SHARE = 0.75
 """Of the timeout, for a collective: who is missing is to be known before the wait around it ends."""
-_made = itertools.count()  # ranks make their groups in one order, so they number them alike
+_made: Counter[str] = Counter()  # ranks use a group in one order, so they number its uses alike
 
 
 class Ranks:
@@ -53,7 +54,8 @@ class Ranks:
         self.timeout_s = timeout_s
         self.members = distributed.get_process_group_ranks(self.group)
         name = "-".join(map(str, self.members))
-        self._store = PrefixStore(f"tierstore/{name}/{next(_made)}", _get_default_store())
+        _made[name] += 1
+        self._store = PrefixStore(f"tierstore/{name}/{_made[name]}", _get_default_store())
         self._waits: dict[int, str] = {}
         self._lost: RankLost | None = None
         self._reporting = threading.Lock()

@@ -22,7 +22,7 @@ import torch
 from torch import distributed, nn
 
 from tierstore.alignment import padded
-from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority, WorkerPool
@@ -188,7 +188,7 @@ class Reductions:
         self,
         group: Group,
         ready: _Ready,
-        job: asyncio.Future[tuple[torch.Tensor, list[int], Mark]],
+        job: asyncio.Future[tuple[torch.Tensor, list[int]]],
         store: Gradients,
         before: asyncio.Task[None] | None,
     ) -> None:
@@ -196,7 +196,7 @@ class Reductions:
         self._meter.begin()
         try:
             with self._tracer.measure("reduce", spec.name):
-                reduced, positions, mark = await job
+                reduced, positions = await job
         finally:
             self._meter.end(spec.device_bytes)
         is_held, ready.bucket = ready.bucket is not None, None
@@ -207,7 +207,7 @@ class Reductions:
             pieces = [Piece(0, reduced, group.index not in self._begun)] if len(reduced) else []
             self._begun.add(group.index)
             accepted = store.accept(
-                group.index, pieces, mark, is_final=ready.is_final, is_streaming=ready.is_streaming
+                group.index, pieces, Reached(), is_final=ready.is_final, is_streaming=ready.is_streaming
             )
             if ready.is_streaming and (then := self.on_complete(group.index)) is not None:
                 then()  # the update may begin with the first chunk that has arrived
@@ -217,14 +217,14 @@ class Reductions:
 
     # --- in the thread that reduces -----------------------------------------------------------------------------
 
-    def _reduce(self, group: Group, bucket: Bucket | None, after: Mark) -> tuple[torch.Tensor, list[int], Mark]:
-        """This rank's part of the sum, the positions of the parameters that got a gradient, and a mark behind both."""
+    def _reduce(self, group: Group, bucket: Bucket | None, after: Mark) -> tuple[torch.Tensor, list[int]]:
+        """This rank's part of the sum, and the positions of the parameters that got a gradient at any rank."""
         partition, ranks, spec = self._partition, self._partition.ranks, group.spec
         if ranks is None:
             raise RuntimeError("there is nobody to reduce with")
         after.synchronize()
         width, part = self.buckets.width(spec), self.buckets.part(spec)
-        found: list[torch.Tensor] = []
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def launch() -> None:
             full = bucket.flat if bucket is not None else self._zeros(spec)
@@ -236,14 +236,13 @@ class Reductions:
                 distributed.all_reduce(full, group=partition.reductions)
             if partition.replicas is not None:
                 distributed.all_reduce(own, group=partition.replicas)
-            found.append(own)
+            found.append((own, own[part:].to("cpu", non_blocking=True)))  # in this stream: not behind the backward's
 
         with ranks.waiting(f"the gradient of {spec.name}"):
             self._device.complete("reduce", launch, ranks.timeout_s)
-        own = found[0]
-        flags = own[part:].tolist()
+        own, flags = found[0]
         first = 0 if partition.scatters else spec.first
-        return own[first : first + spec.elements], [i for i, flag in enumerate(flags) if flag], self._device.record()
+        return own[first : first + spec.elements], [i for i, flag in enumerate(flags.tolist()) if flag]
 
     def _zeros(self, spec: GroupSpec) -> torch.Tensor:
         return torch.zeros(
