@@ -23,7 +23,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the training application was asked; its first item, if any, is returned or raised by it."""
     answers: list[Any] = []
 
-    def answer(options: TrainOptions, reporter: Any, stop: Any) -> Outcome:
+    def answer(options: TrainOptions, reporter: Any, stop: Any, crew: Any) -> Outcome:
         result = answers.pop(0) if answers else Outcome()
         answers.append(options)
         if isinstance(result, BaseException):
@@ -45,7 +45,7 @@ def test_without_options_the_defaults_of_the_record_hold(asked: list[Any]) -> No
 
 def test_every_option_arrives(asked: list[Any]) -> None:
     given = """
-        --preset 124m --data text --gpu-memory 256MiB --cpu-memory 1GB --nvme a --nvme b --dtype fp16 --batch 2
+        --preset 124m --data text --gpu-memory 256MiB --cpu-memory 1GB --zero 2 --nvme a --nvme b --dtype fp16 --batch 2
         --sequence 64 --accumulate 3 --steps 7 --lr 0.5 --weight-decay 0.2 --warmup 4 --clip 0 --update delayed
         --commit-every 5 --durability none --resume auto --seed 9 --workers 2 --dropout 0.1 --checkpointing
         --evaluate 0 --export out --json steps --trace trace --device cuda:1 --threads 3
@@ -53,7 +53,7 @@ def test_every_option_arrives(asked: list[Any]) -> None:
     result = _train(*given.split())
     assert result.exit_code == 0, result.output
     expected = TrainOptions(
-        preset=Preset.P124M, data=Path("text"), gpu_memory=256 * 2**20, cpu_memory=10**9,
+        preset=Preset.P124M, data=Path("text"), gpu_memory=256 * 2**20, cpu_memory=10**9, zero=2,
         nvme=(Path("a"), Path("b")), dtype=Precision.FP16, batch=2, sequence=64, accumulate=3, steps=7, lr=0.5,
         weight_decay=0.2, warmup=4, clip=0, update=UpdateSchedule.DELAYED, commit_every=5, durability=Durability.NONE,
         resume=Resume.AUTO, seed=9, workers=2, dropout=0.1, checkpointing=True, evaluate=0, export=Path("out"),
@@ -73,6 +73,7 @@ def test_every_option_arrives(asked: list[Any]) -> None:
     [
         (["--update", "sometimes"], "Invalid value for '--update'"),
         (["--gpu-memory", "8GX"], "Invalid value for '--gpu-memory': not a size: '8GX'"),
+        (["--zero", "4"], "tierstore: --zero must be at most 3, not 4"),
         (["--batch", "0"], "tierstore: --batch must be at least 1, not 0"),
         (["--lr", "fast"], "Invalid value for '--lr'"),
         (["--nvm", "x"], "No such option: --nvm"),

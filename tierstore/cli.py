@@ -7,11 +7,15 @@ Not here: anything that works. Torch is imported inside a command, so that `--he
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from tierstore.apps.launch import Launch
 from tierstore.apps.options import Precision, Preset, TrainOptions
 from tierstore.apps.stopping import StopRequest
 from tierstore.config import Durability, Resume, UpdateSchedule, parse_size
@@ -21,6 +25,9 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )  # fmt: skip
+
+
+_ARGUMENT = re.compile(r"\b(?:(resume|update|durability|commit_every|zero)='?(\w+)'?|(gpu_memory|cpu_memory)\b)")
 
 
 def _size(text: int | str) -> int:
@@ -60,18 +67,28 @@ def train(
             parser=_size,
             metavar="SIZE",
             show_default="1GiB",
-            help="Budget of the GPU tier: weights, gradients, staging; not activations.",
+            help="Budget of the GPU tier, per rank: weights, gradients, staging; not activations.",
         ),
     ] = 2**30,
     cpu_memory: Annotated[
-        int, typer.Option(parser=_size, metavar="SIZE", show_default="1GiB", help="Budget of the (pinned) CPU tier.")
+        int,
+        typer.Option(
+            parser=_size, metavar="SIZE", show_default="1GiB", help="Budget of the (pinned) CPU tier, per rank."
+        ),
     ] = 2**30,
     nvme: Annotated[
         list[Path] | None,
         typer.Option(parser=_directory, metavar="DIR", help="Directory of the store; repeat it for several disks."),
     ] = None,
+    zero: Annotated[
+        int,
+        typer.Option(
+            metavar="0-3",
+            help="Of what each rank keeps only its part: 1 optimizer state, 2 also gradients, 3 also weights.",
+        ),
+    ] = 3,
     dtype: Annotated[Precision, typer.Option(help="Dtype of weights and gradients.")] = Precision.BF16,
-    batch: Annotated[int, typer.Option(help="Samples per micro-batch.")] = 8,
+    batch: Annotated[int, typer.Option(help="Samples per micro-batch, of all ranks together.")] = 8,
     sequence: Annotated[
         int | None, typer.Option(help="Bytes per sample [default: the model's context, at most 1024].")
     ] = None,
@@ -103,21 +120,27 @@ def train(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Chrome trace with a track per link and tier.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; of several ranks each takes its own GPU.")] = "cpu",
     threads: Annotated[
-        int | None, typer.Option(help="Threads of torch, and of the update [default: all cores].")
+        int | None, typer.Option(help="Threads of torch, and of the update [default: all cores, shared by ranks].")
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
 ) -> None:
-    """Train a causal language model within the given memory; end with Ctrl-C, go on with --resume auto."""
+    """Train a causal language model within the given memory; end with Ctrl-C, go on with --resume auto.
+
+    Several ranks: torchrun --nproc-per-node 2 -m tierstore.cli train ... Memory is then per rank, --batch is that of
+    all ranks together, and a store opens on any number of ranks.
+    """
     values = {name: value for name, value in locals().items() if name not in ("debug", "nvme")}
     try:
-        with StopRequest() as stop:  # from here on: importing torch alone takes seconds
-            _run_training(TrainOptions(**values, nvme=tuple(nvme or ())), stop)
+        launch = Launch.of(os.environ)
+        # From here on: importing torch alone takes seconds.
+        with StopRequest(rank=launch.rank, ranks=launch.count) as stop:
+            _run_training(_checked(launch, nvme=tuple(nvme or ()), **values), launch, stop)
     except TierstoreError as error:
         if debug:
             raise
-        _fail(" ".join(str(error).split()), 2 if isinstance(error, (ConfigError, BudgetError)) else 1)
+        _fail(_as_options(str(error)), 2 if isinstance(error, (ConfigError, BudgetError)) else 1)
 
 
 @app.command()
@@ -159,28 +182,64 @@ def simulate(
         _fail(" ".join(str(error).split()), 2 if isinstance(error, ConfigError) else 1)
 
 
-def _run_training(options: TrainOptions, stop: StopRequest) -> None:
+def _checked(launch: Launch, **values: Any) -> TrainOptions:
+    """The options of this rank; what is wrong with them is said once per machine, for its ranks do not know others."""
+    try:
+        return launch.options(TrainOptions(**values))
+    except ConfigError:
+        if launch.local_rank > 0:
+            raise typer.Exit(2) from None
+        raise
+
+
+def _run_training(options: TrainOptions, launch: Launch, stop: StopRequest) -> None:
     from rich.console import Console
 
+    from tierstore.apps.crew import joined
     from tierstore.apps.report import Reporter
     from tierstore.apps.train import train as run
 
-    outcome = run(options, Reporter(Console()), stop=stop)
+    console = Console() if launch.rank == 0 else Console(quiet=True, force_terminal=False)
+    with joined(launch, options.device) as crew:
+        outcome = run(options, Reporter(console), stop=stop, crew=crew)
+        if outcome.stopped_by is not None and crew.leads:
+            step = outcome.totals.last_step
+            kept = options.why_nothing_is_kept or "it is committed: go on with --resume auto"
+            _say(f"stopped by {outcome.stopped_by.name} after step {step} of {options.steps}; {kept}")
     if outcome.stopped_by is not None:
-        step = outcome.totals.last_step
-        kept = options.why_nothing_is_kept or "it is committed: go on with --resume auto"
-        _fail(f"stopped by {outcome.stopped_by.name} after step {step} of {options.steps}; {kept}",
-              128 + outcome.stopped_by)  # fmt: skip
+        raise typer.Exit(128 + outcome.stopped_by)
+
+
+def _as_options(text: str) -> str:
+    """One line, and the engine's arguments as a person gives them here: `resume='auto'` is `--resume auto`."""
+
+    def option(found: re.Match[str]) -> str:
+        name, value, budget = found.groups()
+        return f"--{(name or budget).replace('_', '-')}" + (f" {value}" if name else "")
+
+    return _ARGUMENT.sub(option, " ".join(text.split()))
+
+
+def _say(sentence: str) -> None:
+    if sentence:
+        typer.echo(f"tierstore: {sentence}", err=True)
 
 
 def _fail(sentence: str, code: int) -> None:
-    typer.echo(f"tierstore: {sentence}", err=True)
+    _say(sentence)
     raise typer.Exit(code)
 
 
 def main() -> None:
     """Entry point of the command `tierstore`."""
-    app()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        app()
+    try:  # the other ranks of a machine say nothing of a wrong option
+        sys.exit(app(standalone_mode=False) or 0)
+    except Exception as error:
+        if not hasattr(error, "exit_code"):  # click's, which typer brings along or not
+            raise
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

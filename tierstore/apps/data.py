@@ -162,23 +162,32 @@ def _tokens(text: Bytes, start: int, length: int) -> torch.Tensor:
     return torch.from_numpy(text[start : start + length].astype(np.int64))
 
 
-class _Onward(Sampler[int]):
-    """All sample indices from `first` on, without an end."""
+class _Onward(Sampler[list[int]]):
+    """The samples of this rank, micro-batch by micro-batch from sample `first` on, without an end.
 
-    def __init__(self, first: int) -> None:
-        self._next = first
+    Of every micro-batch the ranks take equal parts, so that all of them together see the same ones as one rank does.
+    """
 
-    def __iter__(self) -> Iterator[int]:
+    def __init__(self, first: int, batch: int, rank: int, ranks: int) -> None:
+        self._part = batch // ranks
+        self._next = first + rank * self._part
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[list[int]]:
         while True:
-            yield self._next
-            self._next += 1
+            yield list(range(self._next, self._next + self._part))
+            self._next += self._batch
 
 
 class Batches:
     """Micro-batches, with a position that counts the samples handed out, not those a worker has prefetched.
 
-    The position is in samples, so that a run may be resumed with another batch size. It belongs to a
-    generation: the engine asks for it when a step returns.
+    The position is in samples of all ranks, so that a run may be resumed with another batch size and on another number
+    of ranks. It belongs to a generation: the engine asks for it when a step returns.
+
+    Args:
+        batch: samples per micro-batch, those of all ranks.
+        rank, ranks: which part of each this is; `ranks` divides `batch`.
 
     Attributes:
         notes: what a person should know about the state that was loaded.
@@ -188,7 +197,7 @@ class Batches:
     """
 
     def __init__(self, corpus: Corpus, *, length: int, batch: int, seed: int, workers: int = 0,
-                 pin_memory: bool = False) -> None:  # fmt: skip
+                 pin_memory: bool = False, rank: int = 0, ranks: int = 1) -> None:  # fmt: skip
         self._windows = Windows(corpus.training, length, seed)
         if batch * length > len(corpus.training):
             raise ConfigError(
@@ -197,6 +206,7 @@ class Batches:
             )
         self._identity = {"corpus": corpus.fingerprint, "seed": seed, "sequence": length}
         self._batch = batch
+        self._rank, self._ranks = rank, ranks
         self._workers = workers
         self._pin_memory = pin_memory
         self._position = 0
@@ -205,11 +215,11 @@ class Batches:
 
     @property
     def position(self) -> int:
-        """Samples handed out since the first step."""
+        """Samples handed out since the first step, to all ranks together."""
         return self._position
 
     def next(self) -> torch.Tensor:
-        """The next micro-batch. Shapes: int64 [batch, length]."""
+        """This rank's part of the next micro-batch. Shapes: int64 [batch / ranks, length]."""
         if self._iterator is None:
             self._iterator = iter(self._loader())
         batch = next(self._iterator)
@@ -219,8 +229,7 @@ class Batches:
     def _loader(self) -> DataLoader[torch.Tensor]:
         return DataLoader(
             self._windows,
-            batch_size=self._batch,
-            sampler=_Onward(self._position),
+            batch_sampler=_Onward(self._position, self._batch, self._rank, self._ranks),
             num_workers=self._workers,
             pin_memory=self._pin_memory,
             worker_init_fn=_ignore_stops,

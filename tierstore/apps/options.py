@@ -41,8 +41,10 @@ class TrainOptions:
     Attributes:
         preset, config, checkpoint: where the model comes from; at most one. None of them means preset 25m.
         data: file or directory of training text; None is the source of Python's standard library.
-        gpu_memory, cpu_memory: budgets of the two tiers, in bytes.
+        gpu_memory, cpu_memory: budgets of the two tiers, in bytes, for each rank.
         nvme: directories of the store; empty keeps everything in memory, and nothing after the end.
+        zero: ZeRO stage, where there are several ranks; one rank keeps everything.
+        batch: samples per micro-batch, of all ranks together.
         sequence: bytes per sample; None is the model's context, at most 1024.
         steps: the step at which training ends; a resumed run counts the steps of its past.
         warmup: steps of linear warm-up; the rate is constant afterwards, so that a run can be prolonged.
@@ -61,6 +63,7 @@ class TrainOptions:
     gpu_memory: int = 2**30
     cpu_memory: int = 2**30
     nvme: tuple[Path, ...] = ()
+    zero: int = 3
     dtype: Precision = Precision.BF16
     batch: int = 8
     sequence: int | None = None
@@ -90,11 +93,12 @@ class TrainOptions:
         if len(sources) > 1:
             raise ConfigError(f"{' and '.join(sources)} exclude each other: each says which model to train")
         for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1), ("commit_every", 1), ("warmup", 0),
-                            ("seed", 0), ("workers", 0), ("evaluate", 0), ("sequence", 2), ("threads", 1)):  # fmt: skip
+                            ("seed", 0), ("workers", 0), ("zero", 0), ("evaluate", 0), ("sequence", 2),
+                            ("threads", 1)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"--{_dashed(name)} must be at least {least}, not {value}")
-        for name, most in (("seed", 2**63 - 1), ("threads", 1024), ("workers", 1024)):
+        for name, most in (("seed", 2**63 - 1), ("threads", 1024), ("workers", 1024), ("zero", 3)):
             value = getattr(self, name)
             if value is not None and value > most:
                 raise ConfigError(f"--{_dashed(name)} must be at most {most}, not {value}")

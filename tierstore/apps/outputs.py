@@ -23,14 +23,19 @@ _COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.jso
                "added_tokens.json", "chat_template.jinja")  # fmt: skip
 
 
-def check_paths(options: TrainOptions) -> None:
+def check_paths(options: TrainOptions, *, writes: bool = True) -> None:
     """A path that cannot be used is found before the first step, not after the last.
+
+    Args:
+        writes: whether this rank is the one that writes what is no store.
 
     Raises:
         ConfigError: names the option and the path; nothing was changed.
     """
     for store in options.nvme:
         _check_directory("nvme", store)
+    if not writes:
+        return
     if options.export is not None:
         _check_directory("export", options.export)
         _check_parent("export", options.export)
@@ -53,9 +58,14 @@ def holds_a_run(options: TrainOptions) -> bool:
     return bool(Manifests(options.nvme[0], Backend()).numbers())
 
 
-def export(engine: Any, configuration: Any, checkpoint: Path | None, directory: Path) -> None:
-    """Writes weights and configuration, and copies what else `checkpoint` has for generation and its tokenizer."""
+def export(engine: Any, configuration: Any, checkpoint: Path | None, directory: Path, *, writes: bool = True) -> None:
+    """Writes weights and configuration, and copies what else `checkpoint` has for generation and its tokenizer.
+
+    All ranks call it; the one that `writes` does so.
+    """
     engine.export(directory)
+    if not writes:
+        return
     configuration.save_pretrained(directory)
     for name in _COMPANIONS:
         if checkpoint is not None and (checkpoint / name).is_file() and not (directory / name).exists():

@@ -27,14 +27,17 @@ class StopRequest:
 
     Args:
         leave: ends the process with this exit code; a seam for tests. See [Note: leaving at once].
+        rank, ranks: of several ranks each gets the signal, and the first one speaks, when all agree (`announce`).
 
     Attributes:
         signal_number: the signal that the loop shall see, or None.
     """
 
-    def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
+    def __init__(self, leave: Callable[[int], object] = os._exit, *, rank: int = 0, ranks: int = 1) -> None:
         self.signal_number: signal.Signals | None = None
         self._leave = leave
+        self._speaks = rank == 0
+        self._is_alone = ranks == 1
         self._can_wait = False
         self._last_words = "interrupted before training began"
         self._previous: dict[signal.Signals, Any] = {}
@@ -59,19 +62,29 @@ class StopRequest:
         self._can_wait = True
         try:
             yield
-        finally:
-            self._can_wait = False
+        except BaseException:
+            # The launcher stops the ranks that are left when one ends: they are on their way, with something to say.
+            self._can_wait = not self._is_alone
+            raise
+        self._can_wait = False
+
+    def announce(self) -> None:
+        """Say that a wish was heard."""
+        if self._speaks:
+            _say("stopping after this step; Ctrl-C again stops at once")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self._can_wait and self.signal_number is None:
             self.signal_number = signal.Signals(number)
-            _say("stopping after this step; Ctrl-C again stops at once")
+            if self._is_alone:
+                self.announce()
             return
-        with contextlib.suppress(OSError):
-            if os.isatty(1):
-                os.write(1, _SHOW_CURSOR)
-        _say(self._last_words)
+        if self._speaks:
+            with contextlib.suppress(OSError):
+                if os.isatty(1):
+                    os.write(1, _SHOW_CURSOR)
+            _say(self._last_words)
         self._leave(128 + number)
 
 

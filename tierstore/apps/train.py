@@ -3,6 +3,10 @@
 Scope: the loop: build, resume, evaluate, step, report, stop.
 Not here: options (`apps/options.py`), models (`apps/presets.py`), data (`apps/data.py`), how a step is done (`train/`).
 Owner: the thread that calls `train`; on the main thread it also owns SIGINT and SIGTERM while the loop runs.
+
+[Note: ranks] With several ranks every call of the engine is made by all, in the same order, so what decides about one
+(a wish to stop, an option, a step count) is the same everywhere: it is given to all, or told by an exchange. Losses are
+means over all ranks, which together see the samples that one rank would see.
 """
 
 from __future__ import annotations
@@ -13,13 +17,14 @@ import ctypes
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from tierstore.apps import outputs, presets
+from tierstore.apps.crew import Crew
 from tierstore.apps.data import Batches, Corpus, corpus_bytes, held_out_batches, read_corpus
 from tierstore.apps.metrics import StepLog, peak_resident_bytes
 from tierstore.apps.options import Preset, TrainOptions
@@ -33,10 +38,13 @@ from tierstore.train.checkpoints import CheckpointSource
 from tierstore.train.engine import Engine
 from tierstore.train.materialize import Source, deferred
 
+T = TypeVar("T")
 _LONGEST_DEFAULT_SEQUENCE = 1024
 _M_MMAP_THRESHOLD, _RETURNED_FROM_BYTES = -3, 2**20  # malloc.h
 _MOST_UPDATE_THREADS = 64  # of TierConfig
 _SMALLEST_VOCABULARY = 256  # one id per byte
+_OF_A_RANK = ("nvme", "config", "checkpoint", "data", "device", "threads", "export", "json", "trace")
+"""Options that may differ between ranks: places and devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,39 +92,49 @@ def train(
     reporter: Reporter,
     make_engine: Callable[..., Any] = Engine,
     stop: StopRequest | None = None,
+    crew: Crew | None = None,
 ) -> Outcome:
     """Trains until `options.steps`, or until a signal asks for the end of the step in flight.
 
     Args:
         make_engine: takes the arguments of `Engine`, and gives something with its face.
         stop: hears the signals; None: nobody does.
+        crew: the ranks that train together, each of which calls this; None: this one alone.
 
     Raises:
         TierstoreError: bad options, budgets, stores, disks; every committed step stays in the store.
     """
-    log = StepLog(options.json) if options.json is not None else None
-    with contextlib.ExitStack() as stack:
-        outputs.check_paths(options)
+    crew = crew or Crew()
+    log = StepLog(options.json) if options.json is not None and crew.leads else None
+
+    def prepare() -> Parts:
+        outputs.check_paths(options, writes=crew.leads)
         if log is not None:
             log.open(resumed=outputs.holds_a_run(options))
             stack.callback(log.close)
         return_freed_memory()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        parts = assemble(options)
+        return assemble(options, crew)
+
+    with contextlib.ExitStack() as stack:
+        names = [one.name for one in fields(options) if one.name not in _OF_A_RANK]
+        crew.check_same("options", {name: getattr(options, name) for name in names})
+        parts = crew.all_succeed("the model and the text", prepare)
+        crew.check_same("training text", parts.corpus.fingerprint)
         stack.callback(parts.batches.close)
-        tracer = Tracer(time.perf_counter, enabled=options.trace is not None)
-        engine = stack.enter_context(make_engine(**_engine_arguments(options, parts, tracer)))
-        run = _Run(options, reporter, parts, engine, log, stop or StopRequest())
+        tracer = Tracer(time.perf_counter, enabled=options.trace is not None and crew.leads)
+        engine = stack.enter_context(make_engine(**_engine_arguments(options, parts, tracer, crew)))
+        run = _Run(options, reporter, parts, engine, log, stop or StopRequest(), crew)
         run.describe()
         outcome = run.run()
-        if options.trace is not None:
+        if options.trace is not None and crew.leads:
             tracer.to_chrome(options.trace)
             reporter.say(f"trace: {options.trace} (open it at https://ui.perfetto.dev)")
     return outcome
 
 
-def assemble(options: TrainOptions) -> Parts:
+def assemble(options: TrainOptions, crew: Crew | None = None) -> Parts:
     """Model (its weights not yet in memory), data and order of samples.
 
     Raises:
@@ -131,10 +149,12 @@ def assemble(options: TrainOptions) -> Parts:
     corpus = read_corpus(options.data)
     batches = Batches(
         corpus, length=sequence, batch=options.batch, seed=options.seed, workers=options.workers,
-        pin_memory=options.device.startswith("cuda"),
+        pin_memory=options.device.startswith("cuda"), rank=crew.rank if crew else 0, ranks=crew.count if crew else 1,
     )  # fmt: skip
     torch.manual_seed(options.seed)
     model, source = _deferred(options, configuration)
+    if crew and not crew.leads:  # the weights are those of rank 0; dropout is to be another at every rank
+        torch.manual_seed(hash((options.seed, crew.rank)) % 2**63)
     model.train()
     if options.checkpointing:
         _enable_checkpointing(model)
@@ -148,7 +168,7 @@ class _Run:
 
     def __init__(
         self, options: TrainOptions, reporter: Reporter, parts: Parts, engine: Any, log: StepLog | None,
-        stop: StopRequest,
+        stop: StopRequest, crew: Crew,
     ) -> None:  # fmt: skip
         self._options = options
         self._reporter = reporter
@@ -156,6 +176,8 @@ class _Run:
         self._engine = engine
         self._log = log
         self._stop = stop
+        self._crew = crew
+        self._agreed: signal.Signals | None = None
         self._device = torch.device(options.device)
         self._loss = float("nan")
         self._totals = Totals()
@@ -175,12 +197,18 @@ class _Run:
         for note in notes:
             self._reporter.say(f"note: {note}")
         count = sum(parameter.numel() for parameter in parts.model.parameters())
-        memory = options.gpu_memory + options.cpu_memory
+        ranks = self._crew.count
+        memory = ranks * (options.gpu_memory + options.cpu_memory)
         state = 16 * count
         self._reporter.say(
             f"model: {type(parts.model).__name__}, {count / 1e6:.1f} million parameters, "
             f"{format_size(state)} of training state; memory {format_size(memory)} ({state / max(memory, 1):.1f} x)"
         )
+        if ranks > 1:
+            self._reporter.say(
+                f"{ranks} ranks, ZeRO stage {options.zero}, {options.batch // ranks} of {options.batch} samples each; "
+                "places, seconds and bytes are those of rank 0, losses and tokens those of all"
+            )
         self._reporter.say(f"text: {parts.corpus.description}, {format_size(corpus_bytes(parts.corpus))}")
         self._reporter.placement(self._engine.placement.usage())
         if self._engine.step_count:
@@ -198,7 +226,7 @@ class _Run:
             self._loop(self._options.steps)
             self._totals.last_step = self._engine.step_count
             if self._engine.step_count < self._options.steps:
-                return Outcome(self._totals, self._stop.signal_number)
+                return Outcome(self._totals, self._stopped_by)
             if self._totals.steps:
                 self._totals.held_out_after = self._held_out_loss()
         self._finish()
@@ -208,7 +236,7 @@ class _Run:
         self._reporter.start(self._engine.step_count, last)
         started_s = time.perf_counter()
         try:
-            while self._engine.step_count < last and self._stop.signal_number is None:
+            while self._engine.step_count < last and self._stopped_by is None:
                 report = self._step()
                 self._totals.add(report, self._loss, self._tokens_per_step, peak_resident_bytes())
                 self._reporter.step(report, self._loss, self._tokens_per_step, last)
@@ -232,7 +260,9 @@ class _Run:
         else:
             reporter.say(f"nothing to train: step {self._engine.step_count} of {options.steps} is done already")
         if options.export is not None:
-            outputs.export(self._engine, self._parts.configuration, options.checkpoint, options.export)
+            outputs.export(
+                self._engine, self._parts.configuration, options.checkpoint, options.export, writes=self._crew.leads
+            )
             reporter.say(f"exported to {options.export}")
 
     def _step(self) -> Any:
@@ -244,8 +274,28 @@ class _Run:
                 loss = self._engine(input_ids=tokens, labels=tokens).loss
                 self._engine.backward(loss / self._options.accumulate)
             losses.append(loss.detach())
-        self._loss = float(torch.stack(losses).mean())
+        self._loss = self._mean_of_all(float(torch.stack(losses).mean()))
         return self._engine.step()
+
+    @property
+    def _stopped_by(self) -> signal.Signals | None:
+        """The signal that ends the run: of several ranks, one that all know of. See [Note: ranks]."""
+        return self._stop.signal_number if self._crew.count == 1 else self._agreed
+
+    def _exchange(self, value: T) -> list[T]:
+        """What every rank gives, by rank, and with it whether one of them was asked to stop."""
+        if self._crew.count == 1:
+            return [value]
+        told = self._crew.exchange("the loss", (value, self._stop.signal_number))
+        if self._agreed is None:
+            self._agreed = next((number for _, number in told if number is not None), None)
+            if self._agreed is not None:
+                self._stop.announce()
+        return [theirs for theirs, _ in told]
+
+    def _mean_of_all(self, loss: float) -> float:
+        told = self._exchange(loss)
+        return sum(told) / len(told)
 
     def _write_line(self, report: Any) -> None:
         """The line of a step, inside that step and before its commit; its loss is known by then."""
@@ -254,7 +304,7 @@ class _Run:
 
     def _held_out_loss(self) -> float | None:
         """None without text or samples, and when a signal comes meanwhile."""
-        options, parts = self._options, self._parts
+        options, parts, crew = self._options, self._parts, self._crew
         if not options.evaluate:
             return None
         total, count = 0.0, 0
@@ -262,14 +312,21 @@ class _Run:
         try:
             with torch.no_grad():
                 for tokens in held_out_batches(parts.corpus.held_out, parts.sequence, options.evaluate, options.batch):
-                    if self._stop.signal_number is not None:
+                    self._exchange(None)
+                    if self._stopped_by is not None:
                         return None
-                    moved = tokens.to(self._device)
-                    predicted = tokens.shape[0] * (tokens.shape[1] - 1)
-                    total += float(self._engine(input_ids=moved, labels=moved).loss) * predicted
+                    own = tokens[crew.rank :: crew.count]
+                    predicted = own.shape[0] * (own.shape[1] - 1)
+                    moved = (own if len(own) else tokens[:1]).to(self._device)  # a forward is one of all ranks
+                    loss = float(self._engine(input_ids=moved, labels=moved).loss)
+                    total += loss * predicted if predicted else 0.0
                     count += predicted
         finally:
             parts.model.train()
+        told = self._exchange((total, count))
+        if self._stopped_by is not None:
+            return None
+        total, count = (sum(values) for values in zip(*told))
         return total / count if count else None
 
 
@@ -292,7 +349,7 @@ def step_record(report: Any, loss: float, tokens: int) -> dict[str, Any]:
     }
 
 
-def _engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer) -> dict[str, Any]:
+def _engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer, crew: Crew) -> dict[str, Any]:
     update_threads = None if options.threads is None else min(options.threads, _MOST_UPDATE_THREADS)
     return {
         "model": parts.model,
@@ -311,6 +368,7 @@ def _engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer) -> di
         "initialize": parts.source,
         "registered": {"data": parts.batches, "recipe": parts.recipe},
         "tracer": tracer,
+        "zero": options.zero if crew.count > 1 else None,
     }  # fmt: skip
 
 

@@ -1,0 +1,230 @@
+"""`tierstore train` under torchrun, as a person has it: several ranks, killed, interrupted, resumed on other ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tierstore.apps.crew import Crew
+from tierstore.apps.data import Batches, read_corpus
+from tierstore.apps.launch import Launch
+from tierstore.apps.options import TrainOptions
+from tierstore.apps.stopping import StopRequest
+from tierstore.cli import app
+from tierstore.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+TINY = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64,
+        "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+WAITING_S = 60  # for processes; far more than they need
+STEPS = 40
+RANKS = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.fixture
+def folder(disk_path: Path) -> Path:
+    (disk_path / "config.json").write_text(json.dumps(TINY))
+    (disk_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return disk_path
+
+
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def arguments(folder: Path, name: str, *options: str, steps: int = STEPS) -> list[str]:
+    """A run of its own name: store `name`, lines `name.jsonl`."""
+    return [
+        "train", "--config", f"{folder}/config.json", "--data", f"{folder}/text", "--nvme", f"{folder}/{name}",
+        "--json", f"{folder}/{name}.jsonl", "--gpu-memory", "4MiB", "--cpu-memory", "8MiB", "--dtype", "fp32",
+        "--batch", "4", "--accumulate", "2", "--sequence", "32", "--evaluate", "3", "--steps", str(steps),
+        "--threads", "1", *options,
+    ]  # fmt: skip
+
+
+def torchrun(given: list[str], **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*command, "-m", "tierstore.cli", *given], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def finished(run: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+    """Exit code, output, and the sentences of tierstore among what torchrun says."""
+    with run:
+        try:
+            output, errors = run.communicate(timeout=WAITING_S)
+        finally:
+            run.kill()
+    assert "Traceback" not in errors.partition("torch/distributed/run.py")[0].rpartition("Traceback")[0], errors
+    return run.returncode, output, re.findall(r"^tierstore: (.*)$", errors, re.MULTILINE)
+
+
+def alone(given: list[str]) -> str:
+    """One rank, in this process."""
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def losses(folder: Path, name: str) -> dict[int, float]:
+    """By step; one that is there twice is so with the same loss."""
+    found: dict[int, float] = {}
+    for line in (folder / f"{name}.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        assert found.setdefault(record["step"], record["loss"]) == record["loss"]
+    return found
+
+
+def wait_for_line(run: subprocess.Popen[str], path: Path, count: int) -> None:
+    while run.poll() is None:
+        if path.exists() and any(f'"step": {count},' in line for line in path.read_text().splitlines()):
+            return
+        os.sched_yield()
+    raise AssertionError(f"ended before step {count}: {finished(run)}")
+
+
+def rank_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("RANK")
+    except psutil.Error:
+        return None
+
+
+def held_out(output: str) -> list[float]:
+    (row,) = [line for line in output.splitlines() if "held-out loss" in line]
+    return [float(number) for number in re.findall(r"\d+\.\d+", row)]
+
+
+def test_two_ranks_train_lose_one_go_on_and_are_interrupted(folder: Path, own_threads: None) -> None:
+    one = alone(arguments(folder, "one"))
+    code, two, _ = finished(torchrun(arguments(folder, "two", "--export", f"{folder}/out")))
+    assert code == 0
+    assert "2 ranks, ZeRO stage 3, 2 of 4 samples each" in two
+    expected = losses(folder, "two")
+    assert expected == pytest.approx(losses(folder, "one"), rel=1e-5)
+    assert held_out(two) == pytest.approx(held_out(one), abs=2e-3)
+    assert (folder / "out" / "model.safetensors").exists()
+
+    run = torchrun(arguments(folder, "parts", steps=10**6))
+    wait_for_line(run, folder / "parts.jsonl", 3)
+    (second,) = [child for child in psutil.Process(run.pid).children() if rank_of(child) == "1"]
+    second.kill()
+    code, _, said = finished(run)
+    assert code != 0
+    assert len(said) == 1
+    assert re.match("rank 0 of 2 waited for .*, and rank 1 does not answer: it has died or is stuck", said[0])
+
+    run = torchrun(arguments(folder, "parts", "--resume", "must", steps=10**6))
+    wait_for_line(run, folder / "parts.jsonl", 8)
+    run.send_signal(signal.SIGINT)
+    code, _, said = finished(run)
+    assert code != 0
+    (last,) = [int(number) for number in re.findall("stopped by SIGINT after step ([0-9]+)", " ".join(said))]
+    kept = f"stopped by SIGINT after step {last} of 1000000; it is committed: go on with --resume auto"
+    assert said == ["stopping after this step; Ctrl-C again stops at once", kept]
+    found = losses(folder, "parts")
+    assert list(found) == list(range(1, last + 1))
+    assert all(found[step] == loss for step, loss in expected.items() if step <= last)
+
+    output = alone(arguments(folder, "parts", "--resume", "must", steps=last + 3))
+    assert f"resumed after step {last}" in output
+    assert f"step {last + 3}/{last + 3}" in output
+    found = losses(folder, "parts")
+    assert last + 3 <= STEPS, "a slow machine, or a run that does not stop"
+    assert list(found.values()) == pytest.approx([expected[step] for step in found], rel=1e-5)
+
+
+def test_what_one_rank_refuses_is_said_once(folder: Path) -> None:
+    code, output, said = finished(torchrun([*arguments(folder, "run"), "--json", "/nonexistent/log"]))
+    assert (code != 0, output) == (True, "")
+    assert said == ["rank 0: cannot write --json /nonexistent/log: its directory is missing or not writable"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--batch", "6"], "--batch 6 cannot be divided among 4 ranks: it counts the samples of all of them; give a "
+                           "multiple of 4, such as 8"),
+        (["--zero", "0", "--nvme", "x"], "--zero 0 keeps everything at every rank, and a store keeps every byte once"),
+        (["--device", "cuda:1"], "2 ranks cannot share --device cuda:1: give --device cuda, and each takes the GPU of "
+                                 "its local rank"),
+    ],
+)  # fmt: skip
+def test_options_that_ranks_cannot_use(given: list[str], sentence: str) -> None:
+    first = CliRunner().invoke(app, ["train", *given], env={**RANKS, "LOCAL_RANK": "0"})
+    assert (first.exit_code, first.stderr.startswith(f"tierstore: {sentence}")) == (2, True), first.stderr
+    second = CliRunner().invoke(app, ["train", *given], env=RANKS)
+    assert (second.exit_code, second.stderr) == (2, "")
+
+
+def test_a_rank_knows_its_place() -> None:
+    launch = Launch.of(RANKS)
+    assert launch == Launch(1, 4, 1, 2)
+    assert launch.options(TrainOptions(device="cuda", threads=3)).device == "cuda:1"
+    assert launch.options(TrainOptions()).threads == max(1, (os.cpu_count() or 1) // 2)
+    assert Launch.of({}) == Launch.of({"RANK": "0"}) == Launch()
+    assert Launch().options(TrainOptions(batch=3)) == TrainOptions(batch=3)
+    with pytest.raises(ConfigError, match=r"RANK=one, WORLD_SIZE=4, LOCAL_RANK=1.*start several ranks with torchrun"):
+        Launch.of({**RANKS, "RANK": "one"})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_ranks_together_see_what_one_sees(folder: Path, ranks: int) -> None:
+    corpus = read_corpus(folder / "text")
+    one = Batches(corpus, length=8, batch=4, seed=1)
+    several = [Batches(corpus, length=8, batch=4, seed=1, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for _ in range(2):
+        assert torch.equal(torch.cat([own.next() for own in several]), one.next())
+    assert {own.position for own in several} == {8}
+    alone = Batches(corpus, length=8, batch=4, seed=1)
+    alone.load_state_dict(several[-1].state_dict())
+    assert torch.equal(alone.next(), one.next())
+
+
+def test_the_first_rank_speaks_of_a_signal_and_only_when_all_agree(capfd: pytest.CaptureFixture[str]) -> None:
+    left: list[int] = []
+    for rank in (1, 0):
+        with StopRequest(left.append, rank=rank, ranks=2) as stop, stop.wished("all is kept"):
+            signal.raise_signal(signal.SIGINT)
+            assert (stop.signal_number, capfd.readouterr().err) == (signal.SIGINT, "")
+            stop.announce()
+            signal.raise_signal(signal.SIGINT)
+    assert left == [130, 130]
+    assert capfd.readouterr().err == (
+        "tierstore: stopping after this step; Ctrl-C again stops at once\ntierstore: interrupted at once; all is kept\n"
+    )
+
+
+def test_a_rank_that_fails_is_not_cut_short_by_the_launcher() -> None:
+    left: list[int] = []
+    with StopRequest(left.append, rank=0, ranks=2) as stop:
+        with pytest.raises(ConfigError), stop.wished("all is kept"):
+            raise ConfigError("no such thing")
+        signal.raise_signal(signal.SIGTERM)
+        assert left == []
+        signal.raise_signal(signal.SIGTERM)
+        assert left == [143]
+
+
+def test_one_rank_needs_no_group() -> None:
+    crew = Crew()
+    assert crew.exchange("nothing", 3) == [3]
+    assert crew.all_succeed("nothing", lambda: 4) == 4
+    assert crew.sentence(ConfigError("no such\n thing")) == "no such thing"

@@ -1,0 +1,169 @@
+"""The ranks of one `tierstore train`: meeting, telling each other small things, and one voice when something fails.
+
+Scope: the process group, its end, exchanges outside the engine, who says what of a failure.
+Not here: who torchrun has started (`apps/launch.py`), what the engine exchanges (`train/partition.py`).
+Owner: the training thread.
+
+[Note: one voice] A failure reaches every rank: as its own, as "rank 1: ..." from an exchange, or as a lost rank. Each
+writes what it would say into the store of the launcher, looks for a moment at what the others write, and the first of
+those that mean the same says it. The store outlives a rank that dies: torchrun keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tierstore.apps.launch import Launch
+from tierstore.errors import ConfigError, RankLost, TierstoreError
+from tierstore.store.team import outcome, results
+from tierstore.train.ranks import Ranks
+
+T = TypeVar("T")
+_TIMEOUT_S = 300.0
+_PATIENCE_S = 1.0  # for what the others say of a failure
+_POLL_S = 0.02
+_FROM_RANK = re.compile(r"rank (\d+): (.*)", re.DOTALL)
+_LOST = "lost"
+
+
+class Crew:
+    """The ranks, seen by one of them; without a process group it is alone."""
+
+    def __init__(self, launch: Launch | None = None, ranks: Ranks | None = None) -> None:
+        self.launch = launch or Launch()
+        self._ranks = ranks
+
+    @property
+    def rank(self) -> int:
+        """Of this process among all."""
+        return self.launch.rank
+
+    @property
+    def count(self) -> int:
+        """Number of ranks."""
+        return self.launch.count
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks and writes files for all."""
+        return self.rank == 0
+
+    def exchange(self, what: str, mine: T) -> list[T]:
+        """What every rank gives, by rank. All call it, in the same order.
+
+        Raises:
+            RankLost: one does not; `what` says what was waited for.
+        """
+        if self._ranks is None:
+            return [mine]
+        found: list[Any] = [None] * self.count
+        with self._ranks.waiting(what):
+            distributed.all_gather_object(found, mine, group=self._ranks.group)
+        return found
+
+    def all_succeed(self, what: str, work: Callable[[], T]) -> T:
+        """What the work gave here, once it has succeeded at every rank.
+
+        Raises:
+            TierstoreError: it failed at one; all raise.
+        """
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        results(self.exchange(what, outcome(None, failure)), failure)
+        return result  # type: ignore[return-value]
+
+    def check_same(self, what: str, mine: object) -> None:
+        """Refuse ranks that were given different things.
+
+        Raises:
+            ConfigError: at all of them.
+        """
+        told = self.exchange(what, repr(mine))
+        for rank, text in enumerate(told):
+            if text != told[0]:
+                raise ConfigError(f"rank {rank} has other {what} than rank 0: {text} there, {told[0]} at rank 0")
+
+    def sentence(self, error: TierstoreError) -> str:
+        """What this rank says of its failure; empty if another one says it. See [Note: one voice]."""
+        text = " ".join(str(error).split())
+        if self._ranks is None:
+            return text
+        mine = _LOST if isinstance(error, RankLost) else text
+        try:
+            said = self._said(mine)
+            same = {rank: other for rank, other in said.items() if _meant(other) == _meant(mine)}
+            is_told = min(same) != self.rank or _store().add(f"told/{_meant(mine)}", 1) > 1
+        except RuntimeError:  # the store is gone with the rank that kept it
+            same, is_told = {self.rank: mine}, False
+        if is_told:
+            return ""
+        named = [other for other in same.values() if _FROM_RANK.fullmatch(other)]
+        if mine == _LOST or (len(same) == self.count and not named):
+            return text  # a lost rank is named in it, and what all ranks met needs no name
+        return named[0] if named else f"rank {self.rank}: {text}"
+
+    def _said(self, mine: str) -> dict[int, str]:
+        """What the ranks say, as far as they say it soon."""
+        store, deadline = _store(), time.monotonic() + _PATIENCE_S
+        store.set(f"{self.rank}", mine)
+        while True:
+            told = {rank: store.get(str(rank)).decode() for rank in range(self.count) if store.check([str(rank)])}
+            if len(told) == self.count or time.monotonic() > deadline:
+                return told
+            time.sleep(_POLL_S)
+
+
+def _meant(text: str) -> str:
+    found = _FROM_RANK.fullmatch(text)
+    return found[2] if found else text
+
+
+def _store() -> Any:
+    return PrefixStore("tierstore/failures", _get_default_store())
+
+
+@contextlib.contextmanager
+def joined(launch: Launch, device: str) -> Iterator[Crew]:
+    """The ranks, as long as they train together: the process group is made here, and destroyed at the end.
+
+    Raises:
+        TierstoreError: what was raised in here, with the words of `Crew.sentence`.
+    """
+    if launch.count == 1:
+        yield Crew(launch)
+        return
+    is_cuda = device.startswith("cuda")
+    if is_cuda and torch.cuda.is_available() and launch.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(device)  # NCCL takes the current one
+    try:
+        # What is small is exchanged from CPU memory.
+        backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+        distributed.init_process_group(backend, timeout=timedelta(seconds=_TIMEOUT_S))
+    except (ValueError, RuntimeError) as error:
+        why = f"({' '.join(str(error).split())})"
+        raise ConfigError(f"the {launch.count} ranks do not find each other {why}; start them with torchrun") from None
+    ranks = Ranks(timeout_s=_TIMEOUT_S)
+    crew = Crew(launch, ranks)
+    try:
+        yield crew
+        crew.exchange("the end of the run", None)  # torchrun stops all when the first one ends with an exit code
+    except TierstoreError as error:
+        raise type(error)(crew.sentence(error)) from error
+    finally:
+        ranks.close()
+        with contextlib.suppress(Exception):  # one that has lost a rank
+            distributed.destroy_process_group()

@@ -1,0 +1,74 @@
+"""Which of several processes this one is, as torchrun tells every process that it starts.
+
+Scope: the launcher's variables, and what follows from them for the options of one rank.
+Not here: the process group (`apps/crew.py`). No torch: bad options are refused before it is imported.
+Owner: the record is immutable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tierstore.apps.options import TrainOptions
+from tierstore.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One process among those that train together.
+
+    Attributes:
+        rank, count: among all.
+        local_rank, local_count: among those on this machine.
+    """
+
+    rank: int = 0
+    count: int = 1
+    local_rank: int = 0
+    local_count: int = 1
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Launch:
+        """As torchrun says it; without torchrun there is one rank.
+
+        Raises:
+            ConfigError: the variables are no numbers, or only some of them are set.
+        """
+        if "WORLD_SIZE" not in environment or "RANK" not in environment:
+            return cls()
+        values = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        try:
+            return cls(*(int(value) for value in values.values()))
+        except ValueError:
+            found = ", ".join(f"{name}={value}" for name, value in values.items())
+            raise ConfigError(f"the launcher's variables say {found}: start several ranks with torchrun") from None
+
+    def options(self, given: TrainOptions) -> TrainOptions:
+        """The options of this rank: its GPU, and its share of the cores.
+
+        Raises:
+            ConfigError: the options cannot work with so many ranks.
+        """
+        if self.count == 1:
+            return given
+        if given.batch % self.count:
+            more = -(-given.batch // self.count) * self.count
+            raise ConfigError(
+                f"--batch {given.batch} cannot be divided among {self.count} ranks: it counts the samples of all of "
+                f"them; give a multiple of {self.count}, such as {more}"
+            )
+        if given.zero == 0 and given.nvme:
+            raise ConfigError(
+                "--zero 0 keeps everything at every rank, and a store keeps every byte once: give --zero 1, which "
+                "keeps the optimizer state once, or no --nvme"
+            )
+        if given.device == "cuda":
+            given = replace(given, device=f"cuda:{self.local_rank}")
+        elif given.device != "cpu" and self.local_count > 1:
+            raise ConfigError(f"{self.local_count} ranks cannot share --device {given.device}: give --device cuda, "
+                              "and each takes the GPU of its local rank")  # fmt: skip
+        if given.threads is None:
+            given = replace(given, threads=max(1, (os.cpu_count() or 1) // self.local_count))
+        return given
