@@ -123,7 +123,7 @@ class Engine:
 
         self._parts: Assembly = assemble(
             model, tiers, optimizer or AdamWConfig(), options, partition_of(zero, process_group, device_mesh, tiers),
-            parameter_groups, initialize, self.step, prepare, Tracer(clock, enabled=False), clock, backend,
+            parameter_groups, initialize, self.step, prepare, tracer or Tracer(clock, enabled=False), clock, backend,
         )  # fmt: skip
         self.optimizer.on_zero_grad = self.zero_grad
         self._parts.hooks.refuse_outside = lambda: self._refuse_after_backward("a call of the model")
