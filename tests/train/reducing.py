@@ -268,12 +268,12 @@ class Slow(nn.Module):
         return x
 
 
-def hidden(rank: int, ranks: int, layers: int, seconds: float) -> dict[str, Any]:
+def hidden(rank: int, ranks: int, layers: int, seconds: float, delayed: bool = False) -> dict[str, Any]:
     """Seconds of backward alone, and with as much communication, one bucket a layer; the records of the last step."""
     module = Slow(layers, seconds)
     alone_s, both_s = [], []
     group = SlowGroup(distributed.group.WORLD, seconds)
-    with GradientReducer(module, group, bucket=1, first_bucket=None, timed=True) as reducer:
+    with GradientReducer(module, group, bucket=1, first_bucket=None, timed=True, delayed=delayed) as reducer:
         for step in range(4):
             for found, context in ((alone_s, reducer.no_sync()), (both_s, nullcontext())):
                 module.zero_grad()
@@ -283,8 +283,13 @@ def hidden(rank: int, ranks: int, layers: int, seconds: float) -> dict[str, Any]
                     begin_s = time.perf_counter()
                     reducer.backward(loss)
                 found.append(time.perf_counter() - begin_s)
-        record = reducer.last_step()
-    return {"alone_s": sorted(alone_s)[1], "both_s": sorted(both_s)[1], "record": record}
+        record, extra_bytes = reducer.last_step(), reducer.extra_bytes
+    return {
+        "alone_s": sorted(alone_s)[1],
+        "both_s": sorted(both_s)[1],
+        "record": record,
+        "extra_bytes": extra_bytes,
+    }
 
 
 # --- honest counts ----------------------------------------------------------------------------------------------

@@ -79,6 +79,16 @@ def test_hidden_under_backward() -> None:
             assert bucket.done_s - bucket.launched_s >= 0.9 * LAYER_S
 
 
+def test_delayed_hides_what_is_left() -> None:
+    """The last bucket, too, is under something: what it costs in bytes, and what it gains."""
+    at_once, delayed = (run_ranks(2, hidden, LAYERS, LAYER_S, late)[0] for late in (False, True))
+    gain_s = at_once["both_s"] - delayed["both_s"]
+    extra = delayed["extra_bytes"]
+    print(f"delayed: {extra} B more, {gain_s:.3f} s less of {at_once['both_s']:.3f} s a backward")
+    assert extra > at_once["extra_bytes"] == 0
+    assert delayed["both_s"] < at_once["both_s"]
+
+
 def test_reduce_scatter_is_all_reduce_in_parts() -> None:
     for found in run_ranks(3, flat_shards):
         assert found["right"]
