@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _new_process_group_helper, _world
 
 from tierstore.errors import ConfigError, RankLost
 
@@ -55,7 +55,9 @@ class Ranks:
         self.members = distributed.get_process_group_ranks(self.group)
         name = "-".join(map(str, self.members))
         _made[name] += 1
-        self._store = PrefixStore(f"tierstore/{name}/{_made[name]}", _get_default_store())
+        self._name = f"tierstore/{name}/{_made[name]}"
+        self._store = PrefixStore(self._name, _get_default_store())
+        self._subgroups = 0
         self._waits: dict[int, str] = {}
         self._lost: RankLost | None = None
         self._reporting = threading.Lock()
@@ -76,12 +78,23 @@ class Ranks:
         Args:
             members: global ranks; None is all of these.
         """
-        made: ProcessGroup = distributed.new_group(
-            self.members if members is None else list(members),
+        chosen = self.members if members is None else list(members)
+        self._subgroups += 1
+        # As `new_group`, which names a group after its ranks and the number of groups there are: one that comes after
+        # another has ended would meet the addresses that its ranks have left in the store, and ranks that are in other
+        # groups besides would not meet at all.
+        name = f"{self._name}/{'-'.join(map(str, chosen))}/{self._subgroups}"
+        made: ProcessGroup
+        made, _ = _new_process_group_helper(
+            len(chosen),
+            chosen.index(self.members[self.rank]),
+            chosen,
+            backend or distributed.get_backend(self.group),
+            self._store,
+            name,  # type: ignore[arg-type]  # a NewType, in new versions of torch
             timeout=timedelta(seconds=_SHARE * self.timeout_s),
-            backend=backend,
-            use_local_synchronization=True,
         )
+        _world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(chosen)}
         return made
 
     @contextlib.contextmanager

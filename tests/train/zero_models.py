@@ -1,0 +1,289 @@
+"""What ranks run in the tests of ZeRO with all kinds of models and loops."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_models
+import test_must_work as must
+import torch
+from torch import distributed, nn
+from torch.distributed.distributed_c10d import _world
+from torch.nn import functional
+
+from tierstore.config import AdamWConfig, TierConfig
+from tierstore.errors import BudgetError
+from tierstore.io.backend import Backend
+from tierstore.train.engine import Engine
+
+WIDTH = must.WIDTH = 192
+"""Layers have more than two blocks of 65536 elements, so that every rank keeps a part of them."""
+
+
+class Unused(must.Stack):
+    """One layer is used by the first rows of a batch only, and one by nobody."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(x)
+        layers: Sequence[nn.Module] = self.layers
+        first, second = layers[0], layers[1]
+        x = first(x)
+        part = second.up(x) if x.detach().sum() > 0 else second.down.bias.repeat(2)
+        return self.head(layers[2](x + part[..., :WIDTH]))
+
+
+class Experts(nn.Module):
+    """Experts in one block; which of them runs depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(must.Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[int(x.detach().abs().sum() * 1000) % 2](x)  # the third never
+
+
+class Routed(must.Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Experts(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+
+class MixedTypes(must.Stack):
+    """Blocks with weights of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.up.bfloat16()
+
+            def forward(x: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+                up = layer.up(layer.norm(x).bfloat16()).float()
+                return x + layer.down(functional.relu(up))
+
+            layer.forward = forward
+
+
+class Compiled(must.Stack):
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        for layer in self.layers:
+            layer.compile(backend="eager")
+
+
+class HuggingFace(nn.Module):
+    """A language model whose inputs are made of a batch of numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = (x.detach().abs() * 1000).long() % test_models.VOCABULARY
+        return self.model(input_ids=ids).logits[:, -1, :3]
+
+
+def gpt2() -> nn.Module:
+    return test_models.transformers.GPT2LMHeadModel(
+        test_models.transformers.GPT2Config(
+            n_layer=2, n_embd=128, n_head=4, vocab_size=test_models.VOCABULARY, n_positions=WIDTH,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    )  # fmt: skip
+
+
+def llama() -> nn.Module:
+    return test_models.transformers.LlamaForCausalLM(
+        test_models.transformers.LlamaConfig(
+            hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=test_models.VOCABULARY, max_position_embeddings=WIDTH,
+        )
+    )  # fmt: skip
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {kind.__name__: kind for kind in must.MODELS}
+KINDS |= {kind.__name__: kind for kind in (Unused, Routed, MixedTypes, Compiled)}
+KINDS |= {"gpt2": lambda: HuggingFace(gpt2()), "llama": lambda: HuggingFace(llama())}
+
+
+def make(kind: str, dropout: float = 0.0, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = KINDS[kind]()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    if dtype != torch.float32:
+        model.to(dtype)
+    return model
+
+
+def parts(batch: Any, ranks: int) -> list[Any]:
+    """The rows of each rank."""
+    inputs, labels = batch
+    rows = len(labels) // ranks
+    return [(inputs[r * rows : (r + 1) * rows], labels[r * rows : (r + 1) * rows]) for r in range(ranks)]
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    inner = getattr(model, "model", model)
+    dtype = next(iter(inner.parameters())).dtype
+    return functional.cross_entropy(model(inputs.to(dtype).clone().requires_grad_()).float(), labels)
+
+
+class Slow(Backend):
+    """A disk whose reads and writes take random times at one rank."""
+
+    def __init__(self, seed: int, longest_s: float) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self._longest_s = longest_s
+
+    def _call_pread(self, *arguments: Any) -> int:
+        time.sleep(self._random.random() * self._longest_s)
+        return super()._call_pread(*arguments)
+
+    def _call_pwrite(self, *arguments: Any) -> int:
+        time.sleep(self._random.random() * self._longest_s)
+        return super()._call_pwrite(*arguments)
+
+
+def least_budgets(kind: str, directories: Sequence[str], update: str, zero: int, **options: Any) -> tuple[int, int]:
+    """The smallest budgets with which every rank starts."""
+    dtype = options.pop("dtype", torch.float32)
+    tiers = {"codec": options["codec"]} if "codec" in options else {}
+    with pytest.raises(BudgetError) as refusal:
+        Engine(
+            make(kind, dtype=dtype),
+            TierConfig(nvme=list(directories), gpu_memory=1, cpu_memory=1, **tiers),
+            update=update, zero=zero,
+        )  # fmt: skip
+    text = str(refusal.value)
+    told = [_bytes(re.search(rf"{name}.*?the smallest that fits is (\d+) B", text)) for name in ("gpu", "cpu")]
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, told)
+    return max(gpu for gpu, _ in found), max(cpu for _, cpu in found)
+
+
+def _bytes(found: re.Match[str] | None) -> int:
+    return int(found[1]) if found else 4096
+
+
+def train(
+    rank: int, ranks: int, kind: str, directory: str | None = None, steps: int = 5, **options: Any
+) -> dict[str, Any]:
+    """Train, and tell all there is to compare.
+
+    Args:
+        memory: budgets; None: the smallest.
+        slow_s: reads and writes of the last rank take up to so long.
+        names: parameters whose gradients of the first step are told.
+    """
+    options = {"zero": 3, "update": "forward"} | options
+    model_options = {key: options.pop(key) for key in ("dropout", "dtype") if key in options}
+    tier_options = {key: options.pop(key) for key in ("codec", "prefetch_depth") if key in options}
+    directories = [f"{directory}/{i}" for i in range(options.pop("directories", 1))] if directory else []
+    memory, slow_s, names = options.pop("memory", None), options.pop("slow_s", 0.0), options.pop("names", ())
+    accumulate, between = options.pop("accumulate", 1), options.pop("between", None)
+    start = options.pop("start", 0)
+    if memory is None:
+        memory = least_budgets(kind, directories, options["update"], options["zero"], **model_options, **tier_options)
+    tiers = TierConfig(nvme=directories, timeout_s=20.0, gpu_memory=memory[0], cpu_memory=memory[1], **tier_options)
+    if slow_s and rank == ranks - 1:
+        options["backend"] = Slow(1, slow_s)
+    told: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "gradients": {}, "budgets": memory}
+    batches = [parts(batch, ranks)[rank] for batch in must.batches(start + steps * accumulate)][start:]
+    with Engine(make(kind, **model_options), tiers, AdamWConfig(lr=1e-3), **options) as engine:
+        if not start:
+            torch.manual_seed(7 + rank)
+        for position, batch in enumerate(batches):
+            is_last = (position + 1) % accumulate == 0
+            with nullcontext() if is_last else engine.no_sync():
+                loss = loss_of(engine, batch)
+                engine.backward(loss / accumulate)
+            told["losses"].append(loss.item())
+            if is_last:
+                if not told["gradients"]:
+                    told["gradients"] = {name: engine.gradient(name).numpy() for name in names}
+                report = engine.step()
+                told["norms"].append(report.grad_norm)
+                told["skipped"].append(report.skipped)
+                told["peak"] = report.peak_bytes
+                if between is not None:
+                    between(engine, batch)
+        told["weights"] = {name: np.array(value) for name, value in engine.state_dict().items()}
+        told["bytes"] = engine.statistics()["bytes"]
+    return told
+
+
+def plain(kind: str, ranks: int, steps: int = 5, clip: float | None = None) -> dict[str, Any]:
+    """The same in plain torch, the ranks' parts one after the other."""
+    model = make(kind)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trainable.values(), lr=1e-3, weight_decay=1e-2)
+    told: dict[str, Any] = {"losses": [], "gradients": {}, "unused": set()}
+    before = {name: p.detach().clone() for name, p in trainable.items()}
+    for batch in must.batches(steps):
+        for part in parts(batch, ranks):
+            loss = loss_of(model, part)
+            (loss / ranks).backward()
+            told["losses"].append(loss.item())
+        if not told["gradients"]:
+            told["gradients"] = {name: p.grad.numpy().copy() for name, p in trainable.items() if p.grad is not None}
+        if clip is not None:
+            nn.utils.clip_grad_norm_(trainable.values(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    told["unused"] = {name for name, p in trainable.items() if torch.equal(p, before[name])}
+    told["weights"] = {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    return told
+
+
+def directory_of(path: Path | str, *names: object) -> str:
+    return str(Path(path, *map(str, names)))
+
+
+def one_after_another(rank: int, ranks: int, count: int, directory: str | None) -> dict[str, Any]:
+    """What engines leave behind: threads, descriptors, process groups. Every third is refused, or left by an error."""
+    told: dict[str, Any] = {"threads": [], "descriptors": [], "groups": []}
+    for number in range(count):
+        nvme = [f"{directory}/{number}"] if directory else []
+        tiers = TierConfig(nvme=nvme, timeout_s=20.0, gpu_memory="8MiB", cpu_memory=1 if number % 3 == 1 else "24MiB")
+        try:
+            with Engine(make("Stack"), tiers, zero=3 if nvme or number % 2 else 0) as engine:
+                for batch in must.batches(2):
+                    engine.backward(loss_of(engine, parts(batch, ranks)[rank]))
+                    if number % 3 == 2:
+                        raise ArithmeticError
+                    engine.step()
+        except (BudgetError, ArithmeticError):
+            pass
+        gc.collect()
+        told["threads"].append(len(list(Path("/proc/self/task").iterdir())))
+        told["descriptors"].append(len(os.listdir("/proc/self/fd")))
+        told["groups"].append(len(_world.pg_names))
+    return told
+
+
+def of_some(rank: int, ranks: int) -> list[float]:
+    """An engine of the last two ranks of three, beside a group of the first two, and then one of all."""
+    first, last = distributed.new_group([0, 1]), distributed.new_group([1, 2])
+    told: list[float] = []
+    for group, members in ((last, [1, 2]), (first, [0, 1]), (None, [0, 1, 2])):
+        if rank in members:
+            tiers = TierConfig(timeout_s=20.0, gpu_memory="8MiB", cpu_memory="24MiB")
+            with Engine(make("Stack"), tiers, zero=3, process_group=group) as engine:
+                for batch in must.batches(2):
+                    engine.backward(loss_of(engine, parts(batch, ranks)[members.index(rank)]))
+                    told.append(engine.step().grad_norm or 0.0)
+    return told
