@@ -1,6 +1,6 @@
 """Building the engine's rooms: groups, placement, store, hooks; and taking them down in one written order.
 
-Scope: from a model and options to an `Assembly`, new or resumed; filling a new store with weights; the depth.
+Scope: from a model and options to an `Assembly`, new or resumed; filling a new store with weights.
 Not here: the step (`engine.py`).
 Owner: the thread that makes the engine.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -22,10 +22,7 @@ from tierstore.io.backend import Backend
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
 from tierstore.kernels import warm_up
-from tierstore.plan.bandwidth import Estimator
 from tierstore.plan.placement import Request
-from tierstore.plan.prefetch import recommend_depth
-from tierstore.plan.simulate import Visit
 from tierstore.plan.tiers import place
 from tierstore.store.commit import Generation, StoreLock
 from tierstore.store.layout import GroupSpec, check_same_model
@@ -35,6 +32,7 @@ from tierstore.trace import Tracer
 from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
 from tierstore.train.budgets import request_for
+from tierstore.train.depth import DepthChooser
 from tierstore.train.filling import Piece, fill, weights_of
 from tierstore.train.gathering import Gathers
 from tierstore.train.groups import ModelGroups, find_groups
@@ -48,8 +46,6 @@ from tierstore.train.rounds import RoundDriver
 
 _SHARED_TIERS = {"gpu_memory", "codec", "prefetch_depth"}
 """Options of the tiers on which depends what all ranks do together."""
-DRIFT = 1.5
-"""The depth is computed again when a measured rate or compute time has changed by this factor."""
 
 
 @dataclass
@@ -60,7 +56,6 @@ class Assembly:
         gathers, reductions: with the other ranks, if there are any.
         links: what moved between the ranks.
         opened: the generation that was resumed; None for a new store.
-        wanted_depth: what this rank has computed; with other ranks, rank 0's is in force from the next step on.
     """
 
     runtime: Runtime
@@ -78,66 +73,8 @@ class Assembly:
     gathers: Gathers | None
     reductions: Reductions | None
     links: dict[str, LinkMeter]
+    depth: DepthChooser
     opened: Generation | None
-    fixed_depth: int | None = None
-    wanted_depth: int = 1
-    read_rate: Estimator = field(default_factory=lambda: Estimator(weight=0.5, enough=1))
-    chosen_for: tuple[float, float] | None = None
-    _seen: tuple[int, float] = (0, 0.0)
-
-    def measure_depth(self, tiers: TierConfig) -> None:
-        """Choose a first depth from the rates given or measured now."""
-        self.fixed_depth = tiers.prefetch_depth
-        if self.fixed_depth is not None:
-            self.access.set_depth(self.fixed_depth)
-            return
-        if tiers.bandwidth is not None:
-            self.read_rate.observe(tiers.bandwidth.read_bytes_per_s, 1.0)
-        else:
-            self.read_rate.observe(*self.runtime.call(self.store.measure_reads))
-        self._seen = self.store.io.meters["read"].totals()
-        self.access.set_depth(1)
-
-    def _read_rate(self) -> float | None:
-        """Bytes of whole groups per second: this rank's part from the disk, then the others' from the ranks."""
-        rate, moved = self.read_rate.bytes_per_s, self.links["gather"].totals() if self.gathers else (0, 0.0)
-        if rate is None or not moved[0] or not moved[1]:
-            return rate
-        own = 1 / self.partition.count
-        return 1 / (own / rate + (1 - own) * moved[1] / moved[0])
-
-    def choose_depth(self, computing_s: float) -> None:
-        """Compute the depth again from what this step measured, when that has changed enough.
-
-        Args:
-            computing_s: of forward and backward, without waiting for weights.
-        """
-        moved_bytes, busy_s = self.store.io.meters["read"].totals()
-        self.read_rate.observe(moved_bytes - self._seen[0], busy_s - self._seen[1])
-        self._seen = (moved_bytes, busy_s)
-        rate, access = self._read_rate(), self.access
-        if self.fixed_depth is not None or rate is None or not access.is_recorded:
-            return
-        visit_seconds = access.visit_seconds
-        if self.device.kind == "cuda":
-            # Kernels are queued, not run, during a visit: its share of the whole time is taken to be that of its bytes.
-            total_bytes = sum(access.sizes[group] for group in access.order)
-            visit_seconds = [computing_s * access.sizes[group] / total_bytes for group in access.order]
-        compute_s = sum(visit_seconds)
-        if self.chosen_for is not None and not any(
-            max(new, old) > DRIFT * min(new, old) for new, old in zip((rate, compute_s), self.chosen_for)
-        ):
-            return
-        self.chosen_for = (rate, compute_s)
-        order = tuple(Visit(g, access.sizes[g], s) for g, s in zip(access.order, visit_seconds))
-        self.wanted_depth = recommend_depth(order, rate, self.store.placement.gpu_weight_bytes).depth
-        if not self.partition.is_shared:
-            access.set_depth(self.wanted_depth)
-
-    def agree_on_depth(self, depth: int) -> None:
-        """Take the depth that rank 0 has computed."""
-        if self.fixed_depth is None and self.partition.is_shared:
-            self.access.set_depth(depth)
 
     def close(self, publish: Callable[[], object] = lambda: None) -> None:
         """Finish and give back, in this order: reads ahead are let go, writes finish, hooks, loop, threads, files.
@@ -359,7 +296,7 @@ def _hook_up(
     access.awaits_update = awaits_update
     return Assembly(
         runtime, backend, device, store, groups, access, collector, hooks, stepper, driver, tracer, partition, gathers,
-        reductions, links, generation,
+        reductions, links, DepthChooser(access, store, runtime, device, partition, links), generation,
     )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ class Engine:
                 self._generations.restore(self._parts.opened.captured, is_previous=is_previous)
             elif self._parts.store.is_durable:
                 self._generations.commit(None)
-            self._parts.measure_depth(tiers)
+            self._parts.depth.begin(tiers)
         except BaseException:
             self._parts.close()
             raise
@@ -259,7 +259,7 @@ class Engine:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for; the step went past optimizer.step()
             scheduler.step()
         self._generations.step_count += 1
-        parts.choose_depth(self._meters.computing_s)
+        parts.depth.step_ended(self._meters.computing_s)
         report = self._meters.report(
             step=self.step_count,
             grad_norm=norm,
@@ -287,8 +287,8 @@ class Engine:
         touched = set(parts.collector.touched)
         partials = parts.runtime.call(self._generations.gradients.take_partials)
         specs, trail = [group.spec for group in parts.groups.groups], parts.gathers.trail if parts.gathers else 0
-        square_sum, depth = parts.partition.square_sum(specs, partials, trail, parts.wanted_depth)
-        parts.agree_on_depth(depth)
+        square_sum, depth = parts.partition.square_sum(specs, partials, trail, parts.depth.wanted)
+        parts.depth.agree(depth)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
         is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
         arrived = Pending(touched, clip / self._loss_scale.scale) if is_finite else None

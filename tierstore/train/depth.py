@@ -1,0 +1,115 @@
+"""The prefetch depth in force: from the rates that are measured while training goes on.
+
+Scope: what is observed, when the depth is computed again, whose depth is taken.
+Not here: computing it (`plan/prefetch.py`), fetching ahead (`access.py`).
+Owner: the training side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tierstore.config import TierConfig
+from tierstore.device.streams import ComputeDevice
+from tierstore.io.meter import LinkMeter
+from tierstore.io.runtime import Runtime
+from tierstore.plan.bandwidth import Estimator
+from tierstore.plan.prefetch import recommend_depth
+from tierstore.plan.simulate import Visit
+from tierstore.store.training import TrainingStore
+from tierstore.train.access import DeviceAccess
+from tierstore.train.partition import Partition
+
+DRIFT = 1.5
+"""The depth is computed again when a measured rate or compute time has changed by this factor."""
+
+
+class DepthChooser:
+    """Sets the depth of the groups' access.
+
+    Args:
+        links: between the ranks; two links are in series then: this rank's part from the disk, the others' from them.
+
+    Attributes:
+        wanted: what this rank has computed. With other ranks, rank 0's is in force from the next step on.
+    """
+
+    def __init__(
+        self,
+        access: DeviceAccess,
+        store: TrainingStore,
+        runtime: Runtime,
+        device: ComputeDevice,
+        partition: Partition,
+        links: Mapping[str, LinkMeter],
+    ) -> None:
+        self._access = access
+        self._store = store
+        self._runtime = runtime
+        self._device = device
+        self._partition = partition
+        self._links = links
+        self.wanted = 1
+        self._is_fixed = False
+        self._reads = Estimator(weight=0.5, enough=1)
+        self._gathers = Estimator(weight=0.5, enough=1)
+        self._seen = {"read": (0, 0.0), "gather": (0, 0.0)}
+        self._chosen_for: tuple[float, float] | None = None
+
+    def begin(self, tiers: TierConfig) -> None:
+        """Choose a first depth from the rates given or measured now."""
+        self._is_fixed = tiers.prefetch_depth is not None
+        if tiers.prefetch_depth is not None:
+            self._access.set_depth(tiers.prefetch_depth)
+            return
+        if tiers.bandwidth is not None:
+            self._reads.observe(tiers.bandwidth.read_bytes_per_s, 1.0)
+        else:
+            self._reads.observe(*self._runtime.call(self._store.measure_reads))
+        self._seen["read"] = self._store.io.meters["read"].totals()
+        self._access.set_depth(self.wanted)
+
+    def step_ended(self, computing_s: float) -> None:
+        """Compute the depth again from what this step measured, when that has changed enough.
+
+        Args:
+            computing_s: of forward and backward, without waiting for weights.
+        """
+        self._observe("read", self._store.io.meters["read"], self._reads)
+        if "gather" in self._links:
+            self._observe("gather", self._links["gather"], self._gathers)
+        rate, access = self._rate(), self._access
+        if self._is_fixed or rate is None or not access.is_recorded:
+            return
+        visit_seconds = access.visit_seconds
+        if self._device.kind == "cuda":
+            # Kernels are queued, not run, during a visit: its share of the whole time is taken to be that of its bytes.
+            total_bytes = sum(access.sizes[group] for group in access.order)
+            visit_seconds = [computing_s * access.sizes[group] / total_bytes for group in access.order]
+        compute_s = sum(visit_seconds)
+        if self._chosen_for is not None and not any(
+            max(new, old) > DRIFT * min(new, old) for new, old in zip((rate, compute_s), self._chosen_for)
+        ):
+            return
+        self._chosen_for = (rate, compute_s)
+        order = tuple(Visit(g, access.sizes[g], s) for g, s in zip(access.order, visit_seconds))
+        self.wanted = recommend_depth(order, rate, self._store.placement.gpu_weight_bytes).depth
+        if not self._partition.is_shared:
+            access.set_depth(self.wanted)
+
+    def agree(self, depth: int) -> None:
+        """Take the depth that rank 0 has computed: what is fetched ahead must be the same at all."""
+        if self._partition.is_shared and not self._is_fixed:
+            self._access.set_depth(depth)
+
+    def _observe(self, link: str, meter: LinkMeter, rate: Estimator) -> None:
+        moved_bytes, busy_s = meter.totals()
+        rate.observe(moved_bytes - self._seen[link][0], busy_s - self._seen[link][1])
+        self._seen[link] = (moved_bytes, busy_s)
+
+    def _rate(self) -> float | None:
+        """Bytes of whole groups per second."""
+        own = 1 / self._partition.count
+        parts = ((own, self._reads.bytes_per_s), (1 - own, self._gathers.bytes_per_s))
+        seconds_per_byte = sum(share / rate for share, rate in parts if rate is not None)
+        return 1 / seconds_per_byte if seconds_per_byte else None
