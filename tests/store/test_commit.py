@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from faults import EIO, FaultyBackend, each_fault
 
-from tierstore.errors import StorageError
+from tierstore.errors import StorageError, StoreLocked
 from tierstore.io.backend import Backend
 from tierstore.store.commit import Manifests, StoreLock, begin_store, claim_directory, end_store_making
 
@@ -55,6 +55,20 @@ class SyncedBackend(Backend):
 
     def _call_fsync(self, descriptor: int, path: Path) -> None:
         self.synced.append(path)
+
+
+    def test_a_rank_that_outlives_its_leader_keeps_the_store(self, tmp_path: Path) -> None:
+        """It may still write what the next run would write."""
+        leader, member = StoreLock([tmp_path]), StoreLock([tmp_path], member=1)
+        leader.release()
+        with pytest.raises(StoreLocked, match=f"in use by process {os.getpid()}"):
+            StoreLock([tmp_path])
+        member.release()
+        (tmp_path / "lock.2").touch()  # a rank that was killed has left its name
+        following = StoreLock([tmp_path])
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+        following.release()
+        assert not list(tmp_path.iterdir())
 
 
 class TestDirectories:

@@ -153,8 +153,9 @@ class Partition:
         told = self.exchange("the options of the engine", {"zero": self.stage} | dict(options))
         for rank, theirs in enumerate(told):
             for name, value in theirs.items():
-                if value != (ours := told[0][name]):
-                    raise ConfigError(f"{name} is {value!r} at rank {rank}, {ours!r} at rank 0; give all ranks the same")
+                if value != told[0][name]:
+                    here = f"{name} is {value!r} at rank {rank} and {told[0][name]!r} at rank 0"
+                    raise ConfigError(f"{here}; give all ranks the same")
 
     def check_same_model(self, groups: Sequence[GroupSpec]) -> None:
         """Refuse ranks that train different models, with the first difference.
