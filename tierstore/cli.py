@@ -66,25 +66,32 @@ def train(
         typer.Option(
             parser=_size,
             metavar="SIZE",
-            show_default="1GiB",
-            help="Budget of the GPU tier, per rank: weights, gradients, staging; not activations.",
+            show_default=False,
+            help="Budget of the GPU tier, per rank: weights, gradients, staging; not activations [default: 1GiB].",
         ),
     ] = 2**30,
     cpu_memory: Annotated[
         int,
         typer.Option(
-            parser=_size, metavar="SIZE", show_default="1GiB", help="Budget of the (pinned) CPU tier, per rank."
+            parser=_size,
+            metavar="SIZE",
+            show_default=False,
+            help="Budget of the (pinned) CPU tier, per rank [default: 1GiB].",
         ),
     ] = 2**30,
     nvme: Annotated[
         list[Path] | None,
-        typer.Option(parser=_directory, metavar="DIR", help="Directory of the store; repeat it for several disks."),
+        typer.Option(
+            parser=_directory,
+            metavar="DIR",
+            help="Directory of the store; repeat it for several disks [default: nothing is kept].",
+        ),
     ] = None,
     zero: Annotated[
         int,
         typer.Option(
             metavar="0-3",
-            help="Of what each rank keeps only its part: 1 optimizer state, 2 also gradients, 3 also weights.",
+            help="What several ranks share out: 1 optimizer state, 2 gradients too, 3 weights too; 0 nothing.",
         ),
     ] = 3,
     dtype: Annotated[Precision, typer.Option(help="Dtype of weights and gradients.")] = Precision.BF16,
@@ -116,7 +123,9 @@ def train(
     export: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the final weights as Hugging Face reads them.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="One line per step, before its commit.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A line of JSON per step, written before its commit.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Chrome trace with a track per link and tier.")
     ] = None,

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from ranks import run_ranks
+from readme_snippets import engine_of_ranks, reducer_of_ranks, run_snippet
 
 from tierstore.apps import presets
 from tierstore.apps.options import Precision
+from tierstore.config import TierConfig
+from tierstore.train.engine import Engine
 
-README = Path(__file__).parents[2] / "README.md"
 TINY = {"vocab_size": 256, "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "bos_token_id": 0,
         "eos_token_id": 0}  # fmt: skip
-
-
-def run_snippet(word: str, changes: dict[str, str], names: dict[str, Any]) -> None:
-    """Executes the first Python block that holds `word`, after replacing parts of it."""
-    snippets = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    source = next(snippet for snippet in snippets if word in snippet)
-    for found, instead in changes.items():
-        assert found in source, found
-        source = source.replace(found, instead)
-    exec(compile(source, str(README), "exec"), names)
 
 
 def test_the_loop_exports_a_model_that_can_be_loaded(disk_path: Path) -> None:
@@ -42,3 +34,20 @@ def test_the_loop_exports_a_model_that_can_be_loaded(disk_path: Path) -> None:
 def test_the_store_without_a_model(disk_path: Path, capsys: Any) -> None:
     run_snippet("TensorStore", {"/mnt/nvme0": str(disk_path)}, {})
     assert capsys.readouterr().out.splitlines() == ["gpu 0 0 0%", "cpu 1 262144 25%", "nvme 3 786432 75%"]
+
+
+def test_the_loop_of_several_ranks(disk_path: Path) -> None:
+    assert run_ranks(2, engine_of_ranks, str(disk_path)) == [3, 3]
+    assert (disk_path / "out" / "model.safetensors").exists()
+
+
+def test_gradients_without_offload(tmp_path: Path) -> None:
+    assert "2 steps, median" in run_ranks(2, reducer_of_ranks, str(tmp_path))[0]
+    assert (tmp_path / "0.json").exists()
+
+
+def test_batches_ahead(disk_path: Path) -> None:
+    loader = torch.utils.data.DataLoader(torch.randn(6, 8), batch_size=2)
+    with Engine(torch.nn.Linear(8, 8), TierConfig(nvme=[disk_path / "store"])) as engine:
+        run_snippet("PrefetchingLoader", {}, {"loader": loader, "device": "cpu", "engine": engine})
+        assert engine.step_count == 3

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tierstore.apps.launch import Launch
@@ -57,6 +58,16 @@ class Crew:
     def leads(self) -> bool:
         """Whether this rank speaks and writes files for all."""
         return self.rank == 0
+
+    def mesh(self, device: str) -> Any:
+        """Of several machines: state is shared out inside each, which thus has a whole store, and all have the same.
+
+        None for one machine. Shapes: (replicate, shard).
+        """
+        if self.launch.nodes == 1:
+            return None
+        shape = (self.launch.nodes, self.launch.local_count)
+        return init_device_mesh(device.partition(":")[0], shape, mesh_dim_names=("replicate", "shard"))
 
     def exchange(self, what: str, mine: T) -> list[T]:
         """What every rank gives, by rank. All call it, in the same order.

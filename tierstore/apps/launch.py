@@ -29,6 +29,11 @@ class Launch:
     local_rank: int = 0
     local_count: int = 1
 
+    @property
+    def nodes(self) -> int:
+        """Number of machines; torchrun starts as many ranks on each."""
+        return self.count // self.local_count
+
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Launch:
         """As torchrun says it; without torchrun there is one rank.

@@ -205,9 +205,11 @@ class _Run:
             f"{format_size(state)} of training state; memory {format_size(memory)} ({state / max(memory, 1):.1f} x)"
         )
         if ranks > 1:
+            nodes = self._crew.launch.nodes
+            on = f" on {nodes} machines, a whole store on each" if nodes > 1 else ""
             self._reporter.say(
-                f"{ranks} ranks, ZeRO stage {options.zero}, {options.batch // ranks} of {options.batch} samples each; "
-                "places, seconds and bytes are those of rank 0, losses and tokens those of all"
+                f"{ranks} ranks{on}, ZeRO stage {options.zero}, {options.batch // ranks} of {options.batch} samples "
+                "each; places, seconds and bytes are those of rank 0, losses and tokens those of all"
             )
         self._reporter.say(f"text: {parts.corpus.description}, {format_size(corpus_bytes(parts.corpus))}")
         self._reporter.placement(self._engine.placement.usage())
@@ -369,6 +371,7 @@ def _engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer, crew:
         "registered": {"data": parts.batches, "recipe": parts.recipe},
         "tracer": tracer,
         "zero": options.zero if crew.count > 1 else None,
+        "device_mesh": crew.mesh(options.device),
     }  # fmt: skip
 
 
