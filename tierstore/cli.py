@@ -27,7 +27,10 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-_ARGUMENT = re.compile(r"\b(?:(resume|update|durability|commit_every|zero)='?(\w+)'?|(gpu_memory|cpu_memory)\b)")
+# What the engine calls its arguments, with their values or alone; not a part of a path.
+_ARGUMENT = re.compile(
+    r"(?<![\w/.-])(?:(resume|update|durability|commit_every|zero)='?(\w+)'?|(gpu_memory|cpu_memory|nvme)(?![\w/.-]))"
+)
 
 
 def _size(text: int | str) -> int:
@@ -226,7 +229,7 @@ def _as_options(text: str) -> str:
         name, value, budget = found.groups()
         return f"--{(name or budget).replace('_', '-')}" + (f" {value}" if name else "")
 
-    return _ARGUMENT.sub(option, " ".join(text.split()))
+    return _ARGUMENT.sub(option, " ".join(text.split()).removeprefix("TierConfig: "))
 
 
 def _say(sentence: str) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from crews import all_fail, differ, one_fails, one_is_lost, trained
+from ranks import run_ranks
 from typer.testing import CliRunner
 
 from tierstore.apps.crew import Crew
@@ -151,10 +153,27 @@ def test_two_ranks_train_lose_one_go_on_and_are_interrupted(folder: Path, own_th
     assert list(found.values()) == pytest.approx([expected[step] for step in found], rel=1e-5)
 
 
-def test_what_one_rank_refuses_is_said_once(folder: Path) -> None:
-    code, output, said = finished(torchrun([*arguments(folder, "run"), "--json", "/nonexistent/log"]))
-    assert (code != 0, output) == (True, "")
-    assert said == ["rank 0: cannot write --json /nonexistent/log: its directory is missing or not writable"]
+@pytest.mark.parametrize(
+    ("function", "sentences"),
+    [
+        (one_fails, ["rank 1: no space left", ""]),
+        (all_fail, ["no such file", ""]),
+        (differ, ["rank 1 has other steps than rank 0: 4 there, 3 at rank 0", ""]),
+        (one_is_lost, ["rank 0 stops, for rank 1 has failed", "rank 1: no space left"]),
+    ],
+)
+def test_a_failure_is_said_once(function: Any, sentences: list[str]) -> None:
+    assert run_ranks(2, function) == sentences
+
+
+def test_a_stop_that_one_rank_hears_ends_all_after_the_same_step(folder: Path) -> None:
+    whole = run_ranks(2, trained, str(folder), "whole", 7)
+    assert whole[0]["draw"] != whole[1]["draw"]  # other dropout at every rank
+    stopped = run_ranks(2, trained, str(folder), "parts", 7, stop_at=3)
+    assert [(rank["stopped_by"], rank["last"]) for rank in stopped] == [(signal.SIGINT, 4)] * 2
+    resumed = run_ranks(2, trained, str(folder), "parts", 7)
+    assert resumed[0]["losses"] == whole[0]["losses"]
+    assert [rank["draw"] for rank in resumed] == [rank["draw"] for rank in whole]
 
 
 @pytest.mark.parametrize(

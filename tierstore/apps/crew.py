@@ -113,7 +113,7 @@ class Crew:
         text = " ".join(str(error).split())
         if self._ranks is None:
             return text
-        mine = _LOST if isinstance(error, RankLost) else text
+        mine, said = _LOST if isinstance(error, RankLost) else text, {}
         try:
             said = self._said(mine)
             same = {rank: other for rank, other in said.items() if _meant(other) == _meant(mine)}
@@ -122,10 +122,18 @@ class Crew:
             same, is_told = {self.rank: mine}, False
         if is_told:
             return ""
+        failed = [rank for rank, other in said.items() if other != _LOST]
+        if mine == _LOST and failed:
+            return f"rank {self.rank} stops, for rank {failed[0]} has failed"
         named = [other for other in same.values() if _FROM_RANK.fullmatch(other)]
         if mine == _LOST or (len(same) == self.count and not named):
             return text  # a lost rank is named in it, and what all ranks met needs no name
         return named[0] if named else f"rank {self.rank}: {text}"
+
+    def fail(self, error: Exception) -> None:
+        """Let the others know of a failure that is shown with its place in the code."""
+        with contextlib.suppress(RuntimeError):
+            _store().set(f"{self.rank}", f"{type(error).__name__}: {error}")
 
     def _said(self, mine: str) -> dict[int, str]:
         """What the ranks say, as far as they say it soon."""
@@ -174,6 +182,9 @@ def joined(launch: Launch, device: str) -> Iterator[Crew]:
         crew.exchange("the end of the run", None)  # torchrun stops all when the first one ends with an exit code
     except TierstoreError as error:
         raise type(error)(crew.sentence(error)) from error
+    except Exception as error:
+        crew.fail(error)
+        raise
     finally:
         ranks.close()
         with contextlib.suppress(Exception):  # one that has lost a rank
