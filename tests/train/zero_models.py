@@ -17,17 +17,21 @@ import pytest
 import test_models
 import test_must_work as must
 import torch
+from faults import EIO, ENOSPC, FaultyBackend
 from torch import distributed, nn
 from torch.distributed.distributed_c10d import _world
 from torch.nn import functional
 
 from tierstore.config import AdamWConfig, TierConfig
-from tierstore.errors import BudgetError
+from tierstore.errors import BudgetError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.train.engine import Engine
 
 WIDTH = must.WIDTH = 192
 """Layers have more than two blocks of 65536 elements, so that every rank keeps a part of them."""
+
+
+TIMEOUT_S = 20.0
 
 
 class Unused(must.Stack):
@@ -198,7 +202,9 @@ def train(
     start = options.pop("start", 0)
     if memory is None:
         memory = least_budgets(kind, directories, options["update"], options["zero"], **model_options, **tier_options)
-    tiers = TierConfig(nvme=directories, timeout_s=20.0, gpu_memory=memory[0], cpu_memory=memory[1], **tier_options)
+    tiers = TierConfig(
+        nvme=directories, timeout_s=TIMEOUT_S, gpu_memory=memory[0], cpu_memory=memory[1], **tier_options
+    )
     if slow_s and rank == ranks - 1:
         options["backend"] = Slow(1, slow_s)
     told: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "gradients": {}, "budgets": memory}
@@ -258,7 +264,9 @@ def one_after_another(rank: int, ranks: int, count: int, directory: str | None) 
     told: dict[str, Any] = {"threads": [], "descriptors": [], "groups": []}
     for number in range(count):
         nvme = [f"{directory}/{number}"] if directory else []
-        tiers = TierConfig(nvme=nvme, timeout_s=20.0, gpu_memory="8MiB", cpu_memory=1 if number % 3 == 1 else "24MiB")
+        tiers = TierConfig(
+            nvme=nvme, timeout_s=TIMEOUT_S, gpu_memory="8MiB", cpu_memory=1 if number % 3 == 1 else "24MiB"
+        )
         try:
             with Engine(make("Stack"), tiers, zero=3 if nvme or number % 2 else 0) as engine:
                 for batch in must.batches(2):
@@ -281,9 +289,74 @@ def of_some(rank: int, ranks: int) -> list[float]:
     told: list[float] = []
     for group, members in ((last, [1, 2]), (first, [0, 1]), (None, [0, 1, 2])):
         if rank in members:
-            tiers = TierConfig(timeout_s=20.0, gpu_memory="8MiB", cpu_memory="24MiB")
+            tiers = TierConfig(timeout_s=TIMEOUT_S, gpu_memory="8MiB", cpu_memory="24MiB")
             with Engine(make("Stack"), tiers, zero=3, process_group=group) as engine:
                 for batch in must.batches(2):
                     engine.backward(loss_of(engine, parts(batch, ranks)[members.index(rank)]))
                     told.append(engine.step().grad_norm or 0.0)
     return told
+
+
+def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, Any]:
+    """Something is wrong at the last rank, or at all: what each says of it, after how many seconds, what is left."""
+    is_odd = rank == ranks - 1
+    options: dict[str, Any] = {"zero": 3, "update": "forward"}
+    memory: dict[str, Any] = {"gpu_memory": "8MiB", "cpu_memory": "4MiB"}
+    nvme = [f"{directory}/store"] if directory else []
+    kind, seed, told = "Stack", 0, {"error": "", "steps": 0}
+    if what == "model" and is_odd:
+        kind = "Adapted"
+    elif what == "seed":
+        seed = rank
+    elif what == "options" and is_odd:
+        options["commit_every"] = 3
+    elif what == "stage" and is_odd:
+        options["zero"] = 2
+    elif what == "replicas":
+        options["zero"] = 0
+    elif what == "budget" and is_odd:
+        memory["cpu_memory"] = 1
+    elif what == "directory":
+        Path(nvme[0]).parent.mkdir(parents=True, exist_ok=True)
+        nvme = [f"{directory}/{rank}"]
+        if is_odd:
+            Path(nvme[0]).write_text("a file")
+    elif what in FAULTS and is_odd:
+        options["backend"] = FAULTS[what]()
+    elif what.startswith("resume"):
+        options["resume"] = what.partition(" ")[2]
+    begin = time.monotonic()
+    try:
+        with Engine(make(kind, seed=seed), TierConfig(nvme=nvme, timeout_s=TIMEOUT_S, **memory), **options) as engine:
+            told["begun_at"] = engine.step_count
+            for step, batch in enumerate(must.batches(4)):
+                begin = time.monotonic()
+                if what == "loader" and is_odd and step == 2:
+                    raise ArithmeticError("a bad file")
+                if what == "forward" and is_odd and step == 2:
+                    engine.model.layers[1].register_forward_hook(_raise)
+                if what == "close" and step == 2:
+                    loss_of(engine, parts(batch, ranks)[rank])
+                    break
+                engine.backward(loss_of(engine, parts(batch, ranks)[rank]))
+                engine.step()
+                told["steps"] += 1
+            told["norm"] = engine.state_dict()["enter.weight"].norm().item()
+    except (TierstoreError, ArithmeticError, OSError) as error:
+        told["error"] = f"{type(error).__name__}: {error}"
+    told["seconds"] = time.monotonic() - begin
+    told["files"] = sorted(os.listdir(nvme[0])) if nvme and os.path.isdir(nvme[0]) else []
+    return told
+
+
+def _raise(*_: Any) -> None:
+    raise ArithmeticError("a bad layer")
+
+
+FAULTS: dict[str, Callable[[], Backend]] = {
+    "full": lambda: FaultyBackend(ENOSPC, at=6, times=10**9, kinds=("pwrite",)),
+    "full later": lambda: FaultyBackend(ENOSPC, at=20, times=10**9, kinds=("pwrite",)),
+    "broken read": lambda: FaultyBackend(EIO, at=30, times=10**9, kinds=("pread",)),
+    "unsynced": lambda: FaultyBackend(EIO, at=3, times=10**9, kinds=("fdatasync",)),
+    "no space at all": lambda: FaultyBackend(ENOSPC, at=0, times=10**9, kinds=("allocate",)),
+}

@@ -179,7 +179,7 @@ def assemble(
         if generation is None:
             runtime.call(store.create)
             _bind(groups, store, device)
-            fill(store, runtime, groups, partition.from_first(pieces))
+            _fill(store, runtime, groups, pieces, partition)
             partition.same_buffers(model.buffers())
         else:
             open_generation(runtime, store, generation, is_previous=options.resume is Resume.PREVIOUS)
@@ -195,6 +195,21 @@ def assemble(
         if lock is not None:
             lock.release()
         raise
+
+
+def _fill(
+    store: TrainingStore, runtime: Runtime, groups: ModelGroups, pieces: Iterable[Piece], partition: Partition
+) -> None:
+    def work() -> None:
+        coming = partition.from_first(pieces)
+        try:
+            fill(store, runtime, groups, coming)
+        except Exception:
+            for _ in coming:  # the others still take them
+                pass
+            raise
+
+    partition.all_succeed("initial weights", work)
 
 
 def _cut(

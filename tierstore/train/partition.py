@@ -107,11 +107,16 @@ class Partition:
             return
         if self._team is not None:
             self._team.close(timeout_s)
+            self._team = None
         self.ranks.close()
-        groups, self._groups = self._groups, []
-        for group in groups:
+        if not self._groups:
+            return
+        for group in self._groups:
             with contextlib.suppress(Exception):  # one that has lost a rank
                 distributed.destroy_process_group(group)
+        # With its last reference a group's connections close: ranks that wait for this one learn it at once.
+        del group, self.gathers, self.reductions, self._control, self._sharing, self._teams
+        self._groups, self.replicas = [], None
 
     # --- cutting ------------------------------------------------------------------------------------------------
 
@@ -276,6 +281,7 @@ class _RankTeam:
 
     def close(self, timeout_s: float) -> None:
         self._thread.close(timeout_s)
+        del self._group
 
 
 def _exchange(ranks: Ranks, group: ProcessGroup, what: str, mine: T) -> list[T]:

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _new_process_
 from tierstore.errors import ConfigError, RankLost
 
 _BEAT_S = 0.25
-_GAVE_UP = "gave-up"
+_GAVE_UP, _LEFT = "gave-up", "left"
 _SHARE = 0.75
 """Of the timeout, for a collective: who is missing is to be known before the wait around it ends."""
 _made: Counter[str] = Counter()  # ranks use a group in one order, so they number its uses alike
@@ -67,10 +67,12 @@ class Ranks:
             self._heart.start()
 
     def close(self) -> None:
-        """Stop the heart. Twice is fine."""
+        """Stop the heart, and tell those who may still wait for this one. Twice is fine."""
         self._stopped.set()
         if self._heart.is_alive():
             self._heart.join()
+            with contextlib.suppress(RuntimeError):
+                self._store.set(str(self.rank), _LEFT)
 
     def subgroup(self, *, backend: str | None = None, members: Sequence[int] | None = None) -> ProcessGroup:
         """Another group: its collectives have an order of their own. All its ranks call it.
@@ -129,6 +131,10 @@ class Ranks:
             return f"{where}, and the store of the process group does not answer: the rank that kept it is gone"
         # One that has given up, too, has no heart beat any more.
         missing = [r for r in after if after[r] == before[r] and not after[r].startswith(_GAVE_UP)]
+        if left := [rank for rank in missing if after[rank] == _LEFT]:
+            names = ", ".join(map(str, left))
+            verb = "has" if len(left) == 1 else "have"
+            return f"{where}, and rank {names} {verb} closed its engine; see why there, and start all ranks again"
         if missing:
             names = ", ".join(map(str, missing))
             verb = "does" if len(missing) == 1 else "do"
