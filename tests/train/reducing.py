@@ -370,6 +370,9 @@ def refused(rank: int, ranks: int, case: str) -> str:
         module.extra = nn.Parameter(torch.zeros(2))
     elif case == "dtype" and rank == 1:
         module.layers[2].double()
+    elif case == "buffers":
+        options["broadcast_buffers"] = rank == 0
+        module.register_buffer("buffer", torch.ones(2))
     elif case == "option":
         options["bucket"] = 1024 * (1 + rank)
     try:
@@ -410,6 +413,71 @@ def misused(rank: int, ranks: int, case: str) -> str:
         except GraphError as error:
             return str(error)
     return "nothing was raised"
+
+
+class Fails(torch.autograd.Function):
+    """Fails in backward, if it is on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, on: bool) -> torch.Tensor:
+        ctx.on = on
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.on:
+            raise ZeroDivisionError
+        return gradient, None
+
+
+class MayFail(nn.Module):
+    """Its backward fails before the first gradient or after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, fails: str) -> torch.Tensor:
+        x = self.outer(Fails.apply(self.inner(x), fails == "late"))
+        return Fails.apply(x, fails == "early")
+
+
+def failed(rank: int, ranks: int, by_reducer: bool) -> tuple[list[bool], list[str]]:
+    """Whether averages are right after a backward that failed early; what is said after one that failed late."""
+    torch.manual_seed(0)
+    module, plain = MayFail(), MayFail()
+    plain.load_state_dict(module.state_dict())
+    right, said = [], []
+    with GradientReducer(module, bucket=CAP_BYTES, first_bucket=None) as reducer:
+
+        def step(number: int, fails: str) -> None:
+            module.zero_grad()
+            loss = reducer(batch_of(rank, number), fails).square().mean()
+            # `backward` meets the other ranks before its first gradient, so it cannot go on after an early failure.
+            if by_reducer and fails != "early":
+                reducer.backward(loss)
+            else:
+                loss.backward()
+
+        for number in range(2):
+            try:
+                step(number, "early")
+            except ZeroDivisionError:
+                step(number, "")
+            plain.zero_grad()
+            for other in range(ranks):
+                (plain(batch_of(other, number), "").square().mean() / ranks).backward()
+            pairs = zip(module.parameters(), plain.parameters(), strict=True)
+            right.append(all(torch.allclose(one.grad, other.grad, atol=1e-7) for one, other in pairs))
+        for number, fails in enumerate(("late", "", "")):
+            try:
+                step(number, fails)
+                said.append("nothing")
+            except ZeroDivisionError:
+                pass
+            except GraphError as error:
+                said.append(str(error))
+    return right, said
 
 
 def recomputed(rank: int, ranks: int) -> bool:
@@ -505,11 +573,13 @@ def in_flight(rank: int, ranks: int, most: int) -> int:
 
 
 def suited(rank: int, ranks: int) -> list[list[list[str]]]:
-    """Layouts by "auto" where messages cost nothing, and where they cost all."""
+    """Layouts by "auto" where messages cost nothing, where they cost all, and more than a few layers' compute."""
     found = []
-    for cost in (CostModel(0.0, 1e6), CostModel(10.0, 1e18)):
+    for cost in (CostModel(0.0, 100.0), CostModel(1e6, 1e18), CostModel(10.0, 2304.0)):
         module = made(0)
-        with GradientReducer(module, bucket="auto", first_bucket=None, cost=cost) as reducer:
+        ticks = itertools.count()
+        options: dict[str, Any] = {"first_bucket": None, "cost": cost, "clock": lambda ticks=ticks: float(next(ticks))}
+        with GradientReducer(module, bucket="auto", **options) as reducer:
             for step in range(2):
                 module.zero_grad()
                 reducer.backward(reducer(batch_of(rank, step), all_layers(0, 0)).square().mean())

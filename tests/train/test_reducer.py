@@ -101,9 +101,11 @@ def test_in_flight(most: int) -> None:
 
 
 def test_bucket_size_follows_the_cost_model() -> None:
-    for free, dear in run_ranks(2, suited):
+    """More in flight hide no fixed cost: collectives of one group take turns."""
+    for free, dear, between in run_ranks(2, suited):
         assert max(len(names) for names in free) == 1
         assert len(dear) == 1
+        assert max(len(names) for names in between) > 1
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.sampled_from(["float32", "float64"])), min_size=1, max_size=30))

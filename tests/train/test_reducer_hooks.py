@@ -10,11 +10,11 @@ import warnings
 import pytest
 import torch
 from ranks import outcomes_of, run_ranks
-from reducing import called_directly, honest, in_every_order, lost, misused, recomputed, refused
+from reducing import called_directly, failed, honest, in_every_order, lost, misused, recomputed, refused
 from torch import distributed, nn
 
 from tierstore import GradientReducer
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, GraphError
 from tierstore.trace import Tracer
 
 TIMEOUT_S = 2.0
@@ -47,7 +47,8 @@ def test_every_order_with_one_left_out(capacity: int) -> None:
         ("shape", ["layers.1.weight is (25, 24) float32 trained on rank 1, (24, 24) float32 trained on rank 0"]),
         ("missing", ["parameter extra is (2,) float32 trained on rank 1, missing on rank 0"]),
         ("dtype", ["layers.2.weight is (24, 24) float64"]),
-        ("option", ["options is [2048", "on rank 1"]),
+        ("option", ["option bucket is 2048 on rank 1, 1024 on rank 0"]),
+        ("buffers", ["option broadcast_buffers is False on rank 1, True on rank 0"]),
     ],
 )
 def test_ranks_that_differ_are_told_on_all(case: str, words: list[str]) -> None:
@@ -63,7 +64,7 @@ def test_ranks_that_differ_are_told_on_all(case: str, words: list[str]) -> None:
         ("static, more", ["layers.2.weight got more gradients than in the first backward (1)"]),
         ("all used", ["left parameters out", "layers.2.weight got 0 of 1 gradients"]),
         ("twice", ["layers.2.weight got its gradient twice", "static_graph"]),
-        ("delayed", ["zero_grad()"]),
+        ("delayed", ["zero_grad(set_to_none=True)"]),
         ("higher", ["create_graph=True"]),
     ],
 )
@@ -71,6 +72,15 @@ def test_what_cannot_be_followed_is_named(case: str, words: list[str]) -> None:
     for message in run_ranks(2, misused, case):
         for word in words:
             assert word in message
+
+
+@pytest.mark.parametrize("by_reducer", [False, True])
+def test_after_a_backward_that_failed(by_reducer: bool) -> None:
+    """Before its first gradient it costs nothing; later the reducer says that it cannot go on, again and again."""
+    for early, late in run_ranks(2, failed, by_reducer):
+        assert early == [True, True]
+        for message in late:
+            assert "after one that failed with buckets on their way" in message
 
 
 def test_without_the_reducers_forward_and_backward() -> None:
@@ -121,9 +131,91 @@ def test_options_that_cannot_work(alone: object) -> None:
         (nn.Linear(2, 2), {"max_in_flight": 0}, "max_in_flight"),
         (nn.Linear(2, 2), {"bucket": "auto"}, "cost="),
         (nn.Linear(2, 2), {"reduce": "gather"}, "reduce must be"),
+        (nn.Linear(2, 2), {"order": ["weight", "wieght"]}, "order= has wieght"),
     ):
         with pytest.raises(ConfigError, match=word):
             GradientReducer(module, **options)
+
+
+def test_a_model_with_parts_that_are_not_reduced(alone: object) -> None:
+    """A frozen embedding makes no sparse gradient; a buffer may be of a dtype that gloo does not know."""
+    module = nn.Sequential(nn.Embedding(2, 2, sparse=True).requires_grad_(False), nn.Linear(2, 2))
+    module.register_buffer("counts", torch.tensor([1, -2], dtype=torch.int16))
+    module.register_buffer("table", torch.tensor([1 + 2j]))
+    with GradientReducer(module) as reducer:
+        reducer(torch.tensor([1])).sum().backward()
+    assert module.counts.tolist() == [1, -2]
+    assert module[1].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("hook", "word"),
+    [(None, "NoneType cannot be"), (lambda _, bucket: None, "future"), (lambda _, b: b.buffer(), "Tensor")],
+)
+def test_comm_hooks_that_would_reduce_nothing(alone: object, hook: object, word: str) -> None:
+    module = nn.Linear(2, 2)
+
+    def step(reducer: GradientReducer) -> None:
+        reducer.register_comm_hook(None, hook)
+        reducer.backward(reducer(torch.ones(1, 2)).sum())
+
+    with GradientReducer(module) as reducer, pytest.raises(ConfigError, match=word):
+        step(reducer)
+
+
+@pytest.mark.parametrize("way", ["added", "replaced"])
+def test_a_parameter_that_came_later_is_named(alone: object, way: str) -> None:
+    """Each rank would go on with a gradient of its own."""
+    module, other = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    with GradientReducer(module) as reducer:
+        reducer.backward(other(reducer(torch.ones(1, 2))).sum())  # parameters of another module are no matter
+        if way == "added":
+            module.append(nn.Linear(2, 2))
+        else:
+            module[0].bias = nn.Parameter(torch.ones(2))
+        with pytest.raises(GraphError, match="1.weight was put into" if way == "added" else "0.bias was put into"):
+            reducer.backward(reducer(torch.ones(1, 2)).sum())
+
+
+def test_a_gradient_that_is_gone_is_not_called_sparse(alone: object) -> None:
+    module = nn.Linear(2, 2)
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with GradientReducer(module) as reducer, pytest.raises(GraphError, match="taken away by a hook"):
+        reducer.backward(module(torch.ones(1, 2)).sum())
+
+
+class GivesWeight(nn.Module):
+    """One of its outputs is a parameter, and one of its functions keeps something under a name of autograd's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return KeepsVariable.apply(x.clone().requires_grad_()), self.weight
+
+
+class KeepsVariable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable = [x.shape]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_a_parameter_as_output(alone: object) -> None:
+    module = GivesWeight()
+    with GradientReducer(module) as reducer:
+        for _ in range(3):
+            module.zero_grad()
+            x, weight = reducer(torch.ones(2))
+            (x * weight).sum().backward()
+            assert module.weight.grad.tolist() == [1, 1]
+        assert not module.weight._backward_hooks  # one for each forward would stay
 
 
 def test_outputs_without_a_backward_are_let_go(alone: object) -> None:

@@ -60,7 +60,8 @@ def broadcast_flat(ranks: Ranks, tensors: Sequence[torch.Tensor], what: str) -> 
                 flat = torch.cat([tensor.reshape(-1) for tensor in batch])
             else:
                 flat = batch[0].new_empty(sum(tensor.numel() for tensor in batch))
-            begun.append((batch, flat, distributed.broadcast(flat, group=ranks.group, group_src=0, async_op=True)))
+            data = flat.view(torch.uint8)  # backends refuse other dtypes, each its own
+            begun.append((batch, flat, distributed.broadcast(data, group=ranks.group, group_src=0, async_op=True)))
         for batch, flat, work in begun:
             work.wait()
             if ranks.rank != 0:

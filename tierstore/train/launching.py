@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
 from tierstore.train.buckets import Bucket, HookBucket
 from tierstore.train.ranks import Ranks, reduce_scatter_flat
@@ -211,7 +212,12 @@ class Launcher:
 
     def _collective(self, bucket: Bucket) -> Any:
         if self.hook is not None:
-            return self.hook(self.hook_state, HookBucket(bucket))
+            future = self.hook(self.hook_state, HookBucket(bucket))
+            if not isinstance(future, torch._C.Future):
+                raise ConfigError(
+                    f"a comm hook returns a future of the averaged bucket, this one {type(future).__name__}"
+                )
+            return future
         if bucket.shard is not None:
             return reduce_scatter_flat(bucket.shard, bucket.flat, self._group, async_op=True)
         return distributed.all_reduce(bucket.flat, group=self._group, async_op=True)

@@ -19,7 +19,9 @@ import torch
 from tierstore.errors import GraphError
 from tierstore.train.buckets import Bucket, BucketSet, assign_buckets
 
-_NOT_ZEROED = "delayed=True needs zero_grad() between a step and the next backward: .grad is of the step before"
+_NOT_ZEROED = (
+    "delayed=True needs zero_grad(set_to_none=True) between a step and the next backward: .grad is of the step before"
+)
 
 
 class Places:
@@ -144,7 +146,10 @@ class Places:
 
     def _checked(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor:
         if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
-            why = "was made by create_graph=True" if gradient is not None and gradient.requires_grad else "is sparse"
+            if gradient is None:
+                why = "was taken away by a hook that ran before the reducer's"
+            else:
+                why = "was made by create_graph=True" if gradient.requires_grad else "is sparse"
             raise GraphError(f"the gradient of {self._names[index]} {why}: that cannot be reduced in a bucket")
         if self._is_delayed and gradient is self.shown.views[index]:
             raise GraphError(_NOT_ZEROED)

@@ -44,14 +44,16 @@ class Readiness:
         self.searches = find_unused and not static
         self.begin(None)
 
-    def search(self, roots: Iterable[torch.Tensor]) -> bytearray:
-        """What the graphs of `roots` reach."""
-        reached, index = bytearray(len(self._names)), self._index
+    def search(self, roots: Iterable[torch.Tensor]) -> tuple[bytearray, set[int]]:
+        """What the graphs of `roots` reach: which of these parameters, and the ids of others."""
+        reached, index, others = bytearray(len(self._names)), self._index, set()
         for leaf in _leaves_of(roots):
             place = index.get(leaf)
             if place is not None:
                 reached[place] = 1
-        return reached
+            elif isinstance(leaf, torch.nn.Parameter):
+                others.add(id(leaf))
+        return reached, others
 
     def begin(self, reached: bytearray | None) -> None:
         """A backward begins.
@@ -124,15 +126,20 @@ class Readiness:
 
 
 def _leaves_of(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Every leaf that the graphs of `roots` reach, once."""
+    """Every leaf that the graphs of `roots` reach, the roots included."""
     seen: set[Any] = set()
-    ahead: list[Any] = [root.grad_fn for root in roots]
+    ahead: list[Any] = []
+    for root in roots:
+        if root.grad_fn is None:
+            yield root
+        else:
+            ahead.append(root.grad_fn)
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None:
+        if isinstance(leaf, torch.Tensor):  # the node of a function of the user's own may have such a name, too
             yield leaf
         ahead += [parent for parent, _ in node.next_functions]
