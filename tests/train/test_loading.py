@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import random
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -207,6 +209,24 @@ def test_an_error_is_raised_at_its_batch(bad: int) -> None:
         next(batches)
 
 
+def test_a_batch_that_was_not_handed_out_is_not_counted() -> None:
+    """Ctrl-C while the batch after it is being read."""
+
+    class Interrupted(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from (0, 1)
+            raise KeyboardInterrupt
+
+    seen: list[int] = []
+    loader = PrefetchingLoader(Interrupted())
+    with contextlib.suppress(KeyboardInterrupt):
+        for number in loader:
+            seen.append(number)  # extend() would lose what it has seen
+    resumed = PrefetchingLoader([0, 1, 2, 3])
+    resumed.load_state_dict(loader.state_dict())
+    assert seen + list(resumed) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("end", ["break", "close", "with", "error"])
 def test_an_early_end_leaves_no_worker(end: str) -> None:
     loader = PrefetchingLoader(DataLoader(Numbers(40), batch_size=2, num_workers=1))
@@ -237,6 +257,14 @@ class Sample:
     label: str
 
 
+class Rows(list[Any]):
+    """A list of a library's own."""
+
+
+class Columns(tuple[Any, ...]):
+    """A tuple of a library's own."""
+
+
 class Movable:
     def __init__(self) -> None:
         self.moves: list[tuple[torch.device, bool]] = []
@@ -254,6 +282,10 @@ def test_nested_batches_keep_their_shape() -> None:
         "library": UserDict(ids=tensor),
         "sample": Sample(tensor, "cat"),
         "tuple": (tensor, 3),
+        "rows": Rows([tensor]),
+        "columns": Columns([tensor]),
+        "size": torch.Size([2]),
+        "view": MappingProxyType({"x": tensor}),
         "movable": movable,
         "packed": pack_sequence([torch.ones(2), torch.ones(1)]),
     }
@@ -263,7 +295,9 @@ def test_nested_batches_keep_their_shape() -> None:
     assert type(moved["library"]) is UserDict
     assert type(moved["sample"]) is Sample
     leaves = [moved["pair"].inputs, moved["pair"].targets[0], moved["more"]["a"], moved["library"]["ids"],
-              moved["sample"].image, moved["tuple"][0], moved["packed"].data]  # fmt: skip
+              moved["sample"].image, moved["tuple"][0], moved["packed"].data, moved["rows"][0], moved["columns"][0],
+              moved["view"]["x"]]  # fmt: skip
+    assert (type(moved["rows"]), type(moved["columns"]), type(moved["size"])) == (Rows, Columns, torch.Size)
     assert {leaf.device.type for leaf in leaves} == {"meta"}
     assert (moved["pair"].targets[1], moved["more"]["b"], moved["sample"].label, moved["tuple"][1]) == (
         "text",
@@ -295,6 +329,11 @@ def test_positions_that_do_not_fit() -> None:
     plainly.load_state_dict(shuffled.state_dict())
     with pytest.raises(ConfigError, match="other samplers or generators"):
         next(iter(plainly))
+    shorter = PrefetchingLoader([torch.tensor(0)])
+    longer = PrefetchingLoader([torch.tensor(0)] * 3)
+    shorter.load_state_dict([longer.state_dict() for _ in longer][1])
+    with pytest.raises(ConfigError, match="after batch 2 of a pass, and this loader has 1"):
+        next(iter(shorter))
 
 
 @pytest.mark.gpu

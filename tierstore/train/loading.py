@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Generic, TypeVar, cast
@@ -45,8 +46,9 @@ class PrefetchingLoader(Generic[T]):
             method `to(device, non_blocking=)`.
         pin: copy tensors into pinned memory first, if they are not there; the loader may do that itself.
 
-    A pass that is broken off ends its workers. The next one is a new pass; over a loader with a state, it goes on after
-    the last batch that was handed out.
+    A pass that is broken off ends its workers (those of `persistent_workers=True` wait for the next one, as in the
+    DataLoader itself). The next one is a new pass; over a loader with a state, it goes on after the last batch that was
+    handed out; of an iterator, which has no second pass, the batch ahead is lost.
     """
 
     def __init__(self, loader: Iterable[T], device: torch.device | str = "cpu", *, pin: bool = True) -> None:
@@ -79,7 +81,7 @@ class PrefetchingLoader(Generic[T]):
         return begun
 
     def close(self) -> None:
-        """Ends the pass, and with it the workers of the wrapped loader. Twice is fine; a new pass may begin."""
+        """Ends the pass, as leaving the loop does. Twice is fine; a new pass may begin."""
         running = self._pass()
         if running is not None:
             running.close()
@@ -133,11 +135,12 @@ class PrefetchingLoader(Generic[T]):
             while not ahead.is_end:
                 if ahead.error is not None:
                     raise ahead.error
-                self._handed_out += 1
-                self._source = ahead.source
-                self._ahead = random_states() if self._makes_here else None
-                batch, ahead = ahead, self._take()
-                yield self._mover.arrived(batch)
+                before = random_states() if self._makes_here else None
+                current, ahead = ahead, self._take()
+                batch = self._mover.arrived(current)
+                # Not earlier: a Ctrl-C in the loader would count a batch that nobody gets.
+                self._handed_out, self._source, self._ahead = self._handed_out + 1, current.source, before
+                yield batch
             self._source = ahead.source
             # Only now: until it is asked for more, the last batch may not be trained on.
             self._passes, self._handed_out, self._begin, self._ahead = self._passes + 1, 0, None, None
@@ -166,8 +169,12 @@ class PrefetchingLoader(Generic[T]):
             if self._begin is not None:
                 _begin_again(self._loader, self._begin)
             self._iterator = iter(self._loader)
-            for _ in range(0 if self._is_stateful else self._handed_out):
-                next(self._iterator, None)
+            for number in range(0 if self._is_stateful else self._handed_out):
+                if next(self._iterator, self) is self:
+                    raise ConfigError(
+                        f"the saved position is after batch {self._handed_out} of a pass, and this loader has {number}: "
+                        "is it the same data?"
+                    )
             if self._ahead is not None:
                 restore_random_states(self._ahead)
             return self._take()
@@ -251,7 +258,7 @@ class _Mover:
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """The same structure with `function` applied to its leaves; what can move itself is one."""
     made: Any
-    if type(value) is dict:
+    if type(value) is dict or (isinstance(value, Mapping) and not isinstance(value, MutableMapping)):
         return {key: _mapped(item, function) for key, item in value.items()}
     if isinstance(value, MutableMapping):
         made = copy.copy(value)  # a defaultdict, or the batch of a library
@@ -262,8 +269,13 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_mapped(item, function) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(item, function) for item in value)
+    if isinstance(value, list):
+        made = copy.copy(value)
+        made[:] = [_mapped(item, function) for item in value]
+        return made
+    if isinstance(value, tuple):
+        items = tuple(_mapped(item, function) for item in value)
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         made = copy.copy(value)
         for field in dataclasses.fields(value):
