@@ -202,7 +202,10 @@ def event(name: str, start: float, seconds: float, category: str = "cpu_op", thr
 def cuda_trace(path: Path, *, stream: int = 20, waits: bool = False) -> Path:
     """Host: two gradients queued in 100 us. Device: kernels of 1 ms each; NCCL on a stream of its own, or not."""
     shape = {"Input Dims": [[250_000]], "Input type": ["float"]}
-    events = [event("ProfilerStep#7", 0, 5000, "user_annotation")]
+    events = [
+        event("ProfilerStep#7", 0, 5000, "user_annotation"),
+        event("ProfilerStep#7", 5, 5000, "gpu_user_annotation"),
+    ]
     for index in range(2):
         queued = 10 + 50 * index
         events += [
@@ -250,7 +253,10 @@ def test_a_host_that_waits_is_seen(tmp_path: Path) -> None:
 def test_what_is_no_trace(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot read the trace"):
         OverlapProfiler.from_trace(tmp_path / "missing")
-    for name, content in (("text", b"hello"), ("zip", b"\x1f\x8bhello"), ("number", b"3"), ("empty", b'{"a": 1}')):
+    zipped = bytearray(gzip.compress(json.dumps([event("aten::mm", at, 1) for at in range(99)]).encode()))
+    zipped[len(zipped) // 2] ^= 0xFF
+    for name, content in (("text", b"hello"), ("zip", b"\x1f\x8bhello"), ("number", b"3"), ("empty", b'{"a": 1}'),
+                          ("damaged", bytes(zipped)), ("deep", b"[" * 100_000)):  # fmt: skip
         (tmp_path / name).write_bytes(content)
         with pytest.raises(FormatError, match="is not a Chrome trace"):
             OverlapProfiler.from_trace(tmp_path / name)
@@ -259,6 +265,31 @@ def test_what_is_no_trace(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="shows no reduction of gradients"):
         OverlapProfiler.from_trace(tmp_path / "other")
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "no name": {"name": None}, "a list for a name": {"name": [1]}, "a list for arguments": {"args": [1]},
+    "text for a size": {"args": {"In msg nelems": "many", "dtype": "float"}},
+    "a list for a size": {"args": {"In msg nelems": [1], "dtype": "float"}},
+    "less than nothing": {"args": {"In msg nelems": -4, "dtype": "float"}},
+    "more than all": {"args": {"In msg nelems": 1e999, "dtype": "float"}},
+    "a number for types": {"args": {"Input Dims": 3, "Input type": 3}},
+    "a shape of text": {"args": {"Input Dims": [["x"]], "Input type": [3]}},
+    "a list for a stream": {"cat": "kernel", "args": {"stream": [1], "correlation": [2]}},
+    "a size of many digits": {"args": {"In msg nelems": 10**400, "dtype": "float"}}, "a late time": {"ts": 10**400},
+    "back in time": {"dur": -5}, "no time": {"ts": float("nan")}, "for ever": {"dur": float("inf")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_events_that_no_profiler_writes(tmp_path: Path, case: str) -> None:
+    """They are left out, or what they say is."""
+    with gzip.open(cuda_trace(tmp_path / "trace.json.gz")) as file:
+        events = json.load(file)["traceEvents"]
+    (tmp_path / "trace").write_text(json.dumps([*events, *({**one, **HOSTILE[case]} for one in events)]))
+    profiler = OverlapProfiler.from_trace(tmp_path / "trace")
+    assert profiler.report()
+    profiler.to_chrome(tmp_path / "again.json")
 
 
 def test_a_profiler_of_a_trace_records_nothing(tmp_path: Path) -> None:

@@ -172,8 +172,8 @@ class PrefetchingLoader(Generic[T]):
             for number in range(0 if self._is_stateful else self._handed_out):
                 if next(self._iterator, self) is self:
                     raise ConfigError(
-                        f"the saved position is after batch {self._handed_out} of a pass, and this loader has {number}: "
-                        "is it the same data?"
+                        f"the saved position is after batch {self._handed_out} of a pass, and this loader has "
+                        f"{number}: is it the same data?"
                     )
             if self._ahead is not None:
                 restore_random_states(self._ahead)

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import re
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +40,8 @@ _NCCL = re.compile(r"nccl\w*?(AllReduce|ReduceScatter|AllGather)", re.IGNORECASE
 _LAUNCH = re.compile(r"c10d::_?(allreduce|reduce_scatter|allgather)")
 _REDUCING = ("allreduce", "reducescatter")
 _GATHERING = ("allgather",)
+_LISTS = ("Input Dims", "Input type")  # of what events hold; the rest that is used here are numbers and text
+_MOST = 2**60  # microseconds, elements
 _WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "c10d::barrier")
 _SIZES = {"float": 4, "float32": 4, "double": 8, "float64": 8, "half": 2, "float16": 2, "bfloat16": 2,
           "c10::half": 2, "c10::bfloat16": 2}  # fmt: skip
@@ -59,19 +63,17 @@ class _Event:
         """Of its first tensor; None if that is not known, or no floating-point one."""
         elements, dtype = self.args.get("In msg nelems"), str(self.args.get("dtype", "")).lower()
         if elements is None:
-            shapes, dtypes = self.args.get("Input Dims"), self.args.get("Input type")
-            if not shapes or not dtypes or not isinstance(shapes[0], list):
+            shape, dtype = _first(self.args.get("Input Dims")), str(_first(self.args.get("Input type"))).lower()
+            if not isinstance(shape, list) or any(not isinstance(one, int) for one in shape):
                 return None
-            if any(not isinstance(one, int) for one in shapes[0]):
-                return None
-            elements, dtype = _product(shapes[0]), str(dtypes[0]).lower()
+            elements = math.prod(shape)
         size = _SIZES.get(dtype)
-        return None if size is None else int(elements) * size
+        return None if size is None or not isinstance(elements, int) or not 0 <= elements < _MOST else elements * size
 
     @property
     def is_reduction_of_floats(self) -> bool:
         """False for the maps of used parameters, which are integers."""
-        dtype = str(self.args.get("dtype", (self.args.get("Input type") or ["float"])[0])).lower()
+        dtype = str(self.args.get("dtype", _first(self.args.get("Input type")) or "float")).lower()
         return dtype in _SIZES or not dtype
 
 
@@ -102,28 +104,40 @@ def _load(path: str | os.PathLike[str]) -> list[_Event]:
         with open(path, "rb") as file:
             raw = file.read()
         value = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
+    except (ValueError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as error:
         raise FormatError(f"{os.fspath(path)} is not a Chrome trace: {error}") from None
     except OSError as error:
         raise StorageError(f"cannot read the trace {os.fspath(path)}: {error.strerror or error}") from error
     entries = value.get("traceEvents") if isinstance(value, dict) else value
     if not isinstance(entries, list):
         raise FormatError(f"{os.fspath(path)} is not a Chrome trace: it has no list of events")
-    events = [
-        _Event(str(entry["name"]), str(entry.get("cat", "")), entry["ts"] / 1e6, (entry["ts"] + entry["dur"]) / 1e6,
-               entry.get("tid"), entry.get("args") or {})
-        for entry in entries
-        if isinstance(entry, dict) and entry.get("ph") == "X" and _is_number(entry.get("ts"), entry.get("dur"))
-    ]  # fmt: skip
+    events = [event for entry in entries if (event := _parsed(entry)) is not None]
     return sorted(events, key=lambda event: event.start_s)
 
 
-def _is_number(*values: object) -> bool:
-    return all(isinstance(value, (int, float)) for value in values)
+def _parsed(entry: Any) -> _Event | None:
+    """A complete event; None for any other, and for one that no profiler writes."""
+    if not isinstance(entry, dict) or entry.get("ph") != "X":
+        return None
+    if entry.get("cat") == "gpu_user_annotation":
+        return None  # what an annotation of the host covers on the device: a ProfilerStep would count twice
+    start_s, seconds = _seconds(entry.get("ts")), _seconds(entry.get("dur"))
+    if math.isnan(start_s) or not seconds >= 0:
+        return None
+    args = entry["args"] if isinstance(entry.get("args"), dict) else {}
+    known = {key: value for key, value in args.items() if key in _LISTS or not isinstance(value, (list, dict))}
+    names = str(entry.get("name", "")), str(entry.get("cat", ""))
+    return _Event(*names, start_s, start_s + seconds, str(entry.get("tid")), known)
 
 
-def _product(values: Sequence[int]) -> int:
-    return list(accumulate(values, lambda one, two: one * two))[-1] if values else 1
+def _seconds(microseconds: Any) -> float:
+    """NaN for what is no time."""
+    is_time = isinstance(microseconds, (int, float)) and abs(microseconds) < _MOST
+    return microseconds / 1e6 if is_time else math.nan
+
+
+def _first(values: Any) -> Any:
+    return values[0] if isinstance(values, list) and values else None
 
 
 def _windows(events: Sequence[_Event]) -> list[tuple[float, float]]:
