@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import test_models
 import test_must_work as must
@@ -34,6 +33,43 @@ WIDTH = must.WIDTH = 192
 TIMEOUT_S = 20.0
 
 
+class Growing(must.Stack):
+    """Every step uses more of a block than the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(must.Layer() for _ in range(2)) for _ in range(2))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(x)
+        for block in self.layers:
+            for part in block[: 1 + self.calls // (3 * self.calls_per_step)]:
+                x = part(x)
+        self.calls += 1
+        return self.head(x)
+
+    calls_per_step = 1
+
+
+class SkippingTogether(must.Stack):
+    """Every step leaves out another layer, the same at all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(x)
+        for position, layer in enumerate(self.layers):
+            if position != self.calls // self.calls_per_step % 4:
+                x = layer(x)
+        self.calls += 1
+        return self.head(x)
+
+    calls_per_step = 1
+
+
 class Unused(must.Stack):
     """One layer is used by the first rows of a batch only, and one by nobody."""
 
@@ -42,7 +78,7 @@ class Unused(must.Stack):
         layers: Sequence[nn.Module] = self.layers
         first, second = layers[0], layers[1]
         x = first(x)
-        part = second.up(x) if x.detach().sum() > 0 else second.down.bias.repeat(2)
+        part = second.up(x) if x.detach().sum() > 0 else functional.linear(x, second.down.weight.t())
         return self.head(layers[2](x + part[..., :WIDTH]))
 
 
@@ -116,18 +152,18 @@ def llama() -> nn.Module:
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {kind.__name__: kind for kind in must.MODELS}
-KINDS |= {kind.__name__: kind for kind in (Unused, Routed, MixedTypes, Compiled)}
+KINDS |= {kind.__name__: kind for kind in (Growing, SkippingTogether, Unused, Routed, MixedTypes, Compiled)}
 KINDS |= {"gpt2": lambda: HuggingFace(gpt2()), "llama": lambda: HuggingFace(llama())}
 
 
-def make(kind: str, dropout: float = 0.0, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+def make(kind: str, dropout: float = 0.0, dtype: str = "float32", seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = KINDS[kind]()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = dropout
-    if dtype != torch.float32:
-        model.to(dtype)
+    if dtype != "float32":
+        model.to(getattr(torch, dtype))
     return model
 
 
@@ -164,7 +200,7 @@ class Slow(Backend):
 
 def least_budgets(kind: str, directories: Sequence[str], update: str, zero: int, **options: Any) -> tuple[int, int]:
     """The smallest budgets with which every rank starts."""
-    dtype = options.pop("dtype", torch.float32)
+    dtype = options.pop("dtype", "float32")
     tiers = {"codec": options["codec"]} if "codec" in options else {}
     with pytest.raises(BudgetError) as refusal:
         Engine(
@@ -176,7 +212,7 @@ def least_budgets(kind: str, directories: Sequence[str], update: str, zero: int,
     told = [_bytes(re.search(rf"{name}.*?the smallest that fits is (\d+) B", text)) for name in ("gpu", "cpu")]
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, told)
-    return max(gpu for gpu, _ in found), max(cpu for _, cpu in found)
+    return max(gpu for gpu, _ in found) + 2**21, max(cpu for _, cpu in found)  # modules in modules need more
 
 
 def _bytes(found: re.Match[str] | None) -> int:
@@ -191,15 +227,19 @@ def train(
     Args:
         memory: budgets; None: the smallest.
         slow_s: reads and writes of the last rank take up to so long.
-        names: parameters whose gradients of the first step are told.
+        has_gradients: the gradients of the first step are told.
     """
     options = {"zero": 3, "update": "forward"} | options
     model_options = {key: options.pop(key) for key in ("dropout", "dtype") if key in options}
     tier_options = {key: options.pop(key) for key in ("codec", "prefetch_depth") if key in options}
     directories = [f"{directory}/{i}" for i in range(options.pop("directories", 1))] if directory else []
-    memory, slow_s, names = options.pop("memory", None), options.pop("slow_s", 0.0), options.pop("names", ())
-    accumulate, between = options.pop("accumulate", 1), options.pop("between", None)
-    start = options.pop("start", 0)
+    memory, slow_s, has_gradients = (
+        options.pop("memory", None),
+        options.pop("slow_s", 0.0),
+        options.pop("has_gradients", False),
+    )
+    accumulate = options.pop("accumulate", 1)
+    start, overflow_at = options.pop("start", 0), options.pop("overflow_at", -1)
     if memory is None:
         memory = least_budgets(kind, directories, options["update"], options["zero"], **model_options, **tier_options)
     tiers = TierConfig(
@@ -216,20 +256,25 @@ def train(
             is_last = (position + 1) % accumulate == 0
             with nullcontext() if is_last else engine.no_sync():
                 loss = loss_of(engine, batch)
-                engine.backward(loss / accumulate)
+                is_too_large = position == overflow_at and rank == ranks - 1
+                engine.backward(loss * float("inf") if is_too_large else loss / accumulate)
             told["losses"].append(loss.item())
             if is_last:
-                if not told["gradients"]:
-                    told["gradients"] = {name: engine.gradient(name).numpy() for name in names}
+                if has_gradients and not told["gradients"]:
+                    trained = [name for name, p in engine.model.named_parameters() if p.requires_grad]
+                    told["gradients"] = {name: engine.gradient(name).numpy() for name in trained}
                 report = engine.step()
                 told["norms"].append(report.grad_norm)
                 told["skipped"].append(report.skipped)
                 told["peak"] = report.peak_bytes
-                if between is not None:
-                    between(engine, batch)
-        told["weights"] = {name: np.array(value) for name, value in engine.state_dict().items()}
+        told["weights"] = {name: value.numpy() for name, value in engine.state_dict().items()}
         told["bytes"] = engine.statistics()["bytes"]
     return told
+
+
+def train_each(rank: int, ranks: int, kinds: Sequence[str], directory: str | None, **options: Any) -> list[Any]:
+    """Train one model after another."""
+    return [train(rank, ranks, kind, directory_of(directory, kind) if directory else None, **options) for kind in kinds]
 
 
 def plain(kind: str, ranks: int, steps: int = 5, clip: float | None = None) -> dict[str, Any]:
@@ -237,6 +282,8 @@ def plain(kind: str, ranks: int, steps: int = 5, clip: float | None = None) -> d
     model = make(kind)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trainable.values(), lr=1e-3, weight_decay=1e-2)
+    if hasattr(model, "calls_per_step"):
+        model.calls_per_step = ranks
     told: dict[str, Any] = {"losses": [], "gradients": {}, "unused": set()}
     before = {name: p.detach().clone() for name, p in trainable.items()}
     for batch in must.batches(steps):
@@ -304,7 +351,9 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
     memory: dict[str, Any] = {"gpu_memory": "8MiB", "cpu_memory": "4MiB"}
     nvme = [f"{directory}/store"] if directory else []
     kind, seed, told = "Stack", 0, {"error": "", "steps": 0}
-    if what == "model" and is_odd:
+    if what == "other blocks":
+        kind, memory["gpu_memory"] = "Skipping", "4MiB"
+    elif what == "model" and is_odd:
         kind = "Adapted"
     elif what == "seed":
         seed = rank
@@ -360,3 +409,81 @@ FAULTS: dict[str, Callable[[], Backend]] = {
     "unsynced": lambda: FaultyBackend(EIO, at=3, times=10**9, kinds=("fdatasync",)),
     "no space at all": lambda: FaultyBackend(ENOSPC, at=0, times=10**9, kinds=("allocate",)),
 }
+
+
+class Counter:
+    """Something with a state of its own at every rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.value = rank
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def loop(
+    rank: int, ranks: int, directory: str, parts_of_run: list[int], zero: int = 3, **options: Any
+) -> dict[str, Any]:
+    """All that a loop may do, in one or several engines that resume each other: dropout, a scheduler, parameter groups,
+    buffers, looking at weights and changing them between steps, evaluation, giving a step up."""
+    told: dict[str, Any] = {"losses": [], "masks": [], "seen": [], "rates": []}
+    counter, begun = Counter(100 * rank), 0
+    batches = must.batches(2 * sum(parts_of_run))
+    for steps in parts_of_run:
+        model = make("Buffers", dropout=0.3)
+        decayed = [p for name, p in model.named_parameters() if name.endswith("weight")]
+        others = [p for name, p in model.named_parameters() if not name.endswith("weight")]
+        with Engine(
+            model,
+            TierConfig(nvme=[f"{directory}/store"], timeout_s=TIMEOUT_S, gpu_memory="12MiB", cpu_memory="3MiB"),
+            AdamWConfig(lr=1e-3),
+            zero=zero,
+            resume="auto",
+            parameter_groups=[{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 5e-3}],
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+            registered={"counter": counter},
+            **options,
+        ) as engine:
+            engine.on_step(lambda report: told["rates"].append(report.lr))
+            if not begun:
+                torch.manual_seed(7 + rank)
+            for step in range(begun, begun + steps):
+                mine = [parts(batch, ranks)[rank] for batch in batches[2 * step : 2 * step + 2]]
+                if step == 1:  # a step that is given up
+                    with engine.no_sync():
+                        engine.backward(loss_of(engine, mine[0]))
+                    engine.zero_grad()
+                with engine.no_sync():
+                    engine.backward(loss_of(engine, mine[0]) / 2)
+                told["seen"].append(engine.gradient("layers.1.up.weight").norm().item())
+                loss = loss_of(engine, mine[1])
+                engine.backward(loss / 2)
+                told["losses"].append(loss.item())
+                told["masks"].append(torch.rand(()).item())
+                counter.value += 1
+                engine.step()
+                with torch.no_grad():
+                    engine.model.eval()
+                    told["seen"].append(loss_of_eval(engine, batches[0]))
+                    engine.model.train()
+                with engine.gathered(["layers.0.up.weight", "head.bias"]):
+                    told["seen"].append(model.layers[0].up.weight.norm().item())
+                if step == 2:
+                    with engine.gathered(["layers.2.down.weight"], modify=True), torch.no_grad():
+                        model.layers[2].down.weight.mul_(0.5)
+                    state = engine.state_dict()
+                    state["enter.bias"] = torch.full_like(state["enter.bias"], 0.25)
+                    engine.load_state_dict(state)
+            begun += steps
+            told["weights"] = {name: value.numpy() for name, value in engine.state_dict().items()}
+            engine.export(f"{directory}/out")
+    told["counter"] = counter.value
+    return told
+
+
+@torch.no_grad()
+def loss_of_eval(engine: Engine, batch: Any) -> float:
+    return functional.cross_entropy(engine(batch[0]), batch[1]).item()

@@ -95,6 +95,11 @@ class DeviceAccess:
         self._visits = []
         self._since = self._clock()
         self.is_inside = True
+        if self._gathers is not None and sum(self.sizes) <= self._store.placement.gpu_weight_bytes:
+            for group in range(len(self._groups)):  # all, so that ranks may go different ways through the model
+                if group not in self._held:
+                    self._held.add(group)
+                    self._runtime.post(self._start_load, group)
 
     def begin_backward(self) -> None:
         """Backward begins; the recorded order goes on after forward's visits."""

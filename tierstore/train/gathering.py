@@ -20,12 +20,13 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.device.streams import ComputeDevice
+from tierstore.errors import GraphError
 from tierstore.io.meter import LinkMeter
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.trace import Tracer
 from tierstore.train.groups import TORCH_DTYPES, Group
 from tierstore.train.partition import Partition
-from tierstore.train.ranks import all_gather_flat
+from tierstore.train.ranks import Ranks, all_gather_flat
 
 _LET_GO_S = 1.0
 
@@ -105,9 +106,28 @@ class Gathers:
         if ranks is None:
             return
         part = group.spec.device_elements // partition.count
+        self._check_order(group, ranks)
         with ranks.waiting(f"the weights of {group.spec.name}"):
             # An alias, with a version counter of its own: for autograd nothing has changed.
             flat = torch.empty(0, dtype=TORCH_DTYPES[group.spec.dtype], device=group.storage.device)
             flat.set_(group.storage, 0, (group.spec.device_elements,), (1,))
             own = flat[partition.rank * part : (partition.rank + 1) * part]
             self._device.complete("gather", lambda: all_gather_flat(flat, own, partition.gathers), ranks.timeout_s)
+
+    def _check_order(self, group: Group, ranks: Ranks) -> None:
+        """Before the weights of two groups are mixed up, or gloo ends the process because one is larger.
+
+        Raises:
+            GraphError: at all ranks.
+        """
+        partition = self._partition
+        found = torch.empty(partition.count, dtype=torch.int64)
+        with ranks.waiting(f"the weights of {group.spec.name}"):
+            all_gather_flat(found, torch.tensor([group.index]), partition.turns)
+        for rank, index in zip(partition.shards, found.tolist()):
+            if index != group.index:
+                raise GraphError(
+                    f"rank {ranks.rank} wants the weights of {group.spec.name} (group {group.index}) and rank {rank} "
+                    f"those of group {index}: with zero=3 all ranks must call the same blocks in the same order; use "
+                    "zero=2, or call a block that has nothing to do with an empty input"
+                )

@@ -72,13 +72,14 @@ class Partition:
             self.shards = [ranks.members.index(member) for member in members]
             # A group of its own for everything that has an order of its own.
             self.gathers = ranks.subgroup(members=members)
+            self.turns = ranks.subgroup(backend="gloo", members=members)
             self.reductions = ranks.subgroup(members=members)
             if replicas is not None:
                 self.replicas = ranks.subgroup(members=distributed.get_process_group_ranks(replicas))
             self._control = ranks.subgroup(backend="gloo")
             self._sharing = ranks.subgroup(backend="gloo", members=members)
             self._teams = ranks.subgroup(backend="gloo")
-            made = [self.gathers, self.reductions, self.replicas, self._control, self._sharing, self._teams]
+            made = [self.gathers, self.turns, self.reductions, self.replicas, self._control, self._sharing, self._teams]
             self._groups = [group for group in made if group is not None]
 
     @property
@@ -115,7 +116,7 @@ class Partition:
             with contextlib.suppress(Exception):  # one that has lost a rank
                 distributed.destroy_process_group(group)
         # With its last reference a group's connections close: ranks that wait for this one learn it at once.
-        del group, self.gathers, self.reductions, self._control, self._sharing, self._teams
+        del group, self.gathers, self.turns, self.reductions, self._control, self._sharing, self._teams
         self._groups, self.replicas = [], None
 
     # --- cutting ------------------------------------------------------------------------------------------------
