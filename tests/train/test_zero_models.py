@@ -12,7 +12,7 @@ import zero_models
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
 MANY = ["CalledTwice", "CheckpointedTwice", "SomeFrozen", "Tied", "Unused"]
 MORE = [
@@ -54,6 +54,13 @@ def test_losses_are_those_of_plain_torch(update: str, clip: float | None, tmp_pa
     for kind, *ranks in zip(kinds, *found):
         check(kind, clip, ranks)
         assert ranks[0]["bytes"]["nvme_read"] > 0
+
+
+def test_reductions_follow_the_order_of_backward() -> None:
+    """What is registered last is used first, and its gradient comes last."""
+    first, last = run_ranks(2, zero_models.train, "OwnParameters", None, 3, memory=("32MiB", "32MiB"))
+    assert first["order"] == last["order"]
+    assert sorted(first["order"], reverse=True) != first["order"]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

@@ -269,6 +269,8 @@ def train(
                 told["peak"] = report.peak_bytes
         told["weights"] = {name: value.numpy() for name, value in engine.state_dict().items()}
         told["bytes"] = engine.statistics()["bytes"]
+        reductions = engine._parts.reductions
+        told["order"] = None if reductions is None else list(reductions.order)
     return told
 
 

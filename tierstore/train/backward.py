@@ -151,13 +151,15 @@ class GradientCollector:
     def finish(self) -> None:
         """Backward is over: take what is left."""
         self._is_collecting = False
-        for index, collected in enumerate(self._collected):
+        for index, collected in reversed(list(enumerate(self._collected))):
             is_shared = self._reductions is not None and self._groups[index].spec.trainable
             if (collected.fired or is_shared) and (collected.gradients or not collected.is_taken):
                 self._take(self._groups[index])
             if self.is_final:
                 self._recomputed[index] = collected.fired - collected.reached
         self._runtime.call(self._accepted)
+        if self._reductions is not None and self.is_final:
+            self._reductions.learn_order(self.completed)
 
     def forget(self) -> None:
         """The step is over, or given up."""

@@ -5,7 +5,7 @@ Not here: when a group's gradient is complete (`backward.py`); reducing without 
 Owner: buckets are filled by the thread that runs backward; everything else is the loop's, with a thread of its own.
 
 [Note: the order of reductions] Every backward reduces every trainable group once, in one order at every rank: the
-reverse of registration, and after the first step the order in which rank 0's gradients were complete. A group that got
+reverse of registration, and after two steps the order in which rank 0's gradients were complete. A group that got
 no gradient here takes part with zeros.
 
 [Note: flags] Whether a parameter got a gradient at any rank decides whether it is updated. Each rank adds a 1 for each
@@ -128,6 +128,7 @@ class Reductions:
     ) -> None:
         self.buckets = Buckets(partition)
         self.order = [group.index for group in reversed(groups) if group.spec.trainable]
+        self._lessons = 2  # in the first backward, what a recomputation adds is not known
         self._partition = partition
         self._groups = groups
         self._runtime = runtime
@@ -151,6 +152,12 @@ class Reductions:
     def bucket(self, group: Group) -> Bucket:
         """An empty bucket, in the stream that runs backward."""
         return Bucket(self.buckets, group, self._device.torch_device, self._partition.world)
+
+    def learn_order(self, completed: Sequence[int]) -> None:
+        """Take the order of rank 0; between backwards, in the training thread. See [Note: the order of reductions]."""
+        if self._lessons:
+            self._lessons -= 1
+            self.order = self._partition.agree("the order of gradients", list(completed))
 
     # --- on the loop thread -------------------------------------------------------------------------------------
 
