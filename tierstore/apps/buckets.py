@@ -157,7 +157,7 @@ def as_table(options: SweepOptions, outcome: Outcome) -> Table:
         f"{outcome.compute_s * 1e3:.4g} ms of compute; alpha {link.alpha_s * 1e6:.4g} us, "
         f"beta {link.beta_bytes_per_s / 1e9:.4g} GB/s",
         caption=f"shortest: {size_text(outcome.best.cap_bytes)}, {outcome.best.seconds * 1e3:.1f} ms; "
-        f"within 1 % of it: up to {size_text(outcome.near.cap_bytes)}, {outcome.near.seconds * 1e3:.1f} ms",
+        f"largest within 1 % of it: {size_text(outcome.near.cap_bytes)}, {outcome.near.seconds * 1e3:.1f} ms",
         title_justify="left",
         caption_justify="left",
     )
