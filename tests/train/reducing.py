@@ -357,6 +357,45 @@ def in_every_order(rank: int, ranks: int, capacity: int) -> bool:
     return right
 
 
+class Odd(nn.Module):
+    """Parameters of every kind of dtype and layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(3).bfloat16())
+        self.empty = nn.Parameter(torch.empty(0))
+        self.number = nn.Parameter(torch.tensor(2.0))
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+        self.image = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.whole = nn.Parameter(torch.arange(3), requires_grad=False)
+
+    def forward(self, scale: int) -> torch.Tensor:
+        parts = (self.complex * scale).abs(), self.wide * scale, self.narrow * scale, self.empty, self.number * scale
+        plane = self.turned * torch.arange(24.0).view(6, 4) * scale
+        image = self.image(torch.full((1, 3, 5, 5), float(scale)).to(memory_format=torch.channels_last)).square()
+        return sum((part.sum() for part in (*parts, plane, image)), torch.tensor(0.0))
+
+
+def odd(rank: int, ranks: int) -> list[str]:
+    """Parameters whose averages are not those of plain torch."""
+    module, plain = Odd(), Odd()
+    for other in range(ranks):
+        (plain(other + 1) / ranks).backward()
+    with GradientReducer(module) as reducer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the gradient of a transposed parameter stands in the bucket untransposed
+        for step in range(3):
+            module.zero_grad(set_to_none=step != 1)
+            reducer.backward(reducer(rank + 1))
+        expected = dict(plain.named_parameters())
+        return [
+            name for name, p in module.named_parameters()
+            if p.requires_grad and not torch.allclose(p.grad, expected[name].grad)
+        ]  # fmt: skip
+
+
 # --- errors -----------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from ranks import outcomes_of, run_ranks
-from reducing import called_directly, failed, honest, in_every_order, lost, misused, recomputed, refused
+from reducing import called_directly, failed, honest, in_every_order, lost, misused, odd, recomputed, refused
 from torch import distributed, nn
 
 from tierstore import GradientReducer
@@ -72,6 +72,10 @@ def test_what_cannot_be_followed_is_named(case: str, words: list[str]) -> None:
     for message in run_ranks(2, misused, case):
         for word in words:
             assert word in message
+
+
+def test_parameters_of_every_kind() -> None:
+    assert run_ranks(2, odd) == [[], []]
 
 
 @pytest.mark.parametrize("by_reducer", [False, True])
@@ -161,6 +165,15 @@ def test_comm_hooks_that_would_reduce_nothing(alone: object, hook: object, word:
 
     with GradientReducer(module) as reducer, pytest.raises(ConfigError, match=word):
         step(reducer)
+
+
+def test_a_parameter_that_was_frozen_is_named(alone: object) -> None:
+    module = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    with GradientReducer(module) as reducer:
+        reducer.backward(reducer(torch.ones(1, 2)).sum())
+        module[0].bias.requires_grad_(True)
+        with pytest.raises(GraphError, match=r"0\.bias was frozen when the reducer was made"):
+            reducer.backward(reducer(torch.ones(1, 2)).sum())
 
 
 @pytest.mark.parametrize("way", ["added", "replaced"])
