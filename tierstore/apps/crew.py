@@ -23,6 +23,7 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from tierstore.apps.launch import Launch
 from tierstore.errors import ConfigError, RankLost, TierstoreError
@@ -117,7 +118,7 @@ class Crew:
         try:
             said = self._said(mine)
             same = {rank: other for rank, other in said.items() if _meant(other) == _meant(mine)}
-            is_told = min(same) != self.rank or _store().add(f"told/{_meant(mine)}", 1) > 1
+            is_told = min(same) != self.rank or self._store().add(f"told/{_meant(mine)}", 1) > 1
         except RuntimeError:  # the store is gone with the rank that kept it
             same, is_told = {self.rank: mine}, False
         if is_told:
@@ -133,11 +134,16 @@ class Crew:
     def fail(self, error: Exception) -> None:
         """Let the others know of a failure that is shown with its place in the code."""
         with contextlib.suppress(RuntimeError):
-            _store().set(f"{self.rank}", f"{type(error).__name__}: {error}")
+            self._store().set(f"{self.rank}", f"{type(error).__name__}: {error}")
+
+    def _store(self) -> Any:
+        # Of these ranks: torchrun's store keeps what earlier ones have said.
+        name = self._ranks.name if self._ranks is not None else ""
+        return PrefixStore(f"{name}/failures", _get_default_store())
 
     def _said(self, mine: str) -> dict[int, str]:
         """What the ranks say, as far as they say it soon."""
-        store, deadline = _store(), time.monotonic() + _PATIENCE_S
+        store, deadline = self._store(), time.monotonic() + _PATIENCE_S
         store.set(f"{self.rank}", mine)
         while True:
             told = {rank: store.get(str(rank)).decode() for rank in range(self.count) if store.check([str(rank)])}
@@ -149,10 +155,6 @@ class Crew:
 def _meant(text: str) -> str:
     found = _FROM_RANK.fullmatch(text)
     return found[2] if found else text
-
-
-def _store() -> Any:
-    return PrefixStore("tierstore/failures", _get_default_store())
 
 
 @contextlib.contextmanager
@@ -171,7 +173,13 @@ def joined(launch: Launch, device: str) -> Iterator[Crew]:
     try:
         # What is small is exchanged from CPU memory.
         backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-        distributed.init_process_group(backend, timeout=timedelta(seconds=_TIMEOUT_S))
+        timeout = timedelta(seconds=_TIMEOUT_S)
+        store, rank, count = next(rendezvous("env://", timeout=timeout))
+        if launch.nodes == 1:
+            # Ranks that torchrun starts again would find the addresses of those before them. (Of several machines each
+            # counts its own restarts.)
+            store = PrefixStore(f"tierstore/attempt-{launch.attempt}", store)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
     except (ValueError, RuntimeError) as error:
         why = f"({' '.join(str(error).split())})"
         raise ConfigError(f"the {launch.count} ranks do not find each other {why}; start them with torchrun") from None

@@ -22,12 +22,14 @@ class Launch:
     Attributes:
         rank, count: among all.
         local_rank, local_count: among those on this machine.
+        attempt: how often torchrun has started the ranks again.
     """
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
     local_count: int = 1
+    attempt: int = 0
 
     @property
     def nodes(self) -> int:
@@ -44,6 +46,7 @@ class Launch:
         if "WORLD_SIZE" not in environment or "RANK" not in environment:
             return cls()
         values = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        values["TORCHELASTIC_RESTART_COUNT"] = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
             return cls(*(int(value) for value in values.values()))
         except ValueError:

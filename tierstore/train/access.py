@@ -222,15 +222,20 @@ class DeviceAccess:
 
     def _decide(self, position: int, group: int, depth: int) -> Decision:
         self._policy.depth = depth
+        if self._gathers is not None and (viewed := self._viewed()):
+            self._runtime.call(self._unviewed, viewed)  # a copy may be over at one rank and not at another
         loading, in_use = self._loading(), self._in_use()
         try:
             return self._policy.decide(position, self._held - loading, in_use, loading, demand=group)
         except BudgetError:
-            viewed = [other for other in in_use if not self._users[other]]
-            if not viewed:
+            if not (viewed := self._viewed()):
                 raise
             self._runtime.call(self._unviewed, viewed)
         return self._policy.decide(position, self._held - loading, self._in_use(), loading, demand=group)
+
+    def _viewed(self) -> list[int]:
+        """Groups that are in use only because somebody holds a view: the model, or an update that copies."""
+        return [group for group in self._in_use() if not self._users[group]]
 
     def _loading(self) -> set[int]:
         """Groups that cannot be dropped yet. With other ranks, where one may be there sooner than here, they can."""

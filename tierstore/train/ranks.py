@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections import Counter
+import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -32,7 +32,6 @@ _BEAT_S = 0.25
 _GAVE_UP, _LEFT = "gave-up", "left"
 _SHARE = 0.75
 """Of the timeout, for a collective: who is missing is to be known before the wait around it ends."""
-_made: Counter[str] = Counter()  # ranks use a group in one order, so they number its uses alike
 
 
 class Ranks:
@@ -53,10 +52,8 @@ class Ranks:
         self.count = distributed.get_world_size(self.group)
         self.timeout_s = timeout_s
         self.members = distributed.get_process_group_ranks(self.group)
-        name = "-".join(map(str, self.members))
-        _made[name] += 1
-        self._name = f"tierstore/{name}/{_made[name]}"
-        self._store = PrefixStore(self._name, _get_default_store())
+        self.name = f"tierstore/{self._agreed(uuid.uuid4().hex)}"
+        self._store = PrefixStore(self.name, _get_default_store())
         self._subgroups = 0
         self._waits: dict[int, str] = {}
         self._lost: RankLost | None = None
@@ -65,6 +62,15 @@ class Ranks:
         self._heart = threading.Thread(target=self._beat, name="tierstore-heart", daemon=True)
         if self.count > 1:
             self._heart.start()
+
+    def _agreed(self, token: str) -> str:
+        """That of the first rank: torchrun's store keeps what ranks have said before they were started again."""
+        told = [token]
+        try:
+            distributed.broadcast_object_list(told, self.members[0], group=self.group)
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} of {self.count} waited for all ranks to begin: {error}") from error
+        return told[0]
 
     def close(self) -> None:
         """Stop the heart, and tell those who may still wait for this one. Twice is fine."""
@@ -85,7 +91,7 @@ class Ranks:
         # As `new_group`, which names a group after its ranks and the number of groups there are: one that comes after
         # another has ended would meet the addresses that its ranks have left in the store, and ranks that are in other
         # groups besides would not meet at all.
-        name = f"{self._name}/{'-'.join(map(str, chosen))}/{self._subgroups}"
+        name = f"{self.name}/{'-'.join(map(str, chosen))}/{self._subgroups}"
         made: ProcessGroup
         made, _ = _new_process_group_helper(
             len(chosen),
