@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-KILLS = 5
+KILLS = 3
 LOOP = Path(__file__).with_name("kill_loop.py")
 VARIANTS = (
     "forward", "forward-workers", "forward-3", "backward", "backward-3", "speculative", "speculative-lz4",

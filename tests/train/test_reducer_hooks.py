@@ -100,7 +100,6 @@ def test_static_graph_with_reentrant_checkpoints() -> None:
     [
         (signal.SIGKILL, "plain", 2),
         (signal.SIGKILL, "hook", 0),
-        (signal.SIGSTOP, "plain", 0),
         (signal.SIGSTOP, "delayed", 2),
     ],
 )

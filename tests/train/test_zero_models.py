@@ -15,26 +15,15 @@ from safetensors.torch import load_file
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
 MANY = ["CalledTwice", "CheckpointedTwice", "SomeFrozen", "Tied", "Unused"]
-MORE = [
-    "Checkpointed",
-    "OwnParameters",
-    "Buffers",
-    "Growing",
-    "SkippingTogether",
-    "Routed",
-    "Compiled",
-    "gpt2",
-    "llama",
-]
-
-
+MORE = ["Checkpointed", "OwnParameters", "Buffers", "Growing", "SkippingTogether", "Routed"]
+STEPS = 3
 EXPECTED: dict[tuple[str, float | None], dict[str, Any]] = {}
 
 
 def check(kind: str, clip: float | None, found: list[dict[str, Any]]) -> None:
     """As plain torch that sees the ranks' batches one after the other, and the same at all ranks."""
     if (kind, clip) not in EXPECTED:
-        EXPECTED[kind, clip] = zero_models.plain(kind, len(found), clip=clip)
+        EXPECTED[kind, clip] = zero_models.plain(kind, len(found), steps=STEPS, clip=clip)
     expected = EXPECTED[kind, clip]
     losses = [loss for step in zip(*(rank["losses"] for rank in found)) for loss in step]
     assert np.allclose(losses, expected["losses"], rtol=1e-5, atol=0), kind
@@ -48,12 +37,19 @@ def check(kind: str, clip: float | None, found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(("update", "clip"), [("forward", 0.1), ("backward", None), ("speculative", 0.1)])
 def test_losses_are_those_of_plain_torch(update: str, clip: float | None, tmp_path: Path) -> None:
     """With everything on disk, and as little memory as each model needs."""
-    kinds = MANY + MORE if update == "forward" else MANY
     options: dict[str, Any] = {"update": update, "max_grad_norm": clip, "has_gradients": update == "forward"}
-    found = run_ranks(2, zero_models.train_each, kinds, str(tmp_path), **options)
+    kinds = MANY if update == "forward" else MANY[:3]
+    found = run_ranks(2, zero_models.train_each, kinds, str(tmp_path), steps=STEPS, **options)
     for kind, *ranks in zip(kinds, *found):
         check(kind, clip, ranks)
         assert ranks[0]["bytes"]["nvme_read"] > 0
+
+
+def test_losses_of_more_models_are_those_of_plain_torch() -> None:
+    options: dict[str, Any] = {"max_grad_norm": 0.1, "has_gradients": True, "memory": ("64MiB", "64MiB")}
+    found = run_ranks(2, zero_models.train_each, MORE, None, steps=STEPS, **options)
+    for kind, *ranks in zip(MORE, *found):
+        check(kind, 0.1, ranks)
 
 
 def test_reductions_follow_the_order_of_backward() -> None:
@@ -63,19 +59,19 @@ def test_reductions_follow_the_order_of_backward() -> None:
     assert sorted(first["order"], reverse=True) != first["order"]
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-def test_stages_are_one(zero: int, tmp_path: Path) -> None:
+def test_stages_are_one(tmp_path: Path) -> None:
     """Bit for bit; up to stage 2 ranks may skip different blocks."""
     memory = ("32MiB", "32MiB")
-    three = run_ranks(2, zero_models.train_each, MANY, None, memory=memory, max_grad_norm=0.1)
-    kinds = [*MANY, "Skipping"]
-    store = str(tmp_path) if zero else None
-    found = run_ranks(2, zero_models.train_each, kinds, store, zero=zero, memory=memory, max_grad_norm=0.1)
-    for one, other in zip(three[0], found[0]):
-        assert one["norms"] == other["norms"]
-        assert one["losses"] == other["losses"]
-        assert all(np.array_equal(weight, other["weights"][name]) for name, weight in one["weights"].items())
-    check("Skipping", 0.1, [rank[-1] for rank in found])
+    options: dict[str, Any] = {"memory": memory, "max_grad_norm": 0.1, "steps": STEPS}
+    three = run_ranks(2, zero_models.train_each, MANY, None, **options)
+    for zero in (0, 2):
+        kinds, store = [*MANY, "Skipping"], str(tmp_path) if zero else None
+        found = run_ranks(2, zero_models.train_each, kinds, store, zero=zero, **options)
+        for one, other in zip(three[0], found[0]):
+            assert one["norms"] == other["norms"]
+            assert one["losses"] == other["losses"]
+            assert all(np.array_equal(weight, other["weights"][name]) for name, weight in one["weights"].items())
+        check("Skipping", 0.1, [rank[-1] for rank in found])
 
 
 def same(one: dict[str, Any], other: dict[str, Any], *but: str) -> bool:
@@ -86,17 +82,16 @@ def same(one: dict[str, Any], other: dict[str, Any], *but: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("update", ["backward", "forward"])
-def test_a_slow_disk_at_one_rank_changes_nothing(update: str, tmp_path: Path) -> None:
+def test_a_slow_disk_at_one_rank_changes_nothing(tmp_path: Path) -> None:
     """Which groups are gathered, and when, depends on nothing that takes time."""
-    options: dict[str, Any] = {"max_grad_norm": 0.1 if update != "backward" else None}
+    options: dict[str, Any] = {"max_grad_norm": 0.1, "steps": 3}
     memory = ("64MiB", "64MiB")
     expected = run_ranks(2, zero_models.train, "Checkpointed", None, update="step", memory=memory, **options)
     for depth in (0, 3):
         directory = str(tmp_path / str(depth))
         found = run_ranks(
             2, zero_models.train, "Checkpointed", directory,
-            update=update, prefetch_depth=depth, slow_s=0.05, codec="lz4", directories=2, **options,
+            update="speculative", prefetch_depth=depth, slow_s=0.05, codec="lz4", directories=2, **options,
         )  # fmt: skip
         assert all(same(one, other) for one, other in zip(found, expected))
 

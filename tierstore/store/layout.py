@@ -192,6 +192,6 @@ def check_same_model(stored: Any, groups: Sequence[GroupSpec], claim: str) -> No
     for name, other in zip(theirs, ours):
         if name != other:
             raise ConfigError(
-                f"{claim}: parameters are registered in another order, {name} before {other} there and after it here; "
-                "build the model in the same way"
+                f"{claim}: its parameters are registered in another order, {name} before {other}, which is after it "
+                "here; build the model in the same way"
             )

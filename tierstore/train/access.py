@@ -352,7 +352,7 @@ class DeviceAccess:
     def _whole(self, group: int, work: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None]:
         """After `work` this rank's part is on the device; with those of the others the group is ready."""
         gathers, index = self._gathers, self._groups[group]
-        turn = gathers.turn(index) if gathers is not None else None  # now, not when the coroutine begins
+        turn = gathers.turn() if gathers is not None else None  # now, not when the coroutine begins
 
         async def complete() -> None:
             if gathers is None or turn is None:

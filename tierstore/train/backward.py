@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.store.gradients import Gradients, Piece
+from tierstore.train.graph import leaves_of
 from tierstore.train.groups import Group, ModelGroups
 from tierstore.train.reduction import Bucket, Reductions
 
@@ -137,7 +138,7 @@ class GradientCollector:
         self.completed = []
         self.is_streaming = is_streaming and is_final
         self._collected = [_Collected() for _ in self._groups]
-        for leaf in _leaves_of(loss):
+        for leaf in leaves_of([loss]):
             if leaf in self._places:
                 group, position = self._places[leaf]
                 self._collected[group].missing.add(position)
@@ -304,18 +305,3 @@ class GradientCollector:
             if self._done_bytes >= done_bytes:
                 return
             await asyncio.shield(task)
-
-
-def _leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Every leaf that the graph of `loss` reaches, once."""
-    seen: set[Any] = set()
-    ahead: list[Any] = [loss.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        ahead += [parent for parent, _ in node.next_functions]

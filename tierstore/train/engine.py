@@ -286,8 +286,8 @@ class Engine:
         self._has_final_backward = False
         touched = set(parts.collector.touched)
         partials = parts.runtime.call(self._generations.gradients.take_partials)
-        specs, trail = [group.spec for group in parts.groups.groups], parts.gathers.trail if parts.gathers else 0
-        square_sum, depth = parts.partition.square_sum(specs, partials, trail, parts.depth.wanted)
+        specs = [group.spec for group in parts.groups.groups]
+        square_sum, depth = parts.partition.square_sum(specs, partials, parts.depth.wanted)
         parts.depth.agree(depth)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
         is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval

@@ -1,6 +1,6 @@
 """Completing groups on the device: the parts of all ranks, gathered in one order at every rank.
 
-Scope: the order of all-gathers, one at a time, and a record of it.
+Scope: the order of all-gathers, one at a time.
 Not here: this rank's part (`store/weights.py`), when a group is wanted (`access.py`).
 Owner: the loop thread; a thread of its own launches and waits.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
@@ -49,18 +48,13 @@ class Gathers:
         self._meter = meter
         self._last: asyncio.Future[None] | None = None
         self._thread = WorkerPool("tierstore-gather", 1)
-        self.trail = 0
-        """A digest of all turns so far."""
-        self.count = 0
 
     def close(self, timeout_s: float) -> None:
         """End the thread."""
         self._thread.close(timeout_s)
 
-    def turn(self, group: Group) -> Turn:
+    def turn(self) -> Turn:
         """The next place in the order. See [Note: the order of gathers]."""
-        self.count += 1
-        self.trail = zlib.crc32(f"{group.index}".encode(), self.trail)
         turn = Turn(self._last, asyncio.get_running_loop().create_future())
         self._last = turn.launched
         return turn

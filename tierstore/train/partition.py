@@ -29,7 +29,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from tierstore.config import TierConfig
-from tierstore.errors import ConfigError, GraphError
+from tierstore.errors import ConfigError
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.placement import BLOCK
 from tierstore.store.layout import GroupSpec, check_same_model, fingerprint, shard
@@ -192,43 +192,31 @@ class Partition:
         return self._team
 
     def square_sum(
-        self, groups: Sequence[GroupSpec], partials: Sequence[Partials], trail: int, depth: int
+        self, groups: Sequence[GroupSpec], partials: Sequence[Partials], depth: int
     ) -> tuple[float, int]:
         """The squared global norm, and the depth that rank 0 has computed.
 
         Partial sums of all ranks are added by their position in the model: the same bits for every number of ranks
         that reduce gradients to the same bits.
-
-        Args:
-            trail: a digest of the groups that were gathered so far.
-
-        Raises:
-            GraphError: the ranks did not gather the same groups in the same order: the weights were wrong.
         """
         if not self.keeps_all:
-            partials, depth = self._all_partials(groups, partials, trail, depth)
+            partials, depth = self._all_partials(groups, partials, depth)
         return (float(np.cumsum(np.concatenate(partials))[-1]) if partials else 0.0), depth
 
     def _all_partials(
-        self, groups: Sequence[GroupSpec], partials: Sequence[Partials], trail: int, depth: int
+        self, groups: Sequence[GroupSpec], partials: Sequence[Partials], depth: int
     ) -> tuple[list[Partials], int]:
         parts = [spec.device_elements // self.count // BLOCK for spec in groups]
         mine = np.zeros(sum(parts))
         starts = np.cumsum([0, *parts])
         for start, own in zip(starts, partials):
             mine[start : start + len(own)] = own
-        found = self.exchange("the gradient norm", (mine, trail, depth))
-        for rank, (_, theirs, _) in enumerate(found):
-            if theirs != found[0][1]:
-                raise GraphError(
-                    f"rank {rank} went through the model in another order than rank 0, so weights were mixed up; this "
-                    "step was not applied. Every rank must call the same modules, also in evaluation"
-                )
+        found = self.exchange("the gradient norm", (mine, depth))
         ranks = [found[rank][0] for rank in self.shards]
         return [
             np.concatenate([rank[start : start + part] for rank in ranks])[: -(-spec.size // BLOCK)]
             for spec, start, part in zip(groups, starts, parts)
-        ], found[0][2]
+        ], found[0][1]
 
     def from_first(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """The pieces of rank 0 at every rank; the others' own are only taken, so that their memory is let go."""
@@ -250,7 +238,8 @@ class Partition:
         """Every rank gets rank 0's."""
         if self.ranks is not None:
             held = list(buffers)
-            values = self.agree("initial buffers", [buffer.detach().cpu() for buffer in held])
+            mine = [buffer.detach().cpu() for buffer in held] if self.ranks.rank == 0 else []
+            values = self.agree("initial buffers", mine)
             with torch.no_grad():
                 for buffer, value in zip(held, values):
                     buffer.copy_(value)
@@ -329,7 +318,7 @@ def partition_of(
             )
         shards = device_mesh.get_group(device_mesh.ndim - 1)
         replicas = device_mesh.get_group(0) if device_mesh.ndim == 2 else None
-    ranks = Ranks(process_group, timeout_s=tiers.timeout_s)
+    ranks = Ranks(process_group, timeout_s=tiers.timeout_s, device=torch.device(tiers.device))
     if ranks.count == 1:
         ranks.close()
         return Partition(stage, None)

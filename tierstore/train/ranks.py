@@ -40,9 +40,12 @@ class Ranks:
     Args:
         group: None is the default group.
         timeout_s: a rank that does not come to a collective for so long is missing.
+        device: this rank's GPU, for groups that know nothing else; None is torch's current one.
     """
 
-    def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, group: ProcessGroup | None = None, *, timeout_s: float = 300.0, device: torch.device | None = None
+    ) -> None:
         if not distributed.is_initialized():
             raise ConfigError(
                 "there is no process group: start with torchrun, and call torch.distributed.init_process_group() first"
@@ -52,7 +55,7 @@ class Ranks:
         self.count = distributed.get_world_size(self.group)
         self.timeout_s = timeout_s
         self.members = distributed.get_process_group_ranks(self.group)
-        self.name = f"tierstore/{self._agreed(uuid.uuid4().hex)}"
+        self.name = f"tierstore/{self._agreed(uuid.uuid4().hex, device)}"
         self._store = PrefixStore(self.name, _get_default_store())
         self._subgroups = 0
         self._waits: dict[int, str] = {}
@@ -63,11 +66,13 @@ class Ranks:
         if self.count > 1:
             self._heart.start()
 
-    def _agreed(self, token: str) -> str:
+    def _agreed(self, token: str, device: torch.device | None) -> str:
         """That of the first rank: torchrun's store keeps what ranks have said before they were started again."""
-        told = [token]
+        told, is_nccl = [token], distributed.get_backend(self.group) == "nccl"
         try:
-            distributed.broadcast_object_list(told, self.members[0], group=self.group)
+            distributed.broadcast_object_list(
+                told, self.members[0], group=self.group, device=device if is_nccl else None
+            )
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} of {self.count} waited for all ranks to begin: {error}") from error
         return told[0]

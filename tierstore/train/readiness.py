@@ -7,12 +7,12 @@ Owner: the reducer; the thread that runs backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from tierstore.errors import GraphError
+from tierstore.train.graph import leaves_of
 
 _UNKNOWN = 1 << 30  # gradients to come, while a static graph is being learnt
 _SHOWN = 5
@@ -47,7 +47,7 @@ class Readiness:
     def search(self, roots: Iterable[torch.Tensor]) -> tuple[bytearray, set[int]]:
         """What the graphs of `roots` reach: which of these parameters, and the ids of others."""
         reached, index, others = bytearray(len(self._names)), self._index, set()
-        for leaf in _leaves_of(roots):
+        for leaf in leaves_of(roots):
             place = index.get(leaf)
             if place is not None:
                 reached[place] = 1
@@ -123,23 +123,3 @@ class Readiness:
     def last_order(self) -> list[int]:
         """Every parameter that got a gradient, once, by its last one."""
         return list(dict.fromkeys(reversed(self.order)))[::-1]
-
-
-def _leaves_of(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Every leaf that the graphs of `roots` reach, the roots included."""
-    seen: set[Any] = set()
-    ahead: list[Any] = []
-    for root in roots:
-        if root.grad_fn is None:
-            yield root
-        else:
-            ahead.append(root.grad_fn)
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor):  # the node of a function of the user's own may have such a name, too
-            yield leaf
-        ahead += [parent for parent, _ in node.next_functions]
