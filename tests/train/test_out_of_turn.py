@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from runs import disk, smallest_budgets
 from torch import nn
 
 from tierstore.config import AdamWConfig
+from tierstore.device.streams import Reached
 from tierstore.errors import ConfigError, GraphError, TierstoreError
+from tierstore.store.gradients import Piece
 from tierstore.train.engine import Engine
 
 STREAMING = ["backward", "speculative"]
@@ -274,6 +277,32 @@ def test_a_backward_without_a_forward_is_refused_and_harms_nothing(update: str, 
             engine.backward(old)
         engine.backward(loss_of(engine(x)))
         engine.step()
+
+
+def test_a_gradient_that_waits_for_memory_says_so(tmp_path: Path) -> None:
+    """An update may have read ahead, and wait for that gradient with the memory that another update needs."""
+    with tight_engine(tmp_path, "backward") as engine:
+        parts = engine._parts
+        gradients = parts.store.gradients[0]
+
+        async def two_where_one_fits() -> bool:
+            heard: list[bool] = []
+            gradients.on_change = lambda: heard.append(gradients.is_short)
+            pieces = [Piece(0, torch.ones(parts.store.groups[0].elements), True)]
+            await gradients.accept(0, pieces, Reached(), is_final=True, is_streaming=True)
+            heard.clear()
+            second = asyncio.ensure_future(
+                gradients.accept(1, pieces, Reached(), is_final=True, is_streaming=True)
+            )
+            for _ in range(5):  # turns of the loop: it begins, asks, waits
+                await asyncio.sleep(0)
+            was_told = list(heard)
+            gradients.drop(0, 0)
+            await second
+            gradients.drop(1, 0)
+            return was_told == [True]
+
+        assert parts.runtime.call(two_where_one_fits)
 
 
 @pytest.mark.parametrize("update", LATER)

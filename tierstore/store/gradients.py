@@ -98,7 +98,7 @@ class Gradients:
         self.kept_by: asyncio.Task[None] | None = None
         """The commit of a generation that these gradients are part of: what it names in the pack stays as it is."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called when the gradient of a chunk has arrived, and when one may wait for memory."""
+        """Called when the gradient of a chunk has arrived, and when one has begun to wait for memory."""
 
     def is_spilled(self, group: int) -> bool:
         """Whether this group's gradients live on NVMe."""
@@ -147,7 +147,7 @@ class Gradients:
                 await self._accept_spilled(state, group, chunk, parts, after, is_final)
             else:
                 if state.lease is None:
-                    asyncio.get_running_loop().call_soon(self.on_change)  # perhaps it waits for memory by then
+                    asyncio.get_running_loop().call_soon(self._tell_if_short)
                     state.lease = await self._pool.reserve(self._placement.gradient_bytes(group, chunk))
                 await self._collect(state, group, chunk, state.lease.array, parts, after, is_final)
         except BaseException as error:
@@ -160,13 +160,18 @@ class Gradients:
             state.coming.remove(arrived)
             self.on_change()
 
+    def _tell_if_short(self) -> None:
+        # Called soon and not at once: who asks for memory waits for it only then.
+        if self.is_short:
+            self.on_change()
+
     async def _accept_spilled(
         self, state: _Chunk, group: int, chunk: int, parts: list[Piece], after: Mark, is_final: bool
     ) -> None:
         spill, index = self._need_spill(), self._index(group, chunk)
         if self.kept_by is not None:
             await asyncio.shield(self.kept_by)
-        asyncio.get_running_loop().call_soon(self.on_change)
+        asyncio.get_running_loop().call_soon(self._tell_if_short)
         lease = await self._staging.reserve(spill.padded_bytes(index))
         try:
             if state.is_filled:
