@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tierstore.apps.launch import Launch
 from tierstore.errors import ConfigError, RankLost, TierstoreError
-from tierstore.store.team import outcome, results
+from tierstore.store.team import attempt, outcome, results
 from tierstore.train.ranks import Ranks
 
 T = TypeVar("T")
@@ -76,12 +76,7 @@ class Crew:
         Raises:
             RankLost: one does not; `what` says what was waited for.
         """
-        if self._ranks is None:
-            return [mine]
-        found: list[Any] = [None] * self.count
-        with self._ranks.waiting(what):
-            distributed.all_gather_object(found, mine, group=self._ranks.group)
-        return found
+        return [mine] if self._ranks is None else self._ranks.exchange(what, mine)
 
     def all_succeed(self, what: str, work: Callable[[], T]) -> T:
         """What the work gave here, once it has succeeded at every rank.
@@ -89,12 +84,7 @@ class Crew:
         Raises:
             TierstoreError: it failed at one; all raise.
         """
-        result: T | None = None
-        failure: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
+        result, failure = attempt(work)
         results(self.exchange(what, outcome(None, failure)), failure)
         return result  # type: ignore[return-value]
 

@@ -73,6 +73,14 @@ async def all_succeed(team: Team, what: str, work: Callable[[], Awaitable[T]]) -
     return results(await team.exchange(what, outcome(result, failure)), failure)
 
 
+def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What the work gives, or how it fails."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
 def outcome(result: T | None, failure: Exception | None) -> Outcome[T]:
     """What the others are told."""
     return result, None if failure is None else (type(failure), str(failure))

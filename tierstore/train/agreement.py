@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -35,13 +34,9 @@ def check_same(ranks: Ranks, lines: Mapping[str, str]) -> None:
         RankLost: a rank did not come.
     """
     digest = hashlib.sha256(repr(list(lines.items())).encode()).hexdigest()
-    with ranks.waiting("the comparison of models"):
-        digests: list[Any] = [None] * ranks.count
-        distributed.all_gather_object(digests, digest, group=ranks.group)
-        if len(set(digests)) == 1:
-            return
-        everything: list[Any] = [None] * ranks.count
-        distributed.all_gather_object(everything, dict(lines), group=ranks.group)
+    if len(set(ranks.exchange("the comparison of models", digest))) == 1:
+        return
+    everything = ranks.exchange("the comparison of models", dict(lines))
     found = [line for rank, theirs in enumerate(everything) for line in _differences(everything[0], theirs, rank)]
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise ConfigError(f"the ranks differ: {'; '.join(found[:_SHOWN])}{more}")

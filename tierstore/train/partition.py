@@ -33,7 +33,7 @@ from tierstore.errors import ConfigError
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.placement import BLOCK
 from tierstore.store.layout import GroupSpec, check_same_model, fingerprint, shard
-from tierstore.store.team import Alone, Team, outcome, results
+from tierstore.store.team import Alone, Team, attempt, outcome, results
 from tierstore.train.filling import PIECE_ELEMENTS, Piece
 from tierstore.train.ranks import Ranks
 
@@ -138,16 +138,11 @@ class Partition:
         Raises:
             RankLost: one does not.
         """
-        return [mine] if self.ranks is None else _exchange(self.ranks, self._control, what, mine)
+        return [mine] if self.ranks is None else self.ranks.exchange(what, mine, self._control)
 
     def all_succeed(self, what: str, work: Callable[[], T]) -> list[T]:
         """What the work gave at every rank, by rank; see `store/team.py`."""
-        result: T | None = None
-        failure: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
+        result, failure = attempt(work)
         return results(self.exchange(what, outcome(result, failure)), failure)
 
     def check_same(self, options: Mapping[str, object]) -> None:
@@ -267,18 +262,11 @@ class _RankTeam:
         self._thread = WorkerPool("tierstore-team", 1)
 
     async def exchange(self, what: str, mine: T) -> list[T]:
-        return await self._thread.submit(Priority.DEMAND, _exchange, self._ranks, self._group, what, mine)
+        return await self._thread.submit(Priority.DEMAND, self._ranks.exchange, what, mine, self._group)
 
     def close(self, timeout_s: float) -> None:
         self._thread.close(timeout_s)
         del self._group
-
-
-def _exchange(ranks: Ranks, group: ProcessGroup, what: str, mine: T) -> list[T]:
-    found: list[Any] = [None] * ranks.count
-    with ranks.waiting(what):
-        distributed.all_gather_object(found, mine, group=group)
-    return found
 
 
 def _small(pieces: Iterable[Piece]) -> Iterator[Piece]:

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _new_process_
 
 from tierstore.errors import ConfigError, RankLost
 
+T = TypeVar("T")
 _BEAT_S = 0.25
 _GAVE_UP, _LEFT = "gave-up", "left"
 _SHARE = 0.75
@@ -109,6 +110,20 @@ class Ranks:
         )
         _world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(chosen)}
         return made
+
+    def exchange(self, what: str, mine: T, group: ProcessGroup | None = None) -> list[T]:
+        """What every rank gives, by rank. All call it, in the same order.
+
+        Args:
+            group: a subgroup of all ranks, whose collectives have an order of their own.
+
+        Raises:
+            RankLost: one does not; `what` says what was waited for.
+        """
+        found: list[Any] = [None] * self.count
+        with self.waiting(what):
+            distributed.all_gather_object(found, mine, group=group or self.group)
+        return found
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -19,7 +19,7 @@ from torch import nn
 from tierstore.errors import ConfigError, FormatError
 from tierstore.kernels.adam import init_state, state_bytes_per_element
 from tierstore.store.layout import ParameterSpec
-from tierstore.store.team import outcome, results
+from tierstore.store.team import attempt, outcome, results
 from tierstore.train import capture
 from tierstore.train.assembly import Assembly
 from tierstore.train.checkpoints import TensorOut, write_checkpoint
@@ -166,11 +166,7 @@ def export(parts: Assembly, model: nn.Module, directory: Path) -> None:
             if isinstance(value, torch.Tensor):
                 yield TensorOut(name, tuple(value.shape), value.dtype, iter([value.detach().cpu().reshape(-1)]))
 
-    failure: Exception | None = None
-    try:
-        write_checkpoint(directory, tensors())
-    except Exception as error:
-        failure = error
-        raise
-    finally:
-        parts.partition.agree("an export", outcome(None, failure))
+    _, failure = attempt(lambda: write_checkpoint(directory, tensors()))
+    parts.partition.agree("an export", outcome(None, failure))
+    if failure is not None:
+        raise failure
