@@ -1,0 +1,40 @@
+"""The command line: parses, calls `apps/`, turns errors into one sentence and an exit code.
+
+Scope: the commands, a module each, and their order. Not here: anything that works. Torch is imported inside a command,
+so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from tierstore.cli import simulate, train
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)  # fmt: skip
+
+
+@app.callback()
+def _root() -> None:
+    """Train models whose state does not fit in memory."""
+
+
+for _command in (train.train, simulate.simulate):
+    app.command()(_command)
+
+
+def main() -> None:
+    """Entry point of the command `tierstore`."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        app()
+    try:  # the other ranks of a machine say nothing of a wrong option
+        sys.exit(app(standalone_mode=False) or 0)
+    except Exception as error:
+        if not hasattr(error, "exit_code"):  # click's, which typer brings along or not
+            raise
+        sys.exit(error.exit_code)

@@ -1,0 +1,6 @@
+"""`python -m tierstore.cli`."""
+
+from tierstore.cli import main
+
+if __name__ == "__main__":
+    main()

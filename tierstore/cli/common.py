@@ -1,0 +1,63 @@
+"""What every command shares: parsers of sizes and paths, an error as one sentence and an exit code.
+
+Scope: exit codes 0 done, 1 the run failed, 2 an option or a budget cannot work, 130 and 143 stopped by a signal.
+Not here: commands (a module each) and anything that works (`apps/`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+from tierstore.config import parse_size
+from tierstore.errors import BudgetError, ConfigError, TierstoreError
+
+# What the engine calls its arguments, with their values or alone; not a part of a path.
+_ARGUMENT = re.compile(
+    r"(?<![\w/.-])(?:(resume|update|durability|commit_every|zero)='?(\w+)'?|(gpu_memory|cpu_memory|nvme)(?![\w/.-]))"
+)
+
+
+def size(text: int | str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def directory(text: str) -> Path:
+    if not text:  # an unset shell variable would otherwise become the current directory
+        raise typer.BadParameter("an empty path is not a directory")
+    return Path(text)
+
+
+@contextlib.contextmanager
+def told(debug: bool = False) -> Iterator[None]:
+    """Turns an error of tierstore into one sentence and an exit code; `debug` shows where it was raised."""
+    try:
+        yield
+    except TierstoreError as error:
+        if debug:
+            raise
+        say(_as_options(str(error)))
+        raise typer.Exit(2 if isinstance(error, (ConfigError, BudgetError)) else 1) from None
+
+
+def say(sentence: str) -> None:
+    """A sentence on the error stream, under tierstore's name."""
+    if sentence:
+        typer.echo(f"tierstore: {sentence}", err=True)
+
+
+def _as_options(text: str) -> str:
+    """One line, and the engine's arguments as a person gives them here: `resume='auto'` is `--resume auto`."""
+
+    def option(found: re.Match[str]) -> str:
+        name, value, budget = found.groups()
+        return f"--{(name or budget).replace('_', '-')}" + (f" {value}" if name else "")
+
+    return _ARGUMENT.sub(option, " ".join(text.split()).removeprefix("TierConfig: "))
