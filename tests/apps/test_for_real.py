@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import peak_memory
 import pytest
 import torch
+from typer.testing import CliRunner
+
+from tierstore.cli import app
 
 ROOT = Path(__file__).parents[2]
 TINY = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64,
@@ -21,10 +25,12 @@ WAITING_S = 60  # for a process; far more than it needs
 
 
 @pytest.fixture
-def folder(disk_path: Path) -> Path:
+def folder(disk_path: Path) -> Iterator[Path]:
     (disk_path / "config.json").write_text(json.dumps(TINY))
     (disk_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    return disk_path
+    threads = torch.get_num_threads()  # runs in this process set it
+    yield disk_path
+    torch.set_num_threads(threads)
 
 
 def command(folder: Path, name: str, *options: str, steps: int = 30) -> list[str]:
@@ -41,6 +47,11 @@ def run(folder: Path, name: str, *options: str, steps: int = 30) -> subprocess.C
     return subprocess.run(
         command(folder, name, *options, steps=steps), cwd=ROOT, capture_output=True, text=True, timeout=WAITING_S
     )
+
+
+def here(folder: Path, name: str, *options: str, steps: int = 30) -> Any:
+    """The same in this process, where what is asked is not of processes: it need not import anything again."""
+    return CliRunner().invoke(app, command(folder, name, *options, steps=steps)[3:])
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -68,17 +79,15 @@ def test_a_person_trains_is_killed_goes_on_and_exports(folder: Path) -> None:
         assert losses.setdefault(line["step"], line["loss"]) == line["loss"]  # twice is fine, when it is the same
     assert losses == {line["step"]: line["loss"] for line in expected}
 
-    exported = run(folder, "whole", "--resume", "must", "--export", f"{folder}/reference")
+    exported = here(folder, "whole", "--resume", "must", "--export", f"{folder}/reference")
     assert "nothing to train" in exported.stdout
     _check_equal_models(folder / "out", folder / "reference")
 
 
-def _wait_for_line(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
-    while process.poll() is None:
-        if path.exists() and any(f'"step": {count},' in line for line in path.read_text().splitlines()):
-            return
-        os.sched_yield()
-    raise AssertionError(f"ended with {process.returncode} before step {count}")
+def _wait_for_line(process: subprocess.Popen[Any], path: Path, count: int) -> None:
+    while not (path.exists() and f'"step": {count},' in path.read_text()):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise AssertionError(f"ended with {process.wait(timeout=0.01)} before step {count}")
 
 
 def _check_trace(path: Path) -> None:
@@ -103,15 +112,15 @@ def test_an_interrupt_ends_after_a_committed_step(folder: Path) -> None:
         command(folder, "run", steps=10**6), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         _wait_for_line(process, folder / "run.jsonl", 3)
-        locked = run(folder, "run", "--resume", "auto")
-        assert (locked.returncode, str(process.pid) in locked.stderr) == (1, True), locked.stderr
+        locked = here(folder, "run", "--resume", "auto")
+        assert (locked.exit_code, str(process.pid) in locked.stderr) == (1, True), locked.stderr
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=WAITING_S)
     assert process.returncode == 128 + signal.SIGINT
     assert "Traceback" not in output
     assert "tierstore: stopping after this step; Ctrl-C again stops at once\n" in output
     last = lines(folder, "run")[-1]["step"]
-    assert "nothing to train" in run(folder, "run", "--resume", "must", steps=last).stdout
+    assert "nothing to train" in here(folder, "run", "--resume", "must", steps=last).stdout
 
 
 def test_a_second_interrupt_says_its_sentence_and_nothing_else(folder: Path) -> None:
@@ -130,15 +139,15 @@ def test_a_second_interrupt_says_its_sentence_and_nothing_else(folder: Path) -> 
         "tierstore: interrupted at once; the store holds the last committed step: go on with --resume auto\n"
     )
     last = lines(folder, "run")[-1]["step"]
-    assert f"step {last + 1}/{last + 1}" in run(folder, "run", "--resume", "must", steps=last + 1).stdout
+    assert f"step {last + 1}/{last + 1}" in here(folder, "run", "--resume", "must", steps=last + 1).stdout
 
 
 def test_the_smallest_budgets_in_the_message_work(folder: Path) -> None:
-    refused = run(folder, "run", "--gpu-memory", "1KiB", "--cpu-memory", "1KiB", steps=2)
-    assert refused.returncode == 2
+    refused = here(folder, "run", "--gpu-memory", "1KiB", "--cpu-memory", "1KiB", steps=2)
+    assert refused.exit_code == 2
     smallest = [words.split()[0] for words in refused.stderr.split("the smallest that fits is ")[1:]]
     assert len(smallest) == 2, refused.stderr
-    assert run(folder, "run", "--gpu-memory", smallest[0], "--cpu-memory", smallest[1], steps=2).returncode == 0
+    assert here(folder, "run", "--gpu-memory", smallest[0], "--cpu-memory", smallest[1], steps=2).exit_code == 0
 
 
 def test_resident_memory_is_bounded(disk_path: Path) -> None:

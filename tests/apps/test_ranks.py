@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -96,11 +97,10 @@ def losses(folder: Path, name: str) -> dict[int, float]:
 
 
 def wait_for_line(run: subprocess.Popen[str], path: Path, count: int) -> None:
-    while run.poll() is None:
-        if path.exists() and any(f'"step": {count},' in line for line in path.read_text().splitlines()):
-            return
-        os.sched_yield()
-    raise AssertionError(f"ended before step {count}: {finished(run)}")
+    while not (path.exists() and f'"step": {count},' in path.read_text()):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(timeout=0.01)
+            raise AssertionError(f"ended before step {count}: {finished(run)}")
 
 
 def rank_of(process: psutil.Process) -> str | None:
