@@ -25,6 +25,6 @@ check "import floors (import-linter)" "$venv/bin/lint-imports"
 if [ ${#failed[@]} -gt 0 ]; then say "failed so far: ${failed[*]}"; fi
 
 status=0
-"$python" -m pytest "$@" || status=$?
+"$python" -m pytest -n 2 --dist loadfile "$@" || status=$?  # -n 0 for a debugger
 if [ "$status" -eq 0 ] && [ ${#failed[@]} -gt 0 ]; then status=1; fi
 exit "$status"
