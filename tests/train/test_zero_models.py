@@ -171,6 +171,7 @@ def test_what_is_wrong_at_one_rank_ends_the_making_at_all(what: str, expected: s
         ("full later", "", "StorageFull: write of"),
         ("other blocks", "GraphError: rank 0 wants the weights of", "GraphError: rank 1 wants the weights of"),
         ("unsynced", "StorageError: rank 1: fdatasync of", ""),
+        ("broken read", "", "StorageError: read of"),
     ],
 )
 def test_an_error_at_one_rank_reaches_all(what: str, told: str, own: str, tmp_path: Path) -> None:

@@ -374,6 +374,8 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
             Path(nvme[0]).write_text("a file")
     elif what in FAULTS and is_odd:
         options["backend"] = FAULTS[what]()
+        if what == "broken read":
+            memory["cpu_memory"] = "1MiB"  # little enough that state is read back
     elif what.startswith("resume"):
         options["resume"] = what.partition(" ")[2]
     begin = time.monotonic()
@@ -407,9 +409,8 @@ def _raise(*_: Any) -> None:
 FAULTS: dict[str, Callable[[], Backend]] = {
     "full": lambda: FaultyBackend(ENOSPC, at=6, times=10**9, kinds=("pwrite",)),
     "full later": lambda: FaultyBackend(ENOSPC, at=20, times=10**9, kinds=("pwrite",)),
-    "broken read": lambda: FaultyBackend(EIO, at=30, times=10**9, kinds=("pread",)),
+    "broken read": lambda: FaultyBackend(EIO, at=8, times=10**9, kinds=("pread",)),
     "unsynced": lambda: FaultyBackend(EIO, at=3, times=10**9, kinds=("fdatasync",)),
-    "no space at all": lambda: FaultyBackend(ENOSPC, at=0, times=10**9, kinds=("allocate",)),
 }
 
 
