@@ -78,6 +78,8 @@ class Codec(enum.Enum):
 
     NONE = "none"
     LZ4 = "lz4"
+    LZ4_BITSHUFFLE = "lz4-bitshuffle"
+    ZSTD_BITSHUFFLE = "zstd-bitshuffle"
 
 
 class UpdateSchedule(enum.Enum):

@@ -18,7 +18,7 @@ from tierstore.config import Codec
 from tierstore.errors import ConfigError, FormatError
 from tierstore.pack.codecs import ChunkCodec, checksum, checksum_bytes, codec_for
 
-CODECS = [codec_for(codec) for codec in Codec]
+CODECS = [codec_for(codec, item_bytes=2) for codec in Codec]
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=[codec.codec.value for codec in CODECS])
 
 
