@@ -14,10 +14,10 @@ unless `set_releasegil(True)` was called in the process (done below), and then r
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import blosc2
 import lz4.block
 import numpy as np
 import xxhash
@@ -28,7 +28,6 @@ from tierstore.errors import ConfigError, FormatError
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _LZ4_LIMIT_BYTES = 0x7E000000
 """LZ4_MAX_INPUT_SIZE of lz4.h."""
-blosc2.set_releasegil(True)  # of the whole process: blosc2 has no other way, see [Note: GIL]
 
 
 def checksum(array: Bytes) -> int:
@@ -125,7 +124,7 @@ class _Blosc2Way:
         code: the codec's number, byte 22 of a frame.
     """
 
-    compressor: blosc2.Codec
+    compressor: str
     level: int
     block_bytes: int
     format_flags: int
@@ -136,9 +135,20 @@ class _Blosc2Way:
 # element in streams of their own. LZ4: bf16 1.32, 1.9, 3.3 and fp32 1.14, 1.9, 3.9, blocks of 64 to 256 KiB alike.
 # Zstandard 1: bf16 1.36, 1.0, 1.7 with blocks of 1 MiB, 1.33 with 64 KiB; its level 3 is no smaller, at half the rate.
 _WAYS = {
-    Codec.LZ4_BITSHUFFLE: _Blosc2Way(blosc2.Codec.LZ4, 5, 2**17, 0x20, 1),
-    Codec.ZSTD_BITSHUFFLE: _Blosc2Way(blosc2.Codec.ZSTD, 1, 2**20, 0x80, 5),
+    Codec.LZ4_BITSHUFFLE: _Blosc2Way("LZ4", 5, 2**17, 0x20, 1),
+    Codec.ZSTD_BITSHUFFLE: _Blosc2Way("ZSTD", 1, 2**20, 0x80, 5),
 }
+
+
+@functools.cache
+def _library() -> Any:
+    """blosc2, imported when it is first used: that takes half a second, and many runs never do."""
+    import blosc2
+
+    blosc2.set_releasegil(True)  # of the whole process: blosc2 has no other way, see [Note: GIL]
+    return blosc2
+
+
 _HEADER_BYTES = 32
 _FRAME_LIMIT_BYTES = 2**31 - 1 - _HEADER_BYTES
 _LARGEST_BLOCK_BYTES = 2**24
@@ -171,9 +181,10 @@ class BitshuffleCodec:
             raise ConfigError(f"a chunk of {source.size} B is over the limit of blosc2, {_FRAME_LIMIT_BYTES} B")
         if source.size == 0:
             return 0
+        blosc2 = _library()
         frame = blosc2.compress2(
             source,
-            codec=self._way.compressor,
+            codec=blosc2.Codec[self._way.compressor],
             clevel=self._way.level,
             typesize=self._item_bytes if source.size % self._item_bytes == 0 else 1,
             blocksize=self._way.block_bytes,
@@ -194,7 +205,7 @@ class BitshuffleCodec:
             return
         self._check_header(source, destination.size)
         try:
-            blosc2.decompress2(source, destination, nthreads=1)
+            _library().decompress2(source, destination, nthreads=1)
         except (ValueError, RuntimeError) as error:
             raise FormatError(
                 f"a {self.codec.value} frame of {source.size} B does not give {destination.size} B: {error}"
