@@ -159,7 +159,8 @@ def test_a_trace_of_ddp(traces: dict[str, Path]) -> None:
     assert step.gathers == ()
     for one in profiler.steps:
         assert 0 < one.timeline.compute_s < one.seconds
-        assert all(event.ready_s <= event.start_s < event.end_s <= one.seconds for event in one.timeline.events)
+        # Not `end_s <= seconds`: gloo wakes who waits for a collective before it notes the end of it.
+        assert all(event.ready_s <= event.start_s < min(event.end_s, one.seconds) for event in one.timeline.events)
         assert 0 <= one.timeline.hidden_share <= 1
         for bucket, event in zip(one.measured.buckets, one.timeline.events):
             assert sum(one.measured.gradients[member].nbytes for member in bucket) == event.nbytes
