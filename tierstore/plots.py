@@ -32,12 +32,12 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Writes a PNG file.
+    """Writes an SVG file if it is named so, otherwise a PNG file.
 
     Raises:
         StorageError: it cannot be written.
     """
     try:
-        figure.savefig(path, format="png")
+        figure.savefig(path, format="svg" if os.fspath(path).lower().endswith(".svg") else "png")
     except OSError as error:
         raise StorageError(f"cannot write the plot {os.fspath(path)}: {error.strerror or error}") from error

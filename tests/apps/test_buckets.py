@@ -1,4 +1,4 @@
-"""`tierstore simulate`: the acceptance table, JSON, the plot, and what cannot be asked."""
+"""`tierstore simulate buckets`: the acceptance table, JSON, the plot, and what cannot be asked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["simulate", *arguments])
+    return CliRunner().invoke(app, ["simulate", "buckets", *arguments])
 
 
 def cells(output: str) -> list[list[str]]:
@@ -78,7 +78,7 @@ def test_without_matplotlib_only_the_plot_is_refused(monkeypatch: pytest.MonkeyP
 def test_no_heavy_import() -> None:
     heavy = "{'torch', 'numpy', 'numba', 'matplotlib'}"
     code = (
-        "import runpy, sys\nsys.argv[1:] = ['simulate']\n"
+        "import runpy, sys\nsys.argv[1:] = ['simulate', 'buckets']\n"
         "try: runpy.run_module('tierstore.cli', run_name='__main__')\n"
         "except SystemExit as end: assert end.code == 0\n"
         f"sys.exit(' '.join({heavy} & set(sys.modules)) or None)"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
-from tierstore.plan.simulate import Simulation, Span, Track, Visit, simulate
+from tierstore.plan.simulate import Link, Simulation, Span, Track, Visit, run_steps, simulate
 
 
 def layers(count: int, nbytes: int = 80, compute_s: float = 0.05, other_bytes: int = 0) -> tuple[Visit, ...]:
@@ -31,8 +31,36 @@ def test_fast_equal_layers_hide_their_transfers(depth: int) -> None:
     assert run.stall_s == pytest.approx(0.0, abs=1e-9)
 
 
+def test_a_third_buffer_does_not_raise_the_rate_of_a_shared_link() -> None:
+    """Folklore says that it does; 50 ms of computing and 80 ms of transfer stay 80 ms a layer."""
+    times = {depth: simulate(layers(24), 80 * (depth + 1), depth, 1000.0).seconds / 24 for depth in range(9)}
+    assert times.pop(0) == pytest.approx(0.130)
+    assert list(times.values()) == pytest.approx([0.080] * 8)
+    assert simulate(layers(24), 160, 1, 2 * 1000.0).seconds / 24 == pytest.approx(0.050)  # a second disk does
+
+
+def test_links_in_series_work_side_by_side_on_different_groups() -> None:
+    # A quarter of each group from the disk (20 ms), the rest from other ranks (60 ms): the slower one bounds.
+    route = (Link(1000.0, share=0.25), Link(1000.0, share=0.75))
+    runs = {depth: simulate(layers(24), 80 * (depth + 1), depth, route) for depth in (1, 2)}
+    assert runs[1].link_s == pytest.approx(24 * 0.06)
+    assert runs[1].seconds / 24 == pytest.approx(0.065)  # 60 and 70 ms in turns: a fetch is asked for too late
+    assert runs[2].seconds / 24 == pytest.approx(0.060)  # so here a third buffer helps: there are two links
+    first = simulate(layers(1), 80, 1, route, warm_up_steps=0)
+    assert first.timeline[:2] == (Span(Track.LINK, 0, 0.0, 0.02), Span(Track.LINK, 0, 0.02, 0.08, 1))
+
+
+def test_jitter_repeats_and_depth_absorbs_some_of_it() -> None:
+    def mean_s(depth: int, seed: int = 7) -> float:
+        runs = run_steps(layers(24, compute_s=0.08), 80 * (depth + 1), depth, 1000.0, jitter=0.5, seed=seed)
+        return sum(run.seconds for run in itertools.islice(runs, 1, 31)) / 30
+
+    assert mean_s(1) == mean_s(1) != mean_s(1, seed=8)
+    assert mean_s(1) > 1.05 * mean_s(4) > 1.05 * 24 * 0.08
+
+
 def test_without_prefetch_transfer_and_compute_take_turns() -> None:
-    run = simulate(layers(10), 80, 0, 1000.0, latency_s=0.01)
+    run = simulate(layers(10), 80, 0, (Link(1000.0, latency_s=0.01),))
     assert run.seconds == pytest.approx(10 * (0.05 + 0.08 + 0.01))
     assert run.link_s == pytest.approx(10 * 0.09)
 
@@ -78,6 +106,10 @@ def test_impossible_orders_are_refused() -> None:
         Visit(0, -1, 1.0)
     with pytest.raises(ConfigError, match="positive rate"):
         simulate(layers(1), 80, 1, 0.0)
+    with pytest.raises(ConfigError, match="at least one link"):
+        simulate(layers(1), 80, 1, ())
+    with pytest.raises(ConfigError, match="jitter"):
+        next(run_steps(layers(1), 80, 1, 1.0, jitter=-0.1))
 
 
 @st.composite
@@ -88,7 +120,8 @@ def runs(draw: st.DrawFn) -> tuple[tuple[Visit, ...], int, Simulation]:
     order = tuple(Visit(group, sizes[group], *draw(visit)) for group in groups)
     capacity = draw(st.integers(max(sizes), sum(sizes)))
     depth, warm_up = draw(st.integers(0, 5)), draw(st.integers(0, 3))
-    return order, capacity, simulate(order, capacity, depth, 100.0, latency_s=0.001, warm_up_steps=warm_up)
+    links = draw(st.sampled_from([(Link(100.0, latency_s=0.001),), (Link(100.0, share=0.25), Link(50.0, share=0.75))]))
+    return order, capacity, simulate(order, capacity, depth, links, warm_up_steps=warm_up)
 
 
 @settings(deadline=None, max_examples=200)
@@ -101,9 +134,9 @@ def test_what_holds_for_every_order(case: tuple[tuple[Visit, ...], int, Simulati
     assert run.seconds == pytest.approx(run.compute_s + run.stall_s)
     assert run.load_bytes == sum(count * sizes.get(group, 0) for group, count in enumerate(run.loads))
     fetches = [span for span in run.timeline if span.track is Track.LINK and span.group is not None]
-    assert sum(run.loads) == len(fetches)
-    for track in Track:
-        spans = [span for span in run.timeline if span.track is track]
+    assert sum(run.loads) == sum(span.link == 0 for span in fetches)
+    for lane in ((Track.COMPUTE, 0), (Track.LINK, 0), (Track.LINK, 1)):
+        spans = [span for span in run.timeline if (span.track, span.link) == lane]
         assert all(span.end_s >= span.start_s for span in spans)
         assert all(after.start_s >= before.end_s - 1e-9 for before, after in itertools.pairwise(spans))
 

@@ -1,6 +1,6 @@
 """Step time against bucket size on any interconnect, on paper: as a table, a plot, JSON.
 
-Scope: what `tierstore simulate` asks and shows.
+Scope: what `tierstore simulate buckets` asks and shows.
 Not here: the timeline (`plan/buckets.py`); a measured step (`train/overlap.py`).
 Owner: nothing is kept between calls.
 """
@@ -32,7 +32,7 @@ _MOST_POINTS = 200  # of the plot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions:
-    """What a person asks of `tierstore simulate`; every field is the option of the same name, in bytes and seconds.
+    """What a person asks of `tierstore simulate buckets`; fields are options of the same names, in bytes and seconds.
 
     Attributes:
         layers: in the order of backward.

@@ -24,8 +24,9 @@ def _root() -> None:
     """Train models whose state does not fit in memory."""
 
 
-for _command in (train.train, simulate.simulate):
+for _command in (train.train,):
     app.command()(_command)
+app.add_typer(simulate.simulate, name="simulate")
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""`tierstore simulate`: step time against the size of gradient buckets.
+"""`tierstore simulate`: a step on paper, of fetched layers or of gradient buckets.
 
-Not here: the arithmetic (`plan/buckets.py`), the table and the plot (`apps/buckets.py`).
+Not here: the arithmetic (`plan/simulate.py`, `plan/buckets.py`), tables and plots (`apps/pipeline.py`,
+    `apps/buckets.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,68 @@ import typer
 from tierstore.cli.common import told
 from tierstore.config import parse_size
 
+simulate = typer.Typer(no_args_is_help=True, help="A step on paper: fetched layers, or gradient buckets.")
 
-def simulate(
+
+@simulate.command()
+def step(
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE:MS[xN]", help="Layers in the order of forward; repeat it [default: 80MB:50x24]."),
+    ] = None,
+    depth: Annotated[
+        list[int] | None,
+        typer.Option(help="Layers fetched ahead: 1 is double buffering, 2 triple; repeat it [default: 0 1 2 3 4]."),
+    ] = None,
+    backward: Annotated[
+        float, typer.Option(metavar="TIMES", help="Backward takes so many times forward's time; 0: forward only.")
+    ] = 0.0,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="For layers on the device [default: depth + 1 of the largest].")
+    ] = None,
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE", help="Bytes per second of a disk; repeat it to stripe over several [1GB]."),
+    ] = None,
+    other: Annotated[
+        str, typer.Option(metavar="SIZE", help="Other traffic of the disks per visit of a layer: state, gradients.")
+    ] = "0",
+    ranks: Annotated[int, typer.Option(help="Each reads 1/N of a layer, and gathers the rest from the others.")] = 1,
+    gather: Annotated[str, typer.Option(metavar="SIZE", help="Bytes per second between the ranks.")] = "10GB",
+    jitter: Annotated[
+        float, typer.Option(metavar="PART", help="Standard deviation of every time, as a part of it.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps that the means with jitter are taken over.")] = 30,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Gantt chart of every depth.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
+) -> None:
+    """Layers fetched ahead of their use, by the policy that the engine runs: what each depth gains, and what bounds."""
+    from rich.console import Console
+
+    from tierstore.apps.buckets import parse_layers
+    from tierstore.apps.pipeline import PipelineOptions, as_table, as_text, run, verdict
+
+    def rate(text: str) -> float:
+        return float(parse_size(text.removesuffix("/s")))
+
+    with told():
+        options = PipelineOptions(
+            layers=tuple(one for text in layer or ["80MB:50x24"] for one in parse_layers(text)),
+            depths=tuple(sorted({*(depth or range(5))})), backward=backward,
+            memory=None if memory is None else parse_size(memory), disks=tuple(map(rate, disk or ["1GB"])),
+            other_bytes=parse_size(other), ranks=ranks, gather_bytes_per_s=rate(gather),
+            jitter=jitter, seed=seed, steps=steps, plot=plot, json=json,
+        )  # fmt: skip
+        rows = run(options)
+        console = Console()
+        console.print(as_table(options, rows))
+        console.print(as_text(options, rows, console.width), highlight=False, markup=False, soft_wrap=True)
+        console.print(verdict(options, rows), highlight=False, markup=False)
+
+
+@simulate.command()
+def buckets(
     layer: Annotated[
         list[str] | None,
         typer.Option(metavar="SIZE:MS[xN]", help="Layers in the order of backward; repeat it [default: 25MB:3x48]."),

@@ -1,17 +1,21 @@
-"""A step of groups that are fetched over one link, run on paper.
+"""A step of groups that are fetched over links, run on paper.
 
-Scope: the residency policy of the engine, driven by computed instead of measured times; deterministic.
-Not here: the choice of a depth from such runs (`plan/prefetch.py`).
+Scope: the residency policy of the engine, driven by computed instead of measured times; deterministic, jitter too.
+Not here: the choice of a depth from such runs (`plan/prefetch.py`), updates and commits (`plan/step_model.py`).
 
-The link serves fetches in the order in which they were asked for. Other traffic of the same disk (state, gradients, new
-weights) fills the gaps between them, and must be through before the same visit of the next step begins: it is what that
-visit's update left behind.
+A link serves fetches in the order in which they were asked for; a fetch that passes several takes them in turn. Other
+traffic of the first link (state, gradients, new weights) fills the gaps between them, and must be through before the
+same visit of the next step begins: it is what that visit's update left behind.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from tierstore.errors import ConfigError
 from tierstore.plan.residency import Decision, ResidencyPolicy
@@ -38,6 +42,29 @@ class Visit:
             raise ConfigError(f"nothing of a visit can be negative: {self}")
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One of the links that a fetch passes.
+
+    Attributes:
+        bytes_per_s: of all its disks together, if it is several that are striped over.
+        share: part of a group's bytes that passes it: 1/N from the disk of each of N ranks, the rest between them.
+        latency_s: fixed cost of one fetch.
+    """
+
+    bytes_per_s: float
+    share: float = 1.0
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and 0 <= self.share <= 1 and self.latency_s >= 0):
+            raise ConfigError(f"a link needs a positive rate, a share of at most 1, no negative latency: {self}")
+
+    def seconds(self, nbytes: int) -> float:
+        """Time of one fetch of a group of so many bytes."""
+        return self.latency_s + self.share * nbytes / self.bytes_per_s
+
+
 class Track(enum.Enum):
     """What is busy in a span of the timeline."""
 
@@ -47,12 +74,13 @@ class Track(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A busy time, in seconds from the start of the step; `group` is None for other traffic of the link."""
+    """A busy time, in seconds from the start of the step; `group` is None for other traffic of the link `link`."""
 
     track: Track
     group: int | None
     start_s: float
     end_s: float
+    link: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +92,7 @@ class Simulation:
         stall_s: time in which compute waits for the link.
         loads: how often each group id is fetched.
         load_bytes: fetched.
-        link_s: time that the link needs for all its traffic of one step.
+        link_s: time that the slowest link needs for all its traffic of one step, without jitter.
         peak_bytes: largest sum of resident and loading groups.
         timeline: spans that begin in the step; fetches for the next step may end after it.
     """
@@ -101,42 +129,72 @@ def simulate(
     order: tuple[Visit, ...],
     capacity_bytes: int,
     depth: int,
-    bytes_per_s: float,
+    links: float | tuple[Link, ...],
     *,
-    latency_s: float = 0.0,
     warm_up_steps: int = 3,
 ) -> Simulation:
     """Runs the policy over some steps from an empty device, and reports the step after `warm_up_steps`.
 
     Args:
-        latency_s: fixed cost of one fetch.
+        links: that every fetch passes, in this order; a number is the rate of one link.
 
     Raises:
         BudgetError: a group alone exceeds the capacity.
     """
-    if bytes_per_s <= 0 or latency_s < 0:
-        raise ConfigError(f"a link needs a positive rate: {bytes_per_s} B/s, latency {latency_s} s")
-    run = _Run(order, capacity_bytes, depth, bytes_per_s, latency_s)
-    for _ in range(warm_up_steps):
-        run.step()
-    return run.step()
+    return next(itertools.islice(run_steps(order, capacity_bytes, depth, links), warm_up_steps, None))
+
+
+def run_steps(
+    order: tuple[Visit, ...],
+    capacity_bytes: int,
+    depth: int,
+    links: float | tuple[Link, ...],
+    *,
+    jitter: float = 0.0,
+    seed: int = 0,
+) -> Iterator[Simulation]:
+    """One step after the other, from an empty device, without end.
+
+    Args:
+        jitter: standard deviation of every compute and transfer time, as a part of it (log-normal, of mean 1). The
+            compute times of one seed are the same at every depth.
+    """
+    if not (0 <= jitter < 10):
+        raise ConfigError(f"a jitter is a part of a time, 0 or more and below 10, not {jitter}")
+    route = links if isinstance(links, tuple) else (Link(links),)
+    if not route:
+        raise ConfigError("a fetch passes at least one link")
+    run = _Run(order, capacity_bytes, depth, route, _noise(jitter, f"{seed} compute"), _noise(jitter, f"{seed} links"))
+    while True:
+        yield run.step()
+
+
+def _noise(jitter: float, seed: str) -> Callable[[], float]:
+    generator, variance = random.Random(seed), math.log1p(jitter * jitter)
+    return lambda: math.exp(generator.gauss(-variance / 2, math.sqrt(variance))) if jitter else 1.0
 
 
 class _Run:
-    """The device, the link and the clock of one simulation."""
+    """The device, the links and the clock of one simulation."""
 
     def __init__(
-        self, order: tuple[Visit, ...], capacity_bytes: int, depth: int, bytes_per_s: float, latency_s: float
+        self,
+        order: tuple[Visit, ...],
+        capacity_bytes: int,
+        depth: int,
+        links: tuple[Link, ...],
+        compute_noise: Callable[[], float],
+        link_noise: Callable[[], float],
     ) -> None:
         self.order = order
         self.sizes = group_sizes(order)
         self.policy = ResidencyPolicy(tuple(visit.group for visit in order), self.sizes, capacity_bytes, depth)
-        self.bytes_per_s = bytes_per_s
-        self.latency_s = latency_s
+        self.links = links
+        self.compute_noise, self.link_noise = compute_noise, link_noise
         self.now_s = 0.0
-        self.link_free_s = 0.0
+        self.free_s = [0.0] * len(links)  # when each link is through with what it was asked
         self.ready_s: dict[int, float] = {}  # when each present group is, or will be, resident
-        self.left_s = 0.0  # link time that other traffic has asked for, since the beginning
+        self.left_s = 0.0  # time of the first link that other traffic has asked for, since the beginning
         self.served_s = 0.0
         self.due_s = [0.0] * len(order)  # of `left_s`, what must be served before this visit's next turn
         self.spans: list[Span] = []
@@ -146,39 +204,44 @@ class _Run:
         start_s = self.now_s
         self.spans, self.loads = [], [0] * len(self.sizes)
         peak_bytes = 0
-        stall_s = 0.0
+        stall_s = compute_s = 0.0
         for position, visit in enumerate(self.order):
             asked_s = self.now_s
             self._make_resident(position)
             peak_bytes = max(peak_bytes, sum(self.sizes[group] for group in self.ready_s))
             stall_s += self.now_s - asked_s
-            self.spans.append(Span(Track.COMPUTE, visit.group, self.now_s, self.now_s + visit.compute_s))
-            self.now_s += visit.compute_s
-            self._other_traffic(min(self.left_s - self.served_s, self.now_s - self.link_free_s))
-            self.link_free_s = max(self.link_free_s, self.now_s)  # idle time that is past is lost
-            self.left_s += visit.other_bytes / self.bytes_per_s
+            visit_s = visit.compute_s * self.compute_noise()
+            self.spans.append(Span(Track.COMPUTE, visit.group, self.now_s, self.now_s + visit_s))
+            self.now_s += visit_s
+            compute_s += visit_s
+            self._other_traffic(min(self.left_s - self.served_s, self.now_s - self.free_s[0]))
+            self.free_s = [max(free_s, self.now_s) for free_s in self.free_s]  # idle time that is past is lost
+            self.left_s += visit.other_bytes / self.links[0].bytes_per_s
             self.due_s[position] = self.left_s
-        load_bytes = sum(count * size for count, size in zip(self.loads, self.sizes))
-        other_bytes = sum(visit.other_bytes for visit in self.order)
         return Simulation(
             seconds=self.now_s - start_s,
-            compute_s=sum(visit.compute_s for visit in self.order),
+            compute_s=compute_s,
             stall_s=stall_s,
             loads=tuple(self.loads),
-            load_bytes=load_bytes,
-            link_s=(load_bytes + other_bytes) / self.bytes_per_s + sum(self.loads) * self.latency_s,
+            load_bytes=sum(count * size for count, size in zip(self.loads, self.sizes)),
+            link_s=self._link_s(),
             peak_bytes=peak_bytes,
             timeline=tuple(
-                Span(span.track, span.group, span.start_s - start_s, span.end_s - start_s) for span in self.spans
+                replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in self.spans
             ),
         )
+
+    def _link_s(self) -> float:
+        times_s = [sum(n * link.seconds(size) for n, size in zip(self.loads, self.sizes)) for link in self.links]
+        times_s[0] += sum(visit.other_bytes for visit in self.order) / self.links[0].bytes_per_s
+        return max(times_s)
 
     def _make_resident(self, position: int) -> None:
         """Asks the policy, starts what it says, and moves the clock to when the visit can compute."""
         overdue_s = self.due_s[position] - self.served_s
         if overdue_s > 0:
             self._other_traffic(overdue_s)
-            self.now_s = self.link_free_s
+            self.now_s = max(self.now_s, self.free_s[0])
         decision = self._decide(position)
         while decision.wait:
             self.now_s = min(self.ready_s[group] for group in decision.wait)
@@ -195,14 +258,17 @@ class _Run:
         return self.policy.decide(position, resident, (), loading)
 
     def _fetch(self, group: int) -> None:
-        start_s = self.link_free_s  # never before now
-        self.link_free_s = start_s + self.latency_s + self.sizes[group] / self.bytes_per_s
-        self.ready_s[group] = self.link_free_s
+        at_s = self.now_s
+        for index, link in enumerate(self.links):
+            start_s = max(at_s, self.free_s[index])
+            at_s = self.free_s[index] = start_s + link.seconds(self.sizes[group]) * self.link_noise()
+            self.spans.append(Span(Track.LINK, group, start_s, at_s, index))
+        self.ready_s[group] = at_s
         self.loads[group] += 1
-        self.spans.append(Span(Track.LINK, group, start_s, self.link_free_s))
 
     def _other_traffic(self, seconds: float) -> None:
         if seconds > 0:
-            self.spans.append(Span(Track.LINK, None, self.link_free_s, self.link_free_s + seconds))
-            self.link_free_s += seconds
+            start_s = self.free_s[0]
+            self.free_s[0] = start_s + seconds
+            self.spans.append(Span(Track.LINK, None, start_s, self.free_s[0]))
             self.served_s += seconds
