@@ -1,7 +1,7 @@
 """Models from a name, a configuration file, or a local checkpoint; never from the network.
 
 Scope: Hugging Face configurations and the construction of a causal language model from one.
-Not here: where the built weights are put (`train/materialize.py`, `train/engine.py`).
+Not here: the sizes of presets (`apps/preset_sizes.py`), and where the built weights are put (`train/materialize.py`).
 Owner: nothing is kept between calls.
 """
 
@@ -16,21 +16,10 @@ from typing import Any
 from torch import nn
 
 from tierstore.apps.options import Precision, Preset
+from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.errors import ConfigError
 
 _TORCH_DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
-
-# (vocabulary, layers, width, heads, context) of the GPT-2 family. Source of 124m, 350m and 1.5b: Radford et al.,
-# "Language Models are Unsupervised Multitask Learners" (2019), table 2. 25m reads bytes: 25.5 million parameters.
-_GPT2_SIZES = {
-    Preset.P25M: (256, 8, 512, 8, 256),
-    Preset.P124M: (50257, 12, 768, 12, 1024),
-    Preset.P350M: (50257, 24, 1024, 16, 1024),
-    Preset.P1_5B: (50257, 48, 1600, 25, 1024),
-}
-# Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models" (2023), the 7B model.
-_LLAMA_7B = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-             "num_attention_heads": 32, "max_position_embeddings": 4096}  # fmt: skip
 
 # What the architectures call the same knob. Absent names are left alone.
 _DROPOUT_NAMES = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout", "dropout",
@@ -39,14 +28,8 @@ _DROPOUT_NAMES = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"
 
 def preset_configuration(preset: Preset) -> Any:
     """The `transformers` configuration of a preset."""
-    transformers = _transformers()
-    if preset is Preset.P7B:
-        return transformers.LlamaConfig(**_LLAMA_7B)
-    vocabulary, layers, width, heads, context = _GPT2_SIZES[preset]
-    ends = {"bos_token_id": 0, "eos_token_id": 0} if vocabulary == 256 else {}
-    return transformers.GPT2Config(
-        vocab_size=vocabulary, n_layer=layers, n_embd=width, n_head=heads, n_positions=context, **ends
-    )
+    fields = dict(PRESET_FIELDS[preset])
+    return _transformers().CONFIG_MAPPING[fields.pop("model_type")](**fields)
 
 
 def file_configuration(path: Path) -> Any:
