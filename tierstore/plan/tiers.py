@@ -42,6 +42,7 @@ __all__ = [
     "Request",
     "UsageRow",
     "place",
+    "place_uniformly",
     "smallest_budgets",
 ]
 
@@ -121,6 +122,23 @@ def place(request: Request) -> Placement:
     request = replace(request, cpu_bytes=request.cpu_bytes - request.scratch_bytes, scratch_bytes=0)
     chunk_elements, homes, comfort = _start(request)
     homes, pools = _Filler(request, chunk_elements, homes, comfort).fill()
+    return _placement(request, chunk_elements, homes, pools)
+
+
+def place_uniformly(request: Request, *, weights: Tier, gradients: Tier, state: Tier) -> Placement:
+    """Every group at the same homes, with a working set of memory around them: what they take, whatever the budgets."""
+    size = _chunk_sizes(request)[0]
+    homes = _Homes(
+        weights=(weights,) * len(request.groups),
+        gradients=tuple(gradients if need.trainable else Tier.CPU for need in request.groups),
+        state=tuple(
+            Grid(need, size).count if need.trainable and state is Tier.CPU else 0 for need in request.groups
+        ),
+    )
+    return _placement(request, size, homes, _pools(request, size, homes, _WORKING))
+
+
+def _placement(request: Request, chunk_elements: int, homes: _Homes, pools: Pools) -> Placement:
     gradient_bytes = _gpu_gradient_bytes(request)
     return Placement(
         groups=request.groups,
