@@ -58,7 +58,8 @@ def test_degrees_divide() -> None:
 def test_the_fullest_stage_has_an_end_and_its_share_of_the_blocks() -> None:
     shape = from_config({"model_type": "gpt2", "n_layer": 5, "n_embd": 64, "n_head": 2, "vocab_size": 1000})
     parts = stage_parts(shape, Layout(gpus=4, tensor=2, pipeline=2))
-    assert [part.name for part in parts] == ["transformer.wte", "transformer.wpe", *(f"transformer.h.{n}" for n in "012")]
+    blocks = [f"transformer.h.{index}" for index in range(3)]
+    assert [part.name for part in parts] == ["transformer.wte", "transformer.wpe", *blocks]
     assert parts[0].parameters == 1000 * 64 // 2
 
 
@@ -104,7 +105,7 @@ def test_activations_of_ranks_and_stages() -> None:
         (lambda: Layout(zero=4), "ZeRO stage of 0 to 3"),
         (lambda: Layout(gpus=8, tensor=3), "8 GPUs cannot be divided into tensor x pipeline = 3 x 1"),
         (lambda: Layout(nodes=2, gpus=4, tensor=8), "--tensor-parallel 8 does not divide the 4 GPUs of a node"),
-        (lambda: stage_parts(GPT3, Layout(gpus=97, pipeline=97)), "more stages than the model's 96 layers"),
+        (lambda: stage_parts(GPT3, Layout(gpus=97, pipeline=97)), "more than the model has layers: 96"),
     ],
 )
 def test_what_cannot_be(make: Any, message: str) -> None:

@@ -50,8 +50,9 @@ class Node:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if min(self.gpus, self.links, self.disks) < 1:
-            raise ConfigError(f"a node has at least one GPU, link and disk, not {self.gpus}, {self.links}, {self.disks}")
+        counts = (self.gpus, self.links, self.disks)
+        if min(counts) < 1:
+            raise ConfigError(f"a node has at least one GPU, link and disk, not {counts}")
         if not (self.gpu_bytes > 0 and self.flop_per_s > 0 and self.cpu_bytes > 0 and self.nvme_bytes >= 0):
             raise ConfigError(f"a node has memory and computes: {self.name} cannot have {asdict(self)}")
 
@@ -108,7 +109,7 @@ _NODES = (
     _node("dgx-h200", "NVIDIA DGX H200 data sheet (2024)", _U2, 8,
           gpus=8, gpu_bytes=141 * _GB, peak=989e12, cpu_bytes=2 * _TB, link=64 * _GB, links=8,
           memory=2 * 8 * 8 * 4.8e9, peer=450 * _GB, network=8 * 50 * _GB),
-    _node("aws-p4d", "Amazon EC2 p4d.24xlarge instance details: 8 x A100 40 GB, 8 x 1 TB, reads of 16 GB/s (writes assumed half)",
+    _node("aws-p4d", "Amazon EC2 p4d.24xlarge: 8 x A100 40 GB, 8 x 1 TB, reads of 16 GB/s (writes assumed half)",
           {**_U2, "nvme_bytes": 1 * _TB, "read": 2.0 * _GB, "write": 1.0 * _GB, "endurance": 0.0}, 8,
           gpus=8, gpu_bytes=40 * _GB, peak=312e12, cpu_bytes=1152 * _GIB, link=32 * _GB, links=4,
           memory=2 * 6 * 8 * 2.933e9, peer=300 * _GB, network=50 * _GB),
@@ -116,10 +117,10 @@ _NODES = (
           {**_U2, "endurance": 0.0}, 8,
           gpus=8, gpu_bytes=80 * _GB, peak=989e12, cpu_bytes=2 * _TIB, link=64 * _GB, links=8,
           memory=2 * 8 * 8 * 4.8e9, peer=450 * _GB, network=400 * _GB),
-    _node("rtx-4090", "workstation: NVIDIA Ada GPU architecture white paper (2022), 128 GB of DDR5-5600, 990 PRO", _M2, 1,
+    _node("rtx-4090", "NVIDIA Ada GPU architecture white paper (2022), 128 GB of DDR5-5600, 990 PRO", _M2, 1,
           gpus=1, gpu_bytes=24 * _GIB, peak=165e12, cpu_bytes=128 * _GB, link=32 * _GB, links=1,
           memory=2 * 8 * 5.6e9, peer=0.0, network=1.25 * _GB),
-    _node("rtx-3090", "workstation: NVIDIA Ampere GA102 white paper (2020), 64 GB of DDR4-3200, 990 PRO", _M2, 1,
+    _node("rtx-3090", "NVIDIA Ampere GA102 white paper (2020), 64 GB of DDR4-3200, 990 PRO", _M2, 1,
           gpus=1, gpu_bytes=24 * _GIB, peak=71e12, cpu_bytes=64 * _GB, link=32 * _GB, links=1,
           memory=2 * 8 * 3.2e9, peer=0.0, network=1.25 * _GB),
     _node("laptop", "RTX 4060 Laptop GPU (233 AI TOPS, an eighth of which is dense bf16), 32 GB of DDR5-5600, 990 PRO "

@@ -80,9 +80,7 @@ class Job:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
         if self.shape.context is not None and self.sequence > self.shape.context:
-            raise ConfigError(
-                f"--sequence {self.sequence} is longer than the model's context of {self.shape.context}"
-            )
+            raise ConfigError(f"--sequence {self.sequence} is longer than the model's context of {self.shape.context}")
 
     @property
     def bytes(self) -> ParameterBytes:
@@ -177,7 +175,7 @@ def stage_parts(shape: ModelShape, layout: Layout) -> tuple[Part, ...]:
     """Groups of the fullest pipeline stage, of one of its tensor-parallel parts."""
     blocks = [part for part in shape.parts if part.is_block]
     if layout.pipeline > len(blocks):
-        raise ConfigError(f"--pipeline-parallel {layout.pipeline} has more stages than the model's {len(blocks)} layers")
+        raise ConfigError(f"--pipeline-parallel {layout.pipeline} is more than the model has layers: {len(blocks)}")
     parts = shape.parts
     if layout.pipeline > 1:
         first = next(index for index, part in enumerate(parts) if part.is_block)
@@ -190,7 +188,7 @@ def stage_parts(shape: ModelShape, layout: Layout) -> tuple[Part, ...]:
 def group_needs(job: Job, layout: Layout) -> tuple[GroupNeed, ...]:
     """The groups of one rank as the engine has them placed; of several ranks, each keeps whole blocks of elements.
 
-    One rank's are exactly the engine's. A part of one of several is rounded to blocks, where the engine rounds to chunks.
+    One rank's are exactly the engine's. Of several, a part is rounded to blocks, where the engine rounds to chunks.
     """
     ranks, each = layout.shares(1), job.bytes
     needs = []

@@ -131,9 +131,7 @@ def place_uniformly(request: Request, *, weights: Tier, gradients: Tier, state: 
     homes = _Homes(
         weights=(weights,) * len(request.groups),
         gradients=tuple(gradients if need.trainable else Tier.CPU for need in request.groups),
-        state=tuple(
-            Grid(need, size).count if need.trainable and state is Tier.CPU else 0 for need in request.groups
-        ),
+        state=tuple(Grid(need, size).count if need.trainable and state is Tier.CPU else 0 for need in request.groups),
     )
     return _placement(request, size, homes, _pools(request, size, homes, _WORKING))
 

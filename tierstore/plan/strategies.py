@@ -1,0 +1,254 @@
+"""Every way to spread a training run over the tiers: what fits, how fast it is, which is the simplest.
+
+Scope: strategies from nothing offloaded to all on NVMe and the engine's own split; bytes per tier, step time, wear.
+Not here: what would help (`plan/advice.py`), how a report looks (`apps/plan.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tierstore.config import Tier, UpdateSchedule, format_size
+from tierstore.errors import BudgetError
+from tierstore.plan.costs import efficiency
+from tierstore.plan.machine import Node
+from tierstore.plan.memory import Job, Layout, activation_bytes, gpu_bytes, group_needs
+from tierstore.plan.placement import GradientMode, GroupNeed, Kind, Placement, Request
+from tierstore.plan.step_time import Link, Phase, Work, phases_of, reads_weights_with_state, step_work
+from tierstore.plan.tiers import place, place_uniformly
+
+USABLE = 0.9
+"""Share of a memory that a run may take: the rest is the system's, the allocator's and the framework's."""
+_SLOTS = 2  # of a store: the committed generation, and the one that is written
+_DAY_S = 86400.0
+
+
+class Strategy(enum.Enum):
+    """Where weights, gradients and state live, from the simplest on."""
+
+    NOTHING = "nothing offloaded"
+    STATE_CPU = "state in CPU memory"
+    ALL_CPU = "state and weights in CPU memory"
+    STATE_NVME = "state on NVMe"
+    STATE_NVME_WEIGHTS_CPU = "state on NVMe, weights in CPU memory"
+    WEIGHTS_NVME = "state and weights on NVMe"
+    ALL_NVME = "all on NVMe"
+    ENGINE = "split by tierstore"
+
+
+@dataclass(frozen=True, slots=True)
+class _Homes:
+    stays: bool  # weights on the GPU for the whole step
+    weights: Tier
+    gradients: Tier
+    state: Tier
+
+
+_HOMES = {
+    Strategy.STATE_CPU: _Homes(True, Tier.CPU, Tier.CPU, Tier.CPU),
+    Strategy.ALL_CPU: _Homes(False, Tier.CPU, Tier.CPU, Tier.CPU),
+    Strategy.STATE_NVME: _Homes(True, Tier.CPU, Tier.CPU, Tier.NVME),
+    Strategy.STATE_NVME_WEIGHTS_CPU: _Homes(False, Tier.CPU, Tier.CPU, Tier.NVME),
+    Strategy.WEIGHTS_NVME: _Homes(False, Tier.NVME, Tier.CPU, Tier.NVME),
+    Strategy.ALL_NVME: _Homes(False, Tier.NVME, Tier.NVME, Tier.NVME),
+}
+_GRADIENT_MODES: Mapping[UpdateSchedule, GradientMode] = {
+    UpdateSchedule.BACKWARD: "streamed",
+    UpdateSchedule.DELAYED: "doubled",
+}  # as the engine asks, see `train/budgets.py`
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A run on machines.
+
+    Attributes:
+        schedule: AUTO is "forward", which the engine takes when gradients are clipped.
+    """
+
+    job: Job
+    layout: Layout
+    node: Node
+    schedule: UpdateSchedule = UpdateSchedule.AUTO
+    commit_every: int = 1
+
+    @property
+    def gpu_budget_bytes(self) -> int:
+        """Of one GPU, for weights and gradients: what activations leave."""
+        return max(0, int(USABLE * self.node.gpu_bytes - activation_bytes(self.job, self.layout)))
+
+    @property
+    def cpu_budget_bytes(self) -> int:
+        """Of one rank."""
+        return int(USABLE * self.node.cpu_bytes / self.layout.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A strategy in a situation.
+
+    Attributes:
+        bytes: by kind and tier at rest; of each GPU on the GPU tier, of a node on the others.
+        taken: by tier: of each GPU with activations, of a node with staging, of its disks with both slots.
+        problems: why it does not fit, a sentence each.
+        work: of forward, backward and update, in bytes of one node.
+        placement: of one rank; None if nothing is offloaded, or a budget is too small for any.
+    """
+
+    strategy: Strategy
+    bytes: Mapping[tuple[Kind, Tier], float]
+    taken: Mapping[Tier, float]
+    problems: tuple[str, ...]
+    work: Mapping[str, Work]
+    phases: tuple[Phase, ...]
+    placement: Placement | None = None
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def step_s(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def compute_s(self) -> float:
+        return sum(phase.compute_s for phase in self.phases)
+
+    @property
+    def efficiency(self) -> float:
+        return efficiency(self.compute_s, self.step_s)
+
+    @property
+    def bottleneck(self) -> Link | None:
+        """The link of the phase that loses most; None where computing waits for none."""
+        worst = max(self.phases, key=lambda phase: phase.seconds - phase.sync_s - phase.compute_s)
+        return worst.bottleneck
+
+    @property
+    def read_bytes(self) -> float:
+        """From the disks of a node, per step."""
+        return sum(work.read_bytes for work in self.work.values())
+
+    @property
+    def written_bytes(self) -> float:
+        """To the disks of a node, per step."""
+        return sum(work.written_bytes for work in self.work.values())
+
+    def wear_days(self, endurance_bytes: float) -> float | None:
+        """Days of training until the drives have had all the writes that they are rated for; None: never, or unknown."""
+        if not (endurance_bytes and self.written_bytes):
+            return None
+        return endurance_bytes / self.written_bytes * self.step_s / _DAY_S
+
+
+def options_of(situation: Situation, strategies: Iterable[Strategy] = Strategy) -> tuple[Option, ...]:
+    """Every strategy, from the simplest to the one that offloads most; the engine's own split last."""
+    return tuple(_option(situation, strategy) for strategy in strategies)
+
+
+def simplest(options: Iterable[Option]) -> Option | None:
+    """The first that fits: options come in the order of what they involve."""
+    return next((option for option in options if option.fits), None)
+
+
+def fastest(options: Iterable[Option]) -> Option | None:
+    """Of those that fit, the shortest step; the simplest of equals."""
+    fitting = [option for option in options if option.fits]
+    return min(fitting, key=lambda option: option.step_s) if fitting else None
+
+
+def _option(situation: Situation, strategy: Strategy) -> Option:
+    if strategy is Strategy.NOTHING:
+        return _nothing(situation)
+    try:
+        placement = _placement(situation, strategy)
+    except BudgetError as error:
+        return Option(strategy, {}, {}, (str(error),), {}, _phases(situation, None)[1])
+    work, phases = _phases(situation, placement)
+    taken = _taken(situation, placement)
+    return Option(strategy, _bytes(placement, situation.layout), taken, _problems(situation.node, taken), work, phases,
+                  placement)  # fmt: skip
+
+
+def _nothing(situation: Situation) -> Option:
+    job, layout = situation.job, situation.layout
+    held = gpu_bytes(job, layout)
+    sizes = {Kind.WEIGHTS: held.weights, Kind.GRADIENTS: held.gradients, Kind.STATE: held.state}
+    working = 0.0
+    if layout.shares(3) > 1:  # two whole groups are gathered: the one that computes, and the next
+        working = 2.0 * max(need.device_bytes for need in group_needs(job, layout))
+    taken = {Tier.GPU: held.total + working + activation_bytes(job, layout)}
+    work, phases = _phases(situation, None)
+    by_tier = {(kind, Tier.GPU): size for kind, size in sizes.items()}
+    return Option(Strategy.NOTHING, by_tier, taken, _problems(situation.node, taken), work, phases)
+
+
+def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_bytes: int) -> Request:
+    """What the engine asks its placement for, of one rank."""
+    everything = sum(need.device_bytes for need in groups)
+    stays = situation.layout.data > 1 and situation.layout.zero < 3
+    return Request(
+        groups=groups,
+        gpu_bytes=gpu_budget_bytes,
+        cpu_bytes=situation.cpu_budget_bytes,
+        nvme=situation.node.nvme_bytes > 0,
+        gradients=_GRADIENT_MODES.get(situation.schedule, "held"),
+        acquired_bytes=everything if stays else None,
+        read_weights_with_state=reads_weights_with_state(situation.schedule),
+    )
+
+
+def _placement(situation: Situation, strategy: Strategy) -> Placement:
+    groups = group_needs(situation.job, situation.layout)
+    if strategy is Strategy.ENGINE:
+        return place(request_of(situation, groups, situation.gpu_budget_bytes))
+    homes = _HOMES[strategy]
+    sizes = [need.device_bytes for need in groups]
+    # While a group computes, the next one comes, and the one before it may still be leaving; and two gradients go.
+    weights = sum(sizes) if homes.stays else min(sum(sizes), 3 * max(sizes))
+    request = request_of(situation, groups, weights + 2 * max(sizes))
+    return place_uniformly(request, weights=homes.weights, gradients=homes.gradients, state=homes.state)
+
+
+def _phases(situation: Situation, placement: Placement | None) -> tuple[Mapping[str, Work], tuple[Phase, ...]]:
+    commits = 1 / situation.commit_every if placement is not None and _has_store(placement) else 0.0
+    work = step_work(situation.job, situation.layout, situation.node, placement, situation.schedule, commits)
+    return work, phases_of(work, situation.node, situation.schedule)
+
+
+def _has_store(placement: Placement) -> bool:
+    return any(row.tier is Tier.NVME for row in placement.usage())
+
+
+def _bytes(placement: Placement, layout: Layout) -> dict[tuple[Kind, Tier], float]:
+    return {(row.kind, row.tier): row.bytes * (1 if row.tier is Tier.GPU else layout.gpus) for row in placement.usage()}
+
+
+def _taken(situation: Situation, placement: Placement) -> dict[Tier, float]:
+    gpus = situation.layout.gpus
+    on_gpu = sum(row.bytes for row in placement.usage() if row.tier is Tier.GPU)
+    taken = {
+        Tier.GPU: on_gpu + activation_bytes(situation.job, situation.layout),
+        Tier.CPU: float(placement.pools.total_bytes * gpus),
+    }
+    if _has_store(placement):
+        spilled = sum(row.bytes for row in placement.usage() if row.tier is Tier.NVME and row.kind is Kind.GRADIENTS)
+        slots = sum(need.elements * (need.weight_bytes + need.state_bytes) for need in placement.groups) * _SLOTS
+        taken[Tier.NVME] = float((slots + spilled) * gpus)
+    return taken
+
+
+def _problems(node: Node, taken: Mapping[Tier, float]) -> tuple[str, ...]:
+    limits = {
+        Tier.GPU: (USABLE * node.gpu_bytes, "each GPU"),
+        Tier.CPU: (USABLE * node.cpu_bytes, "CPU memory of a node"),
+        Tier.NVME: (node.nvme_bytes, "the disks of a node"),
+    }
+    return tuple(
+        f"{where} would hold {format_size(taken[tier])}, {format_size(limit)} can be used"
+        for tier, (limit, where) in limits.items()
+        if taken.get(tier, 0.0) > limit
+    )
