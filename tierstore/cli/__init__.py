@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from tierstore.cli import simulate, train
+from tierstore.cli import probe, simulate, train
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -24,8 +24,8 @@ def _root() -> None:
     """Train models whose state does not fit in memory."""
 
 
-for _command in (train.train,):
-    app.command()(_command)
+app.command()(train.train)
+app.command()(probe.probe)
 app.add_typer(simulate.simulate, name="simulate")
 
 

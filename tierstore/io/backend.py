@@ -111,6 +111,11 @@ class BlockFile(ForkAware):
         self._is_closed = False
         self._sync_failure: StorageError | None = None
 
+    @property
+    def descriptor_path(self) -> Path:
+        """Where another process of the same user finds the open file, its name removed or not."""
+        return Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
+
     def read_into(self, buffer: Bytes, offset: int, required_bytes: int | None = None) -> int:
         """Fills `buffer` from `offset` on.
 

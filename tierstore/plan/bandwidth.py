@@ -1,29 +1,148 @@
 """Measured rates as plain data.
 
 Scope: the table of rates, its JSON form, and the estimator that notices when a rate has changed.
-Not here: the measuring (`measure.py`).
+Not here: the measuring (`measure/`), files (`measure/table_file.py`).
 """
 
 from __future__ import annotations
 
+import enum
+import json
 import math
-from dataclasses import asdict, dataclass, fields
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from tierstore.config import Codec
 from tierstore.errors import ConfigError, FormatError
+from tierstore.plan.cost_model import CostModel
+
+VERSION = 1
+REPORT = "report"
+"""A key that whoever writes a table may add; it is not read."""
+
+
+class Activity(enum.Enum):
+    """What keeps a part of the machine busy."""
+
+    READ = "read"
+    WRITE = "write"
+    H2D = "h2d"
+    D2H = "d2h"
+    MATMUL = "matmul"
+    ADAM = "adam"
+
+
+class _Part:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class BandwidthTable:
-    """Rates of one machine.
+class Rate(_Part):
+    """A rate that was measured several times: the median and the quartiles, per second."""
+
+    per_s: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, ("per_s", "low", "high"))
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Rate:
+        """Of at least one sample; the quartiles of few are the smallest and the largest."""
+        if len(samples) < 4:
+            return cls(statistics.median(samples), min(samples), max(samples))
+        low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(middle, low, high)
+
+    @property
+    def spread(self) -> float:
+        """The distance of the quartiles as a share of the median."""
+        return (self.high - self.low) / self.per_s
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryRates(_Part):
+    """One directory at its best block size and number of threads.
+
+    Attributes:
+        both: reads and writes at once, as many bytes this way as that; their sum.
+        is_direct: by O_DIRECT; else through the page cache, and then this is the rate of memory.
+    """
+
+    path: str
+    read: Rate
+    write: Rate
+    both: Rate
+    read_block_bytes: int
+    read_threads: int
+    write_block_bytes: int
+    write_threads: int
+    is_direct: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CodecRates(_Part):
+    """One codec on one thread.
+
+    Attributes:
+        data: what was encoded.
+        ratio: bytes before to bytes after.
+    """
+
+    codec: Codec
+    data: str
+    ratio: float
+    encode_bytes_per_s: float
+    decode_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, ("ratio", "encode_bytes_per_s", "decode_bytes_per_s"))
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown(_Part):
+    """How many times as long one activity takes while another goes on."""
+
+    activity: Activity
+    beside: Activity
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, ("factor",))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRate(_Part):
+    """The spread of a rate of the table, by the name of its field."""
+
+    name: str
+    rate: Rate
+
+
+@dataclass(frozen=True, slots=True)
+class BandwidthTable(_Part):
+    """Rates of one machine. The first seven are always there; the others as far as they were measured.
 
     Attributes:
         read_bytes_per_s: NVMe, reads alone (all directories together).
         write_bytes_per_s: NVMe, writes alone.
         shared_bytes_per_s: NVMe, reads and writes at once, their sum: they share one budget.
-        h2d_bytes_per_s: CPU memory to device.
-        d2h_bytes_per_s: device to CPU memory.
+        h2d_bytes_per_s: CPU memory (pinned) to device.
+        d2h_bytes_per_s: device to CPU memory (pinned).
         memory_bytes_per_s: copies within CPU memory.
-        adam_elements_per_s: the CPU optimizer, all its threads.
+        adam_elements_per_s: the CPU optimizer, all its threads, bf16 weights.
+        adam_fp32_elements_per_s: likewise, fp32 weights.
+        h2d_pageable_bytes_per_s, d2h_pageable_bytes_per_s: from and to memory that is not pinned.
+        checksum_bytes_per_s: of one thread.
+        matmul_flop_per_s: of the device, bf16 (on a CPU fp32).
+        collective: between the ranks that measured it.
+        spreads: of the rates above.
     """
 
     read_bytes_per_s: float
@@ -33,11 +152,19 @@ class BandwidthTable:
     d2h_bytes_per_s: float
     memory_bytes_per_s: float
     adam_elements_per_s: float
+    adam_fp32_elements_per_s: float | None = None
+    h2d_pageable_bytes_per_s: float | None = None
+    d2h_pageable_bytes_per_s: float | None = None
+    checksum_bytes_per_s: float | None = None
+    matmul_flop_per_s: float | None = None
+    directories: tuple[DirectoryRates, ...] = ()
+    codecs: tuple[CodecRates, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
+    collective: CostModel | None = None
+    spreads: tuple[NamedRate, ...] = ()
 
     def __post_init__(self) -> None:
-        bad = {name: rate for name, rate in asdict(self).items() if not (rate > 0 and math.isfinite(rate))}
-        if bad:
-            raise ConfigError(f"rates are positive and finite: {bad}")
+        _check_positive(self, RATE_NAMES)
 
     def disk_seconds(self, read_bytes: float, written_bytes: float) -> float:
         """Time of this traffic on the disks, reads and writes at once as far as both last.
@@ -50,34 +177,63 @@ class BandwidthTable:
         reading_s, writing_s = read_bytes * read_s, written_bytes * write_s
         return reading_s + writing_s - hidden * min(reading_s, writing_s)
 
-    def scaled(self, *, disk: float = 1.0, links: float = 1.0, compute: float = 1.0) -> BandwidthTable:
-        """A machine whose disks, links to the device, or memory and cores are so many times as fast."""
-        factors = {"read": disk, "write": disk, "shared": disk, "h2d": links, "d2h": links}
-        return BandwidthTable(
-            **{name: rate * factors.get(name.split("_")[0], compute) for name, rate in asdict(self).items()}
-        )
+    def slowdown(self, activity: Activity, beside: Activity) -> float:
+        """How many times as long `activity` takes while `beside` goes on; 1 if that was not measured."""
+        return next((s.factor for s in self.slowdowns if (s.activity, s.beside) == (activity, beside)), 1.0)
 
-    def to_json(self) -> dict[str, float]:
-        """A JSON object of the rates by name."""
-        return asdict(self)
+    def scaled(self, *, disk: float = 1.0, links: float = 1.0, compute: float = 1.0) -> BandwidthTable:
+        """A machine whose disks, links to the device, or memory and cores are so many times as fast.
+
+        What was measured of single directories and codecs, and the spreads, is left out.
+        """
+        factors = {"read": disk, "write": disk, "shared": disk, "h2d": links, "d2h": links}
+        rates = {name: getattr(self, name) for name in RATE_NAMES if getattr(self, name) is not None}
+        scaled = {name: rate * factors.get(name.split("_")[0], compute) for name, rate in rates.items()}
+        return replace(self, **scaled, directories=(), codecs=(), spreads=())
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object: the version of the form, and what was measured by name."""
+        return {"version": VERSION, **_ADAPTER.dump_python(self, mode="json", exclude_defaults=True)}
 
     @classmethod
     def from_json(cls, value: object) -> BandwidthTable:
-        """The table of a JSON object as `to_json` makes it.
+        """The table of a JSON object as `to_json` makes it, or of the seven rates alone.
 
         Raises:
-            FormatError: not an object of exactly these positive numbers.
+            FormatError: something else; a rate that is missing or not a positive number.
         """
-        names = {field.name for field in fields(cls)}
-        if not isinstance(value, dict) or set(value) != names:
-            found = sorted(map(str, value)) if isinstance(value, dict) else type(value).__name__
-            raise FormatError(f"a bandwidth table has the rates {sorted(names)}, not {found}")
-        if not all(isinstance(rate, (int, float)) and not isinstance(rate, bool) for rate in value.values()):
-            raise FormatError(f"a rate of the bandwidth table is not a number: {value}")
-        try:
-            return cls(**{name: float(rate) for name, rate in value.items()})
-        except (ConfigError, OverflowError) as error:
+        if not isinstance(value, dict):
+            raise FormatError(f"a bandwidth table is a JSON object, not {type(value).__name__}")
+        version = value.get("version", VERSION)
+        if version != VERSION or isinstance(version, bool):
+            raise FormatError(f"a bandwidth table of version {version!r}; this tierstore reads version {VERSION}")
+        rates = {name: part for name, part in value.items() if name not in ("version", REPORT)}
+        try:  # as text: what JSON can hold, and nothing that only looks like it
+            return _ADAPTER.validate_json(json.dumps(rates), strict=True)
+        except ValidationError as error:
+            raise FormatError(f"bandwidth table: {_first(error)}") from None
+        except (ConfigError, TypeError, ValueError, RecursionError) as error:
             raise FormatError(f"bandwidth table: {error}") from None
+
+
+RATE_NAMES = tuple(field.name for field in fields(BandwidthTable) if field.name.endswith("_per_s"))
+"""Fields of a table that are a rate."""
+
+_ADAPTER = TypeAdapter(BandwidthTable)
+
+
+def _check_positive(owner: object, names: Sequence[str]) -> None:
+    rates = {name: getattr(owner, name) for name in names}
+    bad = {name: rate for name, rate in rates.items() if rate is not None and not (rate > 0 and math.isfinite(rate))}
+    if bad:
+        raise ConfigError(f"rates are positive and finite: {bad}")
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing that is wrong, and where."""
+    found = error.errors(include_url=False)[0]
+    where = ".".join(map(str, found["loc"]))
+    return f"{where}: {found['msg']}" if where else str(found["msg"])
 
 
 class Estimator:

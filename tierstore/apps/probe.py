@@ -1,0 +1,170 @@
+"""Measuring this machine: disks, links, codecs, the optimizer; and the table that the planner and the engine read.
+
+Scope: the options of `tierstore probe`, one run of it, its files.
+Not here: how something is measured (`measure/`), what a person sees of it (`apps/probe_report.py`).
+Owner: the thread that calls; memory, device and files are given back at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tierstore.config import format_size
+from tierstore.errors import ConfigError
+from tierstore.plan.bandwidth import Activity, BandwidthTable, NamedRate, Rate, Slowdown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeOptions:
+    """All options of one run; every field is the command-line option of the same name.
+
+    Attributes:
+        size: bytes of the file in each directory; None is 2 GiB, 512 MiB when quick.
+        seconds: of each directory, about; None is 60, and 5 when quick.
+        against: "fio", or nothing to compare with.
+    """
+
+    nvme: tuple[Path, ...]
+    quick: bool = False
+    size: int | None = None
+    seconds: float | None = None
+    device: str = "cpu"
+    json: Path | None = None
+    plot: Path | None = None
+    against: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.nvme:
+            raise ConfigError("which disk? give --nvme a directory on it; repeat it for several")
+        if len({path.resolve() for path in self.nvme}) != len(self.nvme):
+            raise ConfigError("a directory is listed twice in --nvme")
+        if self.seconds is not None and not 0.1 <= self.seconds <= 86400:
+            raise ConfigError(f"--seconds must be at least 0.1 and at most 86400, not {self.seconds}")
+        if self.size is not None and self.size < 2**25:
+            raise ConfigError(f"--size must be at least 32 MiB, the largest block, not {format_size(self.size)}")
+        if self.against not in (None, "fio"):
+            raise ConfigError(f"--against knows fio, not {self.against!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A table, and the measurements behind it."""
+
+    table: BandwidthTable
+    disks: Any
+    machine: Any
+
+
+def probe(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcome:
+    """Measures, and writes the files that are asked for.
+
+    Args:
+        tell: called before each run, with what is done and the share of all that is over.
+
+    Raises:
+        StorageFull: a directory has not enough room; nothing was written.
+        ConfigError: an option cannot work; nothing was written.
+    """
+    from tierstore.device.streams import open_device
+    from tierstore.io.memory import Arena
+    from tierstore.io.runtime import Runtime
+    from tierstore.measure.table_file import write_table
+
+    device = open_device(options.device)
+    arena = Arena(_memory_bytes(len(options.nvme)), device.pin, device.unpin)
+    with contextlib.closing(arena), Runtime("tierstore-probe", timeout_s=86400.0) as runtime:
+        outcome = runtime.call(_measure, options, device, arena, tell)
+    if options.json is not None:
+        write_table(options.json, outcome.table, report(outcome))
+    if options.plot is not None:
+        from tierstore.apps.probe_report import draw
+
+        draw(outcome, options.plot)
+    return outcome
+
+
+async def _measure(options: ProbeOptions, device: Any, arena: Any, tell: Callable[[str, float], None]) -> Outcome:
+    from tierstore.io.backend import Backend
+    from tierstore.measure.disk import check_room, incompressible
+    from tierstore.measure.fio import find_fio
+    from tierstore.measure.machine import measure_machine
+    from tierstore.measure.survey import QUICK, THOROUGH, survey
+
+    effort = QUICK if options.quick else THOROUGH
+    effort = replace(effort, size_bytes=options.size or effort.size_bytes, seconds=options.seconds or effort.seconds)
+    backend, fio = Backend(), find_fio() if options.against else None
+    check_room(list(options.nvme), effort.size_bytes, backend)
+    lease = await arena.pool("probe", arena.capacity_bytes).reserve(arena.capacity_bytes)
+    try:
+        tell("random bytes", 0.0)
+        incompressible(lease.array)
+        disks = await survey(
+            options.nvme, effort, lease.array, backend, lambda what, done: tell(what, 0.7 * done), fio
+        )
+        rounds, pace_s = (3, 0.06) if options.quick else (7, 0.4)
+        machine = await measure_machine(
+            device, lease.array, pace_s, rounds, lambda what, done: tell(what, 0.7 + 0.3 * done)
+        )
+    finally:
+        lease.free()
+    return Outcome(_table(disks, machine), disks, machine)
+
+
+def _memory_bytes(directories: int) -> int:
+    """For transfers of all directories, and at most a quarter of what is free."""
+    import psutil
+
+    from tierstore.measure.machine import MEMORY_BYTES
+
+    wanted, available = MEMORY_BYTES * directories, int(psutil.virtual_memory().available) // 4
+    if available < MEMORY_BYTES // 4:
+        raise ConfigError(f"measuring needs {format_size(MEMORY_BYTES)} of free memory, and there are "
+                          f"{format_size(4 * available)}")  # fmt: skip
+    return min(wanted, available) // 2**21 * 2**21
+
+
+def _table(disks: Any, machine: Any) -> BandwidthTable:
+    rates: dict[str, Rate] = {
+        "read_bytes_per_s": disks.read,
+        "write_bytes_per_s": disks.write,
+        "shared_bytes_per_s": disks.both,
+        "h2d_bytes_per_s": machine.rates["h2d"],
+        "d2h_bytes_per_s": machine.rates["d2h"],
+        "memory_bytes_per_s": machine.rates["memory"],
+        "adam_elements_per_s": machine.rates["adam"],
+        "adam_fp32_elements_per_s": machine.rates["adam fp32"],
+        "checksum_bytes_per_s": machine.rates["checksum"],
+        "matmul_flop_per_s": machine.rates["matmul"],
+    }
+    for way in ("h2d", "d2h"):
+        if f"{way} pageable" in machine.rates:
+            rates[f"{way}_pageable_bytes_per_s"] = machine.rates[f"{way} pageable"]
+    ways = (Slowdown(Activity.READ, Activity.WRITE, 2 * disks.read.per_s / disks.both.per_s),
+            Slowdown(Activity.WRITE, Activity.READ, 2 * disks.write.per_s / disks.both.per_s))  # fmt: skip
+    return BandwidthTable(
+        **{name: rate.per_s for name, rate in rates.items()},  # type: ignore[arg-type]
+        directories=tuple(one.rates for one in disks.directories),
+        codecs=machine.codecs,
+        slowdowns=(*ways, *machine.slowdowns),
+        spreads=tuple(NamedRate(name, rate) for name, rate in rates.items()),
+    )
+
+
+def report(outcome: Outcome) -> dict[str, Any]:
+    """What the table leaves out: every cell, and every rate of fio."""
+    return {
+        "directories": [
+            {
+                "path": one.rates.path,
+                "cells": [asdict(cell) for cell in one.cells],
+                "fio": {verb: {name: asdict(rate) for name, rate in rates.items()} for verb, rates in one.fio.items()},
+                "against_fio": {verb: one.against_fio(verb) for verb in one.fio},
+            }
+            for one in outcome.disks.directories
+        ],
+        "machine": {name: asdict(rate) for name, rate in outcome.machine.rates.items()},
+    }

@@ -1,0 +1,190 @@
+"""What a person sees of a probe: a progress bar, tables, what bounds, a picture.
+
+Scope: rich tables, sentences, the plot. Not here: the figures (`apps/probe.py`).
+Owner: the thread that calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tierstore.apps.probe import Outcome
+from tierstore.config import format_size
+from tierstore.plan.bandwidth import Activity, BandwidthTable, DirectoryRates, Rate
+from tierstore.plots import new_figure, save_figure
+
+_NAMES = (
+    ("read_bytes_per_s", "disk, reads", "GB/s"),
+    ("write_bytes_per_s", "disk, writes", "GB/s"),
+    ("shared_bytes_per_s", "disk, both at once, sum", "GB/s"),
+    ("h2d_bytes_per_s", "memory to device", "GB/s"),
+    ("d2h_bytes_per_s", "device to memory", "GB/s"),
+    ("h2d_pageable_bytes_per_s", "memory to device, not pinned", "GB/s"),
+    ("d2h_pageable_bytes_per_s", "device to memory, not pinned", "GB/s"),
+    ("memory_bytes_per_s", "copies within memory", "GB/s"),
+    ("checksum_bytes_per_s", "checksum, one thread", "GB/s"),
+    ("adam_elements_per_s", "Adam, bf16 weights", "G/s"),
+    ("adam_fp32_elements_per_s", "Adam, fp32 weights", "G/s"),
+    ("matmul_flop_per_s", "matrix products", "Gflop/s"),
+)
+_WIDE = 0.15  # of the median: quartiles that far apart are said
+_SHARED = 1.25  # both ways at once against the faster one alone: below it the two share one budget
+_SLOWER = 1.1
+
+
+@contextlib.contextmanager
+def progress(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """A bar while something is measured; nothing where the output is no terminal."""
+    if not console.is_terminal:
+        yield lambda what, done: None
+        return
+    bar = Progress(BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn(),
+                   TextColumn("{task.description}", markup=False), console=console, transient=True)  # fmt: skip
+    task = bar.add_task("beginning", total=1.0)
+    with bar:
+        yield lambda what, done: bar.update(task, completed=done, description=what)
+
+
+def show(console: Console, outcome: Outcome) -> None:
+    """All tables and sentences."""
+    table = outcome.table
+    console.print(_rates(table))
+    console.print(_directories(table.directories))
+    if table.codecs:
+        console.print(_codecs(table))
+    if table.slowdowns:
+        console.print(_slowdowns(table))
+    for one in outcome.disks.directories:
+        if one.fio:
+            console.print(_fio(one))
+    for sentence in sentences(table):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def sentences(table: BandwidthTable) -> list[str]:
+    """What bounds, in words."""
+    said = []
+    faster = max(table.read_bytes_per_s, table.write_bytes_per_s)
+    ratio = table.shared_bytes_per_s / faster
+    how = "share one budget" if ratio < _SHARED else "go on side by side" if ratio > 1.6 else "partly share one budget"
+    said.append(
+        f"Reads and writes {how}: both at once move {table.shared_bytes_per_s / 1e9:.2f} GB/s, "
+        f"the faster one alone {faster / 1e9:.2f}."
+    )
+    adam_s, disk_s = 1 / table.adam_elements_per_s, table.disk_seconds(10, 12)
+    slower = "the disk" if disk_s > adam_s else "the cores"
+    said.append(
+        f"An update whose state is on disk (10 B read and 12 B written per parameter, bf16) is bounded by {slower}: "
+        f"{disk_s * 1e9:.2f} s of disk and {adam_s * 1e9:.2f} s of Adam per billion parameters."
+    )
+    for one in table.directories:
+        if not one.is_direct:
+            said.append(f"{one.path} takes no O_DIRECT: measured through the page cache, which may be memory's rate.")
+    wide = [entry.name.removesuffix("_per_s") for entry in table.spreads if entry.rate.spread > _WIDE]
+    if wide:
+        said.append(f"Quartiles more than {_WIDE:.0%} of the median apart, so measure again: {', '.join(wide)}.")
+    return said
+
+
+def _rates(table: BandwidthTable) -> Table:
+    shown = _table("rates", ("", "median", "quartiles", "unit"))
+    spreads = {entry.name: entry.rate for entry in table.spreads}
+    for name, label, unit in _NAMES:
+        if name in spreads:
+            rate = spreads[name]
+            shown.add_row(label, _number(rate.per_s), f"{_number(rate.low)} .. {_number(rate.high)}", unit)
+    return shown
+
+
+def _directories(directories: Sequence[DirectoryRates]) -> Table:
+    shown = _table("directories, GB/s, at the best block size x threads", ("", "read", "", "write", "", "both"))
+    for one in directories:
+        shown.add_row(
+            one.path, _number(one.read.per_s), f"{format_size(one.read_block_bytes)} x {one.read_threads}",
+            _number(one.write.per_s), f"{format_size(one.write_block_bytes)} x {one.write_threads}",
+            _number(one.both.per_s),
+        )  # fmt: skip
+    return shown
+
+
+def _codecs(table: BandwidthTable) -> Table:
+    shown = _table("codecs, one thread, random weights", ("", "data", "ratio", "encode GB/s", "decode GB/s"))
+    for one in table.codecs:
+        shown.add_row(one.codec.value, one.data, f"{one.ratio:.2f}", _number(one.encode_bytes_per_s),
+                      _number(one.decode_bytes_per_s))  # fmt: skip
+    return shown
+
+
+def _slowdowns(table: BandwidthTable) -> Table:
+    shown = _table("times as long beside something else", ("", *(one.value for one in Activity)))
+    for activity in Activity:
+        factors = {s.beside: s.factor for s in table.slowdowns if s.activity is activity}
+        cells = [f"{factors[other]:.2f}" if other in factors else "" for other in Activity]
+        shown.add_row(activity.value, *cells)
+    return shown
+
+
+def _fio(one: Any) -> Table:
+    shown = _table(f"{one.rates.path} against fio, GB/s", ("", "median", "quartiles"))
+    for verb, ours in (("read", one.rates.read), ("write", one.rates.write)):
+        best = max(one.fio[verb].values(), key=lambda rate: rate.per_s)
+        shown.add_row(f"tierstore {verb}", *_cells(ours), style="bold")
+        for name, rate in one.fio[verb].items():
+            shown.add_row(name, *_cells(rate), style="bold" if rate is best else None)
+        shown.add_row(f"{verb}: tierstore / fio's best", f"{one.against_fio(verb):.2f}", "")
+    return shown
+
+
+def _cells(rate: Rate) -> tuple[str, str]:
+    return _number(rate.per_s), f"{_number(rate.low)} .. {_number(rate.high)}"
+
+
+def _number(per_s: float) -> str:
+    return f"{per_s / 1e9:.2f}" if per_s < 99.5e9 else f"{per_s / 1e9:.0f}"
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left")
+    return table
+
+
+def draw(outcome: Outcome, path: Path) -> None:
+    """Rate over block size, a line per number of threads, reads beside writes, a row per directory."""
+    directories = outcome.disks.directories
+    figure = new_figure(10, 4.2 * len(directories))
+    panels = figure.subplots(len(directories), 2, squeeze=False, sharex=True)
+    for row, one in zip(panels, directories):
+        for axes, verb in zip(row, ("read", "write")):
+            _draw_verb(axes, one, verb)
+    save_figure(figure, path)
+
+
+def _draw_verb(axes: Any, one: Any, verb: str) -> None:
+    for threads in sorted({cell.threads for cell in one.cells}):
+        cells = [cell for cell in one.cells if cell.threads == threads and getattr(cell, verb) is not None]
+        rates = [getattr(cell, verb) for cell in cells]
+        blocks = [cell.block_bytes for cell in cells]
+        (line,) = axes.plot(blocks, [rate.per_s / 1e9 for rate in rates], "o-", markersize=4, label=f"{threads}")
+        axes.fill_between(blocks, [rate.low / 1e9 for rate in rates], [rate.high / 1e9 for rate in rates],
+                          color=line.get_color(), alpha=0.12)  # fmt: skip
+    best = getattr(one.rates, verb)
+    axes.axhline(best.per_s / 1e9, color="0.4", linestyle=":", label=f"at its best: {best.per_s / 1e9:.2f} GB/s")
+    blocks = sorted({cell.block_bytes for cell in one.cells})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(blocks, [format_size(block) for block in blocks], rotation=30, ha="right")
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("block size")
+    axes.set_ylabel(f"{verb} rate, GB/s")
+    axes.set_title(f"{one.rates.path}: {verb}s", fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend(title="threads", fontsize="small")

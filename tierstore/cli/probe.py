@@ -1,0 +1,61 @@
+"""`tierstore probe`: its options, the progress bar, the tables.
+
+Not here: the run (`apps/probe.py`). Torch is imported inside, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.cli.common import directory, say, size, told
+
+
+def probe(
+    nvme: Annotated[
+        list[Path],
+        typer.Option(parser=directory, metavar="DIR", help="A directory on the disk; repeat it for several disks."),
+    ],
+    quick: Annotated[bool, typer.Option("--quick", help="Under 20 seconds in all.")] = False,
+    size_: Annotated[
+        int | None,
+        typer.Option(
+            "--size", parser=size, metavar="SIZE",
+            help="File in each directory, removed after [default: 2GiB, quick 512MiB].",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(metavar="S", help="About, for each directory [default: 60, quick 5].")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: whose link is measured.")] = "cpu",
+    against: Annotated[
+        str | None, typer.Option(metavar="fio", help="Run fio in turn with our own reads and writes, if installed.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The table, as train, tune and plan take it, and all figures.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Rate over block size, a line per number of threads.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+) -> None:  # fmt: skip
+    """Measure disks, links, codecs and the optimizer of this machine, alone and beside each other."""
+    from rich.console import Console
+
+    from tierstore.apps.probe import ProbeOptions
+    from tierstore.apps.probe import probe as run
+    from tierstore.apps.probe_report import progress, show
+
+    with told(debug):
+        options = ProbeOptions(nvme=tuple(nvme), quick=quick, size=size_, seconds=seconds, device=device,
+                               against=against, json=json, plot=plot)  # fmt: skip
+        console = Console()
+        try:
+            with progress(console) as tell:
+                outcome = run(options, tell)
+        except KeyboardInterrupt:
+            say("interrupted; the files that were measured on are gone")
+            raise typer.Exit(130) from None
+        show(console, outcome)

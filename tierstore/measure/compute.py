@@ -1,0 +1,110 @@
+"""What threads and memory do: copies, codecs, checksums, Adam.
+
+Scope: one load each, on the bytes and in the way that the engine has.
+Not here: the device and its link (`links.py`), files (`disk.py`).
+Owner: the caller owns the memory that loads are made over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierstore.config import Codec
+from tierstore.io.memory import Bytes
+from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element, update
+from tierstore.measure.loads import Load
+from tierstore.pack.codecs import checksum, codec_for
+
+MAX_THREADS = 8
+"""As the engine has for updates unless it is told otherwise."""
+_COPY_BYTES = 2**25  # larger than the caches
+_ADAM_ELEMENTS = 2**21
+_COEFFICIENTS = AdamCoefficients(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
+_ITEM_BYTES = {"bf16": 2, "fp32": 4}
+
+
+def cores() -> int:
+    """Threads that compute, as the engine starts them."""
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def memory_copies(memory: Bytes) -> Load:
+    """Copies within memory, on all cores; counted once."""
+    size = min(_COPY_BYTES, memory.nbytes // (2 * cores()))
+    pairs = deque((memory[i * size :][:size], memory[(i + 1) * size :][:size]) for i in range(0, 2 * cores(), 2))
+
+    def job() -> None:
+        pair = pairs.pop()
+        ctypes.memmove(pair[0].ctypes.data, pair[1].ctypes.data, size)  # without the GIL
+        pairs.append(pair)
+
+    return Load(job, size, cores())
+
+
+def checksums(memory: Bytes) -> Load:
+    """The checksum of a chunk, on one thread."""
+    chunk = memory[: 2**23]
+    return Load(lambda: checksum(chunk), chunk.nbytes)
+
+
+def adam(dtype: str) -> Load:
+    """One update per thread at a time, each of a chunk of its own."""
+    item = np.float32 if dtype == "fp32" else np.uint16
+    chunks = deque(
+        (np.zeros(_ADAM_ELEMENTS, item), np.zeros(_ADAM_ELEMENTS * state_bytes_per_element(dtype), np.uint8),
+         np.full(_ADAM_ELEMENTS, 1e-3, np.float32).view(np.uint16)[1::2].copy() if dtype == "bf16"
+         else np.full(_ADAM_ELEMENTS, 1e-3, np.float32))
+        for _ in range(cores())
+    )  # fmt: skip
+
+    def job() -> None:
+        weights, state, gradient = chunk = chunks.pop()
+        update(dtype, weights, state, gradient, 0, _ADAM_ELEMENTS, _COEFFICIENTS)
+        chunks.append(chunk)
+
+    return Load(job, _ADAM_ELEMENTS, cores())
+
+
+@dataclass(frozen=True, slots=True)
+class CodecLoads:
+    """One codec on one kind of data."""
+
+    codec: Codec
+    data: str
+    ratio: float
+    encode: Load
+    decode: Load
+
+
+def codecs(size_bytes: int = 2**23) -> Mapping[str, CodecLoads]:
+    """Every codec on random weights (normal, as after initialization): an upper bound for none, a guess for the others.
+
+    By name, such as `lz4 bf16`.
+    """
+    weights = (np.random.default_rng(0).standard_normal(size_bytes // 4) * 0.02).astype(np.float32)
+    bf16 = (weights.view(np.uint32) >> 16).astype(np.uint16)
+    found = {}
+    for codec in Codec:
+        if codec is Codec.NONE:
+            continue
+        for data, source in (("bf16", bf16.view(np.uint8)), ("fp32", weights.view(np.uint8))):
+            found[f"{codec.value} {data}"] = _codec_loads(codec, data, source)
+    return found
+
+
+def _codec_loads(codec: Codec, data: str, source: Bytes) -> CodecLoads:
+    coder = codec_for(codec)
+    stored, out = np.empty_like(source), np.empty_like(source)
+    used = coder.encode(source, stored)
+    other = np.empty_like(source)
+    return CodecLoads(
+        codec, data, source.nbytes / used,
+        Load(lambda: coder.encode(source, other), source.nbytes),
+        Load(lambda: coder.decode(stored[:used], out), source.nbytes),
+    )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Reads and writes of one directory, in blocks, by several threads.
+
+Scope: a temporary file, loads that read, write or do both, whether there is room.
+Not here: which blocks and threads are tried (`survey.py`), fio (`fio.py`).
+Owner: whoever opens a `DiskFile` closes it. Its name is removed as soon as it is open, so that no end of the process,
+a kill included, leaves anything behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from tierstore.config import format_size
+from tierstore.errors import ConfigError, StorageFull
+from tierstore.io.backend import Backend, BlockFile
+from tierstore.io.memory import Bytes
+from tierstore.measure.loads import Load
+
+_LEFT_FREE_BYTES = 2**28
+"""What a probe leaves to others on the disk that it measures."""
+
+
+def check_room(directories: list[Path], size_bytes: int, backend: Backend) -> None:
+    """Refuses what cannot be measured, before anything is written.
+
+    Raises:
+        ConfigError: no directory, or nothing may be written there.
+        StorageFull: a file of `size_bytes` in each of them would not fit.
+    """
+    wanted: dict[int, list[Path]] = {}
+    for path in directories:
+        if not path.is_dir():
+            raise ConfigError(f"{path} is not a directory; make it, or name the one that the store will be made in")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"no permission to write in {path}")
+        wanted.setdefault(path.stat().st_dev, []).append(path)
+    for paths in wanted.values():
+        free_bytes, need_bytes = shutil.disk_usage(paths[0]).free, len(paths) * size_bytes + _LEFT_FREE_BYTES
+        if free_bytes < need_bytes:
+            raise StorageFull(
+                f"measuring {', '.join(map(str, paths))} needs {format_size(need_bytes)} "
+                f"({need_bytes} B, of which {format_size(_LEFT_FREE_BYTES)} stay free), but only "
+                f"{format_size(free_bytes)} ({free_bytes} B) are free; ask for less, or make room"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFile:
+    """An allocated file without a name, and the memory that is read into and written from.
+
+    Attributes:
+        memory: filled with bytes that do not compress.
+        reachable_path: under which another program finds the file while it is open.
+    """
+
+    file: BlockFile
+    size_bytes: int
+    memory: Bytes
+    reachable_path: Path
+
+    def read(self, block_bytes: int, threads: int) -> Load:
+        """Sequential reads."""
+        return self._load(block_bytes, threads, (self.file.read_into,))
+
+    def write(self, block_bytes: int, threads: int) -> Load:
+        """Sequential writes over what is there; they are not made durable one by one."""
+        return self._load(block_bytes, threads, (self.file.write_from,))
+
+    def both(self, block_bytes: int, threads: int) -> Load:
+        """A read and a write in turn, from one queue as the engine's: as many bytes this way as that."""
+        return self._load(block_bytes, threads, (self.file.read_into, self.file.write_from))
+
+    def fill(self, block_bytes: int) -> None:
+        """Writes every byte once: blocks that are only allocated would be read without the disk."""
+        for offset in range(0, self.size_bytes, block_bytes):
+            self.file.write_from(self.memory[: min(block_bytes, self.size_bytes - offset)], offset)
+        self.file.datasync()
+
+    def _load(self, block_bytes: int, threads: int, calls: tuple[Callable[[Bytes, int], object], ...]) -> Load:
+        # All of the memory in turn: a buffer that was just used is still in the caches, and the engine's is not.
+        starts = range(0, self.memory.nbytes - block_bytes + 1, block_bytes)
+        buffers = deque(self.memory[start : start + block_bytes] for start in starts)
+        blocks, turns = self.size_bytes // block_bytes, count()
+
+        def job() -> None:
+            turn = next(turns)  # in C: no two threads get the same
+            buffer = buffers.popleft()
+            try:
+                calls[turn % len(calls)](buffer, turn % blocks * block_bytes)
+            finally:
+                buffers.append(buffer)
+
+        return Load(job, block_bytes, threads)
+
+
+@contextlib.contextmanager
+def disk_file(directory: Path, size_bytes: int, memory: Bytes, backend: Backend) -> Iterator[DiskFile]:
+    """A filled file in a directory, for as long as it is measured.
+
+    Raises:
+        StorageError: it cannot be made; nothing is left.
+    """
+    path = directory / f".tierstore-probe-{os.getpid()}"
+    file = backend.create(path, size_bytes)
+    try:
+        backend.remove(path)
+        made = DiskFile(file, size_bytes, memory, file.descriptor_path)
+        made.fill(min(2**23, memory.nbytes))
+        yield made
+    finally:
+        file.close()
+
+
+def incompressible(memory: Bytes) -> None:
+    """Fills memory with random bytes."""
+    generator = np.random.default_rng(0)
+    for start in range(0, memory.nbytes, 2**22):
+        part = memory[start : start + 2**22]
+        part[:] = np.frombuffer(generator.bytes(part.nbytes), np.uint8)

@@ -1,0 +1,92 @@
+"""fio on the file that is measured, to compare with.
+
+Scope: running it, and reading the rate that it says.
+Not here: when (`survey.py` runs it in turn with our own reads and writes).
+Owner: a run owns its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tierstore.errors import ConfigError, StorageError
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How fio is asked to work.
+
+    Attributes:
+        huge: its buffers ask for huge pages, as our arena does; by a setting of glibc's malloc, for fio has none that
+            needs no root.
+    """
+
+    block: str
+    depth: int
+    huge: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.block} x {self.depth}{', huge pages' if self.huge else ''}"
+
+
+SHAPES = (
+    *(Shape(block, depth, huge) for huge in (False, True) for block, depth in (("1M", 64), ("16M", 16), ("256k", 32))),
+    Shape("1M", 8, huge=True),
+)
+"""The usual ones, and what was faster (fio 3.33, 2-core virtual machine with one virtual disk, ordinary pages cost it a
+fifth of its rate)."""
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_GRACE_S = 60.0
+
+
+def find_fio() -> str:
+    """Where fio is.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    found = shutil.which("fio")
+    if found is None:
+        raise ConfigError("fio is not installed here, so there is nothing to compare with; install it (on Debian and "
+                          "Ubuntu: apt install fio), or leave --against away")  # fmt: skip
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Fio:
+    """One way to read or write a file by fio, O_DIRECT where the file is."""
+
+    program: str
+    path: Path
+    size_bytes: int
+    verb: Literal["read", "write"]
+    shape: Shape
+    direct: bool = True
+
+    async def run(self, seconds: float) -> float:
+        """Bytes per second that fio says."""
+        return await asyncio.to_thread(self._run, seconds)
+
+    def _run(self, seconds: float) -> float:
+        command = [
+            self.program, "--name=probe", f"--filename={self.path}", f"--size={self.size_bytes}", f"--rw={self.verb}",
+            f"--bs={self.shape.block}", f"--iodepth={self.shape.depth}", "--ioengine=libaio", f"--direct={int(self.direct)}",
+            "--time_based", f"--runtime={int(seconds * 1000)}ms", "--output-format=json",
+        ]  # fmt: skip
+        environment = os.environ | (_HUGE_PAGES if self.shape.huge else {})
+        try:
+            text = subprocess.run(
+                command, capture_output=True, check=True, timeout=seconds + _GRACE_S, env=environment
+            ).stdout
+            return float(json.loads(text)["jobs"][0][self.verb]["bw_bytes"])
+        except subprocess.CalledProcessError as error:
+            said = " ".join((error.stderr or error.stdout).decode(errors="replace").split())
+            raise StorageError(f"fio could not {self.verb} {self.path}: {said[:300]}") from error
+        except (subprocess.TimeoutExpired, OSError, ValueError, LookupError, TypeError) as error:
+            raise StorageError(f"fio gave no rate for {self.path}: {error}") from error

@@ -1,0 +1,75 @@
+"""Copies to and from the compute device, and its matrix products.
+
+Scope: loads over a `ComputeDevice`; without CUDA over its CPU twin, whose link is memory.
+Not here: copies within memory (`compute.py`).
+Owner: the caller owns device and memory; the storages are given back to torch with the loads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from tierstore.device.streams import ComputeDevice, Reached
+from tierstore.io.memory import Bytes
+from tierstore.measure.loads import Load
+
+_BLOCK_BYTES = 2**25  # the largest chunk
+_THREADS = 2  # so that a copy is always queued behind the one that runs
+_MATMULS = 8
+_SIDE = {"cpu": 1024, "cuda": 4096}
+
+
+def h2d(device: ComputeDevice, memory: Bytes) -> Load:
+    """Copies of chunks to the device."""
+    pairs = _pairs(device, memory)
+
+    def job() -> None:
+        pair = pairs.pop()
+        device.copy_in(pair[0], 0, pair[1])
+        pairs.append(pair)
+
+    return Load(job, _size_of(memory), _THREADS)
+
+
+def d2h(device: ComputeDevice, memory: Bytes) -> Load:
+    """Copies of chunks from the device."""
+    pairs = _pairs(device, memory)
+
+    def job() -> None:
+        pair = pairs.pop()
+        device.copy_out_range(pair[0], 0, pair[1], Reached())
+        pairs.append(pair)
+
+    return Load(job, _size_of(memory), _THREADS)
+
+
+def matmul(device: ComputeDevice) -> Load:
+    """Products of square matrices: bf16 on CUDA, fp32 on a CPU; operations are counted, two for a multiply-add."""
+    side = _SIDE[device.kind]
+    dtype = torch.bfloat16 if device.kind == "cuda" else torch.float32
+    left, right = (torch.randn(side, side, device=device.torch_device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def job() -> None:
+        for _ in range(_MATMULS):
+            torch.mm(left, right, out=out)
+        device.record().synchronize()
+
+    return Load(job, _MATMULS * 2 * side**3)
+
+
+def _pairs(device: ComputeDevice, memory: Bytes) -> deque[tuple[torch.UntypedStorage, Bytes]]:
+    size = _size_of(memory)
+    pairs: deque[tuple[torch.UntypedStorage, Bytes]] = deque()
+    for index in range(_THREADS):
+        storage = torch.UntypedStorage(0, device=device.torch_device)
+        device.allocate(storage, size)
+        pairs.append((storage, memory[index * size : (index + 1) * size]))
+        device.copy_in(storage, 0, pairs[-1][1])  # pages are there before the clock runs
+    return pairs
+
+
+def _size_of(memory: Bytes) -> int:
+    return min(_BLOCK_BYTES, memory.nbytes // _THREADS)

@@ -1,0 +1,113 @@
+"""Keeping something busy, and the rate that comes out: in turn, and side by side.
+
+Scope: `Load`, rounds over several of them, pairs at once.
+Not here: what is repeated (`disk.py`, `links.py`, `compute.py`), medians (`plan/bandwidth.py`).
+Owner: a load owns its threads while it runs.
+
+[Note: in turn] A rate of a shared machine changes within seconds. What is to be compared is therefore measured in turn,
+A B A B, and never all of A before all of B: a slow moment falls on both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.store.tasks import together
+
+CLOSE_TIMEOUT_S = 300.0
+
+
+class Runnable(Protocol):
+    """Something that has a rate."""
+
+    async def run(self, seconds: float) -> float:
+        """Goes on for about so long; returns what was moved or done per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A job that worker threads repeat, each job a hop from the loop and back as in the engine.
+
+    Attributes:
+        job: one unit of work; `threads` of them at once.
+        amount: what one job moves or does: bytes, elements, operations.
+        clock: seconds, monotonic.
+    """
+
+    job: Callable[[], object]
+    amount: float
+    threads: int = 1
+    clock: Callable[[], float] = time.perf_counter
+
+    async def run(self, seconds: float) -> float:
+        """At least two jobs per thread, so that none waits for the loop."""
+        workers = WorkerPool("tierstore-measure", self.threads)
+        try:
+            await workers.run(Priority.DEMAND, _nothing)  # the threads are there before the clock runs
+            done = [0]
+            begun_s = self.clock()
+
+            async def lane() -> None:
+                while True:
+                    await workers.submit(Priority.DEMAND, self.job)
+                    done[0] += 1
+                    if self.clock() - begun_s >= seconds:
+                        return
+
+            await together(lane() for _ in range(2 * self.threads))
+            return done[0] * self.amount / (self.clock() - begun_s)
+        finally:
+            workers.close(CLOSE_TIMEOUT_S)
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long, how often, and who is told.
+
+    Attributes:
+        seconds: of each run.
+        deadline_s: on the clock; rounds that have not begun by then are left out, but for the first `least_rounds`.
+        tell: called before each run.
+    """
+
+    seconds: float
+    rounds: int
+    deadline_s: float
+    tell: Callable[[str], None] = lambda name: None
+    least_rounds: int = 1
+    clock: Callable[[], float] = time.perf_counter
+
+
+async def in_turn(loads: Mapping[str, Sequence[Runnable]], pace: Pace) -> dict[str, list[tuple[float, ...]]]:
+    """Rates of each round by name; loads of one name run side by side. See [Note: in turn].
+
+    Returns:
+        Nothing for a load that the time did not suffice for.
+    """
+    rates: dict[str, list[tuple[float, ...]]] = {}
+    for number in range(pace.rounds):
+        for name, beside in loads.items():
+            if number >= pace.least_rounds and pace.clock() >= pace.deadline_s:
+                return rates
+            pace.tell(name)
+            rates.setdefault(name, []).append(await at_once(beside, pace.seconds))
+    return rates
+
+
+async def at_once(loads: Iterable[Runnable], seconds: float) -> tuple[float, ...]:
+    """Rates of loads that run side by side."""
+    rates: dict[int, float] = {}
+
+    async def one(index: int, load: Runnable) -> None:
+        rates[index] = await load.run(seconds)
+
+    await together(one(index, load) for index, load in enumerate(loads))
+    return tuple(rates[index] for index in sorted(rates))

@@ -1,0 +1,51 @@
+"""A table of rates as a file.
+
+Scope: reading and writing the JSON of a `BandwidthTable`. Not here: what is in it (`plan/bandwidth.py`).
+Owner: nothing is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tierstore.errors import ConfigError, FormatError, StorageError
+from tierstore.pack.strict_json import parse_json
+from tierstore.plan.bandwidth import REPORT, BandwidthTable
+
+_MOST_BYTES = 2**24  # a table has kilobytes
+
+
+def read_table(path: Path) -> BandwidthTable:
+    """The table that `probe --json` wrote, or that anyone else did.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        FormatError: it is not a table.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the bandwidth table {path}: {error.strerror}; "
+                          "make one with: tierstore probe --nvme DIR --json FILE") from error  # fmt: skip
+    if len(text) > _MOST_BYTES:
+        raise FormatError(f"{path} has more than {_MOST_BYTES} B: that is no bandwidth table")
+    try:
+        return BandwidthTable.from_json(parse_json(text, str(path)))
+    except FormatError as error:
+        raise FormatError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+
+
+def write_table(path: Path, table: BandwidthTable, report: Any = None) -> None:
+    """Writes a table, and a report that `read_table` does not look at.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    value = table.to_json() | ({} if report is None else {REPORT: report})
+    try:
+        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write --json {path}: {error.strerror}") from error
