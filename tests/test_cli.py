@@ -49,6 +49,7 @@ def test_every_option_arrives(asked: list[Any]) -> None:
         --sequence 64 --accumulate 3 --steps 7 --lr 0.5 --weight-decay 0.2 --warmup 4 --clip 0 --update delayed
         --commit-every 5 --durability none --resume auto --seed 9 --workers 2 --dropout 0.1 --checkpointing
         --evaluate 0 --export out --json steps --trace trace --device cuda:1 --threads 3
+        --bandwidth rates
     """
     result = _train(*given.split())
     assert result.exit_code == 0, result.output
@@ -58,6 +59,7 @@ def test_every_option_arrives(asked: list[Any]) -> None:
         weight_decay=0.2, warmup=4, clip=0, update=UpdateSchedule.DELAYED, commit_every=5, durability=Durability.NONE,
         resume=Resume.AUTO, seed=9, workers=2, dropout=0.1, checkpointing=True, evaluate=0, export=Path("out"),
         json=Path("steps"), trace=Path("trace"), device="cuda:1", threads=3,
+        bandwidth=Path("rates"),
     )  # fmt: skip
     assert asked == [expected]
     asked.clear()

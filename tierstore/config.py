@@ -12,7 +12,7 @@ import os
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -55,6 +55,23 @@ def format_size(size_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
 
 
+@runtime_checkable
+class MeasuredRates(Protocol):
+    """What the engine asks of measured rates; `plan.bandwidth.BandwidthTable` is such a table."""
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """NVMe, reads alone."""
+
+
+def _rates(value: Any) -> Any:
+    if value is None or isinstance(value, MeasuredRates):
+        return value
+    if value == "" or not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"give the file that tierstore probe --json wrote, or a BandwidthTable (got {value!r})")
+    return Path(value)
+
+
 def _directory(value: Any) -> Any:
     if value == "":  # an unset shell variable would otherwise become the current directory
         raise ValueError("an empty path is not a directory")
@@ -63,6 +80,7 @@ def _directory(value: Any) -> Any:
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 Directory = Annotated[Path, BeforeValidator(_directory)]
+Rates = Annotated[Path | MeasuredRates, BeforeValidator(_rates)]
 
 
 class Tier(enum.Enum):
@@ -159,7 +177,8 @@ class TierConfig(_Model):
         io_threads: threads per directory that read and write.
         update_threads: threads that run the optimizer; None is one per core, at most 8.
         prefetch_depth: groups moved ahead; None is computed from measured bandwidths.
-        bandwidth: measured rates (`plan.bandwidth.BandwidthTable`); None measures at start-up.
+        bandwidth: measured rates: a `plan.bandwidth.BandwidthTable`, or its file as `tierstore probe --json` writes it.
+            None reads some chunks at start-up, and goes by the transfers of the run.
         timeout_s: deadline of every wait.
     """
 
@@ -172,7 +191,7 @@ class TierConfig(_Model):
     io_threads: Annotated[int, Field(ge=1, le=64)] = 4
     update_threads: Annotated[int, Field(ge=1, le=64)] | None = None
     prefetch_depth: Annotated[int, Field(ge=0, le=64)] | None = None
-    bandwidth: Any = None
+    bandwidth: Rates | None = None
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
 
     @model_validator(mode="after")

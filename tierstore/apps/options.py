@@ -50,6 +50,7 @@ class TrainOptions:
         warmup: steps of linear warm-up; the rate is constant afterwards, so that a run can be prolonged.
         clip: bound of the global gradient norm; 0 switches clipping off.
         evaluate: samples of held-out text, measured before and after; 0 leaves the evaluation out.
+        bandwidth: rates that `tierstore probe --json` measured; None measures while training.
         threads: threads of torch and, apart from those, of the update; None leaves both to their defaults.
 
     Raises:
@@ -87,6 +88,7 @@ class TrainOptions:
     trace: Path | None = None
     device: str = "cpu"
     threads: int | None = None
+    bandwidth: Path | None = None
 
     def __post_init__(self) -> None:
         sources = [f"--{name}" for name in ("preset", "config", "checkpoint") if getattr(self, name) is not None]

@@ -102,9 +102,7 @@ async def _measure(options: ProbeOptions, device: Any, arena: Any, tell: Callabl
     try:
         tell("random bytes", 0.0)
         incompressible(lease.array)
-        disks = await survey(
-            options.nvme, effort, lease.array, backend, lambda what, done: tell(what, 0.7 * done), fio
-        )
+        disks = await survey(options.nvme, effort, lease.array, backend, lambda what, done: tell(what, 0.7 * done), fio)
         rounds, pace_s = (3, 0.06) if options.quick else (7, 0.4)
         machine = await measure_machine(
             device, lease.array, pace_s, rounds, lambda what, done: tell(what, 0.7 + 0.3 * done)

@@ -84,9 +84,11 @@ def sentences(table: BandwidthTable) -> list[str]:
         f"An update whose state is on disk (10 B read and 12 B written per parameter, bf16) is bounded by {slower}: "
         f"{disk_s * 1e9:.2f} s of disk and {adam_s * 1e9:.2f} s of Adam per billion parameters."
     )
-    for one in table.directories:
-        if not one.is_direct:
-            said.append(f"{one.path} takes no O_DIRECT: measured through the page cache, which may be memory's rate.")
+    said += [
+        f"{one.path} takes no O_DIRECT: measured through the page cache, which may be the rate of memory."
+        for one in table.directories
+        if not one.is_direct
+    ]
     wide = [entry.name.removesuffix("_per_s") for entry in table.spreads if entry.rate.spread > _WIDE]
     if wide:
         said.append(f"Quartiles more than {_WIDE:.0%} of the median apart, so measure again: {', '.join(wide)}.")

@@ -357,7 +357,7 @@ def _engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer, crew:
         "model": parts.model,
         "tiers": TierConfig(
             device=options.device, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory,
-            nvme=options.nvme, update_threads=update_threads,
+            nvme=options.nvme, update_threads=update_threads, bandwidth=options.bandwidth,
         ),
         "optimizer": AdamWConfig(lr=options.lr, weight_decay=options.weight_decay),
         "parameter_groups": parameter_groups(parts.model, options.weight_decay),

@@ -103,6 +103,13 @@ def train(
     threads: Annotated[
         int | None, typer.Option(help="Threads of torch, and of the update [default: all cores, shared by ranks].")
     ] = None,
+    bandwidth: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rates from tierstore probe --json; the first depth follows from them [default: measured].",
+        ),
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
 ) -> None:
     """Train a causal language model within the given memory; end with Ctrl-C, go on with --resume auto.

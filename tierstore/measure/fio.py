@@ -18,6 +18,7 @@ from typing import Literal
 
 from tierstore.errors import ConfigError, StorageError
 
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How fio is asked to work.
@@ -76,8 +77,9 @@ class Fio:
     def _run(self, seconds: float) -> float:
         command = [
             self.program, "--name=probe", f"--filename={self.path}", f"--size={self.size_bytes}", f"--rw={self.verb}",
-            f"--bs={self.shape.block}", f"--iodepth={self.shape.depth}", "--ioengine=libaio", f"--direct={int(self.direct)}",
-            "--time_based", f"--runtime={int(seconds * 1000)}ms", "--output-format=json",
+            f"--bs={self.shape.block}", f"--iodepth={self.shape.depth}", "--ioengine=libaio",
+            f"--direct={int(self.direct)}", "--time_based", f"--runtime={int(seconds * 1000)}ms",
+            "--output-format=json",
         ]  # fmt: skip
         environment = os.environ | (_HUGE_PAGES if self.shape.huge else {})
         try:

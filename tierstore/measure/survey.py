@@ -1,4 +1,4 @@
-"""What a disk gives: over block size and threads, then at its best, alone and both ways at once, and all disks together.
+"""What a disk gives: over block size and threads, then at its best, each way and both at once; all disks together.
 
 Scope: which loads run, in which order, and the rates that follow.
 Not here: a load (`disk.py`), rounds (`loads.py`), links and compute (`machine.py`).
@@ -178,7 +178,8 @@ async def _survey_one(
 
 async def _grid(file: DiskFile, effort: DiskEffort, tell: Callable[[str], None]) -> tuple[Cell, ...]:
     """Every block size with every number of threads that the memory suffices for; the cheap ones first."""
-    shapes = [(b, t) for b in effort.blocks for t in effort.threads if b * t <= min(file.memory.nbytes, file.size_bytes)]
+    limit_bytes = min(file.memory.nbytes, file.size_bytes)
+    shapes = [(b, t) for b in effort.blocks for t in effort.threads if b * t <= limit_bytes]
     shapes.sort(key=lambda shape: shape[0] * shape[1])
     loads: dict[str, Sequence[Runnable]] = {}
     for block_bytes, threads in shapes:

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.pack.strict_json import parse_json
 from tierstore.plan.bandwidth import REPORT, BandwidthTable
@@ -36,6 +37,17 @@ def read_table(path: Path) -> BandwidthTable:
         return BandwidthTable.from_json(parse_json(text, str(path)))
     except FormatError as error:
         raise FormatError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+
+
+def with_rates(tiers: TierConfig) -> TierConfig:
+    """The same with the table itself where a file of one is given.
+
+    Raises:
+        ConfigError, FormatError: as `read_table`.
+    """
+    if not isinstance(tiers.bandwidth, Path):
+        return tiers
+    return tiers.model_copy(update={"bandwidth": read_table(tiers.bandwidth)})
 
 
 def write_table(path: Path, table: BandwidthTable, report: Any = None) -> None:

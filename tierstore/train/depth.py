@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tierstore.config import TierConfig
+from tierstore.config import MeasuredRates, TierConfig
 from tierstore.device.streams import ComputeDevice
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
@@ -57,12 +57,12 @@ class DepthChooser:
         self._chosen_for: tuple[float, float] | None = None
 
     def begin(self, tiers: TierConfig) -> None:
-        """Choose a first depth from the rates given or measured now."""
+        """Choose a first depth from the rates given (a table, not its file) or measured now."""
         self._is_fixed = tiers.prefetch_depth is not None
         if tiers.prefetch_depth is not None:
             self._access.set_depth(tiers.prefetch_depth)
             return
-        if tiers.bandwidth is not None:
+        if isinstance(tiers.bandwidth, MeasuredRates):
             self._reads.observe(tiers.bandwidth.read_bytes_per_s, 1.0)
         else:
             self._reads.observe(*self._runtime.call(self._store.measure_reads))

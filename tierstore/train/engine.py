@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
+from tierstore.measure.table_file import with_rates
 from tierstore.plan.placement import Placement
 from tierstore.store.gradients import to_float
 from tierstore.trace import Tracer
@@ -111,6 +112,7 @@ class Engine:
         self._has_final_backward = False
         self._is_modifying = False
         self._broken_by: BaseException | None = None
+        tiers = with_rates(tiers)
         scheduler: Any = None
 
         def prepare(optimizer: TieredOptimizer) -> None:
