@@ -195,6 +195,9 @@ def test_every_view_of_a_trace(traces: dict[str, Path], tmp_path: Path) -> None:
     assert {one["cat"] for one in spans} == {"step", "compute", "collectives", "pauses"}
 
 
+FLOAT, INT = {"Input type": ["float"]}, {"Input type": ["int"]}
+
+
 def event(name: str, start: float, seconds: float, category: str = "cpu_op", thread: int = 1, **args: Any) -> Any:
     """Microseconds."""
     return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": seconds, "tid": thread, "args": args}
@@ -243,6 +246,23 @@ def test_collectives_on_the_stream_of_the_compute_are_seen(tmp_path: Path) -> No
     assert {pause.kind for pause in pauses} == {PauseKind.COLLECTIVE}
     found = profiler.diagnose(CostModel(0, 10**6 / 800e-6))
     assert found[0].symptom is Symptom.SAME_STREAM
+
+
+def test_threads_of_gloo_overtake_each_other(tmp_path: Path) -> None:
+    """The first bucket's thread began last, and the map of used parameters before the last bucket."""
+    events = []
+    for at, elements in ((10, 192), (20, 36_864), (30, 192), (40, 36_864)):
+        events.append(event("torch::autograd::AccumulateGrad", at, 2, **{"Input Dims": [[elements]], **FLOAT}))
+    launches = {15: (70, 192, FLOAT), 33: (50, 37_056, FLOAT), 43: (65, 36_864, FLOAT), 45: (60, 4, INT)}
+    for launched, (began, elements, kind) in launches.items():
+        events.append(event("c10d::allreduce_", launched, 1))
+        events.append(event("gloo:all_reduce", began, 10, "user_annotation", 2, **{"Input Dims": [[elements]], **kind}))
+    events.append(event("Optimizer.step#SGD.step", 90, 9, "user_annotation"))
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    [step] = OverlapProfiler.from_trace(tmp_path / "trace.json").steps
+    found = [(one.nbytes, round(one.ready_s / US), round(one.start_s / US)) for one in step.timeline.events]
+    assert found == [(4 * 192, 5, 60), (4 * 37_056, 23, 40), (4 * 36_864, 33, 55)]
+    assert step.measured.buckets == ((0,), (1, 2), (3,))
 
 
 def test_a_host_that_waits_is_seen(tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ import os
 import re
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 from tierstore.errors import ConfigError, FormatError, StorageError
@@ -41,6 +42,7 @@ _LAUNCH = re.compile(r"c10d::_?(allreduce|reduce_scatter|allgather)")
 _REDUCING = ("allreduce", "reducescatter")
 _GATHERING = ("allgather",)
 _LISTS = ("Input Dims", "Input type")  # of what events hold; the rest that is used here are numbers and text
+_THREADS = 4  # of gloo that may overtake each other; it has 2 by itself
 _MOST = 2**60  # microseconds, elements
 _WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "c10d::barrier")
 _SIZES = {"float": 4, "float32": 4, "double": 8, "float64": 8, "half": 2, "float16": 2, "bfloat16": 2,
@@ -165,7 +167,7 @@ class _Collective:
 
 
 def _with_launches(events: Sequence[_Event]) -> list[_Collective]:
-    """All collectives; the launches of one kind come in the order of its runs."""
+    """All collectives, in the order in which they were launched."""
     runs: dict[str, list[_Event]] = {}
     launches: dict[str, list[float]] = {}
     has_kernels = any(event.category == "kernel" and _NCCL.search(event.name) for event in events)
@@ -180,14 +182,37 @@ def _with_launches(events: Sequence[_Event]) -> list[_Collective]:
         elif not has_kernels and event.category == "user_annotation" and (named := _COLLECTIVE.match(event.name)):
             kind = named[2].lower().replace("_", "")
             runs.setdefault(next((one for one in (*_REDUCING, *_GATHERING) if one in kind), kind), []).append(event)
-    collectives = []
-    for kind, of_kind in runs.items():
-        starts = launches.get(kind, [])
-        paired = starts if len(starts) == len(of_kind) else [event.start_s for event in of_kind]
-        collectives += [
-            _Collective(event, kind, min(launched_s, event.start_s)) for event, launched_s in zip(of_kind, paired)
-        ]
-    return sorted(collectives, key=lambda one: one.event.start_s)
+    gradients = sorted((event.end_s, event.nbytes or 0) for event in events if event.name == _ACCUMULATE)
+    collectives = [
+        _Collective(event, kind, launched_s)
+        for kind, of_kind in runs.items()
+        for event, launched_s in _paired(of_kind, launches.get(kind, []), gradients)
+    ]
+    return sorted(collectives, key=lambda one: (one.launched_s, one.event.start_s))
+
+
+def _paired(
+    runs: Sequence[_Event], launches: Sequence[float], gradients: Sequence[tuple[float, int]]
+) -> Iterator[tuple[_Event, float]]:
+    """Runs of one kind, each with its launch; without launches a run counts as launched when it began.
+
+    gloo's threads may begin in another order than they were given work. So a launch takes, of the next few runs, the
+    one with the bytes of the gradients that came since the launch before; the first, where none has.
+    """
+    if len(launches) != len(runs):
+        yield from ((run, run.start_s) for run in runs)
+        return
+    waiting, ends = deque(runs), [end_s for end_s, _ in gradients]
+    totals = [0, *accumulate(nbytes for _, nbytes in gradients)]
+    before = 0
+    for launched_s in launches:
+        came = bisect_right(ends, launched_s)
+        nbytes, before = totals[came] - totals[before], came
+        nearest = enumerate(islice(waiting, _THREADS))
+        taken = next((at for at, run in nearest if run.nbytes == nbytes and run.start_s >= launched_s), 0)
+        run = waiting[taken]
+        del waiting[taken]
+        yield run, min(launched_s, run.start_s)
 
 
 def _step(
