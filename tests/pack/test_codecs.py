@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import lz4.block
 import numpy as np
@@ -18,8 +20,11 @@ from tierstore.config import Codec
 from tierstore.errors import ConfigError, FormatError
 from tierstore.pack.codecs import ChunkCodec, checksum, checksum_bytes, codec_for
 
-CODECS = [codec_for(codec, item_bytes=2) for codec in Codec]
-each_codec = pytest.mark.parametrize("codec", CODECS, ids=[codec.codec.value for codec in CODECS])
+BITSHUFFLES = [Codec.LZ4_BITSHUFFLE, Codec.ZSTD_BITSHUFFLE]
+CODECS = [codec_for(codec) for codec in (Codec.NONE, Codec.LZ4)]
+CODECS += [codec_for(codec, item_bytes) for codec in BITSHUFFLES for item_bytes in (2, 4)]
+each_codec = pytest.mark.parametrize("codec", CODECS, ids=[str(codec) for codec in CODECS])
+each_bitshuffle = pytest.mark.parametrize("codec", BITSHUFFLES)
 
 
 def array(data: bytes) -> np.ndarray:
@@ -44,7 +49,112 @@ def test_round_trip(codec: ChunkCodec, data: bytes) -> None:
 
 
 def test_codec_for_gives_the_codec_that_was_named() -> None:
-    assert [codec_for(codec).codec for codec in Codec] == list(Codec)
+    named = [codec for codec in Codec if codec is not Codec.AUTO]
+    assert [codec_for(codec).codec for codec in named] == named
+    with pytest.raises(ConfigError, match="'auto' is decided by measuring"):
+        codec_for(Codec.AUTO)
+
+
+def bf16_weights(elements: int) -> np.ndarray:
+    normal = np.random.default_rng(2).standard_normal(elements).astype(np.float32) * 0.02
+    return (normal.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("codec", "least"), [(Codec.LZ4, 1.0), (Codec.LZ4_BITSHUFFLE, 1.3), (Codec.ZSTD_BITSHUFFLE, 1.35)]
+)
+def test_what_a_codec_gains_on_weights(codec: Codec, least: float) -> None:
+    weights = bf16_weights(2**20)
+    ratio = weights.size / codec_for(codec, 2).encode(weights, np.empty_like(weights))
+    assert least <= ratio < least + 0.05
+
+
+@each_bitshuffle
+@pytest.mark.parametrize("item_bytes", [2, 3, 4, 8])
+def test_every_length_comes_back(codec: Codec, item_bytes: int) -> None:
+    """blosc2 itself gives other bytes back where the length is no multiple of the element's."""
+    source = np.repeat(np.arange(300, dtype=np.uint16), 2).view(np.uint8)
+    shrunk = 0
+    for size in range(900, 1200):
+        stored, out = np.empty(size, np.uint8), np.zeros(size, np.uint8)
+        used = codec_for(codec, item_bytes).encode(source[:size], stored)
+        codec_for(codec, 1).decode(stored[:used], out)  # the frame says its element size
+        assert (out == source[:size]).all()
+        shrunk += used < size
+    assert shrunk == 300
+
+
+@each_bitshuffle
+@pytest.mark.parametrize("item_bytes", [0, 256])
+def test_an_element_size_that_is_none_is_refused(codec: Codec, item_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="an element has 1 to 255 B"):
+        codec_for(codec, item_bytes)
+
+
+def frame_of(codec: Codec, source: np.ndarray) -> np.ndarray:
+    stored = np.empty(source.size, np.uint8)
+    return stored[: codec_for(codec, 2).encode(source, stored)].copy()
+
+
+@each_bitshuffle
+def test_a_header_that_encode_does_not_write_is_refused(codec: Codec) -> None:
+    """blosc2 writes as many bytes as a frame says, wherever that ends; so no frame says it to blosc2 unchecked."""
+    source = bf16_weights(4096)
+    frame = frame_of(codec, source)
+    harmless = {1, 3, 8, 9, 10}  # the codec's own version; other elements and blocks
+    for at in range(32):
+        for bit in range(8):
+            bad, out = frame.copy(), np.full(source.size, 7, np.uint8)
+            bad[at] ^= 1 << bit
+            if at in harmless or (at == 2 and bit == 4):  # bit 4: whether streams are split
+                continue
+            with pytest.raises(FormatError, match=f"{codec.value} frame of"):
+                codec_for(codec, 2).decode(bad, out)
+            assert (out == 7).all()
+    other = frame_of(BITSHUFFLES[1 - BITSHUFFLES.index(codec)], source)
+    with pytest.raises(FormatError, match=f"not a {codec.value} frame"):
+        codec_for(codec, 2).decode(other, np.empty(source.size, np.uint8))
+
+
+@each_bitshuffle
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_a_hostile_frame_changes_nothing_beyond_the_destination(codec: Codec, data: st.DataObject) -> None:
+    """Headers as they should be, and anything behind them: flipped, cut, random."""
+    source = bf16_weights(2**15)
+    frame = frame_of(codec, source)
+    size = data.draw(st.integers(33, frame.size))
+    bad = frame[:size].copy()
+    bad[12:16] = np.frombuffer(size.to_bytes(4, "little"), np.uint8)
+    bad[3] = data.draw(st.sampled_from([1, 2, 4, 8, 255]))
+    if data.draw(st.booleans()):
+        noise_seed = data.draw(st.integers(0, 2**32))
+        bad[32:] = np.random.default_rng(noise_seed).integers(0, 256, size - 32, dtype=np.uint8)
+    for at, value in data.draw(st.lists(st.tuples(st.integers(32, size - 1), st.integers(0, 255)), max_size=8)):
+        bad[at] = value
+    room = np.full(source.size + 2 * 4096, 0xEE, np.uint8)
+    with contextlib.suppress(FormatError):
+        codec_for(codec, 2).decode(bad, room[4096:-4096])
+    assert (room[:4096] == 0xEE).all()
+    assert (room[-4096:] == 0xEE).all()
+
+
+@each_bitshuffle
+def test_many_threads_share_nothing(codec: Codec) -> None:
+    way = codec_for(codec, 2)
+    sources = [np.roll(bf16_weights(2**17), 2 * shift) for shift in range(8)]
+
+    def work(source: np.ndarray) -> bool:
+        stored, out = np.empty_like(source), np.empty_like(source)
+        for _ in range(10):
+            out[:] = 0
+            way.decode(stored[: way.encode(source, stored)], out)
+            if (out != source).any():
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, sources))
 
 
 def test_lz4_shrinks_what_repeats_and_keeps_noise_raw() -> None:
@@ -125,12 +235,13 @@ def test_checksum_of_the_format_never_changes() -> None:
     assert checksum(array(b"abc")) == 0x78AF5F94892F3950
 
 
+@pytest.mark.parametrize("named", [Codec.LZ4, *BITSHUFFLES])
 @pytest.mark.parametrize("what", ["checksum", "encode", "decode"])
-def test_the_gil_is_released(what: str) -> None:
+def test_the_gil_is_released(what: str, named: Codec) -> None:
     """With a switch interval of minutes, this thread runs inside the other's call only if the call lets it."""
     source = np.random.default_rng(0).integers(0, 4, 2**26 if what == "checksum" else 2**23, dtype=np.uint8)
     stored, out = np.empty_like(source), np.empty_like(source)
-    codec = codec_for(Codec.LZ4)
+    codec = codec_for(named, 2)
     block = stored[: codec.encode(source, stored)].copy()
     calls = {
         "checksum": lambda: checksum(source),

@@ -238,7 +238,13 @@ class BitshuffleCodec:
 
 
 def codec_for(codec: Codec, item_bytes: int = 1) -> ChunkCodec:
-    """The codec that a configuration names, for elements of `item_bytes`."""
+    """The codec that a configuration names, for elements of `item_bytes`.
+
+    Raises:
+        ConfigError: it names a wish, "auto", which is not decided here.
+    """
+    if codec is Codec.AUTO:
+        raise ConfigError("codec 'auto' is decided by measuring, where a store is made; name a codec here")
     if codec in _WAYS:
         return BitshuffleCodec(codec, item_bytes)
     return Lz4Codec() if codec is Codec.LZ4 else RawCodec()
