@@ -84,7 +84,8 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: TierConfig(nvme=["/mnt", ""]), "TierConfig.nvme.1: an empty path is not a directory"),
     (lambda: TierConfig(nvme=["/a", "/a/"]), "TierConfig: a directory is listed twice in nvme"),
     (lambda: TierConfig(device="tpu"), "TierConfig: device must be 'cpu', 'cuda' or 'cuda:N', not 'tpu'"),
-    (lambda: TierConfig(codec="zip"), "TierConfig.codec: must be 'none', 'lz4', 'lz4-bitshuffle' or 'zstd-bitshuffle' (got 'zip')"),
+    (lambda: TierConfig(codec="zip"), "TierConfig.codec: must be 'none', 'lz4', 'lz4-bitshuffle', "
+     "'zstd-bitshuffle' or 'auto' (got 'zip')"),
     (lambda: TierConfig(chunk_bytes="64MiB"),
      "TierConfig.chunk_bytes: must be less than or equal to 32 MiB (got '64MiB')"),
     (lambda: TierConfig(chunk_bytes=1), "TierConfig.chunk_bytes: must be greater than or equal to 64 KiB (got 1)"),
@@ -96,7 +97,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: AdamWConfig(betas=(0.9,)), "AdamWConfig.betas.1: is missing"),
     (lambda: AdamWConfig(betas=0.9), "AdamWConfig.betas: must be a list (got 0.9)"),
     (lambda: TierConfig(codec=None, io_threads=100),
-     "TierConfig.codec: must be 'none', 'lz4', 'lz4-bitshuffle' or 'zstd-bitshuffle' (got None); "
+     "TierConfig.codec: must be 'none', 'lz4', 'lz4-bitshuffle', 'zstd-bitshuffle' or 'auto' (got None); "
      "TierConfig.io_threads: must be less than or equal to 64 (got 100)"),
     (lambda: setattr(AdamWConfig(), "lr", 1.0),
      "AdamWConfig.lr cannot be changed after construction; make another one"),

@@ -92,12 +92,13 @@ class Tier(enum.Enum):
 
 
 class Codec(enum.Enum):
-    """How a chunk is stored."""
+    """How a chunk is stored; AUTO is a wish, which becomes one of the others for each kind of chunks."""
 
     NONE = "none"
     LZ4 = "lz4"
     LZ4_BITSHUFFLE = "lz4-bitshuffle"
     ZSTD_BITSHUFFLE = "zstd-bitshuffle"
+    AUTO = "auto"
 
 
 class UpdateSchedule(enum.Enum):
@@ -172,7 +173,7 @@ class TierConfig(_Model):
         gpu_memory: bytes for parameters, gradients and staging on the compute device (not activations).
         cpu_memory: bytes of the pinned arena.
         nvme: directories of the store; several are striped over. Empty: no store, everything in memory.
-        codec: how chunks are stored.
+        codec: how chunks are stored; "auto" measures, when the store is made, which one pays for each kind of them.
         chunk_bytes: upper bound of a chunk; None lets the planner choose (never above 32 MiB).
         io_threads: threads per directory that read and write.
         update_threads: threads that run the optimizer; None is one per core, at most 8.

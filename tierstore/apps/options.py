@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.config import Durability, Resume, UpdateSchedule
+from tierstore.config import Codec, Durability, Resume, UpdateSchedule
 from tierstore.errors import ConfigError
 
 
@@ -76,6 +76,7 @@ class TrainOptions:
     clip: float = 1.0
     update: UpdateSchedule = UpdateSchedule.AUTO
     commit_every: int = 1
+    codec: Codec = Codec.NONE
     durability: Durability = Durability.COMMIT
     resume: Resume = Resume.NEVER
     seed: int = 0

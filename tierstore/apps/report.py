@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +108,11 @@ class Reporter:
         for row in rows:
             table.add_row(_text(row.kind), _text(row.tier), f"{row.groups:,}", format_size(row.bytes))
         self._console.print(table)
+
+    def codecs(self, decided: Mapping[str, Mapping[str, str]]) -> None:
+        """How each kind is stored, and why so: a line each."""
+        for kind, choice in decided.items():
+            self.say(f"codec of {kind}: {choice['codec']}; {choice['why']}")
 
     def start(self, first_step: int, last_step: int) -> None:
         """Begins the live line; without a terminal there is none."""

@@ -31,7 +31,7 @@ from tierstore.apps.options import Preset, TrainOptions
 from tierstore.apps.recipe import Recipe, parameter_groups
 from tierstore.apps.report import Reporter, Totals
 from tierstore.apps.stopping import StopRequest
-from tierstore.config import AdamWConfig, TierConfig, format_size
+from tierstore.config import AdamWConfig, Codec, TierConfig, format_size
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
 from tierstore.train.checkpoints import CheckpointSource
@@ -213,6 +213,8 @@ class _Run:
             )
         self._reporter.say(f"text: {parts.corpus.description}, {format_size(corpus_bytes(parts.corpus))}")
         self._reporter.placement(self._engine.placement.usage())
+        if options.codec is not Codec.NONE:
+            self._reporter.codecs(self._engine.statistics()["codecs"])
         if self._engine.step_count:
             self._reporter.say(f"resumed after step {self._engine.step_count}")
 
@@ -357,7 +359,7 @@ def _engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer, crew:
         "model": parts.model,
         "tiers": TierConfig(
             device=options.device, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory,
-            nvme=options.nvme, update_threads=update_threads, bandwidth=options.bandwidth,
+            nvme=options.nvme, codec=options.codec, update_threads=update_threads, bandwidth=options.bandwidth,
         ),
         "optimizer": AdamWConfig(lr=options.lr, weight_decay=options.weight_decay),
         "parameter_groups": parameter_groups(parts.model, options.weight_decay),

@@ -15,7 +15,7 @@ from tierstore.apps.launch import Launch
 from tierstore.apps.options import Precision, Preset, TrainOptions
 from tierstore.apps.stopping import StopRequest
 from tierstore.cli.common import directory, say, size, told
-from tierstore.config import Durability, Resume, UpdateSchedule
+from tierstore.config import Codec, Durability, Resume, UpdateSchedule
 from tierstore.errors import ConfigError
 
 
@@ -77,6 +77,7 @@ def train(
     clip: Annotated[float, typer.Option(help="Bound of the global gradient norm; 0 is none.")] = 1.0,
     update: Annotated[UpdateSchedule, typer.Option(help="When the optimizer runs.")] = UpdateSchedule.AUTO,
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
+    codec: Annotated[Codec, typer.Option(help="How the store keeps chunks; auto measures what pays.")] = Codec.NONE,
     durability: Annotated[
         Durability, typer.Option(help="none: half the disk space, and a killed run is lost.")
     ] = Durability.COMMIT,

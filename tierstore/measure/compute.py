@@ -19,7 +19,8 @@ from tierstore.config import Codec
 from tierstore.io.memory import Bytes
 from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element, update
 from tierstore.measure.loads import Load
-from tierstore.pack.codecs import checksum, codec_for
+from tierstore.pack.codec_rates import COMPRESSING
+from tierstore.pack.codecs import ChunkCodec, checksum, codec_for
 
 MAX_THREADS = 8
 """As the engine has for updates unless it is told otherwise."""
@@ -90,21 +91,19 @@ def codecs(size_bytes: int = 2**23) -> Mapping[str, CodecLoads]:
     weights = (np.random.default_rng(0).standard_normal(size_bytes // 4) * 0.02).astype(np.float32)
     bf16 = (weights.view(np.uint32) >> 16).astype(np.uint16)
     found = {}
-    for codec in Codec:
-        if codec is Codec.NONE:
-            continue
-        for data, source in (("bf16", bf16.view(np.uint8)), ("fp32", weights.view(np.uint8))):
-            found[f"{codec.value} {data}"] = _codec_loads(codec, data, source)
+    for codec in COMPRESSING:
+        for data, source in (("bf16", bf16), ("fp32", weights)):
+            coder = codec_for(codec, source.itemsize)
+            found[f"{codec.value} {data}"] = _codec_loads(coder, data, source.view(np.uint8))
     return found
 
 
-def _codec_loads(codec: Codec, data: str, source: Bytes) -> CodecLoads:
-    coder = codec_for(codec)
+def _codec_loads(coder: ChunkCodec, data: str, source: Bytes) -> CodecLoads:
     stored, out = np.empty_like(source), np.empty_like(source)
     used = coder.encode(source, stored)
     other = np.empty_like(source)
     return CodecLoads(
-        codec, data, source.nbytes / used,
+        coder.codec, data, source.nbytes / used,
         Load(lambda: coder.encode(source, other), source.nbytes),
         Load(lambda: coder.decode(stored[:used], out), source.nbytes),
     )  # fmt: skip

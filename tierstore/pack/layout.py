@@ -72,6 +72,11 @@ class ChunkSpec:
     name: str
     sections: tuple[tuple[str, str, int], ...]
 
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of its widest element, which a codec transposes by."""
+        return max(1, *(DTYPE_BITS[dtype] // 8 for _, dtype, _ in self.sections))
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -6,17 +6,21 @@ Not here: where the bytes are placed (`plan/tiers.py`) and which parameters form
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from tierstore.config import Codec
 from tierstore.errors import ConfigError
 from tierstore.kernels.adam import state_bytes_per_element
 from tierstore.pack.layout import ChunkSpec
+from tierstore.plan.codec_choice import CodecChoice
 from tierstore.plan.tiers import GroupNeed, Kind, Placement
 
+Codecs = Mapping[Kind, CodecChoice]
+"""The codec of each kind of chunks."""
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _PACK_DTYPE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _STATE_SECTIONS = {
@@ -145,9 +149,17 @@ def _chunk_spec(kind: Kind, group: GroupSpec, chunk: int, start: int, stop: int)
     return ChunkSpec(name, tuple((section, dtype, elements) for section, dtype in sections))
 
 
-def fingerprint(groups: Sequence[GroupSpec], chunk_elements: int, directories: int, codec: str) -> dict[str, Any]:
-    """What must be equal for a store to open."""
+def fingerprint(
+    groups: Sequence[GroupSpec], chunk_elements: int, directories: int, codec: str, codecs: Codecs | None = None
+) -> dict[str, Any]:
+    """What must be equal for a store to open, and what was decided when it was made.
+
+    Args:
+        codec: as asked for; if that is "auto", `codecs` says what it became.
+    """
+    decided = codecs if codec == Codec.AUTO.value and codecs is not None else {}
     return {
+        "codecs": {kind.value: [choice.codec.value, choice.why] for kind, choice in decided.items()},
         "chunk_elements": chunk_elements,
         "directories": directories,
         "codec": codec,
@@ -161,6 +173,14 @@ def fingerprint(groups: Sequence[GroupSpec], chunk_elements: int, directories: i
             for group in groups
         ],
     }
+
+
+def recorded_codecs(layout: Mapping[str, Any]) -> Codecs:
+    """The codec of each kind in a store with this fingerprint."""
+    decided = layout.get("codecs", {})
+    asked = [layout["codec"], "as asked for"]
+    rows = {kind: decided.get(kind.value, asked) for kind in Kind}
+    return {kind: CodecChoice(Codec(name), why) for kind, (name, why) in rows.items()}
 
 
 def check_same_model(stored: Any, groups: Sequence[GroupSpec], claim: str) -> None:

@@ -149,6 +149,7 @@ class Shelf:
         self,
         directories: Directories,
         io: ChunkIO,
+        codec: Codec,
         route: Route,
         chunk_bytes: int,
         opened: Generation | None,
@@ -160,7 +161,8 @@ class Shelf:
         self._io = io
         self._route = route
         self._workers: WorkerPool = io.workers
-        self._layout = layout_of(io.codec_name, chunk_bytes, len(directories.paths))
+        self._codec = codec
+        self._layout = layout_of(codec, chunk_bytes, len(directories.paths))
         self._later = later
         self._next_generation = self.generation + 1
         self._next_pack = 0
@@ -244,7 +246,7 @@ class Shelf:
 
     def _pack(self, number: int, name: str, layout: ExtentLayout) -> ExtentPack:
         kind = f"put-{number}"
-        slots = SlotPack(kind, layout.chunk_specs(name), self._directories.paths, self._io, slots=1)
+        slots = SlotPack(kind, layout.chunk_specs(name), self._directories.paths, self._io, self._codec, slots=1)
         pack = ExtentPack(number, layout, slots)
         self._live[kind] = pack
         return pack

@@ -48,42 +48,46 @@ class _Place:
 
 
 class ChunkIO:
-    """What every pack of a store shares: files, threads, codec, scratch memory and the meter of the link.
+    """What every pack of a store shares: files, threads, scratch memory and the meter of the link.
 
     Args:
         on_transfer: called on the loop when a transfer begins and when it has ended.
-        scratch: pool for encoded bytes; needed by every codec but `NONE`. One lease is taken per job, so that a job
-            never waits for memory while it holds a thread.
+        scratch: pool for encoded bytes; packs with a codec need it. One lease is taken per job, so that a job never
+            waits for memory while it holds a thread.
     """
 
     def __init__(
         self,
         backend: Backend,
         workers: WorkerPool,
-        codec: Codec,
         scratch: Pool | None,
         clock: Callable[[], float],
         tracer: Tracer | None = None,
     ) -> None:
         self.backend = backend
         self.workers = workers
-        self.codec_name = codec
-        self.codec = codec_for(codec)
-        self.scratch = scratch if codec is not Codec.NONE else None
+        self.scratch = scratch
         self._tracer = tracer or Tracer(clock, enabled=False)
         self.on_transfer: Callable[[], None] = lambda: None
         self.meters = {_READ: LinkMeter(clock), _WRITE: LinkMeter(clock)}
 
     async def run(
-        self, link: str, name: str, nbytes: int, priority: Priority, job: Callable[[Bytes | None], None]
+        self,
+        link: str,
+        name: str,
+        nbytes: int,
+        priority: Priority,
+        job: Callable[[Bytes | None], None],
+        *,
+        is_coded: bool,
     ) -> None:
-        """Run one transfer in a worker, metered; it gets scratch memory when the codec needs some.
+        """Run one transfer in a worker, metered; it gets scratch memory if it encodes or decodes.
 
         Blocks: on scratch memory and on the job.
         Cancellation: held back until the job has ended (see `io/workers.py`), so that what follows an await on this
             may free the memory that the job used.
         """
-        scratch = await self.scratch.reserve(nbytes) if self.scratch is not None else None
+        scratch = await self.scratch.reserve(nbytes) if is_coded and self.scratch is not None else None
         meter = self.meters[link]
         meter.begin()
         self.on_transfer()
@@ -108,14 +112,23 @@ class SlotPack:
     """
 
     def __init__(
-        self, kind: str, chunks: Sequence[ChunkSpec], directories: Sequence[Path], io: ChunkIO, *, slots: int = 2
+        self,
+        kind: str,
+        chunks: Sequence[ChunkSpec],
+        directories: Sequence[Path],
+        io: ChunkIO,
+        codec: Codec,
+        *,
+        slots: int = 2,
     ) -> None:
         self.kind = kind
         self._io = io
         self._names = [chunk.name for chunk in chunks]
         self._directories = list(directories)
         self._slots = slots
-        build = slot_pack if io.codec_name is Codec.NONE else capacity_pack
+        self._is_coded = codec is not Codec.NONE
+        self._codecs = [codec_for(codec, chunk.item_bytes) for chunk in chunks]
+        build = capacity_pack if self._is_coded else slot_pack
         disks = len(self._directories)
         # Round robin: consecutive chunks are needed at the same time, so each disk reads its part of a group.
         self._layouts: list[Layout] = [build(list(chunks[disk::disks])) for disk in range(disks)]
@@ -228,7 +241,7 @@ class SlotPack:
             raise FormatError(f"chunk {self._names[index]} was never written")
         await self._io.run(
             _READ, self._names[index], self._places[index].padded_bytes, priority,
-            lambda scratch: self.read_here(index, array, wanted, scratch),
+            lambda scratch: self.read_here(index, array, wanted, scratch), is_coded=self._is_coded,
         )  # fmt: skip
 
     def read_here(self, index: int, array: Bytes, record: ChunkRecord, scratch: Bytes | None) -> None:
@@ -247,7 +260,7 @@ class SlotPack:
                 "restore the store from a copy, or resume='previous'"
             )
         if not raw:
-            self._io.codec.decode(source[: record.stored_bytes], array[: place.padded_bytes])
+            self._codecs[index].decode(source[: record.stored_bytes], array[: place.padded_bytes])
 
     async def read_with(self, index: int, priority: Priority, job: Callable[[Callable[[Bytes], None]], None]) -> None:
         """Run `job(read)` in one worker hop; the job calls `read(array)` to have the chunk in `array`."""
@@ -256,7 +269,7 @@ class SlotPack:
             raise FormatError(f"chunk {self._names[index]} was never written")
         await self._io.run(
             _READ, self._names[index], self._places[index].padded_bytes, priority,
-            lambda scratch: job(lambda array: self.read_here(index, array, record, scratch)),
+            lambda scratch: job(lambda array: self.read_here(index, array, record, scratch)), is_coded=self._is_coded,
         )  # fmt: skip
 
     async def write(self, index: int, array: Bytes, priority: Priority = Priority.WRITE) -> None:
@@ -267,15 +280,16 @@ class SlotPack:
         records: list[ChunkRecord] = []
         await self._io.run(
             _WRITE, self._names[index], place.padded_bytes, priority,
-            lambda scratch: records.append(self._write_chunk(place, slot, array, scratch)),
+            lambda scratch: records.append(self._write_chunk(index, slot, array, scratch)), is_coded=self._is_coded,
         )  # fmt: skip
         self.current[index] = records[0]
 
-    def _write_chunk(self, place: _Place, slot: int, array: Bytes, scratch: Bytes | None) -> ChunkRecord:
+    def _write_chunk(self, index: int, slot: int, array: Bytes, scratch: Bytes | None) -> ChunkRecord:
+        place = self._places[index]
         source = array[: place.padded_bytes]
         stored = place.padded_bytes
         if scratch is not None:
-            encoded = self._io.codec.encode(source, scratch[: place.padded_bytes])
+            encoded = self._codecs[index].encode(source, scratch[: place.padded_bytes])
             if encoded <= place.padded_bytes - ALIGNMENT:
                 source, stored = scratch, encoded
                 scratch[stored : padded(stored)] = 0

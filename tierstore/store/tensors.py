@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tierstore.alignment import ALIGNMENT, padded
-from tierstore.config import Resume, Tier, TierConfig, format_size
+from tierstore.config import Codec, Resume, Tier, TierConfig, format_size
 from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.errors import BudgetError, ConfigError, TierstoreError
 from tierstore.io.backend import Backend
@@ -114,13 +114,15 @@ class TensorStore:
             device: None is the one that `tiers` names.
 
         Raises:
-            ConfigError: there is no such device, or no such way to resume.
+            ConfigError: there is no such device, no such way to resume, or the codec is "auto".
         """
         try:
             wanted = Resume(resume)
         except ValueError:
             names = ", ".join(item.value for item in Resume)
             raise ConfigError(f"resume must be one of {names}, not {resume!r}") from None
+        if tiers.codec is Codec.AUTO:
+            raise ConfigError("codec='auto' is decided for the state of an Engine; name a codec for a store of tensors")
         device = device or open_device(tiers.device, clock, tracer)
         return cls(tiers, wanted, device, backend or Backend(), clock, tracer)
 
@@ -314,10 +316,10 @@ class TensorStore:
         self._arena = arena = Arena(plan.cpu_bytes, device.pin, device.unpin)
         staging = {False: arena.pool("demand", plan.demand_bytes), True: arena.pool("prefetch", plan.prefetch_bytes)}
         scratch: Pool = arena.pool("codec", plan.scratch_bytes)
-        io = ChunkIO(self._backend, self._workers, self._tiers.codec, scratch, self._clock, self._tracer)
+        io = ChunkIO(self._backend, self._workers, scratch, self._clock, self._tracer)
         route = Route(self._workers, staging)
         owner, later = self._owner, partial(self._owner.later, self._workers)
-        self._shelf = Shelf(self._directories, io, route, plan.chunk_bytes, generation, later)
+        self._shelf = Shelf(self._directories, io, self._tiers.codec, route, plan.chunk_bytes, generation, later)
         gpu = DeviceTier(device, self._tiers.gpu_memory, self._workers, owner.spawn)
         resident = arena.pool("resident", plan.resident_bytes)
         self._homes = Homes(gpu, resident, self._shelf, route, plan, owner.spawn, owner.keep_failure)

@@ -38,7 +38,7 @@ from tierstore.store.commit import (
     end_store_making,
 )
 from tierstore.store.gradients import Gradients
-from tierstore.store.layout import ChunkIndex, GroupSpec, chunk_specs, fingerprint
+from tierstore.store.layout import ChunkIndex, Codecs, GroupSpec, chunk_specs, fingerprint
 from tierstore.store.rounds import Round
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 from tierstore.store.tasks import together
@@ -57,6 +57,7 @@ class TrainingStore:
     Args:
         storages: flat device storages of the groups, in their order, size 0 while a group is not on the device;
             `use_storages` gives them later.
+        codecs: of each kind of chunks.
         is_durable: steps can be committed; otherwise the packs have one slot and are removed at the end.
         lock: held on the first directory if its generation was read; the store takes the rest, and gives it back.
     """
@@ -77,6 +78,7 @@ class TrainingStore:
         update_threads: int,
         lock: StoreLock,
         team: Team | None = None,
+        codecs: Codecs,
         codec_scratch_bytes: int = 0,
     ) -> None:
         self.groups = groups
@@ -84,7 +86,8 @@ class TrainingStore:
         self.placement = placement
         self.directories = [Path(path) for path in tiers.nvme]
         self.is_durable = is_durable and bool(self.directories)
-        self._codec = tiers.codec
+        self._asked = tiers.codec
+        self.codecs = codecs
         self._backend = backend
         self._runtime = runtime
         self._device = device
@@ -106,7 +109,7 @@ class TrainingStore:
         self.arena = Arena(placement.pools.total_bytes + codec_scratch_bytes, device.pin, device.unpin)
         try:
             self._pools = self._make_pools(codec_scratch_bytes)
-            self.io = ChunkIO(backend, self._io_workers, tiers.codec, self._pools["codec"], clock, tracer)
+            self.io = ChunkIO(backend, self._io_workers, self._pools["codec"], clock, tracer)
             self.io.on_transfer = self._trace_memory
             self._furnish()
         except BaseException:
@@ -154,7 +157,10 @@ class TrainingStore:
     def _make_packs(self) -> list[SlotPack]:
         slots, grid = 2 if self.is_durable else 1, self.placement.chunk_elements
         packs = [
-            SlotPack(kind.value, chunk_specs(kind, self.groups, grid), self.directories, self.io, slots=slots)
+            SlotPack(
+                kind.value, chunk_specs(kind, self.groups, grid), self.directories, self.io, self.codecs[kind].codec,
+                slots=slots,
+            )
             for kind in (Kind.WEIGHTS, Kind.STATE)
         ]
         copies = self.placement.gradient_copies
@@ -164,7 +170,8 @@ class TrainingStore:
         for copy in range(copies if is_spilled or is_pending_kept else 0):
             specs = chunk_specs(Kind.GRADIENTS, self.groups, grid)
             pack_slots = 2 if is_pending_kept else 1
-            packs.append(SlotPack(f"gradients{copy or ''}", specs, self.directories, self.io, slots=pack_slots))
+            codec = self.codecs[Kind.GRADIENTS].codec
+            packs.append(SlotPack(f"gradients{copy or ''}", specs, self.directories, self.io, codec, slots=pack_slots))
         return packs
 
     @property
@@ -316,7 +323,8 @@ class TrainingStore:
 
     def layout(self) -> dict[str, Any]:
         """What must be equal for a store to open."""
-        return fingerprint(self.groups, self.placement.chunk_elements, len(self.directories), self._codec.value)
+        grid, disks = self.placement.chunk_elements, len(self.directories)
+        return fingerprint(self.groups, grid, disks, self._asked.value, self.codecs)
 
     # --- commits ------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
+from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.errors import ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
@@ -32,6 +32,7 @@ from tierstore.trace import Tracer
 from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
 from tierstore.train.budgets import request_for
+from tierstore.train.codec_trial import codecs_of
 from tierstore.train.depth import DepthChooser
 from tierstore.train.filling import Piece, fill, weights_of
 from tierstore.train.gathering import Gathers
@@ -167,11 +168,14 @@ def assemble(
         # Before the store is made and takes the weights: what is wrong with the options must not cost them.
         stepper = AdamStepper(groups, TieredOptimizer(_option_groups(model, groups, parameter_groups), config, step))
         prepare(stepper.optimizer)
-        request = _cut(groups, tiers, options.schedule, generation, partition)
+        codecs, pieces = codecs_of(tiers, generation, pieces, specs, partition, runtime, clock)
+        is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())
+        request = _cut(groups, tiers, options.schedule, generation, partition, is_coded)
         store = TrainingStore(
             [group.spec for group in groups.groups], place(request), tiers, device, [], runtime, backend, tracer, clock,
             is_durable=options.durability is Durability.COMMIT,
             update_threads=tiers.update_threads or min(8, os.cpu_count() or 1),
+            codecs=codecs,
             codec_scratch_bytes=request.scratch_bytes,
             lock=lock,
             team=team,
@@ -218,18 +222,20 @@ def _cut(
     schedule: UpdateSchedule,
     generation: Generation | None,
     partition: Partition,
+    is_coded: bool,
 ) -> Request:
     """Give every group the part of it that this rank keeps; returns what is to be placed."""
     whole = [group.spec for group in groups.groups]
     grid = generation.layout["chunk_elements"] if generation is not None else None
     if grid is None and not partition.keeps_all:
         limit = partition.chunk_limit(whole)
-        request = _request(groups, [partition.cut(spec, limit) for spec in whole], tiers, schedule, None, partition)
+        parts = [partition.cut(spec, limit) for spec in whole]
+        request = _request(groups, parts, tiers, schedule, None, partition, is_coded)
         grid = min(partition.all_succeed("the size of chunks", lambda: min(limit, place(request).chunk_elements)))
     if grid is not None:
         for group in groups.groups:
             group.spec = partition.cut(group.spec, grid)
-    return _request(groups, [group.spec for group in groups.groups], tiers, schedule, grid, partition)
+    return _request(groups, [group.spec for group in groups.groups], tiers, schedule, grid, partition, is_coded)
 
 
 def _request(
@@ -239,8 +245,9 @@ def _request(
     schedule: UpdateSchedule,
     grid: int | None,
     partition: Partition,
+    is_coded: bool,
 ) -> Request:
-    request = request_for([spec.need() for spec in specs], tiers, schedule, grid)
+    request = request_for([spec.need() for spec in specs], tiers, schedule, grid, is_coded=is_coded)
     if not partition.is_shared:
         return request
     buckets = Buckets(partition)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tierstore.alignment import padded
-from tierstore.config import Codec, TierConfig, UpdateSchedule
+from tierstore.config import TierConfig, UpdateSchedule
 from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GradientMode, GroupNeed, Request
 from tierstore.plan.tiers import smallest_budgets
 
@@ -20,12 +20,18 @@ _GRADIENTS: dict[UpdateSchedule, GradientMode] = {
 
 
 def request_for(
-    groups: Sequence[GroupNeed], tiers: TierConfig, schedule: UpdateSchedule, chunk_elements: int | None
+    groups: Sequence[GroupNeed],
+    tiers: TierConfig,
+    schedule: UpdateSchedule,
+    chunk_elements: int | None,
+    *,
+    is_coded: bool,
 ) -> Request:
     """The request of a run.
 
     Args:
         chunk_elements: the grid of the store that is resumed; None for a new one.
+        is_coded: a kind of chunks has a codec.
     """
     from_device = schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
     request = Request(
@@ -39,7 +45,7 @@ def request_for(
         read_weights_with_state=not from_device,
         workers=tiers.io_threads,
     )
-    if tiers.codec is Codec.NONE or not tiers.nvme:
+    if not is_coded:
         return request
     scratch_bytes = _scratch_bytes(request, tiers.io_threads * len(tiers.nvme))
     limit_bytes = min(tiers.chunk_bytes or MAX_CHUNK_BYTES, scratch_bytes)

@@ -430,7 +430,7 @@ class Engine:
         whole.export(self._open_parts(), self.model, Path(directory))
 
     def statistics(self) -> dict[str, Any]:
-        """Totals since the engine was made: bytes by link, peaks by tier, generation, depth, buffered directories."""
+        """Totals since the engine was made: bytes by link, peaks by tier, generation, codecs, depth, buffered I/O."""
         return self._meters.totals()
 
     # --- the end ------------------------------------------------------------------------------------------------

@@ -67,6 +67,10 @@ class StepMeters:
             "peak_bytes": self._peaks(),
             "stall_s": self._parts.access.stall_s,
             "generation": self._parts.store.generation,
+            "codecs": {
+                kind.value: {"codec": choice.codec.value, "why": choice.why}
+                for kind, choice in self._parts.store.codecs.items()
+            },
             "prefetch_depth": self._parts.access.depth,
             "buffered_directories": sorted(map(str, self._parts.backend.buffered_directories)),
         }

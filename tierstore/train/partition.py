@@ -88,6 +88,11 @@ class Partition:
         return self.ranks is not None
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of all, or the only one."""
+        return self.ranks is None or self.ranks.rank == 0
+
+    @property
     def keeps_all(self) -> bool:
         """Whether every rank keeps everything."""
         return self.stage == 0 or self.count == 1
