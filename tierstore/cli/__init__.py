@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from tierstore.cli import probe, simulate, train
+from tierstore.cli import codecs, probe, simulate, train
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -26,6 +26,7 @@ def _root() -> None:
 
 app.command()(train.train)
 app.command()(probe.probe)
+app.command()(codecs.codecs)
 app.add_typer(simulate.simulate, name="simulate")
 
 

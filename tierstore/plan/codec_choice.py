@@ -47,9 +47,11 @@ class CodecChoice:
 def choose_codec(kind: Kind, measured: Sequence[CodecRates], conditions: Conditions) -> CodecChoice:
     """The codec with which a step reads and writes this kind in the shortest time; none unless it is `WORTH` it."""
     raw_s = 1 / conditions.read_bytes_per_s * _READS_PER_WRITE[kind] + 1 / conditions.write_bytes_per_s
-    best = min(measured, key=lambda rates: seconds_per_byte(kind, rates, conditions), default=None)
+    # No faster than the ratio, however fast the codec.
+    smaller = [rates for rates in measured if rates.ratio >= WORTH]
+    best = min(smaller, key=lambda rates: seconds_per_byte(kind, rates, conditions), default=None)
     if best is None:
-        return CodecChoice(Codec.NONE, "no codec was measured")
+        return CodecChoice(Codec.NONE, f"no codec makes it smaller by {WORTH - 1:.0%}")
     speedup = raw_s / seconds_per_byte(kind, best, conditions)
     facts = (
         f"ratio {best.ratio:.2f}, {best.encode_bytes_per_s / 1e9:.2f} GB/s in and "
@@ -58,8 +60,6 @@ def choose_codec(kind: Kind, measured: Sequence[CodecRates], conditions: Conditi
     )
     if speedup >= WORTH:
         return CodecChoice(best.codec, f"{speedup:.2f} x as fast as the raw disk: {facts}")
-    if best.ratio <= 1:
-        return CodecChoice(Codec.NONE, "no codec makes it smaller")
     return CodecChoice(Codec.NONE, f"{best.codec.value}, the best, is {speedup:.2f} x as fast as the raw disk: {facts}")
 
 

@@ -1,0 +1,186 @@
+"""What each codec makes of a person's own tensors, and on which disk it pays: as a table, sentences, JSON.
+
+Scope: what `tierstore codecs` asks and shows.
+Not here: which bytes are tried (`codec_samples.py`), the timing (`pack/codec_rates.py`), the decision
+(`plan/codec_choice.py`).
+Owner: nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierstore.apps.codec_samples import Sample, read_samples
+from tierstore.config import format_size
+from tierstore.errors import ConfigError, StorageError
+from tierstore.pack.codec_rates import COMPRESSING, measure_codec
+from tierstore.plan.bandwidth import CodecRates
+from tierstore.plan.codec_choice import CodecChoice, Conditions, choose_codec, pays_below_bytes_per_s
+from tierstore.plan.costs import codec_break_even_bytes_per_s, codec_pays
+from tierstore.plan.placement import Kind
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_DEFAULT_SAMPLE_BYTES = 2**26
+_ENDLESS = 1e12  # no codec is that fast
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodecOptions:
+    """What a person asks of `tierstore codecs`.
+
+    Attributes:
+        path: a store, a directory of safetensors files, or one such file.
+        disk: bytes per second that it reads and writes; None: nothing is said of one disk.
+        cores: how many en- and decode at once.
+        overlapped: they have nothing else to do, as beside a GPU.
+        sample: bytes to read of each kind and dtype.
+    """
+
+    path: Path
+    disk: int | None = None
+    cores: int = 1
+    overlapped: bool = False
+    sample: int = _DEFAULT_SAMPLE_BYTES
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("disk", self.disk), ("cores", self.cores), ("sample", self.sample)):
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name} must be at least 1, not {value}")
+
+    @property
+    def conditions(self) -> Conditions | None:
+        if self.disk is None:
+            return None
+        return Conditions(self.disk, self.disk, self.cores, self.overlapped)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One kind and dtype.
+
+    Attributes:
+        choice: what codec "auto" would take on the disk that was asked for.
+    """
+
+    kind: Kind
+    sample_bytes: int
+    codecs: tuple[CodecRates, ...]
+    choice: CodecChoice | None
+
+
+def compare(options: CodecOptions, tell: Callable[[str, float], None] = lambda what, done: None) -> list[Tried]:
+    """Tries every codec on every kind and dtype, and writes the JSON that was asked for.
+
+    Raises:
+        ConfigError, FormatError, StorageError: nothing to try, or files that cannot be read.
+    """
+    samples = read_samples(options.path, options.sample)
+    tried = []
+    for number, sample in enumerate(samples):
+        tell(f"{sample.kind.value} {sample.dtype}", number / len(samples))
+        tried.append(_try(sample, options.conditions))
+    if options.json is not None:
+        _write_json(options.json, as_json(options, tried))
+    return tried
+
+
+def _try(sample: Sample, conditions: Conditions | None) -> Tried:
+    rates = tuple(measure_codec(codec, sample.item_bytes, sample.parts, sample.dtype) for codec in COMPRESSING)
+    choice = None if conditions is None else choose_codec(sample.kind, rates, conditions)
+    return Tried(sample.kind, sample.nbytes, rates, choice)
+
+
+def as_table(options: CodecOptions, tried: list[Tried]) -> Table:
+    """A row per kind, dtype and codec."""
+    from rich.table import Table
+
+    table = Table(title="codecs, GB/s of raw bytes on one core", title_justify="left")
+    for name in ("kind", "codec"):
+        table.add_column(name)
+    names = ["ratio", "in", "out"]
+    names += ["write\npays below", "read\npays below"] if options.disk is None else ["needs", "write\npays", "read\npays"]
+    for name in names:
+        table.add_column(name, justify="right")
+    for one in tried:
+        for rates in one.codecs:
+            cells = [f"{one.kind.value} {rates.data}", rates.codec.value]
+            table.add_row(*cells, *_figures(options, rates), end_section=rates is one.codecs[-1])
+    return table
+
+
+def legend(options: CodecOptions, tried: list[Tried]) -> str:
+    """What the columns of the table mean, and what was tried."""
+    size = format_size(sum(one.sample_bytes for one in tried))
+    cores = "1 core" if options.cores == 1 else f"{options.cores} cores"
+    if options.disk is None:
+        return f"{size} tried; pays below: rate of a disk, in GB/s, under which the codec in series pays on {cores}"
+    way = "overlapped" if options.overlapped else "in series"
+    return (
+        f"{size} tried; needs: rate above which a codec in series pays on a disk of {_gb(options.disk)} GB/s; "
+        f"pays: {way}, on {cores}"
+    )
+
+
+def sentences(tried: list[Tried]) -> list[str]:
+    """What codec "auto" would take, a line for each kind and dtype."""
+    return [
+        f"{one.kind.value} {one.codecs[0].data}: {one.choice.codec.value}; {one.choice.why}"
+        for one in tried
+        if one.choice is not None
+    ]
+
+
+def _figures(options: CodecOptions, rates: CodecRates) -> list[str]:
+    ways = (rates.encode_bytes_per_s * options.cores, rates.decode_bytes_per_s * options.cores)
+    figures = [f"{rates.ratio:.3f}", _gb(rates.encode_bytes_per_s), _gb(rates.decode_bytes_per_s)]
+    if options.disk is None:
+        return figures + [_gb(pays_below_bytes_per_s(rates.ratio, way)) for way in ways]
+    needed = codec_break_even_bytes_per_s(options.disk, rates.ratio)
+    pays = [codec_pays(options.disk, rates.ratio, way, overlapped=options.overlapped) for way in ways]
+    return [*figures, _gb(needed) if needed < _ENDLESS else "-", *("yes" if one else "no" for one in pays)]
+
+
+def as_json(options: CodecOptions, tried: list[Tried]) -> dict[str, Any]:
+    """All figures, in bytes and seconds."""
+    return {
+        "path": str(options.path),
+        "disk_bytes_per_s": options.disk,
+        "cores": options.cores,
+        "overlapped": options.overlapped,
+        "kinds": [
+            {
+                "kind": one.kind.value,
+                "dtype": one.codecs[0].data,
+                "sample_bytes": one.sample_bytes,
+                "codecs": [
+                    asdict(rates)
+                    | {
+                        "codec": rates.codec.value,
+                        "write_pays_below_bytes_per_s": pays_below_bytes_per_s(rates.ratio, rates.encode_bytes_per_s),
+                        "read_pays_below_bytes_per_s": pays_below_bytes_per_s(rates.ratio, rates.decode_bytes_per_s),
+                    }
+                    for rates in one.codecs
+                ],
+                "auto": None if one.choice is None else {"codec": one.choice.codec.value, "why": one.choice.why},
+            }
+            for one in tried
+        ],
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write --json {path}: {error.strerror}") from error
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f}"

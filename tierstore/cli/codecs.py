@@ -1,0 +1,53 @@
+"""`tierstore codecs`: its options, the table, the sentences.
+
+Not here: the run (`apps/codecs.py`). What is heavy is imported inside, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.cli.common import say, size, told
+
+
+def codecs(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A store (its first directory), a safetensors file or a folder of such.")
+    ],
+    disk: Annotated[
+        int | None,
+        typer.Option(parser=size, metavar="RATE", help="What a disk reads and writes a second, as 500MB: does it pay?"),
+    ] = None,
+    cores: Annotated[int, typer.Option(help="How many encode and decode at once.")] = 1,
+    overlapped: Annotated[
+        bool, typer.Option("--overlapped", help="Those cores have nothing else to do, as beside a GPU.")
+    ] = False,
+    sample: Annotated[
+        int,
+        typer.Option(
+            parser=size, metavar="SIZE", show_default=False, help="To try of each kind and dtype [default: 64MiB]."
+        ),
+    ] = 2**26,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
+) -> None:
+    """What each codec makes of your own weights and optimizer state: ratio, rates, and the disks on which it pays."""
+    from rich.console import Console
+
+    from tierstore.apps.codecs import CodecOptions, as_table, compare, legend, sentences
+    from tierstore.apps.probe_report import progress
+
+    with told():
+        options = CodecOptions(path=path, disk=disk, cores=cores, overlapped=overlapped, sample=sample, json=json)
+        console = Console()
+        try:
+            with progress(console) as tell:
+                tried = compare(options, tell)
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise typer.Exit(130) from None
+        console.print(as_table(options, tried))
+        for sentence in (legend(options, tried), *sentences(tried)):
+            console.print(sentence, markup=False, highlight=False, soft_wrap=True)
