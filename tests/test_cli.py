@@ -14,7 +14,7 @@ from tierstore.apps.options import Precision, Preset, TrainOptions
 from tierstore.apps.report import Totals
 from tierstore.apps.train import Outcome
 from tierstore.cli import app
-from tierstore.config import Durability, Resume, UpdateSchedule
+from tierstore.config import Codec, Durability, Resume, UpdateSchedule
 from tierstore.errors import BudgetError, ConfigError, StorageFull
 
 
@@ -47,7 +47,7 @@ def test_every_option_arrives(asked: list[Any]) -> None:
     given = """
         --preset 124m --data text --gpu-memory 256MiB --cpu-memory 1GB --zero 2 --nvme a --nvme b --dtype fp16 --batch 2
         --sequence 64 --accumulate 3 --steps 7 --lr 0.5 --weight-decay 0.2 --warmup 4 --clip 0 --update delayed
-        --commit-every 5 --durability none --resume auto --seed 9 --workers 2 --dropout 0.1 --checkpointing
+        --commit-every 5 --codec auto --durability none --resume auto --seed 9 --workers 2 --dropout 0.1 --checkpointing
         --evaluate 0 --export out --json steps --trace trace --device cuda:1 --threads 3
         --bandwidth rates
     """
@@ -56,7 +56,8 @@ def test_every_option_arrives(asked: list[Any]) -> None:
     expected = TrainOptions(
         preset=Preset.P124M, data=Path("text"), gpu_memory=256 * 2**20, cpu_memory=10**9, zero=2,
         nvme=(Path("a"), Path("b")), dtype=Precision.FP16, batch=2, sequence=64, accumulate=3, steps=7, lr=0.5,
-        weight_decay=0.2, warmup=4, clip=0, update=UpdateSchedule.DELAYED, commit_every=5, durability=Durability.NONE,
+        weight_decay=0.2, warmup=4, clip=0, update=UpdateSchedule.DELAYED, commit_every=5, codec=Codec.AUTO,
+        durability=Durability.NONE,
         resume=Resume.AUTO, seed=9, workers=2, dropout=0.1, checkpointing=True, evaluate=0, export=Path("out"),
         json=Path("steps"), trace=Path("trace"), device="cuda:1", threads=3,
         bandwidth=Path("rates"),

@@ -21,9 +21,12 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
         "import tierstore",
         "import tierstore; tierstore.TierConfig, tierstore.AdamWConfig, tierstore.Tier, tierstore.Tracer",
         "import tierstore.cli",
-        "import runpy, sys; sys.argv[1:] = ['train', '--help']\n"
-        "try: runpy.run_module('tierstore.cli', run_name='__main__')\n"
-        "except SystemExit as end: assert end.code == 0",
+        *(
+            f"import runpy, sys; sys.argv[1:] = ['{command}', '--help']\n"
+            "try: runpy.run_module('tierstore.cli', run_name='__main__')\n"
+            "except SystemExit as end: assert end.code == 0"
+            for command in ("train", "codecs")
+        ),
     ],
 )
 def test_heavy_packages_are_not_imported(statement: str) -> None:

@@ -83,7 +83,8 @@ def _codecs(*arguments: Any) -> Any:
 
 
 def test_the_command_shows_ratios_and_on_which_disk_a_codec_pays(tmp_path: Path) -> None:
-    save_file({"w": torch.randn(2**17, generator=torch.Generator().manual_seed(0)).bfloat16()}, tmp_path / "w.safetensors")
+    weights = torch.randn(2**17, generator=torch.Generator().manual_seed(0)).bfloat16()
+    save_file({"w": weights}, tmp_path / "w.safetensors")
     result = _codecs(tmp_path, "--disk", "1", "--json", tmp_path / "out.json")
     assert result.exit_code == 0, result.output
     assert "weights bf16: zstd-bitshuffle; 1.3" in result.output

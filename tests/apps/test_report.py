@@ -98,3 +98,9 @@ def test_text_is_not_interpreted() -> None:
     output = io.StringIO()
     Reporter(Console(file=output, width=20)).say("a path [bold]/x[/bold] that is longer than the line")
     assert output.getvalue() == "a path [bold]/x[/bold] that is longer than the line\n"
+
+
+def test_codecs_are_a_line_each_with_the_reason() -> None:
+    output = io.StringIO()
+    Reporter(Console(file=output, width=40)).codecs({"state": {"codec": "none", "why": "it would be [slow]; 0.9 x"}})
+    assert output.getvalue() == "codec of state: none; it would be [slow]; 0.9 x\n"

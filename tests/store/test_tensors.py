@@ -624,6 +624,8 @@ def test_resume(tmp_path: Path) -> None:
         with pytest.raises(ChecksumMismatch, match="chunk b/0"):
             async with opened(tmp_path, resume="previous"):
                 pass
+        with pytest.raises(ConfigError, match="'auto' is decided for the state of an Engine; name a codec"):
+            opened(tmp_path, codec="auto")
         for options in ({"chunk_bytes": 2 * CHUNK}, {"codec": "lz4"}):
             with pytest.raises(ConfigError, match="made with codec='none' and chunk_bytes=65536"):
                 async with opened(tmp_path, **options):

@@ -105,7 +105,7 @@ def as_table(options: CodecOptions, tried: list[Tried]) -> Table:
     for name in ("kind", "codec"):
         table.add_column(name)
     names = ["ratio", "in", "out"]
-    names += ["write\npays below", "read\npays below"] if options.disk is None else ["needs", "write\npays", "read\npays"]
+    names += ["needs", "write\npays", "read\npays"] if options.disk else ["write pays\nbelow", "read pays\nbelow"]
     for name in names:
         table.add_column(name, justify="right")
     for one in tried:

@@ -15,7 +15,7 @@ from tierstore.cli.common import say, size, told
 
 def codecs(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A store (its first directory), a safetensors file or a folder of such.")
+        Path, typer.Argument(metavar="PATH", help="Store (its first directory), safetensors file, or a folder of such.")
     ],
     disk: Annotated[
         int | None,
