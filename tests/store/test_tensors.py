@@ -32,7 +32,7 @@ from tensor_stores import (
 )
 
 from tierstore import TensorStore, Tier
-from tierstore.config import Codec
+from tierstore.config import Codec, TierConfig
 from tierstore.device.streams import Mark
 from tierstore.device.transfers import CpuDevice
 from tierstore.errors import BudgetError, ChecksumMismatch, ClosedError, ConfigError, StoreLocked, Timeout
@@ -625,7 +625,7 @@ def test_resume(tmp_path: Path) -> None:
             async with opened(tmp_path, resume="previous"):
                 pass
         with pytest.raises(ConfigError, match="'auto' is decided for the state of an Engine; name a codec"):
-            opened(tmp_path, codec="auto")
+            TensorStore.open(TierConfig(nvme=[tmp_path], codec="auto"))
         for options in ({"chunk_bytes": 2 * CHUNK}, {"codec": "lz4"}):
             with pytest.raises(ConfigError, match="made with codec='none' and chunk_bytes=65536"):
                 async with opened(tmp_path, **options):

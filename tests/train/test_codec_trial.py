@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tierstore.config import Codec, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.pack.codec_rates import measure_codec
 from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.codec_choice import CodecChoice
 from tierstore.plan.placement import Kind
 from tierstore.store.layout import GroupSpec, ParameterSpec
 from tierstore.train import codec_trial
@@ -110,6 +112,25 @@ def test_what_is_tried_compresses_as_trained_state_does(
     master = (np.random.default_rng(5).standard_normal(2**17) * 0.02).astype(np.float32)
     sample = codec_trial.like_trained(kind, dtype, master)
     assert low <= measure_codec(Codec.LZ4_BITSHUFFLE, item_bytes, [sample], dtype).ratio <= high
+
+
+class Follower:
+    """The second of two ranks."""
+
+    is_first = False
+
+    def all_succeed(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        return [{kind: CodecChoice(Codec.LZ4, "rank 0 says so") for kind in Kind}, work()]
+
+
+def test_rank_0_decides_for_all(tmp_path: Path) -> None:
+    pieces = iter([Piece("w", 0, torch.ones(3))])
+    spec = GroupSpec("g", "fp32", True, (ParameterSpec("w", (3,), 0),))
+    follower, runtime = cast(Any, Follower()), cast(Any, None)
+    tiers = auto(tmp_path, 1e5)
+    chosen, rest = codec_trial.codecs_of(tiers, None, pieces, [spec], follower, runtime, lambda: 0.0)
+    assert {choice.why for choice in chosen.values()} == {"rank 0 says so"}
+    assert [piece.name for piece in rest] == ["w"]
 
 
 def test_a_frozen_model_has_a_codec_too() -> None:
