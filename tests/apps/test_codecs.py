@@ -91,7 +91,7 @@ def test_the_command_shows_ratios_and_on_which_disk_a_codec_pays(tmp_path: Path)
     found = json.loads((tmp_path / "out.json").read_text())["kinds"][0]
     ratios = {one["codec"]: one["ratio"] for one in found["codecs"]}
     assert ratios["lz4"] == 1
-    assert 1.25 < ratios["lz4-bitshuffle"] < ratios["zstd-bitshuffle"] < 1.45
+    assert 1.2 < ratios["lz4-bitshuffle"] < ratios["zstd-bitshuffle"] < 1.45
     assert found["auto"]["codec"] == "zstd-bitshuffle"
     fast = _codecs(tmp_path, "--disk", "1000TB")
     assert "weights bf16: none; " in fast.output
