@@ -17,6 +17,8 @@ from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.plan.bandwidth import Activity, BandwidthTable, NamedRate, Rate, Slowdown
 
+_DISK_SHARE = 0.6  # of the progress bar
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeOptions:
@@ -72,10 +74,11 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcome:
     from tierstore.device.streams import open_device
     from tierstore.io.memory import Arena
     from tierstore.io.runtime import Runtime
+    from tierstore.measure.machine import MEMORY_BYTES
     from tierstore.measure.table_file import write_table
 
     device = open_device(options.device)
-    arena = Arena(_memory_bytes(len(options.nvme)), device.pin, device.unpin)
+    arena = Arena(MEMORY_BYTES * len(options.nvme), device.pin, device.unpin)
     with contextlib.closing(arena), Runtime("tierstore-probe", timeout_s=86400.0) as runtime:
         outcome = runtime.call(_measure, options, device, arena, tell)
     if options.json is not None:
@@ -89,40 +92,29 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcome:
 
 async def _measure(options: ProbeOptions, device: Any, arena: Any, tell: Callable[[str, float], None]) -> Outcome:
     from tierstore.io.backend import Backend
-    from tierstore.measure.disk import check_room, incompressible
+    from tierstore.measure.disk import check_room, disk_files, incompressible
     from tierstore.measure.fio import find_fio
     from tierstore.measure.machine import measure_machine
     from tierstore.measure.survey import QUICK, THOROUGH, survey
 
     effort = QUICK if options.quick else THOROUGH
     effort = replace(effort, size_bytes=options.size or effort.size_bytes, seconds=options.seconds or effort.seconds)
-    backend, fio = Backend(), find_fio() if options.against else None
-    check_room(list(options.nvme), effort.size_bytes, backend)
+    fio = find_fio() if options.against else None
+    check_room(options.nvme, effort.size_bytes)
     lease = await arena.pool("probe", arena.capacity_bytes).reserve(arena.capacity_bytes)
     try:
-        tell("random bytes", 0.0)
+        tell(f"making files of {format_size(effort.size_bytes)}", 0.0)
         incompressible(lease.array)
-        disks = await survey(options.nvme, effort, lease.array, backend, lambda what, done: tell(what, 0.7 * done), fio)
-        rounds, pace_s = (3, 0.06) if options.quick else (7, 0.4)
-        machine = await measure_machine(
-            device, lease.array, pace_s, rounds, lambda what, done: tell(what, 0.7 + 0.3 * done)
-        )
+        with disk_files(options.nvme, effort.size_bytes, lease.array, Backend()) as files:
+            disks = await survey(files, effort, lambda what, done: tell(what, _DISK_SHARE * done), fio)
+            rounds, run_s = (3, 0.05) if options.quick else (7, 0.3)
+            machine = await measure_machine(
+                device, lease.array, run_s, rounds,
+                lambda what, done: tell(what, _DISK_SHARE + (1 - _DISK_SHARE) * done), disks.loads,
+            )  # fmt: skip
     finally:
         lease.free()
     return Outcome(_table(disks, machine), disks, machine)
-
-
-def _memory_bytes(directories: int) -> int:
-    """For transfers of all directories, and at most a quarter of what is free."""
-    import psutil
-
-    from tierstore.measure.machine import MEMORY_BYTES
-
-    wanted, available = MEMORY_BYTES * directories, int(psutil.virtual_memory().available) // 4
-    if available < MEMORY_BYTES // 4:
-        raise ConfigError(f"measuring needs {format_size(MEMORY_BYTES)} of free memory, and there are "
-                          f"{format_size(4 * available)}")  # fmt: skip
-    return min(wanted, available) // 2**21 * 2**21
 
 
 def _table(disks: Any, machine: Any) -> BandwidthTable:

@@ -44,7 +44,7 @@ class Load:
     clock: Callable[[], float] = time.perf_counter
 
     async def run(self, seconds: float) -> float:
-        """At least two jobs per thread, so that none waits for the loop."""
+        """At least one job per thread, and two more: they wait in the queue, so that no thread waits for the loop."""
         workers = WorkerPool("tierstore-measure", self.threads)
         try:
             await workers.run(Priority.DEMAND, _nothing)  # the threads are there before the clock runs
@@ -58,7 +58,7 @@ class Load:
                     if self.clock() - begun_s >= seconds:
                         return
 
-            await together(lane() for _ in range(2 * self.threads))
+            await together(lane() for _ in range(self.threads + 2))
             return done[0] * self.amount / (self.clock() - begun_s)
         finally:
             workers.close(CLOSE_TIMEOUT_S)
@@ -66,6 +66,16 @@ class Load:
 
 def _nothing() -> None:
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Several loads as one; its rate is their sum."""
+
+    loads: tuple[Runnable, ...]
+
+    async def run(self, seconds: float) -> float:
+        return sum(await at_once(self.loads, seconds))
 
 
 @dataclass(frozen=True, slots=True)

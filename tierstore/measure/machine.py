@@ -60,8 +60,8 @@ async def measure_machine(
     busy = _busy(device, memory)
     codecs = compute.codecs()
     loads: dict[str, list[Runnable]] = {name: [load] for name, load in busy.items()}
-    for name, one in codecs.items():
-        loads[f"{name} encode"], loads[f"{name} decode"] = [one.encode], [one.decode]
+    for name, coder in codecs.items():
+        loads[f"{name} encode"], loads[f"{name} decode"] = [coder.encode], [coder.decode]
     activities: dict[Activity, Runnable] = {one: busy[one.value] for one in Activity if one.value in busy}
     pairs = list(_PAIRS)
     for activity, load in (disk or {}).items():

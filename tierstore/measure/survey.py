@@ -2,13 +2,11 @@
 
 Scope: which loads run, in which order, and the rates that follow.
 Not here: a load (`disk.py`), rounds (`loads.py`), links and compute (`machine.py`).
-Owner: the caller owns the memory; files are open while a survey runs.
+Owner: the caller owns the files, which are open while a survey runs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +14,14 @@ from pathlib import Path
 from typing import Literal
 
 from tierstore.config import format_size
-from tierstore.io.backend import Backend
-from tierstore.io.memory import Bytes
-from tierstore.measure.disk import DiskFile, check_room, disk_file
+from tierstore.measure.disk import DiskFile
 from tierstore.measure.fio import SHAPES, Fio, Shape
-from tierstore.measure.loads import Pace, Runnable, in_turn
-from tierstore.plan.bandwidth import DirectoryRates, Rate
+from tierstore.measure.loads import Load, Pace, Runnable, SideBySide, in_turn
+from tierstore.plan.bandwidth import Activity, DirectoryRates, Rate
 
 Verb = Literal["read", "write"]
 _VERBS: tuple[Verb, Verb] = ("read", "write")
+_WAYS = (*_VERBS, "both")
 _GRID_SHARE = 0.5  # of the time; the rest is spent at the best block size and number of threads
 _FIO_RUN_S = 1.5  # fio takes its time to begin, and a run is to move gigabytes
 
@@ -46,7 +43,7 @@ class DiskEffort:
     rounds: int
 
 
-QUICK = DiskEffort(2**29, 5.0, (2**20, 2**23, 2**25), (1, 4, 8), 2, 5)
+QUICK = DiskEffort(2**29, 4.0, (2**20, 2**23, 2**25), (1, 4, 8), 2, 5)
 THOROUGH = DiskEffort(2**31, 60.0, tuple(2**n for n in (18, 20, 22, 23, 24, 25)), (1, 2, 4, 8, 16), 3, 9)
 
 
@@ -82,97 +79,98 @@ class Directory:
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """All directories, one by one and together."""
+    """All directories, one by one and together; `loads` go on at the best block sizes while the files are open."""
 
     directories: tuple[Directory, ...]
     read: Rate
     write: Rate
     both: Rate
+    loads: Mapping[Activity, Runnable]
 
 
 async def survey(
-    paths: Sequence[Path],
-    effort: DiskEffort,
-    memory: Bytes,
-    backend: Backend,
-    tell: Callable[[str, float], None],
-    fio: str | None = None,
+    files: Mapping[Path, DiskFile], effort: DiskEffort, tell: Callable[[str, float], None], fio: str | None = None
 ) -> Disks:
     """Measures directories one after the other, then all of them together.
 
     Args:
-        memory: for the transfers, divided among the directories; of incompressible bytes.
         tell: called before each run, with what is done and the share of all that is over.
         fio: the program to compare with.
 
     Raises:
-        StorageFull: before anything is written.
-        StorageError: a disk failed; nothing is left behind.
+        StorageError: a disk failed.
     """
-    check_room(list(paths), effort.size_bytes, backend)
-    share_bytes = memory.nbytes // len(paths) // 2**21 * 2**21
-    with contextlib.ExitStack() as files:
-        found: list[_Surveyed] = []
-        for index, path in enumerate(paths):
-            tell(f"{path}: a file of {format_size(effort.size_bytes)}", index / len(paths))
-            part = memory[index * share_bytes : (index + 1) * share_bytes]
-            file = files.enter_context(disk_file(path, effort.size_bytes, part, backend))
+    directories, best = [], []
+    for index, (path, file) in enumerate(files.items()):
 
-            def tell_of(what: str, done: float, path: Path = path, index: int = index) -> None:
-                tell(f"{path}: {what}", (index + done) / len(paths))
+        def tell_of(what: str, done: float, path: Path = path, index: int = index) -> None:
+            tell(f"{path}: {what}", (index + done) / len(files))
 
-            found.append(await _survey_one(path, file, effort, tell_of, fio))
-        directories = tuple(one.directory for one in found)
-        if len(found) == 1:
-            rates = directories[0].rates
-            return Disks(directories, rates.read, rates.write, rates.both)
-        together = {name: [one.best[name] for one in found] for name in ("read", "write", "both")}
-        pace = Pace(effort.seconds / 4 / 3 / effort.rounds, effort.rounds, _deadline(effort.seconds / 2),
-                    lambda name: tell(f"{len(paths)} directories together: {name}", 1.0))  # fmt: skip
-        sums = {name: Rate.of([sum(run) for run in runs]) for name, runs in (await in_turn(together, pace)).items()}
-        return Disks(directories, sums["read"], sums["write"], sums["both"])
+        cells = await _grid(file, effort, lambda name: tell_of(name, 0.0))
+        best.append(_Best.of(cells, file))
+        directories.append(await _at_best(path, file, cells, best[-1], effort, tell_of, fio))
+    if len(directories) == 1:
+        rates = directories[0].rates
+        sums = {"read": rates.read, "write": rates.write, "both": rates.both}
+    else:
+        together = {name: [SideBySide(tuple(one.loads[name] for one in best))] for name in _WAYS}
+        pace = Pace(effort.seconds / 4 / len(_WAYS) / effort.rounds, effort.rounds, _deadline(effort.seconds / 2),
+                    lambda name: tell(f"{len(files)} directories together: {name}", 1.0))  # fmt: skip
+        sums = {name: Rate.of([run[0] for run in runs]) for name, runs in (await in_turn(together, pace)).items()}
+    loads: dict[Activity, Runnable] = {
+        activity: SideBySide(tuple(one.loads[activity.value] for one in best))
+        for activity in (Activity.READ, Activity.WRITE)
+    }
+    return Disks(tuple(directories), sums["read"], sums["write"], sums["both"], loads)
 
 
 @dataclass(frozen=True, slots=True)
-class _Surveyed:
-    directory: Directory
-    best: Mapping[str, Runnable]
+class _Best:
+    """The cells with the highest rates, and loads by way."""
+
+    read: Cell
+    write: Cell
+    loads: Mapping[str, Load]
+
+    @classmethod
+    def of(cls, cells: Sequence[Cell], file: DiskFile) -> _Best:
+        read, write = (max(cells, key=lambda cell: cell.rate(verb)) for verb in _VERBS)
+        block_bytes = max(read.block_bytes, write.block_bytes)
+        threads = max(1, min(read.threads + write.threads, file.memory.nbytes // block_bytes))
+        loads = {
+            "read": file.read(read.block_bytes, read.threads),
+            "write": file.write(write.block_bytes, write.threads),
+            "both": file.both(block_bytes, threads),
+        }
+        return cls(read, write, loads)
 
 
-async def _survey_one(
-    path: Path, file: DiskFile, effort: DiskEffort, tell: Callable[[str, float], None], fio: str | None
-) -> _Surveyed:
-    cells = await _grid(file, effort, lambda name: tell(name, 0.0))
-    best_read = max(cells, key=lambda cell: cell.rate("read"))
-    best_write = max(cells, key=lambda cell: cell.rate("write"))
-    block_bytes = max(best_read.block_bytes, best_write.block_bytes)
-    threads = min(best_read.threads + best_write.threads, file.memory.nbytes // block_bytes)
-    best: dict[str, Runnable] = {
-        "read": file.read(best_read.block_bytes, best_read.threads),
-        "write": file.write(best_write.block_bytes, best_write.threads),
-        "both": file.both(block_bytes, threads),
-    }
-    loads: dict[str, list[Runnable]] = {name: [load] for name, load in best.items()}
-    if fio is not None:
-        for verb, shape in itertools.product(_VERBS, SHAPES):
-            one = Fio(fio, file.reachable_path, file.size_bytes, verb, shape, file.file.direct)
-            loads[_shape_name(verb, shape)] = [one]
-    run_s = effort.seconds * (1 - _GRID_SHARE) / 3 / effort.rounds if fio is None else _FIO_RUN_S
+async def _at_best(
+    path: Path,
+    file: DiskFile,
+    cells: tuple[Cell, ...],
+    best: _Best,
+    effort: DiskEffort,
+    tell: Callable[[str, float], None],
+    fio: str | None,
+) -> Directory:
+    """The rates that count: of longer runs than those that found the best cells, which luck may have helped."""
+    loads: dict[str, list[Runnable]] = {name: [load] for name, load in best.loads.items()}
+    names = {verb: {_shape_name(verb, shape): shape for shape in SHAPES} for verb in _VERBS} if fio else {}
+    for verb, shapes in names.items():
+        for name, shape in shapes.items():
+            loads[name] = [Fio(fio or "", file.reachable_path, file.size_bytes, verb, shape, file.file.direct)]
+    run_s = effort.seconds * (1 - _GRID_SHARE) / len(_WAYS) / effort.rounds if fio is None else _FIO_RUN_S
     limit_s = 1.5 * run_s * len(loads) * effort.rounds
     pace = Pace(run_s, effort.rounds, _deadline(limit_s), lambda name: tell(f"at its best: {name}", _GRID_SHARE))
     rates = {name: Rate.of([run[0] for run in runs]) for name, runs in (await in_turn(loads, pace)).items()}
-    return _Surveyed(
-        Directory(
-            cells,
-            DirectoryRates(
-                str(path), rates["read"], rates["write"], rates["both"], best_read.block_bytes, best_read.threads,
-                best_write.block_bytes, best_write.threads, file.file.direct,
-            ),
-            {} if fio is None else {
-                verb: {_shape_name(verb, shape): rates[_shape_name(verb, shape)] for shape in SHAPES} for verb in _VERBS
-            },
+    return Directory(
+        cells,
+        DirectoryRates(
+            str(path), rates["read"], rates["write"], rates["both"], best.read.block_bytes, best.read.threads,
+            best.write.block_bytes, best.write.threads, file.file.direct,
         ),
-        best,
+        {verb: {name: rates[name] for name in shapes} for verb, shapes in names.items()},
     )  # fmt: skip
 
 
