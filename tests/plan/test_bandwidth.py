@@ -2,19 +2,120 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tierstore.config import Codec
 from tierstore.errors import ConfigError, FormatError
-from tierstore.plan.bandwidth import BandwidthTable, Estimator
+from tierstore.plan.bandwidth import (
+    Activity,
+    BandwidthTable,
+    CodecRates,
+    DirectoryRates,
+    Estimator,
+    NamedRate,
+    Rate,
+    Slowdown,
+)
+from tierstore.plan.cost_model import CostModel
 
 TABLE = BandwidthTable(1.10e9, 1.38e9, 1.22e9, 25e9, 24e9, 10e9, 1.3e9)
 
 
-def test_json_round_trip() -> None:
-    assert BandwidthTable.from_json(json.loads(json.dumps(TABLE.to_json()))) == TABLE
+RATE = Rate(1e9, 0.9e9, 1.2e9)
+FULL = replace(
+    TABLE,
+    adam_fp32_elements_per_s=1.1e9,
+    matmul_flop_per_s=5e13,
+    directories=(DirectoryRates("/mnt/a", RATE, RATE, RATE, 2**20, 4, 2**23, 2, is_direct=False),),
+    codecs=(CodecRates(Codec.LZ4, "bf16", 1.0, 2e9, 8e9),),
+    slowdowns=(Slowdown(Activity.READ, Activity.WRITE, 1.8), Slowdown(Activity.ADAM, Activity.MATMUL, 2.0)),
+    collective=CostModel(2e-4, 12e9, 1e-5),
+    spreads=(NamedRate("read_bytes_per_s", RATE),),
+)
+
+
+@pytest.mark.parametrize("table", [TABLE, FULL], ids=["seven rates", "everything"])
+def test_json_round_trip(table: BandwidthTable) -> None:
+    assert BandwidthTable.from_json(json.loads(json.dumps(table.to_json(), allow_nan=False))) == table
+
+
+def test_the_seven_rates_alone_are_a_table() -> None:
+    """As before there was a version."""
+    rates = {name: rate for name, rate in TABLE.to_json().items() if name != "version"}
+    assert len(rates) == 7
+    assert BandwidthTable.from_json(rates) == TABLE
+
+
+def test_a_report_is_not_read() -> None:
+    assert BandwidthTable.from_json({**FULL.to_json(), "report": {"cells": [None, {}]}}) == FULL
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_whatever_is_in_the_file_it_is_a_table_or_a_format_error(data: st.DataObject) -> None:
+    value = json.loads(json.dumps(FULL.to_json()))
+    place: Any = value
+    while True:  # somewhere in it, something else
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if isinstance(place[key], (dict, list)) and place[key] and data.draw(st.booleans()):
+            place = place[key]
+            continue
+        place[key] = data.draw(JSON)
+        break
+    with contextlib.suppress(FormatError):
+        found = BandwidthTable.from_json(value)
+        assert BandwidthTable.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"h2d_bytes_per_s": "fast"}, "h2d_bytes_per_s: Input should be a valid number"),
+        ({"more": 1.0}, "more: Unexpected name"),
+        ({"h2d_bytes_per_s": -1.0}, "rates are positive and finite: {'h2d_bytes_per_s': -1.0}"),
+        ({"codecs": [{"codec": "rar"}]}, "codecs.0.codec: Input should be 'none'"),
+        ({"slowdowns": [{"activity": "read", "beside": "write", "factor": 0.0}]}, "{'factor': 0.0}"),
+        ({"directories": [{**FULL.to_json()["directories"][0], "read_threads": 0}]}, "{'read_threads': 0}"),
+        (
+            {"directories": [{**FULL.to_json()["directories"][0], "read_threads": True}]},
+            "read_threads: Input should be",
+        ),
+        ({"collective": {"alpha_s": -1, "beta_bytes_per_s": 1.0}}, "interconnect"),
+        ({"version": 2}, "a bandwidth table of version 2; this tierstore reads version 1"),
+        ({"version": True}, "version True"),
+    ],
+)
+def test_what_is_wrong_is_named(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(FormatError, match=re.escape(said)):
+        BandwidthTable.from_json(FULL.to_json() | changed)
+
+
+def test_slowdowns_are_found_by_pair() -> None:
+    assert FULL.slowdown(Activity.ADAM, beside=Activity.MATMUL) == 2.0
+    assert FULL.slowdown(Activity.MATMUL, beside=Activity.ADAM) == 1.0  # not measured
+
+
+def test_a_rate_is_the_median_between_the_quartiles() -> None:
+    assert Rate.of([5.0]) == Rate(5.0, 5.0, 5.0)
+    assert Rate.of([3.0, 1.0, 2.0]) == Rate(2.0, 1.0, 3.0)
+    assert Rate.of([1.0, 2.0, 3.0, 4.0, 100.0]) == Rate(3.0, 2.0, 4.0)
+    assert Rate.of([1.0, 2.0, 3.0, 4.0, 100.0]).spread == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +148,11 @@ def test_scaling_touches_only_its_part() -> None:
     assert (scaled.h2d_bytes_per_s, scaled.d2h_bytes_per_s) == (TABLE.h2d_bytes_per_s, TABLE.d2h_bytes_per_s)
     assert scaled.adam_elements_per_s == pytest.approx(3.9e9)
     assert scaled.memory_bytes_per_s == 30e9
+    of_all = FULL.scaled(disk=2, compute=3)
+    assert of_all.read_bytes_per_s == 2.2e9
+    assert of_all.matmul_flop_per_s == pytest.approx(1.5e14)
+    assert (of_all.directories, of_all.codecs, of_all.spreads) == ((), (), ())
+    assert (of_all.slowdowns, of_all.collective) == (FULL.slowdowns, FULL.collective)
 
 
 def test_reads_and_writes_share_the_disk() -> None:

@@ -38,10 +38,10 @@ def check_paths(options: TrainOptions, *, writes: bool = True) -> None:
         return
     if options.export is not None:
         _check_directory("export", options.export)
-        _check_parent("export", options.export)
+        check_parent("export", options.export)
     for name, path in (("json", options.json), ("trace", options.trace)):
         if path is not None:
-            _check_parent(name, path)
+            check_parent(name, path)
             if path.is_dir():
                 raise ConfigError(f"cannot write --{name} {path}: it is a directory")
     for name in ("export", "json", "trace"):
@@ -81,7 +81,12 @@ def _check_directory(name: str, path: Path) -> None:
         raise ConfigError(f"cannot use --{name} {path}: no permission to write in {there}")
 
 
-def _check_parent(name: str, path: Path) -> None:
+def check_parent(name: str, path: Path) -> None:
+    """A file can be written there.
+
+    Raises:
+        ConfigError: names the option and the path.
+    """
     parent = path.absolute().parent
     is_writable = os.access(path, os.W_OK) if path.exists() else parent.is_dir() and os.access(parent, os.W_OK)
     if not is_writable:

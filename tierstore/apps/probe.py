@@ -8,16 +8,21 @@ Owner: the thread that calls; memory, device and files are given back at the end
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tierstore.apps.launch import Launch
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.plan.bandwidth import Activity, BandwidthTable, NamedRate, Rate, Slowdown
+from tierstore.plan.cost_model import CostModel
+from tierstore.plots import new_figure
 
 _DISK_SHARE = 0.6  # of the progress bar
+_QUICK_RUN_S, _RUN_S = 0.05, 0.3  # of each load that is no disk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +66,15 @@ class Outcome:
     machine: Any
 
 
-def probe(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcome:
-    """Measures, and writes the files that are asked for.
+def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Launch | None = None) -> Outcome | None:
+    """Measures, and writes the files that are asked for; of several ranks the first does, once they have met.
 
     Args:
         tell: called before each run, with what is done and the share of all that is over.
+        launch: the ranks between which a collective is timed.
+
+    Returns:
+        None at a rank that is not the first.
 
     Raises:
         StorageFull: a directory has not enough room; nothing was written.
@@ -77,10 +86,17 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcome:
     from tierstore.measure.machine import MEMORY_BYTES
     from tierstore.measure.table_file import write_table
 
+    _check_files(options)
+    collective = None
+    if launch is not None and launch.count > 1:
+        collective = _time_collectives(options, launch)
+        if launch.rank > 0:
+            return None
     device = open_device(options.device)
     arena = Arena(MEMORY_BYTES * len(options.nvme), device.pin, device.unpin)
     with contextlib.closing(arena), Runtime("tierstore-probe", timeout_s=86400.0) as runtime:
         outcome = runtime.call(_measure, options, device, arena, tell)
+    outcome = replace(outcome, table=replace(outcome.table, collective=collective))
     if options.json is not None:
         write_table(options.json, outcome.table, report(outcome))
     if options.plot is not None:
@@ -88,6 +104,28 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcome:
 
         draw(outcome, options.plot)
     return outcome
+
+
+def _check_files(options: ProbeOptions) -> None:
+    """What is to be written can be, before minutes go by."""
+    from tierstore.apps.outputs import check_parent
+
+    if options.json is not None:
+        check_parent("json", options.json)
+    if options.plot is not None:
+        check_parent("plot", options.plot)
+        new_figure(1, 1)  # matplotlib is there
+
+
+def _time_collectives(options: ProbeOptions, launch: Launch) -> CostModel | None:
+    """Alpha and beta of an all-reduce between the ranks; None where the time did not depend on the size."""
+    from tierstore.apps.crew import joined
+    from tierstore.train.collective_costs import fit_cost_model
+
+    device = f"cuda:{launch.local_rank}" if options.device == "cuda" else options.device
+    with joined(launch, device):
+        model = fit_cost_model(device=device).model
+    return model if math.isfinite(model.beta_bytes_per_s) else None
 
 
 async def _measure(options: ProbeOptions, device: Any, arena: Any, tell: Callable[[str, float], None]) -> Outcome:
@@ -107,7 +145,7 @@ async def _measure(options: ProbeOptions, device: Any, arena: Any, tell: Callabl
         incompressible(lease.array)
         with disk_files(options.nvme, effort.size_bytes, lease.array, Backend()) as files:
             disks = await survey(files, effort, lambda what, done: tell(what, _DISK_SHARE * done), fio)
-            rounds, run_s = (3, 0.05) if options.quick else (7, 0.3)
+            rounds, run_s = (3, _QUICK_RUN_S) if options.quick else (7, _RUN_S)
             machine = await measure_machine(
                 device, lease.array, run_s, rounds,
                 lambda what, done: tell(what, _DISK_SHARE + (1 - _DISK_SHARE) * done), disks.loads,
@@ -133,8 +171,9 @@ def _table(disks: Any, machine: Any) -> BandwidthTable:
     for way in ("h2d", "d2h"):
         if f"{way} pageable" in machine.rates:
             rates[f"{way}_pageable_bytes_per_s"] = machine.rates[f"{way} pageable"]
-    ways = (Slowdown(Activity.READ, Activity.WRITE, 2 * disks.read.per_s / disks.both.per_s),
-            Slowdown(Activity.WRITE, Activity.READ, 2 * disks.write.per_s / disks.both.per_s))  # fmt: skip
+    # Half of the bytes that both ways move are those of one.
+    ways = (Slowdown(Activity.READ, Activity.WRITE, max(1.0, 2 * disks.read.per_s / disks.both.per_s)),
+            Slowdown(Activity.WRITE, Activity.READ, max(1.0, 2 * disks.write.per_s / disks.both.per_s)))  # fmt: skip
     return BandwidthTable(
         **{name: rate.per_s for name, rate in rates.items()},  # type: ignore[arg-type]
         directories=tuple(one.rates for one in disks.directories),

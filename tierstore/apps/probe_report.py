@@ -18,6 +18,7 @@ from rich.table import Table
 from tierstore.apps.probe import Outcome
 from tierstore.config import format_size
 from tierstore.plan.bandwidth import Activity, BandwidthTable, DirectoryRates, Rate
+from tierstore.plan.cost_model import CostModel
 from tierstore.plots import new_figure, save_figure
 
 _NAMES = (
@@ -64,6 +65,8 @@ def show(console: Console, outcome: Outcome) -> None:
     for one in outcome.disks.directories:
         if one.fio:
             console.print(_fio(one))
+    if table.collective is not None:
+        console.print(_collective(table.collective))
     for sentence in sentences(table):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
@@ -141,6 +144,12 @@ def _fio(one: Any) -> Table:
         for name, rate in one.fio[verb].items():
             shown.add_row(name, *_cells(rate), style="bold" if rate is best else None)
         shown.add_row(f"{verb}: tierstore / fio's best", f"{one.against_fio(verb):.2f}", "")
+    return shown
+
+
+def _collective(model: CostModel) -> Table:
+    shown = _table("all-reduce between the ranks", ("alpha us", "beta GB/s"))
+    shown.add_row(f"{model.alpha_s * 1e6:.1f}", _number(model.beta_bytes_per_s))
     return shown
 
 

@@ -5,6 +5,7 @@ Not here: the run (`apps/probe.py`). Torch is imported inside, so that `--help` 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -41,9 +42,13 @@ def probe(
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
 ) -> None:  # fmt: skip
-    """Measure disks, links, codecs and the optimizer of this machine, alone and beside each other."""
+    """Measure disks, links, codecs and the optimizer of this machine, alone and beside each other.
+
+    What a collective costs too: torchrun --nproc-per-node 2 -m tierstore.cli probe ...
+    """
     from rich.console import Console
 
+    from tierstore.apps.launch import Launch
     from tierstore.apps.probe import ProbeOptions
     from tierstore.apps.probe import probe as run
     from tierstore.apps.probe_report import progress, show
@@ -51,11 +56,13 @@ def probe(
     with told(debug):
         options = ProbeOptions(nvme=tuple(nvme), quick=quick, size=size_, seconds=seconds, device=device,
                                against=against, json=json, plot=plot)  # fmt: skip
-        console = Console()
+        launch = Launch.of(os.environ)
+        console = Console() if launch.rank == 0 else Console(quiet=True, force_terminal=False)
         try:
             with progress(console) as tell:
-                outcome = run(options, tell)
+                outcome = run(options, tell, launch)
         except KeyboardInterrupt:
             say("interrupted; the files that were measured on are gone")
             raise typer.Exit(130) from None
-        show(console, outcome)
+        if outcome is not None:
+            show(console, outcome)

@@ -26,8 +26,8 @@ MAX_THREADS = 8
 """As the engine has for updates unless it is told otherwise."""
 _COPY_BYTES = 2**25  # larger than the caches
 _ADAM_ELEMENTS = 2**21
+_CODEC_BYTES = 2**23
 _COEFFICIENTS = AdamCoefficients(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
-_ITEM_BYTES = {"bf16": 2, "fp32": 4}
 
 
 def cores() -> int:
@@ -56,11 +56,10 @@ def checksums(memory: Bytes) -> Load:
 
 def adam(dtype: str) -> Load:
     """One update per thread at a time, each of a chunk of its own."""
-    item = np.float32 if dtype == "fp32" else np.uint16
+    item, one = (np.float32, 1.0) if dtype == "fp32" else (np.uint16, 0x3F80)  # bits of a bf16 one
     chunks = deque(
         (np.zeros(_ADAM_ELEMENTS, item), np.zeros(_ADAM_ELEMENTS * state_bytes_per_element(dtype), np.uint8),
-         np.full(_ADAM_ELEMENTS, 1e-3, np.float32).view(np.uint16)[1::2].copy() if dtype == "bf16"
-         else np.full(_ADAM_ELEMENTS, 1e-3, np.float32))
+         np.full(_ADAM_ELEMENTS, one, item))
         for _ in range(cores())
     )  # fmt: skip
 
@@ -83,12 +82,12 @@ class CodecLoads:
     decode: Load
 
 
-def codecs(size_bytes: int = 2**23) -> Mapping[str, CodecLoads]:
+def codecs() -> Mapping[str, CodecLoads]:
     """Every codec on random weights (normal, as after initialization): an upper bound for none, a guess for the others.
 
     By name, such as `lz4 bf16`.
     """
-    weights = (np.random.default_rng(0).standard_normal(size_bytes // 4) * 0.02).astype(np.float32)
+    weights = (np.random.default_rng(0).standard_normal(_CODEC_BYTES // 4) * 0.02).astype(np.float32)
     bf16 = (weights.view(np.uint32) >> 16).astype(np.uint16)
     found = {}
     for codec in COMPRESSING:

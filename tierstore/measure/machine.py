@@ -118,6 +118,6 @@ def _slowdowns(
     first, second = (Rate.of([run[index] for run in runs]).per_s for index in (0, 1))
     one, other = pair
     return (
-        Slowdown(one, other, alone[one.value].per_s / first),
-        Slowdown(other, one, alone[other.value].per_s / second),
+        Slowdown(one, other, max(1.0, alone[one.value].per_s / first)),  # nothing gains by company: less is noise
+        Slowdown(other, one, max(1.0, alone[other.value].per_s / second)),
     )

@@ -85,6 +85,9 @@ class DirectoryRates(_Part):
     write_threads: int
     is_direct: bool = True
 
+    def __post_init__(self) -> None:
+        _check_positive(self, ("read_block_bytes", "read_threads", "write_block_bytes", "write_threads"))
+
 
 @dataclass(frozen=True, slots=True)
 class CodecRates(_Part):
@@ -233,7 +236,8 @@ def _first(error: ValidationError) -> str:
     """The first thing that is wrong, and where."""
     found = error.errors(include_url=False)[0]
     where = ".".join(map(str, found["loc"]))
-    return f"{where}: {found['msg']}" if where else str(found["msg"])
+    what = str(found.get("ctx", {}).get("error", found["msg"])).replace("keyword argument", "name")
+    return f"{where}: {what}" if where else what
 
 
 class Estimator:

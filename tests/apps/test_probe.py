@@ -1,0 +1,147 @@
+"""`tierstore probe`: a run in small, its table, file and plot, and what cannot be asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import tierstore
+import tierstore.apps.probe
+from tierstore.apps.probe import Outcome, ProbeOptions, probe
+from tierstore.apps.probe_report import sentences
+from tierstore.cli import app
+from tierstore.measure import compute, links, survey
+from tierstore.measure.table_file import read_table
+from tierstore.plan.bandwidth import BandwidthTable, NamedRate, Rate
+
+MIB = 2**20
+PNG = b"\x89PNG\r\n\x1a\n"
+TABLE = BandwidthTable(1.10e9, 1.38e9, 1.22e9, 25e9, 24e9, 10e9, 1.3e9)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything once and in small."""
+    from tierstore.measure import machine
+
+    effort = replace(survey.QUICK, size_bytes=32 * MIB, blocks=(2**19, 2**20), threads=(1, 2), grid_rounds=1, rounds=2)
+    monkeypatch.setattr(survey, "QUICK", effort)
+    monkeypatch.setattr(machine, "MEMORY_BYTES", 16 * MIB)
+    monkeypatch.setattr(compute, "_ADAM_ELEMENTS", 2**12)
+    monkeypatch.setattr(compute, "_CODEC_BYTES", 2**16)
+    monkeypatch.setattr(links, "_SIDE", {"cpu": 64})
+    monkeypatch.setattr(tierstore.apps.probe, "_QUICK_RUN_S", 0.001)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["probe", *arguments], env={"COLUMNS": "120"})
+
+
+@pytest.mark.usefixtures("small", "one_thread")
+def test_a_run_in_small(disk_path: Path) -> None:
+    table, plot, disk = disk_path / "rates.json", disk_path / "rates.png", disk_path / "disk"
+    disk.mkdir()
+    result = run("--nvme", str(disk), "--quick", "--seconds", "0.1", "--json", str(table), "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    assert os.listdir(disk) == []
+    found = read_table(table)
+    (one,) = found.directories
+    assert (one.path, one.is_direct) == (str(disk), True)
+    assert found.read_bytes_per_s == one.read.per_s
+    assert {entry.name for entry in found.spreads} >= {"read_bytes_per_s", "h2d_bytes_per_s", "matmul_flop_per_s"}
+    report = json.loads(table.read_text())["report"]
+    assert len(report["directories"][0]["cells"]) == 4
+    assert f"disk, reads             │ {one.read.per_s / 1e9:6.2f}"[:34] in result.output
+    assert "Reads and writes" in result.output
+    assert plot.read_bytes().startswith(PNG)
+
+
+def test_what_bounds_is_said() -> None:
+    said = sentences(TABLE)
+    assert "Reads and writes share one budget: both at once move 1.22 GB/s, the faster one alone 1.38." in said[0]
+    assert "bounded by the disk: 17.99 s of disk and 0.77 s of Adam" in said[1]
+    wide = replace(TABLE, spreads=(NamedRate("read_bytes_per_s", Rate(1e9, 0.5e9, 1.5e9)),))
+    assert "read_bytes" in sentences(wide)[-1]
+    assert "go on side by side" in sentences(replace(TABLE, shared_bytes_per_s=2.4e9))[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "Missing option '--nvme'"),
+        (["--nvme", ""], "an empty path is not a directory"),
+        (["--nvme", "none"], "tierstore: none is not a directory; make it"),
+        (["--nvme", ".", "--nvme", "../{here}"], "tierstore: a directory is listed twice in --nvme"),
+        (["--nvme", ".", "--size", "1MiB"], "tierstore: --size must be at least 32 MiB, the largest block, not 1 MiB"),
+        (["--nvme", ".", "--size", "4000TiB"], "are free; ask for less, or make room"),
+        (["--nvme", ".", "--seconds", "nan"], "tierstore: --seconds must be at least 0.1"),
+        (["--nvme", ".", "--against", "dd"], "tierstore: --against knows fio, not 'dd'"),
+        (["--nvme", ".", "--device", "tpu"], "device"),
+        (["--nvme", ".", "--json", "none/rates.json"], "cannot write --json none/rates.json"),
+        (["--nvme", ".", "--plot", "none/rates.png"], "cannot write --plot none/rates.png"),
+    ],
+)
+def test_what_cannot_be_asked(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    result = run(*(one.format(here=tmp_path.name) for one in arguments))
+    assert result.exit_code in (1, 2)
+    assert sentence in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_fio_that_is_missing_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    result = run("--nvme", str(tmp_path), "--against", "fio")
+    assert result.exit_code == 2
+    assert "fio is not installed here" in result.stderr
+
+
+def test_an_interrupt_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object) -> Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tierstore.apps.probe, "probe", interrupted)
+    result = run("--nvme", str(tmp_path))
+    assert (result.exit_code, result.stderr) == (
+        130, "tierstore: interrupted; the files that were measured on are gone\n"
+    )  # fmt: skip
+
+
+def test_the_script_runs() -> None:
+    root = Path(tierstore.__file__).parents[1]
+    result = subprocess.run([sys.executable, "tools/measure_bandwidth.py", "--quik"], cwd=root, capture_output=True,
+                            text=True, timeout=60, env={"PYTHONPATH": str(root)})  # fmt: skip
+    assert result.returncode == 2
+    assert "No such option" in result.stderr
+
+
+def test_a_rank_that_is_not_the_first_measures_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tierstore.apps.launch import Launch
+    from tierstore.plan.cost_model import CostModel
+
+    met: list[int] = []
+
+    def meet(options: ProbeOptions, launch: Launch) -> CostModel:
+        met.append(launch.rank)
+        return CostModel(1e-4, 1e9)
+
+    monkeypatch.setattr(tierstore.apps.probe, "_time_collectives", meet)
+    tell: Callable[[str, float], None] = lambda what, done: None  # noqa: E731
+    assert probe(ProbeOptions(nvme=(tmp_path,)), tell, Launch(1, 2, 1, 2)) is None
+    assert met == [1]

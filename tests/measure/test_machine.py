@@ -1,0 +1,95 @@
+"""Links and compute on the CPU twin: every rate is there, and pairs say how much they slow each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tierstore.config import Codec
+from tierstore.device.transfers import CpuDevice
+from tierstore.errors import ConfigError, FormatError, StorageError
+from tierstore.io.runtime import Runtime
+from tierstore.measure import compute, links
+from tierstore.measure.loads import Load
+from tierstore.measure.machine import measure_machine
+from tierstore.measure.table_file import read_table, with_rates, write_table
+from tierstore.plan.bandwidth import Activity, BandwidthTable
+
+MIB = 2**20
+TABLE = BandwidthTable(1.10e9, 1.38e9, 1.22e9, 25e9, 24e9, 10e9, 1.3e9)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads of a few milliseconds."""
+    monkeypatch.setattr(compute, "_ADAM_ELEMENTS", 2**12)
+    monkeypatch.setattr(compute, "_CODEC_BYTES", 2**16)
+    monkeypatch.setattr(links, "_SIDE", {"cpu": 64})
+
+
+@pytest.mark.usefixtures("small", "one_thread")
+def test_every_rate_and_every_pair(runtime: Runtime) -> None:
+    disk = {Activity.READ: Load(lambda: None, 1.0), Activity.WRITE: Load(lambda: None, 1.0)}
+    told: list[float] = []
+    machine = runtime.call(
+        measure_machine, CpuDevice(), np.zeros(4 * MIB, np.uint8), 0.001, 1, lambda what, done: told.append(done), disk
+    )
+    assert {"h2d", "d2h", "matmul", "adam", "adam fp32", "memory", "checksum"} <= set(machine.rates)
+    assert {(one.codec, one.data) for one in machine.codecs} == {
+        (codec, data) for codec in Codec if codec is not Codec.NONE for data in ("bf16", "fp32")
+    }
+    assert all(one.ratio > 0.99 for one in machine.codecs)
+    found = {(one.activity, one.beside) for one in machine.slowdowns}
+    assert found == {(other, one) for one, other in found}  # both ways
+    assert {(Activity.ADAM, Activity.MATMUL), (Activity.H2D, Activity.D2H), (Activity.READ, Activity.MATMUL)} <= found
+    assert all(one.factor >= 1 for one in machine.slowdowns)
+    assert told == sorted(told)
+    assert told[-1] < 1
+
+
+def test_copies_to_and_from_the_device_carry_the_bytes() -> None:
+    memory = np.arange(2 * MIB, dtype=np.uint8)
+    load = links.d2h(CpuDevice(), memory)  # what was there is on the device first
+    memory[:] = 0
+    load.job()
+    load.job()
+    assert np.array_equal(memory, np.arange(2 * MIB, dtype=np.uint8))
+    assert load.amount == MIB
+
+
+@pytest.mark.usefixtures("small")
+def test_adam_really_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(compute, "update", lambda dtype, w, s, g, start, stop, c: seen.append((dtype, stop - start)))
+    for dtype in ("bf16", "fp32"):
+        load = compute.adam(dtype)
+        load.job()
+        assert load.amount == 2**12
+        assert load.threads == compute.cores()
+    assert seen == [("bf16", 2**12), ("fp32", 2**12)]
+
+
+def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
+    from tierstore.config import TierConfig
+
+    path = tmp_path / "rates.json"
+    write_table(path, TABLE, {"cells": [1, 2]})
+    assert read_table(path) == TABLE
+    assert with_rates(TierConfig(bandwidth=path)).bandwidth == TABLE
+    assert with_rates(TierConfig(bandwidth=str(path))).bandwidth == TABLE
+    assert with_rates(TierConfig(bandwidth=TABLE)).bandwidth is TABLE
+    assert with_rates(TierConfig()).bandwidth is None
+
+
+def test_a_file_that_is_no_table(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    with pytest.raises(ConfigError, match=r"cannot read the bandwidth table .*rates.json: No such file.*probe --nvme"):
+        read_table(path)
+    for text in (b"", b"{", b"[]", b'{"version": 9}', b"\xff", b'{"read_bytes_per_s": NaN}', b"[" * 100_000):
+        path.write_bytes(text)
+        with pytest.raises(FormatError, match=r"rates\.json"):
+            read_table(path)
+    with pytest.raises(StorageError, match=r"cannot write --json .*none"):
+        write_table(tmp_path / "none" / "file", TABLE)

@@ -1,0 +1,135 @@
+"""What follows from the runs: the best cell, rates of one and of several directories, fio, slow-downs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tierstore.errors import ConfigError, StorageError
+from tierstore.io.backend import Backend
+from tierstore.io.memory import Arena, Bytes
+from tierstore.io.runtime import Runtime
+from tierstore.measure import fio
+from tierstore.measure.disk import disk_files
+from tierstore.measure.fio import SHAPES, Fio, Shape, find_fio
+from tierstore.measure.survey import QUICK, Disks, survey
+from tierstore.plan.bandwidth import Activity
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+MIB = 2**20
+TINY = replace(QUICK, size_bytes=2 * MIB, seconds=0.02, blocks=(2**18, 2**19), threads=(1, 2), grid_rounds=1, rounds=2)
+
+
+@pytest.fixture
+def memory() -> Bytes:
+    lease = Arena(4 * MIB).pool("test", 4 * MIB).try_reserve(4 * MIB)
+    assert lease is not None
+    return lease.array
+
+
+def surveyed(runtime: Runtime, paths: list[Path], memory: Bytes, told: list[tuple[str, float]]) -> Disks:
+    with disk_files(paths, TINY.size_bytes, memory, Backend()) as files:
+        return runtime.call(survey, files, TINY, lambda what, done: told.append((what, done)))
+
+
+def test_one_directory(disk_path: Path, memory: Bytes, runtime: Runtime) -> None:
+    told: list[tuple[str, float]] = []
+    disks = surveyed(runtime, [disk_path], memory, told)
+    (one,) = disks.directories
+    assert [(cell.block_bytes, cell.threads) for cell in one.cells] == [
+        (block, threads) for block in TINY.blocks for threads in TINY.threads
+    ]
+    best = max(one.cells, key=lambda cell: cell.rate("read"))
+    assert (one.rates.read_block_bytes, one.rates.read_threads) == (best.block_bytes, best.threads)
+    assert (one.rates.path, one.rates.is_direct) == (str(disk_path), True)
+    assert (disks.read, disks.write, disks.both) == (one.rates.read, one.rates.write, one.rates.both)
+    assert set(disks.loads) == {Activity.READ, Activity.WRITE}
+    assert one.against_fio("read") is None
+    shares = [done for _, done in told]
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] <= shares[-1] <= 1
+
+
+def test_several_directories_add_up(disk_path: Path, memory: Bytes, runtime: Runtime) -> None:
+    paths = [disk_path / "a", disk_path / "b"]
+    for path in paths:
+        path.mkdir()
+    told: list[tuple[str, float]] = []
+    disks = surveyed(runtime, paths, memory, told)
+    assert [one.rates.path for one in disks.directories] == [str(path) for path in paths]
+    assert disks.read.per_s > 0
+    assert any(what.startswith("2 directories together") for what, _ in told)
+
+
+def test_without_o_direct_it_is_measured_all_the_same(tmp_path: Path, memory: Bytes, runtime: Runtime) -> None:
+    from faults import FaultyBackend
+
+    with disk_files([tmp_path], TINY.size_bytes, memory, FaultyBackend(direct=False)) as files:
+        disks = runtime.call(survey, files, TINY, lambda what, done: None)
+    assert not disks.directories[0].rates.is_direct
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, rates: dict[str, float]) -> list[tuple[list[str], dict[str, str]]]:
+    """fio answers with the rate of the block size that it is asked for; what it was asked is kept."""
+    asked: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> SimpleNamespace:
+        asked.append((command, env))
+        verb = next(one for one in command if one.startswith("--rw=")).removeprefix("--rw=")
+        block = next(one for one in command if one.startswith("--bs=")).removeprefix("--bs=")
+        return SimpleNamespace(stdout=json.dumps({"jobs": [{verb: {"bw_bytes": rates[block]}}]}).encode())
+
+    monkeypatch.setattr(fio.subprocess, "run", run)
+    return asked
+
+
+def test_against_the_best_of_fio(
+    disk_path: Path, memory: Bytes, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answered(monkeypatch, {"1M": 1e9, "16M": 4e9, "256k": 2e9})
+    with disk_files([disk_path], TINY.size_bytes, memory, Backend()) as files:
+        disks = runtime.call(survey, files, TINY, lambda what, done: None, "fio")
+    (one,) = disks.directories
+    for verb, rate in (("read", one.rates.read), ("write", one.rates.write)):
+        assert one.against_fio(verb) == pytest.approx(rate.per_s / 4e9)  # type: ignore[arg-type]
+    assert len(asked) == 2 * len(SHAPES) * TINY.rounds
+    # In turn: fio does not run all its rounds before or after ours.
+    assert [command for command, _ in asked[: len(asked) // 2]] == [command for command, _ in asked[len(asked) // 2 :]]
+
+
+def test_huge_pages_are_asked_for_by_the_environment(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
+    asked = answered(monkeypatch, {"1M": 5.0})
+    for huge in (False, True):
+        one = Fio("fio", Path("file"), MIB, "write", Shape("1M", 8, huge), direct=False)
+        assert runtime.call(one.run, 0.5) == 5.0
+    assert [("GLIBC_TUNABLES" in env) for _, env in asked] == [False, True]
+    assert {"--filename=file", "--direct=0", "--runtime=500ms", "--iodepth=8", "--rw=write"} <= set(asked[0][0])
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b'{"jobs": []}', b'{"jobs": [{"read": {"bw_bytes": "fast"}}]}'])
+def test_what_fio_says_may_be_nonsense(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, text: bytes) -> None:
+    monkeypatch.setattr(fio.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=text))
+    with pytest.raises(StorageError, match="fio gave no rate for file"):
+        runtime.call(Fio("fio", Path("file"), MIB, "read", SHAPES[0]).run, 0.1)
+
+
+def test_fio_fails(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
+    def run(*_: Any, **__: Any) -> None:
+        raise subprocess.CalledProcessError(1, "fio", b"", b"fio: no such\n engine")
+
+    monkeypatch.setattr(fio.subprocess, "run", run)
+    with pytest.raises(StorageError, match="fio could not read file: fio: no such engine"):
+        runtime.call(Fio("fio", Path("file"), MIB, "read", SHAPES[0]).run, 0.1)
+
+
+def test_fio_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r"fio is not installed here.*apt install fio"):
+        find_fio()
