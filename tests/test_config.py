@@ -81,6 +81,8 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: AdamWConfig(q=1),
      "AdamWConfig.q: there is no such option; the options are lr, betas, eps, weight_decay, decoupled"),
     (lambda: TierConfig(nvme="/mnt"), "TierConfig.nvme: must be a list (got '/mnt')"),
+    (lambda: TierConfig(bandwidth=3),
+     "TierConfig.bandwidth: give the file that tierstore probe --json wrote, or a BandwidthTable (got 3)"),
     (lambda: TierConfig(nvme=["/mnt", ""]), "TierConfig.nvme.1: an empty path is not a directory"),
     (lambda: TierConfig(nvme=["/a", "/a/"]), "TierConfig: a directory is listed twice in nvme"),
     (lambda: TierConfig(device="tpu"), "TierConfig: device must be 'cpu', 'cuda' or 'cuda:N', not 'tpu'"),

@@ -50,7 +50,7 @@ def test_every_block_once_in_order_then_again(disk_path: Path, memory: Bytes, ru
     with disk_file(disk_path, 2 * MIB, memory, backend) as file:
         assert file.file.direct
         backend.seen.clear()
-        for load in (file.read(MIB // 2, 2), file.write(MIB // 2, 2)):
+        for load in (file.load("read", MIB // 2, 2), file.load("write", MIB // 2, 2)):
             for _ in range(6):
                 load.job()
     half = MIB // 2
@@ -71,7 +71,7 @@ def test_both_ways_move_as_many_bytes(disk_path: Path, memory: Bytes) -> None:
 def test_transfers_go_over_all_of_the_memory(disk_path: Path, memory: Bytes) -> None:
     with disk_file(disk_path, 4 * MIB, memory, Backend()) as file:
         memory[:] = 0
-        load = file.read(MIB, 1)
+        load = file.load("read", MIB, 1)
         for _ in range(4):
             load.job()
     assert all(memory[start : start + MIB].any() for start in range(0, 4 * MIB, MIB))
@@ -81,7 +81,7 @@ def test_threads_share_the_buffers(disk_path: Path, memory: Bytes, runtime: Runt
     with disk_file(disk_path, 4 * MIB, memory, Backend()) as file:
         load = file.both(MIB // 4, 4)
         assert runtime.call(load.run, 0.02) > 0
-        whole: Load = file.read(MIB, 4)  # as many as there are buffers
+        whole: Load = file.load("read", MIB, 4)  # as many as there are buffers
         assert runtime.call(whole.run, 0.0) > 0
 
 

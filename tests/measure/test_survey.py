@@ -46,12 +46,13 @@ def test_one_directory(disk_path: Path, memory: Bytes, runtime: Runtime) -> None
     assert [(cell.block_bytes, cell.threads) for cell in one.cells] == [
         (block, threads) for block in TINY.blocks for threads in TINY.threads
     ]
-    best = max(one.cells, key=lambda cell: cell.rate("read"))
-    assert (one.rates.read_block_bytes, one.rates.read_threads) == (best.block_bytes, best.threads)
+    assert (one.rates.read_block_bytes, one.rates.read_threads) == one.contests["read"].best
+    assert (one.rates.write_block_bytes, one.rates.write_threads) == one.contests["write"].best
+    assert {block for block, _ in one.contests["read"].ours} == set(TINY.blocks)  # the best of each
     assert (one.rates.path, one.rates.is_direct) == (str(disk_path), True)
     assert (disks.read, disks.write, disks.both) == (one.rates.read, one.rates.write, one.rates.both)
     assert set(disks.loads) == {Activity.READ, Activity.WRITE}
-    assert one.against_fio("read") is None
+    assert one.contests["read"].against_fio is None
     shares = [done for _, done in told]
     assert shares == sorted(shares)
     assert 0 <= shares[0] <= shares[-1] <= 1
@@ -97,8 +98,8 @@ def test_against_the_best_of_fio(
     with disk_files([disk_path], TINY.size_bytes, memory, Backend()) as files:
         disks = runtime.call(survey, files, TINY, lambda what, done: None, "fio")
     (one,) = disks.directories
-    for verb, rate in (("read", one.rates.read), ("write", one.rates.write)):
-        assert one.against_fio(verb) == pytest.approx(rate.per_s / 4e9)  # type: ignore[arg-type]
+    for contest in one.contests.values():
+        assert contest.against_fio == pytest.approx(max(rate.per_s for rate in contest.ours.values()) / 4e9)
     assert len(asked) == 2 * len(SHAPES) * TINY.rounds
     # In turn: fio does not run all its rounds before or after ours.
     assert [command for command, _ in asked[: len(asked) // 2]] == [command for command, _ in asked[len(asked) // 2 :]]

@@ -190,8 +190,17 @@ def report(outcome: Outcome) -> dict[str, Any]:
             {
                 "path": one.rates.path,
                 "cells": [asdict(cell) for cell in one.cells],
-                "fio": {verb: {name: asdict(rate) for name, rate in rates.items()} for verb, rates in one.fio.items()},
-                "against_fio": {verb: one.against_fio(verb) for verb in one.fio},
+                "in_turn": {
+                    verb: {
+                        "tierstore": [
+                            {"block_bytes": block_bytes, "threads": threads, **asdict(rate)}
+                            for (block_bytes, threads), rate in contest.ours.items()
+                        ],
+                        "fio": {name: asdict(rate) for name, rate in contest.fio.items()},
+                        "against_fio": contest.against_fio,
+                    }
+                    for verb, contest in one.contests.items()
+                },
             }
             for one in outcome.disks.directories
         ],

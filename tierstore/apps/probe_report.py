@@ -17,6 +17,7 @@ from rich.table import Table
 
 from tierstore.apps.probe import Outcome
 from tierstore.config import format_size
+from tierstore.measure.survey import Directory
 from tierstore.plan.bandwidth import Activity, BandwidthTable, DirectoryRates, Rate
 from tierstore.plan.cost_model import CostModel
 from tierstore.plots import new_figure, save_figure
@@ -63,7 +64,7 @@ def show(console: Console, outcome: Outcome) -> None:
     if table.slowdowns:
         console.print(_slowdowns(table))
     for one in outcome.disks.directories:
-        if one.fio:
+        if one.contests["read"].fio:
             console.print(_fio(one))
     if table.collective is not None:
         console.print(_collective(table.collective))
@@ -136,14 +137,15 @@ def _slowdowns(table: BandwidthTable) -> Table:
     return shown
 
 
-def _fio(one: Any) -> Table:
-    shown = _table(f"{one.rates.path} against fio, GB/s", ("", "median", "quartiles"))
-    for verb, ours in (("read", one.rates.read), ("write", one.rates.write)):
-        best = max(one.fio[verb].values(), key=lambda rate: rate.per_s)
-        shown.add_row(f"tierstore {verb}", *_cells(ours), style="bold")
-        for name, rate in one.fio[verb].items():
-            shown.add_row(name, *_cells(rate), style="bold" if rate is best else None)
-        shown.add_row(f"{verb}: tierstore / fio's best", f"{one.against_fio(verb):.2f}", "")
+def _fio(one: Directory) -> Table:
+    shown = _table(f"{one.rates.path} in turn with fio, GB/s", ("", "median", "quartiles"))
+    for verb, contest in one.contests.items():
+        named = {f"tierstore {verb} {format_size(b)} x {t}": rate for (b, t), rate in contest.ours.items()}
+        for rates in (named, contest.fio):
+            best = max(rates.values(), key=lambda rate: rate.per_s)
+            for name, rate in rates.items():
+                shown.add_row(name, *_cells(rate), style="bold" if rate is best else None)
+        shown.add_row(f"{verb}: tierstore's best / fio's best", f"{contest.against_fio:.2f}", "", end_section=True)
     return shown
 
 

@@ -83,9 +83,9 @@ class CodecLoads:
 
 
 def codecs() -> Mapping[str, CodecLoads]:
-    """Every codec on random weights (normal, as after initialization): an upper bound for none, a guess for the others.
+    """Every codec that there is to choose, by name (`lz4 bf16`), on random weights: normal, as after initialization.
 
-    By name, such as `lz4 bf16`.
+    A rate is about that of trained weights; what a codec saves is measured on a person's own.
     """
     weights = (np.random.default_rng(0).standard_normal(_CODEC_BYTES // 4) * 0.02).astype(np.float32)
     bf16 = (weights.view(np.uint32) >> 16).astype(np.uint16)

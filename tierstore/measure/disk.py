@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from tierstore.io.backend import Backend, BlockFile
 from tierstore.io.memory import Bytes
 from tierstore.measure.loads import Load
 
+Verb = Literal["read", "write"]
 _LEFT_FREE_BYTES = 2**28
 """What a probe leaves to others on the disk that it measures."""
 
@@ -68,23 +70,22 @@ class DiskFile:
     memory: Bytes
     reachable_path: Path
 
-    def read(self, block_bytes: int, threads: int) -> Load:
-        """Sequential reads."""
-        return self._load(block_bytes, threads, (self.file.read_into,))
-
-    def write(self, block_bytes: int, threads: int) -> Load:
-        """Sequential writes over what is there; they are not made durable one by one."""
-        return self._load(block_bytes, threads, (self.file.write_from,))
+    def load(self, verb: Verb, block_bytes: int, threads: int) -> Load:
+        """Sequential reads, or writes over what is there; these are not made durable one by one."""
+        return self._load(block_bytes, threads, (self._call(verb),))
 
     def both(self, block_bytes: int, threads: int) -> Load:
         """A read and a write in turn, from one queue as the engine's: as many bytes this way as that."""
-        return self._load(block_bytes, threads, (self.file.read_into, self.file.write_from))
+        return self._load(block_bytes, threads, (self._call("read"), self._call("write")))
 
     def fill(self, block_bytes: int) -> None:
         """Writes every byte once: blocks that are only allocated would be read without the disk."""
         for offset in range(0, self.size_bytes, block_bytes):
             self.file.write_from(self.memory[: min(block_bytes, self.size_bytes - offset)], offset)
         self.file.datasync()
+
+    def _call(self, verb: Verb) -> Callable[[Bytes, int], object]:
+        return self.file.read_into if verb == "read" else self.file.write_from
 
     def _load(self, block_bytes: int, threads: int, calls: tuple[Callable[[Bytes, int], object], ...]) -> Load:
         # All of the memory in turn: a buffer that was just used is still in the caches, and the engine's is not.

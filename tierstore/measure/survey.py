@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from tierstore.config import format_size
-from tierstore.measure.disk import DiskFile
-from tierstore.measure.fio import SHAPES, Fio, Shape
+from tierstore.measure.disk import DiskFile, Verb
+from tierstore.measure.fio import SHAPES, Fio
 from tierstore.measure.loads import Load, Pace, Runnable, SideBySide, in_turn
 from tierstore.plan.bandwidth import Activity, DirectoryRates, Rate
 
-Verb = Literal["read", "write"]
 _VERBS: tuple[Verb, Verb] = ("read", "write")
 _WAYS = (*_VERBS, "both")
-_GRID_SHARE = 0.5  # of the time; the rest is spent at the best block size and number of threads
+_GRID_SHARE, _CONTEST_SHARE, _BEST_SHARE = 0.4, 0.3, 0.3  # of the time
+_CANDIDATES = 3
 _FIO_RUN_S = 1.5  # fio takes its time to begin, and a run is to move gigabytes
 
 
@@ -44,7 +43,7 @@ class DiskEffort:
 
 
 QUICK = DiskEffort(2**29, 4.0, (2**20, 2**23, 2**25), (1, 4, 8), 2, 5)
-THOROUGH = DiskEffort(2**31, 60.0, tuple(2**n for n in (18, 20, 22, 23, 24, 25)), (1, 2, 4, 8, 16), 3, 9)
+THOROUGH = DiskEffort(2**31, 60.0, tuple(2**n for n in (18, 20, 22, 23, 24, 25)), (1, 2, 4, 8, 16), 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +62,36 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Contest:
+    """Ways to read, or to write, run in turn: those that were best before, for luck may have helped, and fio.
+
+    Attributes:
+        ours: by bytes of a block and threads.
+        fio: by its shape; empty where it was not asked for.
+    """
+
+    ours: Mapping[tuple[int, int], Rate]
+    fio: Mapping[str, Rate]
+
+    @property
+    def best(self) -> tuple[int, int]:
+        """The block and threads of the highest rate."""
+        return max(self.ours, key=lambda shape: self.ours[shape].per_s)
+
+    @property
+    def against_fio(self) -> float | None:
+        """Our best rate as a multiple of fio's best."""
+        best = max((rate.per_s for rate in self.fio.values()), default=None)
+        return None if best is None else self.ours[self.best].per_s / best
+
+
+@dataclass(frozen=True, slots=True)
 class Directory:
-    """What was measured of one directory; `fio` has the rate of each of its shapes, by verb."""
+    """What was measured of one directory."""
 
     cells: tuple[Cell, ...]
+    contests: Mapping[Verb, Contest]
     rates: DirectoryRates
-    fio: Mapping[Verb, Mapping[str, Rate]] = field(default_factory=dict)
-
-    def against_fio(self, verb: Verb) -> float | None:
-        """Our rate as a multiple of fio's best; None without fio."""
-        best = max((rate.per_s for rate in self.fio.get(verb, {}).values()), default=None)
-        ours = self.rates.read if verb == "read" else self.rates.write
-        return None if best is None else ours.per_s / best
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,71 +124,90 @@ async def survey(
             tell(f"{path}: {what}", (index + done) / len(files))
 
         cells = await _grid(file, effort, lambda name: tell_of(name, 0.0))
-        best.append(_Best.of(cells, file))
-        directories.append(await _at_best(path, file, cells, best[-1], effort, tell_of, fio))
+        contests = await _contests(file, cells, effort, lambda name: tell_of(name, _GRID_SHARE), fio)
+        best.append(_loads_at_best(file, contests))
+        rates = await _at_best(path, file, contests, best[-1], effort, lambda name: tell_of(name, 1 - _BEST_SHARE))
+        directories.append(Directory(cells, contests, rates))
     if len(directories) == 1:
-        rates = directories[0].rates
-        sums = {"read": rates.read, "write": rates.write, "both": rates.both}
+        one = directories[0].rates
+        sums = {"read": one.read, "write": one.write, "both": one.both}
     else:
-        together = {name: [SideBySide(tuple(one.loads[name] for one in best))] for name in _WAYS}
+        together = {name: [SideBySide(tuple(one[name] for one in best))] for name in _WAYS}
         pace = Pace(effort.seconds / 4 / len(_WAYS) / effort.rounds, effort.rounds, _deadline(effort.seconds / 2),
                     lambda name: tell(f"{len(files)} directories together: {name}", 1.0))  # fmt: skip
-        sums = {name: Rate.of([run[0] for run in runs]) for name, runs in (await in_turn(together, pace)).items()}
+        sums = {name: _rate_of(runs) for name, runs in (await in_turn(together, pace)).items()}
     loads: dict[Activity, Runnable] = {
-        activity: SideBySide(tuple(one.loads[activity.value] for one in best))
-        for activity in (Activity.READ, Activity.WRITE)
+        activity: SideBySide(tuple(one[activity.value] for one in best)) for activity in (Activity.READ, Activity.WRITE)
     }
     return Disks(tuple(directories), sums["read"], sums["write"], sums["both"], loads)
 
 
-@dataclass(frozen=True, slots=True)
-class _Best:
-    """The cells with the highest rates, and loads by way."""
+async def _contests(
+    file: DiskFile, cells: Sequence[Cell], effort: DiskEffort, tell: Callable[[str], None], fio: str | None
+) -> dict[Verb, Contest]:
+    loads: dict[str, list[Runnable]] = {}
+    ours: dict[Verb, dict[tuple[int, int], str]] = {"read": {}, "write": {}}
+    theirs: dict[Verb, list[str]] = {"read": [], "write": []}
+    for verb in _VERBS:
+        for cell in _candidates(cells, verb):
+            name = ours[verb][cell.block_bytes, cell.threads] = _cell_name(verb, cell.block_bytes, cell.threads)
+            loads[name] = [file.load(verb, cell.block_bytes, cell.threads)]
+        for shape in SHAPES if fio is not None else ():
+            theirs[verb].append(f"fio {verb} {shape}")
+            loads[theirs[verb][-1]] = [
+                Fio(fio or "", file.reachable_path, file.size_bytes, verb, shape, file.file.direct)
+            ]
+    rounds = effort.grid_rounds if fio is None else effort.rounds
+    run_s = effort.seconds * _CONTEST_SHARE / len(loads) / rounds if fio is None else _FIO_RUN_S
+    runs = await in_turn(loads, Pace(run_s, rounds, _deadline(1.5 * run_s * len(loads) * rounds), tell))
+    return {
+        verb: Contest(
+            {shape: _rate_of(runs[name]) for shape, name in ours[verb].items()},
+            {name: _rate_of(runs[name]) for name in theirs[verb]},
+        )
+        for verb in _VERBS
+    }
 
-    read: Cell
-    write: Cell
-    loads: Mapping[str, Load]
 
-    @classmethod
-    def of(cls, cells: Sequence[Cell], file: DiskFile) -> _Best:
-        read, write = (max(cells, key=lambda cell: cell.rate(verb)) for verb in _VERBS)
-        block_bytes = max(read.block_bytes, write.block_bytes)
-        threads = max(1, min(read.threads + write.threads, file.memory.nbytes // block_bytes))
-        loads = {
-            "read": file.read(read.block_bytes, read.threads),
-            "write": file.write(write.block_bytes, write.threads),
-            "both": file.both(block_bytes, threads),
-        }
-        return cls(read, write, loads)
+def _candidates(cells: Sequence[Cell], verb: Verb) -> list[Cell]:
+    """The best number of threads of each block size, and of these the best few."""
+    by_block: dict[int, Cell] = {}
+    for cell in cells:
+        if cell.block_bytes not in by_block or cell.rate(verb) > by_block[cell.block_bytes].rate(verb):
+            by_block[cell.block_bytes] = cell
+    return sorted(by_block.values(), key=lambda cell: -cell.rate(verb))[:_CANDIDATES]
+
+
+def _loads_at_best(file: DiskFile, contests: Mapping[Verb, Contest]) -> dict[str, Load]:
+    read, write = contests["read"].best, contests["write"].best
+    block_bytes = max(read[0], write[0])
+    threads = max(1, min(read[1] + write[1], file.memory.nbytes // block_bytes))
+    return {
+        "read": file.load("read", *read),
+        "write": file.load("write", *write),
+        "both": file.both(block_bytes, threads),
+    }
 
 
 async def _at_best(
     path: Path,
     file: DiskFile,
-    cells: tuple[Cell, ...],
-    best: _Best,
+    contests: Mapping[Verb, Contest],
+    best: Mapping[str, Load],
     effort: DiskEffort,
-    tell: Callable[[str, float], None],
-    fio: str | None,
-) -> Directory:
-    """The rates that count: of longer runs than those that found the best cells, which luck may have helped."""
-    loads: dict[str, list[Runnable]] = {name: [load] for name, load in best.loads.items()}
-    names = {verb: {_shape_name(verb, shape): shape for shape in SHAPES} for verb in _VERBS} if fio else {}
-    for verb, shapes in names.items():
-        for name, shape in shapes.items():
-            loads[name] = [Fio(fio or "", file.reachable_path, file.size_bytes, verb, shape, file.file.direct)]
-    run_s = effort.seconds * (1 - _GRID_SHARE) / len(_WAYS) / effort.rounds if fio is None else _FIO_RUN_S
-    limit_s = 1.5 * run_s * len(loads) * effort.rounds
-    pace = Pace(run_s, effort.rounds, _deadline(limit_s), lambda name: tell(f"at its best: {name}", _GRID_SHARE))
-    rates = {name: Rate.of([run[0] for run in runs]) for name, runs in (await in_turn(loads, pace)).items()}
-    return Directory(
-        cells,
-        DirectoryRates(
-            str(path), rates["read"], rates["write"], rates["both"], best.read.block_bytes, best.read.threads,
-            best.write.block_bytes, best.write.threads, file.file.direct,
-        ),
-        {verb: {name: rates[name] for name in shapes} for verb, shapes in names.items()},
-    )  # fmt: skip
+    tell: Callable[[str], None],
+) -> DirectoryRates:
+    run_s = effort.seconds * _BEST_SHARE / len(best) / effort.rounds
+    deadline_s = _deadline(1.5 * effort.seconds * _BEST_SHARE)
+    runs = await in_turn({name: [load] for name, load in best.items()}, Pace(run_s, effort.rounds, deadline_s, tell))
+    read, write = contests["read"].best, contests["write"].best
+    rates = {name: _rate_of(found) for name, found in runs.items()}
+    return DirectoryRates(str(path), rates["read"], rates["write"], rates["both"], *read, *write, file.file.direct)
+
+
+def _rate_of(runs: Sequence[tuple[float, ...]]) -> Rate:
+    """Of runs of one load."""
+    return Rate.of([rate for (rate,) in runs])
 
 
 async def _grid(file: DiskFile, effort: DiskEffort, tell: Callable[[str], None]) -> tuple[Cell, ...]:
@@ -181,25 +217,21 @@ async def _grid(file: DiskFile, effort: DiskEffort, tell: Callable[[str], None])
     shapes.sort(key=lambda shape: shape[0] * shape[1])
     loads: dict[str, Sequence[Runnable]] = {}
     for block_bytes, threads in shapes:
-        loads[_cell_name("read", block_bytes, threads)] = [file.read(block_bytes, threads)]
-        loads[_cell_name("write", block_bytes, threads)] = [file.write(block_bytes, threads)]
+        for verb in _VERBS:
+            loads[_cell_name(verb, block_bytes, threads)] = [file.load(verb, block_bytes, threads)]
     limit_s = effort.seconds * _GRID_SHARE
     run_s = limit_s / len(loads) / effort.grid_rounds
     rates = await in_turn(loads, Pace(run_s, effort.grid_rounds, _deadline(1.5 * limit_s), tell))
 
     def rate(verb: Verb, block_bytes: int, threads: int) -> Rate | None:
         runs = rates.get(_cell_name(verb, block_bytes, threads))
-        return Rate.of([run[0] for run in runs]) if runs else None
+        return _rate_of(runs) if runs else None
 
     return tuple(Cell(b, t, rate("read", b, t), rate("write", b, t)) for b, t in sorted(shapes))
 
 
 def _cell_name(verb: Verb, block_bytes: int, threads: int) -> str:
     return f"{verb} {format_size(block_bytes)} x {threads}"
-
-
-def _shape_name(verb: Verb, shape: Shape) -> str:
-    return f"fio {verb} {shape}"
 
 
 def _deadline(seconds: float) -> float:
