@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.launch import Launch
 from tierstore.config import format_size
@@ -20,6 +20,13 @@ from tierstore.errors import ConfigError
 from tierstore.plan.bandwidth import Activity, BandwidthTable, NamedRate, Rate, Slowdown
 from tierstore.plan.cost_model import CostModel
 from tierstore.plots import new_figure
+
+if TYPE_CHECKING:  # torch and numpy come with them
+    from tierstore.device.streams import ComputeDevice
+    from tierstore.io.memory import Bytes, Lease
+    from tierstore.io.runtime import Runtime
+    from tierstore.measure.machine import Machine
+    from tierstore.measure.survey import Disks
 
 _DISK_SHARE = 0.6  # of the progress bar
 _QUICK_RUN_S, _RUN_S = 0.05, 0.3  # of each load that is no disk
@@ -62,8 +69,8 @@ class Outcome:
     """A table, and the measurements behind it."""
 
     table: BandwidthTable
-    disks: Any
-    machine: Any
+    disks: Disks
+    machine: Machine
 
 
 def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Launch | None = None) -> Outcome | None:
@@ -95,7 +102,11 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Lau
     device = open_device(options.device)
     arena = Arena(MEMORY_BYTES * len(options.nvme), device.pin, device.unpin)
     with contextlib.closing(arena), Runtime("tierstore-probe", timeout_s=86400.0) as runtime:
-        outcome = runtime.call(_measure, options, device, arena, tell)
+        lease = runtime.call(arena.pool("probe", arena.capacity_bytes).reserve, arena.capacity_bytes)
+        try:
+            outcome = _measure(options, device, lease.array, runtime, tell)
+        finally:
+            runtime.call(_free, lease, raises_kept=False)
     outcome = replace(outcome, table=replace(outcome.table, collective=collective))
     if options.json is not None:
         write_table(options.json, outcome.table, report(outcome))
@@ -128,7 +139,9 @@ def _time_collectives(options: ProbeOptions, launch: Launch) -> CostModel | None
     return model if math.isfinite(model.beta_bytes_per_s) else None
 
 
-async def _measure(options: ProbeOptions, device: Any, arena: Any, tell: Callable[[str, float], None]) -> Outcome:
+def _measure(
+    options: ProbeOptions, device: ComputeDevice, memory: Bytes, runtime: Runtime, tell: Callable[[str, float], None]
+) -> Outcome:
     from tierstore.io.backend import Backend
     from tierstore.measure.disk import check_room, disk_files, incompressible
     from tierstore.measure.fio import find_fio
@@ -137,25 +150,31 @@ async def _measure(options: ProbeOptions, device: Any, arena: Any, tell: Callabl
 
     effort = QUICK if options.quick else THOROUGH
     effort = replace(effort, size_bytes=options.size or effort.size_bytes, seconds=options.seconds or effort.seconds)
+    rounds, run_s = (3, _QUICK_RUN_S) if options.quick else (7, _RUN_S)
     fio = find_fio() if options.against else None
     check_room(options.nvme, effort.size_bytes)
-    lease = await arena.pool("probe", arena.capacity_bytes).reserve(arena.capacity_bytes)
-    try:
-        tell(f"making files of {format_size(effort.size_bytes)}", 0.0)
-        incompressible(lease.array)
-        with disk_files(options.nvme, effort.size_bytes, lease.array, Backend()) as files:
-            disks = await survey(files, effort, lambda what, done: tell(what, _DISK_SHARE * done), fio)
-            rounds, run_s = (3, _QUICK_RUN_S) if options.quick else (7, _RUN_S)
-            machine = await measure_machine(
-                device, lease.array, run_s, rounds,
-                lambda what, done: tell(what, _DISK_SHARE + (1 - _DISK_SHARE) * done), disks.loads,
-            )  # fmt: skip
-    finally:
-        lease.free()
+
+    def tell_of_disks(what: str, done: float) -> None:
+        tell(what, _DISK_SHARE * done)
+
+    def tell_of_machine(what: str, done: float) -> None:
+        tell(what, _DISK_SHARE + (1 - _DISK_SHARE) * done)
+
+    tell(f"making files of {format_size(effort.size_bytes)}", 0.0)
+    incompressible(memory)
+    with disk_files(options.nvme, effort.size_bytes, memory, Backend()) as files:
+        disks = runtime.call(survey, files, effort, tell_of_disks, fio)
+        # While the files are open: what computes and copies also runs beside the disks.
+        machine = runtime.call(measure_machine, device, memory, run_s, rounds, tell_of_machine, disks.loads)
     return Outcome(_table(disks, machine), disks, machine)
 
 
-def _table(disks: Any, machine: Any) -> BandwidthTable:
+async def _free(lease: Lease) -> None:
+    """On the loop thread, to which the arena belongs."""
+    lease.free()
+
+
+def _table(disks: Disks, machine: Machine) -> BandwidthTable:
     rates: dict[str, Rate] = {
         "read_bytes_per_s": disks.read,
         "write_bytes_per_s": disks.write,

@@ -174,7 +174,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     """Rate over block size, a line per number of threads, reads beside writes, a row per directory."""
     directories = outcome.disks.directories
     figure = new_figure(10, 4.2 * len(directories))
-    panels = figure.subplots(len(directories), 2, squeeze=False, sharex=True)
+    panels = figure.subplots(len(directories), 2, squeeze=False, sharex=True, sharey="row")
     for row, one in zip(panels, directories):
         for axes, verb in zip(row, ("read", "write")):
             _draw_verb(axes, one, verb)
@@ -200,4 +200,4 @@ def _draw_verb(axes: Any, one: Any, verb: str) -> None:
     axes.set_ylabel(f"{verb} rate, GB/s")
     axes.set_title(f"{one.rates.path}: {verb}s", fontsize="medium")
     axes.grid(alpha=0.3)
-    axes.legend(title="threads", fontsize="small")
+    axes.legend(title="threads", fontsize="small", loc="lower right", ncols=2)
