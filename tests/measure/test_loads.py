@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -45,14 +46,14 @@ def test_a_rate_is_amount_over_time(runtime: Runtime) -> None:
 
 def test_as_many_jobs_at_once_as_threads(runtime: Runtime) -> None:
     meeting = threading.Barrier(3, timeout=10.0)
-    most, now, lock = [0], [0], threading.Lock()
+    most, now, lock, begun = [0], [0], threading.Lock(), itertools.count()
 
     def job() -> None:
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
-        if most[0] < 3:
-            meeting.wait()
+        if next(begun) < 3:
+            meeting.wait()  # the first three: none ends before all have begun
         with lock:
             now[0] -= 1
 

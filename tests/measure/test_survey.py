@@ -16,6 +16,7 @@ from tierstore.io.backend import Backend
 from tierstore.io.memory import Arena, Bytes
 from tierstore.io.runtime import Runtime
 from tierstore.measure import fio
+from tierstore.measure import survey as survey_module
 from tierstore.measure.disk import disk_files
 from tierstore.measure.fio import SHAPES, Fio, Shape, find_fio
 from tierstore.measure.survey import QUICK, Disks, survey
@@ -95,6 +96,7 @@ def test_against_the_best_of_fio(
     disk_path: Path, memory: Bytes, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = answered(monkeypatch, {"1M": 1e9, "16M": 4e9, "256k": 2e9})
+    monkeypatch.setattr(survey_module, "_FIO_RUN_S", 0.001)
     with disk_files([disk_path], TINY.size_bytes, memory, Backend()) as files:
         disks = runtime.call(survey, files, TINY, lambda what, done: None, "fio")
     (one,) = disks.directories
