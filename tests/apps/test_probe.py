@@ -69,7 +69,7 @@ def test_a_run_in_small(disk_path: Path) -> None:
 def test_what_bounds_is_said() -> None:
     said = sentences(TABLE)
     assert "Reads and writes share one budget: both at once move 1.22 GB/s, the faster one alone 1.38." in said[0]
-    assert "bounded by the disk: 17.99 s of disk and 0.77 s of Adam" in said[1]
+    assert "bounded by the disk: 17.85 s of disk and 0.77 s of Adam" in said[1]
     wide = replace(TABLE, spreads=(NamedRate("read_bytes_per_s", Rate(1e9, 0.5e9, 1.5e9)),))
     assert "read_bytes" in sentences(wide)[-1]
     assert "go on side by side" in sentences(replace(TABLE, shared_bytes_per_s=2.4e9))[0]
@@ -86,7 +86,7 @@ def test_what_bounds_is_said() -> None:
         (["--nvme", ".", "--size", "4000TiB"], "are free; ask for less, or make room"),
         (["--nvme", ".", "--seconds", "nan"], "tierstore: --seconds must be at least 0.1"),
         (["--nvme", ".", "--against", "dd"], "tierstore: --against knows fio, not 'dd'"),
-        (["--nvme", ".", "--device", "tpu"], "device"),
+        (["--nvme", ".", "--device", "tpu"], "tierstore: --device must be cpu, cuda or cuda:N, not tpu"),
         (["--nvme", ".", "--json", "none/rates.json"], "cannot write --json none/rates.json"),
         (["--nvme", ".", "--plot", "none/rates.png"], "cannot write --plot none/rates.png"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -60,6 +61,8 @@ class ProbeOptions:
             raise ConfigError(f"--seconds must be at least 0.1 and at most 86400, not {self.seconds}")
         if self.size is not None and self.size < 2**25:
             raise ConfigError(f"--size must be at least 32 MiB, the largest block, not {format_size(self.size)}")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"--device must be cpu, cuda or cuda:N, not {self.device}")
         if self.against not in (None, "fio"):
             raise ConfigError(f"--against knows fio, not {self.against!r}")
 

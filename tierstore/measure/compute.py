@@ -41,7 +41,7 @@ def memory_copies(memory: Bytes) -> Load:
     pairs = deque((memory[i * size :][:size], memory[(i + 1) * size :][:size]) for i in range(0, 2 * cores(), 2))
 
     def job() -> None:
-        pair = pairs.pop()
+        pair = pairs.popleft()
         ctypes.memmove(pair[0].ctypes.data, pair[1].ctypes.data, size)  # without the GIL
         pairs.append(pair)
 
@@ -64,7 +64,7 @@ def adam(dtype: str) -> Load:
     )  # fmt: skip
 
     def job() -> None:
-        weights, state, gradient = chunk = chunks.pop()
+        weights, state, gradient = chunk = chunks.popleft()
         update(dtype, weights, state, gradient, 0, _ADAM_ELEMENTS, _COEFFICIENTS)
         chunks.append(chunk)
 

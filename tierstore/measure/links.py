@@ -25,7 +25,7 @@ def h2d(device: ComputeDevice, memory: Bytes) -> Load:
     pairs = _pairs(device, memory)
 
     def job() -> None:
-        pair = pairs.pop()
+        pair = pairs.popleft()
         device.copy_in(pair[0], 0, pair[1])
         pairs.append(pair)
 
@@ -37,7 +37,7 @@ def d2h(device: ComputeDevice, memory: Bytes) -> Load:
     pairs = _pairs(device, memory)
 
     def job() -> None:
-        pair = pairs.pop()
+        pair = pairs.popleft()
         device.copy_out_range(pair[0], 0, pair[1], Reached())
         pairs.append(pair)
 
