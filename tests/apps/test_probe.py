@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 
 import tierstore
 import tierstore.apps.probe
+from tierstore.apps.launch import Launch
 from tierstore.apps.probe import Outcome, ProbeOptions, probe
 from tierstore.apps.probe_report import sentences
 from tierstore.cli import app
 from tierstore.measure import compute, links, survey
 from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import BandwidthTable, NamedRate, Rate
+from tierstore.plan.cost_model import CostModel
 
 MIB = 2**20
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -72,6 +74,8 @@ def test_what_bounds_is_said() -> None:
     assert "bounded by the disk: 17.85 s of disk and 0.77 s of Adam" in said[1]
     wide = replace(TABLE, spreads=(NamedRate("read_bytes_per_s", Rate(1e9, 0.5e9, 1.5e9)),))
     assert "read_bytes" in sentences(wide)[-1]
+    met = replace(TABLE, collective=CostModel(2e-4, 12e9))
+    assert "An all-reduce between the ranks takes 200 us, and a second per 12.00 GB." in sentences(met)
     assert "go on side by side" in sentences(replace(TABLE, shared_bytes_per_s=2.4e9))[0]
 
 
@@ -86,6 +90,7 @@ def test_what_bounds_is_said() -> None:
         (["--nvme", ".", "--size", "4000TiB"], "are free; ask for less, or make room"),
         (["--nvme", ".", "--seconds", "nan"], "tierstore: --seconds must be at least 0.1"),
         (["--nvme", ".", "--against", "dd"], "tierstore: --against knows fio, not 'dd'"),
+        (["--nvme", ".", "--against", "fio", "--size", "64MiB"], "--against fio needs --size of at least 256 MiB"),
         (["--nvme", ".", "--device", "tpu"], "tierstore: --device must be cpu, cuda or cuda:N, not tpu"),
         (["--nvme", ".", "--json", "none/rates.json"], "cannot write --json none/rates.json"),
         (["--nvme", ".", "--plot", "none/rates.png"], "cannot write --plot none/rates.png"),
@@ -132,9 +137,6 @@ def test_the_script_runs() -> None:
 
 
 def test_a_rank_that_is_not_the_first_measures_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from tierstore.apps.launch import Launch
-    from tierstore.plan.cost_model import CostModel
-
     met: list[int] = []
 
     def meet(options: ProbeOptions, launch: Launch) -> CostModel:

@@ -95,7 +95,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, rates: dict[str, float]) -> list[t
 def test_against_the_best_of_fio(
     disk_path: Path, memory: Bytes, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = answered(monkeypatch, {"1M": 1e9, "16M": 4e9, "256k": 2e9})
+    asked = answered(monkeypatch, {"1M": 1e9, "16M": 4e9, "256k": 2e9, "32M": 3e9})
     monkeypatch.setattr(survey_module, "_FIO_RUN_S", 0.001)
     with disk_files([disk_path], TINY.size_bytes, memory, Backend()) as files:
         disks = runtime.call(survey, files, TINY, lambda what, done: None, "fio")
@@ -104,7 +104,12 @@ def test_against_the_best_of_fio(
         assert contest.against_fio == pytest.approx(max(rate.per_s for rate in contest.ours.values()) / 4e9)
     assert len(asked) == 2 * len(SHAPES) * TINY.rounds
     # In turn: fio does not run all its rounds before or after ours.
-    assert [command for command, _ in asked[: len(asked) // 2]] == [command for command, _ in asked[len(asked) // 2 :]]
+    commands = [command for command, _ in asked]
+    assert commands == commands[::-1]
+    threads = next(command for command in commands if "--bs=32M" in command)
+    assert {"--numjobs=8", f"--size={TINY.size_bytes // 8}", f"--offset_increment={TINY.size_bytes // 8}"} <= set(
+        threads
+    )
 
 
 def test_huge_pages_are_asked_for_by_the_environment(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # torch and numpy come with them
     from tierstore.measure.machine import Machine
     from tierstore.measure.survey import Disks
 
+_LEAST_FOR_FIO_BYTES = 2**28  # a block for each of its threads
 _DISK_SHARE = 0.6  # of the progress bar
 _QUICK_RUN_S, _RUN_S = 0.05, 0.3  # of each load that is no disk
 
@@ -61,6 +62,9 @@ class ProbeOptions:
             raise ConfigError(f"--seconds must be at least 0.1 and at most 86400, not {self.seconds}")
         if self.size is not None and self.size < 2**25:
             raise ConfigError(f"--size must be at least 32 MiB, the largest block, not {format_size(self.size)}")
+        if self.against is not None and self.size is not None and self.size < _LEAST_FOR_FIO_BYTES:
+            raise ConfigError(f"--against fio needs --size of at least {format_size(_LEAST_FOR_FIO_BYTES)}, "
+                              f"not {format_size(self.size)}")  # fmt: skip
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"--device must be cpu, cuda or cuda:N, not {self.device}")
         if self.against not in (None, "fio"):

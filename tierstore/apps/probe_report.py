@@ -19,7 +19,6 @@ from tierstore.apps.probe import Outcome
 from tierstore.config import format_size
 from tierstore.measure.survey import Directory
 from tierstore.plan.bandwidth import Activity, BandwidthTable, DirectoryRates, Rate
-from tierstore.plan.cost_model import CostModel
 from tierstore.plots import new_figure, save_figure
 
 _NAMES = (
@@ -66,8 +65,6 @@ def show(console: Console, outcome: Outcome) -> None:
     for one in outcome.disks.directories:
         if one.contests["read"].fio:
             console.print(_fio(one))
-    if table.collective is not None:
-        console.print(_collective(table.collective))
     for sentence in sentences(table):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
@@ -93,6 +90,11 @@ def sentences(table: BandwidthTable) -> list[str]:
         for one in table.directories
         if not one.is_direct
     ]
+    if (link := table.collective) is not None:
+        said.append(
+            f"An all-reduce between the ranks takes {link.alpha_s * 1e6:.0f} us, and a second per "
+            f"{link.beta_bytes_per_s / 1e9:.2f} GB."
+        )
     wide = [entry.name.removesuffix("_per_s") for entry in table.spreads if entry.rate.spread > _WIDE]
     if wide:
         said.append(f"Quartiles more than {_WIDE:.0%} of the median apart, so measure again: {', '.join(wide)}.")
@@ -146,12 +148,6 @@ def _fio(one: Directory) -> Table:
             for name, rate in rates.items():
                 shown.add_row(name, *_cells(rate), style="bold" if rate is best else None)
         shown.add_row(f"{verb}: tierstore's best / fio's best", f"{contest.against_fio:.2f}", "", end_section=True)
-    return shown
-
-
-def _collective(model: CostModel) -> Table:
-    shown = _table("all-reduce between the ranks", ("alpha us", "beta GB/s"))
-    shown.add_row(f"{model.alpha_s * 1e6:.1f}", _number(model.beta_bytes_per_s))
     return shown
 
 

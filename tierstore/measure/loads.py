@@ -5,7 +5,8 @@ Not here: what is repeated (`disk.py`, `links.py`, `compute.py`), medians (`plan
 Owner: a load owns its threads while it runs.
 
 [Note: in turn] A rate of a shared machine changes within seconds. What is to be compared is therefore measured in turn,
-A B A B, and never all of A before all of B: a slow moment falls on both.
+A B A B, and never all of A before all of B: a slow moment falls on both. Every other round goes
+backwards, so that none always follows the same one.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ async def in_turn(loads: Mapping[str, Sequence[Runnable]], pace: Pace) -> dict[s
     """
     rates: dict[str, list[tuple[float, ...]]] = {}
     for number in range(pace.rounds):
-        for name, beside in loads.items():
+        for name, beside in loads.items() if number % 2 == 0 else reversed(loads.items()):
             if number >= pace.least_rounds and pace.clock() >= pace.deadline_s:
                 return rates
             pace.tell(name)
