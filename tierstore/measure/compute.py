@@ -26,7 +26,7 @@ MAX_THREADS = 8
 """As the engine has for updates unless it is told otherwise."""
 _COPY_BYTES = 2**25  # larger than the caches
 _ADAM_ELEMENTS = 2**21
-_CODEC_BYTES = 2**23
+_CODEC_BYTES = 2**22
 _COEFFICIENTS = AdamCoefficients(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
 
 

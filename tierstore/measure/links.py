@@ -17,7 +17,7 @@ from tierstore.measure.loads import Load
 
 _BLOCK_BYTES = 2**25  # the largest chunk
 _THREADS = 2  # so that a copy is always queued behind the one that runs
-_SIDE = {"cpu": 1024, "cuda": 8192}
+_SIDE = {"cpu": 768, "cuda": 8192}
 
 
 def h2d(device: ComputeDevice, memory: Bytes) -> Load:
