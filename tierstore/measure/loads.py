@@ -49,18 +49,22 @@ class Load:
         workers = WorkerPool("tierstore-measure", self.threads)
         try:
             await workers.run(Priority.DEMAND, _nothing)  # the threads are there before the clock runs
-            done = [0]
-            begun_s = self.clock()
+            done, begun_s = 0, self.clock()
+
+            def job() -> bool:
+                # What waited in the queue when the time was over would go on alone, with less in flight.
+                if done >= self.threads and self.clock() - begun_s >= seconds:
+                    return False
+                self.job()
+                return True
 
             async def lane() -> None:
-                while True:
-                    await workers.submit(Priority.DEMAND, self.job)
-                    done[0] += 1
-                    if self.clock() - begun_s >= seconds:
-                        return
+                nonlocal done
+                while await workers.submit(Priority.DEMAND, job):
+                    done += 1
 
             await together(lane() for _ in range(self.threads + 2))
-            return done[0] * self.amount / (self.clock() - begun_s)
+            return done * self.amount / (self.clock() - begun_s)
         finally:
             workers.close(CLOSE_TIMEOUT_S)
 

@@ -21,8 +21,8 @@ from tierstore.plan.bandwidth import Activity, DirectoryRates, Rate
 _VERBS: tuple[Verb, Verb] = ("read", "write")
 _WAYS = (*_VERBS, "both")
 _GRID_SHARE, _CONTEST_SHARE, _BEST_SHARE = 0.4, 0.3, 0.3  # of the time
-_CANDIDATES = 3
-_FIO_RUN_S = 1.5  # fio takes its time to begin, and a run is to move gigabytes
+_CANDIDATES = 3  # beside fio as many as it has shapes
+_FIO_RUN_S = 1.25  # fio takes its time to begin, and a run is to move gigabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ async def _contests(
     ours: dict[Verb, dict[tuple[int, int], str]] = {"read": {}, "write": {}}
     theirs: dict[Verb, list[str]] = {"read": [], "write": []}
     for verb in _VERBS:
-        for cell in _candidates(cells, verb):
+        for cell in _candidates(cells, verb, _CANDIDATES if fio is None else len(SHAPES)):
             name = ours[verb][cell.block_bytes, cell.threads] = _cell_name(verb, cell.block_bytes, cell.threads)
             loads[name] = [file.load(verb, cell.block_bytes, cell.threads)]
         for shape in SHAPES if fio is not None else ():
@@ -169,13 +169,11 @@ async def _contests(
     }
 
 
-def _candidates(cells: Sequence[Cell], verb: Verb) -> list[Cell]:
-    """The best number of threads of each block size, and of these the best few."""
-    by_block: dict[int, Cell] = {}
-    for cell in cells:
-        if cell.block_bytes not in by_block or cell.rate(verb) > by_block[cell.block_bytes].rate(verb):
-            by_block[cell.block_bytes] = cell
-    return sorted(by_block.values(), key=lambda cell: -cell.rate(verb))[:_CANDIDATES]
+def _candidates(cells: Sequence[Cell], verb: Verb, number: int) -> list[Cell]:
+    """The best of each block size first, then the others: what noise has put aside has another chance."""
+    ranked = sorted(cells, key=lambda cell: -cell.rate(verb))
+    first = {cell.block_bytes: cell for cell in reversed(ranked)}.values()
+    return sorted(ranked, key=lambda cell: cell not in first)[:number]
 
 
 def _loads_at_best(file: DiskFile, contests: Mapping[Verb, Contest]) -> dict[str, Load]:
