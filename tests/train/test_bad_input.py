@@ -160,7 +160,7 @@ class TestOptions:
             ({"chunk_bytes": 3}, "must be greater than or equal to 64 KiB (got 3)"),
             ({"prefetch_depth": -1}, "must be greater than or equal to 0 (got -1)"),
             ({"io_threads": 0}, "must be greater than or equal to 1 (got 0)"),
-            ({"bandwidth": "/no/rates.json"}, "cannot read the bandwidth table /no/rates.json: No such file or directory"),
+            ({"bandwidth": "/no/rates"}, "cannot read the bandwidth table /no/rates: No such file or directory"),
             ({"nvme": ["/tmp/a", "/tmp/../tmp/a"]}, "a directory is listed twice"),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
