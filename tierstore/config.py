@@ -18,8 +18,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from tierstore.errors import ConfigError
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50}  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -76,6 +76,15 @@ def _directory(value: Any) -> Any:
     if value == "":  # an unset shell variable would otherwise become the current directory
         raise ValueError("an empty path is not a directory")
     return value
+
+
+def format_decimal(size_bytes: float) -> str:
+    """A size in powers of ten, as links and disks are sold, with three significant digits: `2.1 TB`."""
+    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size_bytes >= 0.9995 * unit:
+            value = size_bytes / unit
+            return f"{value:.3g} {name}" if value < 999.5 else f"{value:.0f} {name}"
+    return f"{size_bytes:.0f} B"
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]

@@ -3,8 +3,8 @@
 Scope: the bytes of a placement on every link of a node, in forward, backward and update; the phases of a schedule.
 Not here: which placements there are (`plan/strategies.py`), and how groups follow one another (`plan/simulate.py`).
 
-Every rank does the same, so a node moves what one rank moves times its GPUs. What is left out, for it is small: latencies,
-the traffic between pipeline stages, and an update on the GPU.
+Every rank does the same, so a node moves what one rank moves times its GPUs. What is left out, for it is small:
+latencies, the traffic between pipeline stages, and an update on the GPU.
 """
 
 from __future__ import annotations

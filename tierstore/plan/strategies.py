@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tierstore.config import Tier, UpdateSchedule, format_size
+from tierstore.config import Tier, UpdateSchedule, format_decimal
 from tierstore.errors import BudgetError
 from tierstore.plan.costs import efficiency
 from tierstore.plan.machine import Node
@@ -138,7 +138,7 @@ class Option:
         return sum(work.written_bytes for work in self.work.values())
 
     def wear_days(self, endurance_bytes: float) -> float | None:
-        """Days of training until the drives have had all the writes that they are rated for; None: never, or unknown."""
+        """Days of training until the drives have had all the writes they are rated for; None: never, or unknown."""
         if not (endurance_bytes and self.written_bytes):
             return None
         return endurance_bytes / self.written_bytes * self.step_s / _DAY_S
@@ -248,7 +248,7 @@ def _problems(node: Node, taken: Mapping[Tier, float]) -> tuple[str, ...]:
         Tier.NVME: (node.nvme_bytes, "the disks of a node"),
     }
     return tuple(
-        f"{where} would hold {format_size(taken[tier])}, {format_size(limit)} can be used"
+        f"{where} would hold {format_decimal(taken[tier])}, {format_decimal(limit)} can be used"
         for tier, (limit, where) in limits.items()
         if taken.get(tier, 0.0) > limit
     )

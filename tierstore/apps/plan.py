@@ -1,0 +1,210 @@
+"""Will it fit, and how fast: a plan before the run.
+
+Scope: from what a person asks of `tierstore plan` to a situation, its strategies, and what would help.
+Not here: the arithmetic (`plan/`), tables and sentences (`apps/plan_report.py`), the picture (`apps/plan_picture.py`).
+No torch: a plan is there at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tierstore.apps.options import Precision, Preset
+from tierstore.apps.preset_sizes import PRESET_FIELDS
+from tierstore.config import UpdateSchedule
+from tierstore.errors import ConfigError, FormatError
+from tierstore.plan.advice import Change, changes
+from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.machine import Node, node_called
+from tierstore.plan.memory import Attention, Job, Layout
+from tierstore.plan.model_size import ModelShape, from_config, from_parameters
+from tierstore.plan.strategies import Option, Situation, fastest, options_of, simplest
+
+_COUNT = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmbt]?)\s*", re.IGNORECASE)
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_LONGEST_DEFAULT_SEQUENCE = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """All options of a plan; every field is the command-line option of the same name, in bytes and bytes per second.
+
+    Attributes:
+        params, config, preset: where the model comes from; exactly one.
+        gpus: of each node; without `nodes`, of as many nodes as that takes.
+        machine: a node by name; the options below it replace its figures.
+        batch: samples of a micro-batch, of all GPUs together; None is one for each data-parallel rank.
+    """
+
+    params: str | None = None
+    config: Path | None = None
+    preset: Preset | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    machine: str = "dgx-h100"
+    gpu_memory: int | None = None
+    cpu_memory: int | None = None
+    nvme_capacity: int | None = None
+    nvme_read: int | None = None
+    nvme_write: int | None = None
+    disks: int | None = None
+    link: int | None = None
+    links: int | None = None
+    flops: float | None = None
+    bandwidth: Path | None = None
+    endurance: int | None = None
+    dtype: Precision = Precision.BF16
+    zero: int = 3
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    batch: int | None = None
+    sequence: int | None = None
+    accumulate: int = 1
+    checkpointing: bool = False
+    attention: Attention = Attention.FUSED
+    update: UpdateSchedule = UpdateSchedule.AUTO
+    commit_every: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a plan says.
+
+    Attributes:
+        options: every strategy, the engine's own split last.
+        simplest, fastest: of those that fit; None if none does.
+        changes: what would help, the cheapest first.
+    """
+
+    situation: Situation
+    options: tuple[Option, ...]
+    simplest: Option | None
+    fastest: Option | None
+    changes: tuple[Change, ...]
+
+
+def plan(asked: PlanOptions) -> Plan:
+    """Plans a run.
+
+    Raises:
+        ConfigError: options that exclude each other, or cannot work.
+        FormatError: a bandwidth file that is none.
+    """
+    situation = situation_of(asked)
+    options = options_of(situation)
+    best = fastest(options)
+    return Plan(situation, options, simplest(options), best, changes(situation, best))
+
+
+def situation_of(asked: PlanOptions) -> Situation:
+    """The model, the machines and how they share it, as the options say."""
+    shape = model_of(asked)
+    node, nodes = _node(asked)
+    layout = Layout(nodes, node.gpus, asked.tensor_parallel, asked.pipeline_parallel, asked.zero)
+    if asked.commit_every < 1:
+        raise ConfigError(f"--commit-every must be at least 1, not {asked.commit_every}")
+    batch = layout.data if asked.batch is None else asked.batch
+    if batch % layout.data:
+        more = -(-batch // layout.data) * layout.data
+        raise ConfigError(
+            f"--batch {batch} cannot be divided among {layout.data} data-parallel ranks: give a multiple, such as {more}"
+        )
+    context = shape.context or _LONGEST_DEFAULT_SEQUENCE
+    sequence = min(context, _LONGEST_DEFAULT_SEQUENCE) if asked.sequence is None else asked.sequence
+    job = Job(shape, asked.dtype.value, batch, sequence, asked.accumulate, asked.checkpointing, asked.attention)
+    return Situation(job, layout, node, asked.update, asked.commit_every)
+
+
+def model_of(asked: PlanOptions) -> ModelShape:
+    """The model of --params, --config or --preset."""
+    given = [name for name in ("params", "config", "preset") if getattr(asked, name) is not None]
+    if len(given) != 1:
+        named = " and ".join(f"--{name}" for name in given)
+        raise ConfigError(
+            f"{named} exclude each other: each says which model to plan for" if given
+            else "which model? give --params 70e9, --config config.json or --preset 124m"
+        )  # fmt: skip
+    if asked.params is not None:
+        return from_parameters(_count(asked.params))
+    if asked.preset is not None:
+        return from_config(PRESET_FIELDS[asked.preset], f"preset {asked.preset.value}")
+    path = Path(asked.config or "")
+    values = read_object(path, "configuration")
+    return from_config(values, f"{values.get('model_type')} of {path.name}")
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Raises:
+        ConfigError: no such file.
+        FormatError: it holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise FormatError(f"the {what} {path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"the {what} {path} must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _count(text: str) -> float:
+    match = _COUNT.fullmatch(text)
+    try:
+        if match is None:
+            raise ValueError
+        return float(match[1]) * _UNITS[match[2].lower()]
+    except ValueError:
+        raise ConfigError(f"not a number of parameters: {text!r}; write 70e9, 70B or 1.5T") from None
+
+
+def _node(asked: PlanOptions) -> tuple[Node, int]:
+    """The node and how many of it."""
+    node = node_called(asked.machine)
+    for name, least in (("gpus", 1), ("nodes", 1), ("disks", 1), ("links", 1)):
+        value = getattr(asked, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name} must be at least {least}, not {value}")
+    gpus, nodes = asked.gpus or node.gpus, asked.nodes or 1
+    if asked.nodes is None and gpus > node.gpus:
+        nodes, left = divmod(gpus, node.gpus)
+        if left:
+            raise ConfigError(
+                f"--gpus {gpus} is no multiple of the {node.gpus} of a {node.name}: give --nodes, and --gpus of each"
+            )
+        gpus = node.gpus
+    if gpus != node.gpus:
+        node = node.with_gpus(gpus)
+    if asked.disks is not None:
+        node = node.with_disks(asked.disks)
+    sizes = {
+        "gpu_bytes": asked.gpu_memory, "cpu_bytes": asked.cpu_memory, "nvme_bytes": asked.nvme_capacity,
+        "flop_per_s": asked.flops, "links": asked.links, "endurance_bytes": asked.endurance,
+    }  # fmt: skip
+    changed = {name: value for name, value in sizes.items() if value is not None}
+    rates = _rates(asked, node.rates)
+    if changed or rates is not node.rates:
+        node = replace(node, **changed, rates=rates, name=f"{node.name}, changed")
+    return node, nodes
+
+
+def _rates(asked: PlanOptions, rates: BandwidthTable) -> BandwidthTable:
+    """Measured rates in place of the data sheet's, and single ones in place of either."""
+    if asked.bandwidth is not None:
+        rates = BandwidthTable.from_json(read_object(asked.bandwidth, "bandwidth table"))
+    if asked.nvme_read is not None or asked.nvme_write is not None:
+        read = float(asked.nvme_read or rates.read_bytes_per_s)
+        write = float(asked.nvme_write or asked.nvme_read or rates.write_bytes_per_s)
+        # Both at once share one budget, as on the disks that were measured.
+        rates = replace(rates, read_bytes_per_s=read, write_bytes_per_s=write,
+                        shared_bytes_per_s=2 / (1 / read + 1 / write))  # fmt: skip
+    if asked.link is not None:
+        rates = replace(rates, h2d_bytes_per_s=float(asked.link), d2h_bytes_per_s=float(asked.link))
+    return rates

@@ -1,0 +1,254 @@
+"""A plan for a person, as tables and sentences, and for a program, as JSON.
+
+Scope: words and figures of `tierstore plan`. Not here: how they came about (`apps/plan.py`).
+Owner: nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tierstore.apps.plan import Plan
+from tierstore.config import Tier, format_decimal
+from tierstore.plan.advice import cheapest, tokens_per_s
+from tierstore.plan.memory import activation_bytes, components, gpu_bytes
+from tierstore.plan.model_size import size_name, streaming_hides_from_tokens
+from tierstore.plan.strategies import Option, Situation
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SHARED_FROM = {"weights": 3, "gradients": 2}  # ZeRO stage; the optimizer's from 1
+_BYTES_ALL_ON_DISK = {"bf16": 26, "fp16": 30, "fp32": 28}  # per parameter and step: `plan/costs.py`
+_NAMES = {Tier.GPU: "each GPU", Tier.CPU: "CPU, node", Tier.NVME: "NVMe, node"}
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bytes of the whole model that cross a link once, and the seconds they take with the links of all nodes."""
+
+    what: str
+    over: str
+    nbytes: float
+    seconds: float
+
+
+def moves(situation: Situation) -> tuple[Move, ...]:
+    """What moving each component once takes, without anything that hides it."""
+    node, nodes, job = situation.node, situation.layout.nodes, situation.job
+    sizes, rates = components(job), node.rates
+    state = sizes["fp32 master"] + sizes["momentum"] + sizes["variance"]
+    to_gpu, to_cpu = (node.links * rate * nodes for rate in (rates.h2d_bytes_per_s, rates.d2h_bytes_per_s))
+    disk = rates.read_bytes_per_s * nodes
+    per_step = _BYTES_ALL_ON_DISK[job.dtype]
+    all_bytes = job.shape.parameters * per_step
+    # Half of 26 is read twice: reads 14 (weights twice, state), writes 12, and so on for other dtypes.
+    read = job.shape.parameters * (2 * job.bytes.weights + job.bytes.state) / nodes
+    return (
+        Move("weights", "NVMe to CPU", sizes["weights"], sizes["weights"] / disk),
+        Move("weights", "CPU to GPU", sizes["weights"], sizes["weights"] / to_gpu),
+        Move("gradients", "GPU to CPU", sizes["gradients"], sizes["gradients"] / to_cpu),
+        Move("fp32 master, momentum, variance", "NVMe to CPU", state, state / disk),
+        Move(f"a step with all on NVMe, {per_step} B per parameter", "NVMe", all_bytes,
+             rates.disk_seconds(read, all_bytes / nodes - read)),
+    )  # fmt: skip
+
+
+def tables(plan: Plan) -> Iterator[Table]:
+    """Components, movements, strategies, and the phases of the fastest that fits."""
+    yield _component_table(plan.situation)
+    yield _move_table(plan.situation)
+    yield _strategy_table(plan)
+    shown = plan.fastest or plan.options[-1]
+    if shown.work:
+        yield _phase_table(shown)
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", no_wrap=bool(index))
+    return table
+
+
+def _component_table(situation: Situation) -> Table:
+    job, layout = situation.job, situation.layout
+    table = _table("training state", "component", "B/parameter", "all", "share of a GPU")
+    held = gpu_bytes(job, layout)
+    shares = {"weights": held.weights, "gradients": held.gradients}
+    for name, size in components(job).items():
+        each = size // job.shape.parameters
+        share = shares.get(name, held.state * each / job.bytes.optimizer)
+        table.add_row(name, str(each), format_decimal(size), format_decimal(share))
+    table.add_section()
+    table.add_row("sum", str(job.bytes.total), format_decimal(job.bytes.total * job.shape.parameters),
+                  format_decimal(held.total), style="bold")  # fmt: skip
+    for name, is_on in (("activations, all kept", False), ("activations, checkpointed", True)):
+        size = activation_bytes(job, layout, checkpointing=is_on)
+        table.add_row(name + (" (chosen)" if is_on is job.checkpointing else ""), "", "", format_decimal(size))
+    return table
+
+
+def _move_table(situation: Situation) -> Table:
+    node = situation.node
+    table = _table(f"each moved once: {situation.layout.nodes * node.links} links, disks of "
+                   f"{situation.layout.nodes} nodes", "what", "over", "bytes", "seconds")  # fmt: skip
+    for move in moves(situation):
+        table.add_row(move.what, move.over, format_decimal(move.nbytes), _seconds(move.seconds))
+    return table
+
+
+def _strategy_table(plan: Plan) -> Table:
+    table = _table("strategies, memory in use and disk files", "strategy", *_NAMES.values(), "fits", "step s", "eff.",
+                   "waits for")  # fmt: skip
+    for option in plan.options:
+        taken = [format_decimal(option.taken[tier]) if option.taken.get(tier) else "" for tier in _NAMES]
+        chosen = option is plan.fastest or option is plan.simplest
+        times = [_seconds(option.step_s), f"{option.efficiency:.0%}", option.bottleneck or ""] if option.work else []
+        table.add_row(option.strategy.value, *taken, "yes" if option.fits else "no", *times,
+                      style="bold" if chosen else None if option.fits else "dim")  # fmt: skip
+    return table
+
+
+def _phase_table(option: Option) -> Table:
+    table = _table(f"seconds by phase: {option.strategy.value}", "", *(phase.name for phase in option.phases))
+    table.add_row("compute", *(_seconds(phase.compute_s) for phase in option.phases))
+    for link in option.phases[0].links_s:
+        if any(phase.links_s[link] for phase in option.phases):
+            table.add_row(link.value, *(_seconds(phase.links_s[link]) for phase in option.phases))
+    table.add_row("not hidden", *(_seconds(phase.sync_s) for phase in option.phases))
+    table.add_section()
+    table.add_row("phase", *(_seconds(phase.seconds) for phase in option.phases), style="bold")
+    table.add_row("efficiency", *(f"{phase.efficiency:.0%}" for phase in option.phases))
+    return table
+
+
+def heading(situation: Situation) -> str:
+    """One line: the model, the machines, how they share it."""
+    job, layout, node = situation.job, situation.layout, situation.node
+    degrees = "".join(
+        f", {name} {degree}" for name, degree in (("tensor", layout.tensor), ("pipeline", layout.pipeline)) if degree > 1
+    )
+    return (
+        f"{job.shape.name}: {size_name(job.shape.parameters)} in {job.dtype}; {layout.nodes} x {node.name}, "
+        f"{layout.count} GPUs, ZeRO {layout.zero}{degrees}; {job.batch} x {job.sequence} tokens"
+        + (f" x {job.accumulate} micro-batches" if job.accumulate > 1 else "")
+    )
+
+
+def sentences(plan: Plan) -> Iterator[str]:
+    """What a person can act on."""
+    situation, best = plan.situation, plan.fastest
+    if best is None or plan.simplest is None:
+        yield from _why_nothing_fits(plan)
+    else:
+        yield f"simplest that fits: {plan.simplest.strategy.value}, {_speed(situation, plan.simplest)}"
+        if best is not plan.simplest:
+            yield f"fastest that fits: {best.strategy.value}, {_speed(situation, best)}"
+        yield from _wear(situation, best)
+    yield from _advice(plan)
+    tokens = situation.job.batch * situation.job.sequence
+    needed = streaming_hides_from_tokens(
+        situation.node.flop_per_s * situation.node.gpus, situation.node.links * situation.node.rates.h2d_bytes_per_s
+    ) * situation.layout.nodes
+    yield (
+        f"weights streamed from CPU memory hide behind computing from {needed:,.0f} tokens a micro-batch on; "
+        f"there are {tokens:,}"
+    )
+
+
+def _why_nothing_fits(plan: Plan) -> Iterator[str]:
+    yield "nothing fits: " + "; ".join(plan.options[-1].problems)
+
+
+def _speed(situation: Situation, option: Option) -> str:
+    waits = f"it waits for {option.bottleneck}" if option.bottleneck else "computing hides everything else"
+    return (
+        f"{_seconds(option.step_s)} s a step, {tokens_per_s(situation, option):,.0f} tokens/s, "
+        f"{option.efficiency:.0%} of the time computing; {waits}"
+    )
+
+
+def _wear(situation: Situation, option: Option) -> Iterator[str]:
+    if not option.written_bytes:
+        return
+    text = f"each step writes {format_decimal(option.written_bytes)} to the disks of a node"
+    days = option.wear_days(situation.node.endurance_bytes)
+    if days is None:
+        yield f"{text}; give --endurance to see how long they last"
+        return
+    yield (
+        f"{text}: rated for {format_decimal(situation.node.endurance_bytes)}, they are worn after {days:,.0f} days of "
+        f"training; --commit-every and memory for state lower that" * (days < 2 * 365)
+        or f"{text}, which they stand for {days / 365:,.0f} years"
+    )
+
+
+def _advice(plan: Plan) -> Iterator[str]:
+    change = cheapest(plan.changes)
+    if change is None:
+        if plan.fastest is None:
+            yield "none of more memory, disks or twice the GPUs makes it fit: use more of several"
+        return
+    if change.gain is None:
+        yield f"cheapest change that makes it fit: {change.text}: {change.option.strategy.value}"
+        return
+    yield f"cheapest change that helps: {change.text}: {change.gain:.1f} times the tokens per second"
+    others = [one for one in plan.changes if one.helps and one is not change]
+    if others:
+        yield "also: " + "; ".join(f"{one.text} {one.gain or 0:.1f} times" for one in others)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4g}" if seconds < 1000 else f"{seconds:.0f}"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """All figures, in bytes and seconds."""
+    situation = plan.situation
+    job, node = situation.job, situation.node
+    return {
+        "model": {"name": job.shape.name, "parameters": job.shape.parameters, "layers": job.shape.layers,
+                  "hidden": job.shape.hidden},
+        "machine": {**asdict(node), "nodes": situation.layout.nodes},
+        "layout": asdict(situation.layout),
+        "dtype": job.dtype, "batch": job.batch, "sequence": job.sequence, "accumulate": job.accumulate,
+        "checkpointing": job.checkpointing, "update": situation.schedule.value,
+        "components": dict(components(job)),
+        "gpu_share": asdict(gpu_bytes(job, situation.layout)),
+        "activations": {
+            name: activation_bytes(job, situation.layout, checkpointing=is_on)
+            for name, is_on in (("kept", False), ("checkpointed", True))
+        },
+        "moved_once": [asdict(move) for move in moves(situation)],
+        "strategies": [_option_json(situation, option) for option in plan.options],
+        "simplest": plan.simplest.strategy.value if plan.simplest else None,
+        "fastest": plan.fastest.strategy.value if plan.fastest else None,
+        "changes": [
+            {"change": one.text, "strategy": one.option.strategy.value, "tokens_per_s": one.tokens_per_s,
+             "gain": one.gain} for one in plan.changes
+        ],
+    }  # fmt: skip
+
+
+def _option_json(situation: Situation, option: Option) -> dict[str, Any]:
+    return {
+        "strategy": option.strategy.value,
+        "fits": option.fits,
+        "problems": list(option.problems),
+        "bytes": [{"kind": kind.value, "tier": tier.value, "bytes": size} for (kind, tier), size in option.bytes.items()],
+        "taken": {tier.value: size for tier, size in option.taken.items()},
+        "step_s": option.step_s, "compute_s": option.compute_s, "efficiency": option.efficiency,
+        "bottleneck": option.bottleneck.value if option.bottleneck else None,
+        "read_bytes": option.read_bytes, "written_bytes": option.written_bytes,
+        "wear_days": option.wear_days(situation.node.endurance_bytes),
+        "tokens_per_s": tokens_per_s(situation, option),
+        "phases": [
+            {"name": phase.name, "seconds": phase.seconds, "compute_s": phase.compute_s, "sync_s": phase.sync_s,
+             "links_s": {link.value: seconds for link, seconds in phase.links_s.items()}} for phase in option.phases
+        ],
+    }  # fmt: skip

@@ -1,0 +1,101 @@
+"""`tierstore plan`: will it fit, and how fast.
+
+Not here: the plan (`apps/plan.py`), its tables (`apps/plan_report.py`). No torch, at any time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tierstore.apps.options import Precision, Preset
+from tierstore.cli.common import size, told
+from tierstore.config import UpdateSchedule
+from tierstore.plan.memory import Attention
+
+
+def _rate(text: int | str) -> int:
+    return size(text.removesuffix("/s") if isinstance(text, str) else text)
+
+
+def _size(help: str, metavar: str = "SIZE", parser: Any = size) -> Any:
+    return typer.Option(parser=parser, metavar=metavar, help=help)
+
+
+def plan(
+    params: Annotated[str | None, typer.Option(metavar="COUNT", help="Parameters: 70e9, 70B, 1.5T.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="config.json of a gpt2, llama, mistral, qwen2 or mixtral: counted exactly."),
+    ] = None,
+    preset: Annotated[Preset | None, typer.Option(help="A model of `tierstore train`.")] = None,
+    machine: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="dgx-a100, dgx-h100, dgx-h200, aws-p4d, aws-p5, rtx-4090, rtx-3090, laptop."
+        ),
+    ] = "dgx-h100",
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs of each node; without --nodes, of as many nodes as that takes.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Machines [default: as many as --gpus takes].")] = None,
+    gpu_memory: Annotated[int | None, _size("Of each GPU.")] = None,
+    cpu_memory: Annotated[int | None, _size("Of a node.")] = None,
+    nvme_capacity: Annotated[int | None, _size("Of a node's disks together; 0 is none.")] = None,
+    nvme_read: Annotated[int | None, _size("Bytes per second of a node's disks together.", "RATE", _rate)] = None,
+    nvme_write: Annotated[int | None, _size("Likewise [default: as --nvme-read].", "RATE", _rate)] = None,
+    disks: Annotated[int | None, typer.Option(help="Drives of a node, each as the machine's.")] = None,
+    link: Annotated[
+        int | None, _size("Bytes per second between CPU memory and GPUs, each way, of each link.", "RATE", _rate)
+    ] = None,
+    links: Annotated[int | None, typer.Option(help="Such links of a node.")] = None,
+    flops: Annotated[
+        float | None, typer.Option(help="Flop/s of a GPU, as training reaches it [default: half its data sheet's].")
+    ] = None,
+    bandwidth: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measured rates, as `tierstore probe --json` writes them.")
+    ] = None,
+    endurance: Annotated[
+        int | None, _size("Bytes that may be written to a node's disks in their life: TBW, or DWPD x days x size.")
+    ] = None,
+    dtype: Annotated[Precision, typer.Option(help="Dtype of weights and gradients.")] = Precision.BF16,
+    zero: Annotated[int, typer.Option(metavar="0-3", help="What data-parallel ranks share out.")] = 3,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs that share every layer.")] = 1,
+    pipeline_parallel: Annotated[int, typer.Option(help="Stages of layers.")] = 1,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples per micro-batch, of all GPUs together [default: one per rank].")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Tokens per sample [default: the model's context, at most 2048].")
+    ] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in backward.")] = False,
+    attention: Annotated[
+        Attention, typer.Option(help="eager keeps matrices of sequence x sequence for backward.")
+    ] = Attention.FUSED,
+    update: Annotated[
+        UpdateSchedule, typer.Option(help="When the optimizer runs; auto is forward, as with clipping.")
+    ] = UpdateSchedule.AUTO,
+    commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Bytes by tier, seconds by phase.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+) -> None:
+    """Will it fit, and how fast: bytes per tier and component, step time by phase, every strategy, what would help."""
+    values = {name: value for name, value in locals().items() if name not in ("json", "plot", "debug")}
+    with told(debug):
+        from rich.console import Console
+
+        from tierstore.apps.plan import PlanOptions
+        from tierstore.apps.plan import plan as run
+        from tierstore.apps.plan_report import as_json, heading, sentences, tables
+
+        found = run(PlanOptions(**values))
+        console = Console(highlight=False)
+        console.print(heading(found.situation))
+        for table in tables(found):
+            console.print(table)
+        for sentence in sentences(found):
+            console.print(f"* {sentence}")

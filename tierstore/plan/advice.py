@@ -1,0 +1,115 @@
+"""What would help a run most cheaply: a larger batch, checkpointing, memory, a disk, a GPU.
+
+Scope: variations of a situation, and what each of them gains.
+Not here: the strategies of one situation (`plan/strategies.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tierstore.errors import ConfigError
+from tierstore.plan.machine import Node
+from tierstore.plan.strategies import Option, Situation, fastest, options_of
+
+_HELPS = 1.1  # times the tokens per second, from which a change is worth a sentence
+_GOOD = 0.9  # efficiency from which a larger batch is not asked for
+_MOST_DOUBLINGS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that can be done, and the run that it makes.
+
+    Attributes:
+        gain: tokens per second against those of before; None where nothing fitted before.
+    """
+
+    text: str
+    option: Option
+    tokens_per_s: float
+    gain: float | None
+
+    @property
+    def helps(self) -> bool:
+        return self.gain is None or self.gain >= _HELPS
+
+
+def tokens_per_s(situation: Situation, option: Option) -> float:
+    return situation.job.tokens_per_step / option.step_s
+
+
+def changes(situation: Situation, now: Option | None) -> tuple[Change, ...]:
+    """What makes the run fit or faster, the cheapest first: settings, memory, a disk, a GPU for every node.
+
+    Args:
+        now: the fastest that fits; None if nothing does.
+    """
+    found = []
+    for text, other in _variations(situation, now):
+        option = fastest(options_of(other))
+        if option is not None:
+            rate = tokens_per_s(other, option)
+            found.append(Change(text, option, rate, None if now is None else rate / tokens_per_s(situation, now)))
+    return tuple(found)
+
+
+def cheapest(found: tuple[Change, ...]) -> Change | None:
+    """The first that helps."""
+    return next((change for change in found if change.helps), None)
+
+
+def _variations(situation: Situation, now: Option | None) -> Iterator[tuple[str, Situation]]:
+    job, layout, node = situation.job, situation.layout, situation.node
+    if not job.checkpointing:
+        yield "--checkpointing", replace(situation, job=replace(job, checkpointing=True))
+    if now is None:
+        if job.batch > layout.data:
+            text = f"--batch {layout.data}, one sample on each GPU at a time"
+            yield text, replace(situation, job=replace(job, batch=layout.data))
+    elif now.efficiency < _GOOD:
+        yield from _larger_batch(situation)
+    memory_bytes = 2 * node.cpu_bytes
+    yield f"twice the CPU memory ({memory_bytes / 1e9:.0f} GB a node)", replace(
+        situation, node=replace(node, cpu_bytes=memory_bytes)
+    )
+    if node.nvme_bytes:
+        more = node.with_disks(node.disks + 1)
+        yield f"one more disk ({more.disks} a node)", replace(situation, node=more)
+    yield from _more_gpus(situation)
+
+
+def _larger_batch(situation: Situation) -> Iterator[tuple[str, Situation]]:
+    """The smallest multiple with which computing hides the rest; as micro-batches where memory does not hold it."""
+    job = situation.job
+    for name, words in (("batch", "--batch {}"), ("accumulate", "--accumulate {}")):
+        best: tuple[str, Situation] | None = None
+        for doubling in range(1, _MOST_DOUBLINGS + 1):
+            value = getattr(job, name) * 2**doubling
+            other = replace(situation, job=replace(job, **{name: value}))
+            option = fastest(options_of(other))
+            if option is None:
+                break
+            best = f"{words.format(value)} ({2**doubling} times as much)", other
+            if option.efficiency >= _GOOD:
+                yield best
+                return
+        if best is not None:
+            yield best
+
+
+def _more_gpus(situation: Situation) -> Iterator[tuple[str, Situation]]:
+    """One more GPU in a node that has one; otherwise, as nodes come, twice as many nodes."""
+    layout, node, job = situation.layout, situation.node, situation.job
+    try:
+        if layout.gpus == 1:
+            more = replace(layout, gpus=2)
+            text, larger = "one more GPU a node", node.with_gpus(2)
+        else:
+            more = replace(layout, nodes=2 * layout.nodes)
+            text, larger = f"twice the nodes ({more.nodes})", node
+        batch = job.batch * more.data // layout.data
+        yield text, replace(situation, layout=more, node=larger, job=replace(job, batch=batch))
+    except ConfigError:
+        return  # degrees that this number cannot be divided by
