@@ -7,16 +7,15 @@ No torch: a plan is there at once.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from tierstore.apps.files import read_object
 from tierstore.apps.options import Precision, Preset
 from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.config import UpdateSchedule
-from tierstore.errors import ConfigError, FormatError
+from tierstore.errors import ConfigError
 from tierstore.plan.advice import Change, changes
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.machine import Node, node_called
@@ -111,7 +110,7 @@ def situation_of(asked: PlanOptions) -> Situation:
     if batch % layout.data:
         more = -(-batch // layout.data) * layout.data
         raise ConfigError(
-            f"--batch {batch} cannot be divided among {layout.data} data-parallel ranks: give a multiple, such as {more}"
+            f"--batch {batch} cannot be divided among {layout.data} data-parallel ranks: give a multiple, as {more}"
         )
     context = shape.context or _LONGEST_DEFAULT_SEQUENCE
     sequence = min(context, _LONGEST_DEFAULT_SEQUENCE) if asked.sequence is None else asked.sequence
@@ -135,24 +134,6 @@ def model_of(asked: PlanOptions) -> ModelShape:
     path = Path(asked.config or "")
     values = read_object(path, "configuration")
     return from_config(values, f"{values.get('model_type')} of {path.name}")
-
-
-def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object of a file.
-
-    Raises:
-        ConfigError: no such file.
-        FormatError: it holds something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise FormatError(f"the {what} {path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise FormatError(f"the {what} {path} must be a JSON object, not {type(value).__name__}")
-    return value
 
 
 def _count(text: str) -> float:

@@ -15,14 +15,15 @@ from tierstore.config import Tier, format_decimal
 from tierstore.plan.advice import cheapest, tokens_per_s
 from tierstore.plan.memory import activation_bytes, components, gpu_bytes
 from tierstore.plan.model_size import size_name, streaming_hides_from_tokens
-from tierstore.plan.strategies import Option, Situation
+from tierstore.plan.strategies import USABLE, Option, Situation
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _SHARED_FROM = {"weights": 3, "gradients": 2}  # ZeRO stage; the optimizer's from 1
 _BYTES_ALL_ON_DISK = {"bf16": 26, "fp16": 30, "fp32": 28}  # per parameter and step: `plan/costs.py`
-_NAMES = {Tier.GPU: "each GPU", Tier.CPU: "CPU, node", Tier.NVME: "NVMe, node"}
+_SHORT_LIFE_DAYS = 2 * 365
+_NAMES = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,10 @@ def tables(plan: Plan) -> Iterator[Table]:
 
 
 def _table(title: str, *columns: str) -> Table:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left", no_wrap=bool(index))
     return table
@@ -94,17 +96,18 @@ def _component_table(situation: Situation) -> Table:
 
 
 def _move_table(situation: Situation) -> Table:
-    node = situation.node
-    table = _table(f"each moved once: {situation.layout.nodes * node.links} links, disks of "
-                   f"{situation.layout.nodes} nodes", "what", "over", "bytes", "seconds")  # fmt: skip
+    nodes, node = situation.layout.nodes, situation.node
+    rate = format_decimal(node.rates.h2d_bytes_per_s)
+    title = f"moved once: {_many(nodes * node.links, 'link')} of {rate}/s, the disks of {_many(nodes, 'node')}"
+    table = _table(title, "what", "over", "bytes", "seconds")
     for move in moves(situation):
         table.add_row(move.what, move.over, format_decimal(move.nbytes), _seconds(move.seconds))
     return table
 
 
 def _strategy_table(plan: Plan) -> Table:
-    table = _table("strategies, memory in use and disk files", "strategy", *_NAMES.values(), "fits", "step s", "eff.",
-                   "waits for")  # fmt: skip
+    title = "strategies: each GPU with activations, a node's memory, its disks with both slots"
+    table = _table(title, "strategy", *_NAMES.values(), "fits", "step s", "eff.", "waits for")
     for option in plan.options:
         taken = [format_decimal(option.taken[tier]) if option.taken.get(tier) else "" for tier in _NAMES]
         chosen = option is plan.fastest or option is plan.simplest
@@ -131,7 +134,9 @@ def heading(situation: Situation) -> str:
     """One line: the model, the machines, how they share it."""
     job, layout, node = situation.job, situation.layout, situation.node
     degrees = "".join(
-        f", {name} {degree}" for name, degree in (("tensor", layout.tensor), ("pipeline", layout.pipeline)) if degree > 1
+        f", {name} {degree}"
+        for name, degree in (("tensor", layout.tensor), ("pipeline", layout.pipeline))
+        if degree > 1
     )
     return (
         f"{job.shape.name}: {size_name(job.shape.parameters)} in {job.dtype}; {layout.nodes} x {node.name}, "
@@ -152,9 +157,11 @@ def sentences(plan: Plan) -> Iterator[str]:
         yield from _wear(situation, best)
     yield from _advice(plan)
     tokens = situation.job.batch * situation.job.sequence
+    layout, node = situation.layout, situation.node
+    # Ranks that share nothing out stream the same weights side by side.
     needed = streaming_hides_from_tokens(
-        situation.node.flop_per_s * situation.node.gpus, situation.node.links * situation.node.rates.h2d_bytes_per_s
-    ) * situation.layout.nodes
+        node.flop_per_s * node.gpus * layout.data / layout.shares(1), node.links * node.rates.h2d_bytes_per_s
+    )
     yield (
         f"weights streamed from CPU memory hide behind computing from {needed:,.0f} tokens a micro-batch on; "
         f"there are {tokens:,}"
@@ -162,7 +169,15 @@ def sentences(plan: Plan) -> Iterator[str]:
 
 
 def _why_nothing_fits(plan: Plan) -> Iterator[str]:
-    yield "nothing fits: " + "; ".join(plan.options[-1].problems)
+    situation = plan.situation
+    taken, usable = activation_bytes(situation.job, situation.layout), USABLE * situation.node.gpu_bytes
+    if taken >= usable:
+        yield (
+            f"nothing fits: activations alone take {format_decimal(taken)} of each GPU, {format_decimal(usable)} can be "
+            "used: --checkpointing, a smaller --batch, more --accumulate, or a shorter --sequence"
+        )
+    else:
+        yield "nothing fits: " + "; ".join(plan.options[-1].problems)
 
 
 def _speed(situation: Situation, option: Option) -> str:
@@ -181,11 +196,14 @@ def _wear(situation: Situation, option: Option) -> Iterator[str]:
     if days is None:
         yield f"{text}; give --endurance to see how long they last"
         return
-    yield (
-        f"{text}: rated for {format_decimal(situation.node.endurance_bytes)}, they are worn after {days:,.0f} days of "
-        f"training; --commit-every and memory for state lower that" * (days < 2 * 365)
-        or f"{text}, which they stand for {days / 365:,.0f} years"
-    )
+    if days < _SHORT_LIFE_DAYS:
+        rated = format_decimal(situation.node.endurance_bytes)
+        yield (
+            f"{text}: rated for {rated}, they are worn after {days:,.0f} days of training; "
+            "--commit-every and memory for state lower that"
+        )
+    else:
+        yield f"{text}, which they stand for {days / 365:,.0f} years"
 
 
 def _advice(plan: Plan) -> Iterator[str]:
@@ -201,6 +219,10 @@ def _advice(plan: Plan) -> Iterator[str]:
     others = [one for one in plan.changes if one.helps and one is not change]
     if others:
         yield "also: " + "; ".join(f"{one.text} {one.gain or 0:.1f} times" for one in others)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _seconds(seconds: float) -> str:
@@ -240,7 +262,9 @@ def _option_json(situation: Situation, option: Option) -> dict[str, Any]:
         "strategy": option.strategy.value,
         "fits": option.fits,
         "problems": list(option.problems),
-        "bytes": [{"kind": kind.value, "tier": tier.value, "bytes": size} for (kind, tier), size in option.bytes.items()],
+        "bytes": [
+            {"kind": kind.value, "tier": tier.value, "bytes": size} for (kind, tier), size in option.bytes.items()
+        ],
         "taken": {tier.value: size for tier, size in option.taken.items()},
         "step_s": option.step_s, "compute_s": option.compute_s, "efficiency": option.efficiency,
         "bottleneck": option.bottleneck.value if option.bottleneck else None,

@@ -33,9 +33,7 @@ def plan(
     preset: Annotated[Preset | None, typer.Option(help="A model of `tierstore train`.")] = None,
     machine: Annotated[
         str,
-        typer.Option(
-            metavar="NAME", help="dgx-a100, dgx-h100, dgx-h200, aws-p4d, aws-p5, rtx-4090, rtx-3090, laptop."
-        ),
+        typer.Option(metavar="NAME", help="dgx-a100, dgx-h100, dgx-h200, aws-p4d, aws-p5, rtx-4090, rtx-3090, laptop."),
     ] = "dgx-h100",
     gpus: Annotated[
         int | None, typer.Option(help="GPUs of each node; without --nodes, of as many nodes as that takes.")
@@ -88,11 +86,17 @@ def plan(
     with told(debug):
         from rich.console import Console
 
+        from tierstore.apps.files import write_object
         from tierstore.apps.plan import PlanOptions
         from tierstore.apps.plan import plan as run
+        from tierstore.apps.plan_picture import draw
         from tierstore.apps.plan_report import as_json, heading, sentences, tables
 
         found = run(PlanOptions(**values))
+        if json is not None:
+            write_object(json, as_json(found), "--json")
+        if plot is not None:
+            draw(found, plot)
         console = Console(highlight=False)
         console.print(heading(found.situation))
         for table in tables(found):

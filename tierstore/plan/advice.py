@@ -6,12 +6,12 @@ Not here: the strategies of one situation (`plan/strategies.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tierstore.errors import ConfigError
-from tierstore.plan.machine import Node
-from tierstore.plan.strategies import Option, Situation, fastest, options_of
+from tierstore.plan.strategies import Option, Situation, Strategy, fastest, options_of
 
 _HELPS = 1.1  # times the tokens per second, from which a change is worth a sentence
 _GOOD = 0.9  # efficiency from which a larger batch is not asked for
@@ -48,7 +48,7 @@ def changes(situation: Situation, now: Option | None) -> tuple[Change, ...]:
     """
     found = []
     for text, other in _variations(situation, now):
-        option = fastest(options_of(other))
+        option = _best(other, now)
         if option is not None:
             rate = tokens_per_s(other, option)
             found.append(Change(text, option, rate, None if now is None else rate / tokens_per_s(situation, now)))
@@ -60,19 +60,28 @@ def cheapest(found: tuple[Change, ...]) -> Change | None:
     return next((change for change in found if change.helps), None)
 
 
+def _best(situation: Situation, now: Option | None) -> Option | None:
+    """The fastest that fits, among those that can be it: the engine's split does at least what a uniform one does."""
+    candidates = {Strategy.NOTHING, Strategy.ENGINE} | ({now.strategy} if now else set())
+    return fastest(options_of(situation, [strategy for strategy in Strategy if strategy in candidates]))
+
+
 def _variations(situation: Situation, now: Option | None) -> Iterator[tuple[str, Situation]]:
     job, layout, node = situation.job, situation.layout, situation.node
     if not job.checkpointing:
         yield "--checkpointing", replace(situation, job=replace(job, checkpointing=True))
     if now is None:
         if job.batch > layout.data:
-            text = f"--batch {layout.data}, one sample on each GPU at a time"
-            yield text, replace(situation, job=replace(job, batch=layout.data))
+            yield (
+                f"--batch {layout.data}, one sample on each GPU at a time",
+                replace(situation, job=replace(job, batch=layout.data)),
+            )
     elif now.efficiency < _GOOD:
-        yield from _larger_batch(situation)
+        yield from _larger_batch(situation, now)
     memory_bytes = 2 * node.cpu_bytes
-    yield f"twice the CPU memory ({memory_bytes / 1e9:.0f} GB a node)", replace(
-        situation, node=replace(node, cpu_bytes=memory_bytes)
+    yield (
+        f"twice the CPU memory ({memory_bytes / 1e9:.0f} GB a node)",
+        replace(situation, node=replace(node, cpu_bytes=memory_bytes)),
     )
     if node.nvme_bytes:
         more = node.with_disks(node.disks + 1)
@@ -80,23 +89,16 @@ def _variations(situation: Situation, now: Option | None) -> Iterator[tuple[str,
     yield from _more_gpus(situation)
 
 
-def _larger_batch(situation: Situation) -> Iterator[tuple[str, Situation]]:
-    """The smallest multiple with which computing hides the rest; as micro-batches where memory does not hold it."""
-    job = situation.job
-    for name, words in (("batch", "--batch {}"), ("accumulate", "--accumulate {}")):
-        best: tuple[str, Situation] | None = None
-        for doubling in range(1, _MOST_DOUBLINGS + 1):
-            value = getattr(job, name) * 2**doubling
-            other = replace(situation, job=replace(job, **{name: value}))
-            option = fastest(options_of(other))
-            if option is None:
+def _larger_batch(situation: Situation, now: Option) -> Iterator[tuple[str, Situation]]:
+    """As many times the batch as hides the rest behind computing, or as many as fit; likewise of micro-batches."""
+    wanted = min(math.ceil(math.log2(_GOOD / now.efficiency)), _MOST_DOUBLINGS)
+    for name in ("batch", "accumulate"):
+        for doublings in range(wanted, 0, -1):
+            value = getattr(situation.job, name) * 2**doublings
+            other = replace(situation, job=replace(situation.job, **{name: value}))
+            if _best(other, now) is not None:
+                yield f"--{name} {value} ({2**doublings} times as much)", other
                 break
-            best = f"{words.format(value)} ({2**doubling} times as much)", other
-            if option.efficiency >= _GOOD:
-                yield best
-                return
-        if best is not None:
-            yield best
 
 
 def _more_gpus(situation: Situation) -> Iterator[tuple[str, Situation]]:

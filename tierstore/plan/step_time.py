@@ -23,10 +23,10 @@ from tierstore.plan.placement import Grid, Kind, Placement
 class Link(enum.StrEnum):
     """What a phase may wait for, besides the GPUs' own work."""
 
-    DISKS = "NVMe disks"
+    DISKS = "disks"
     H2D = "CPU to GPU"
     D2H = "GPU to CPU"
-    OPTIMIZER = "CPU optimizer"
+    OPTIMIZER = "CPU Adam"
     PEERS = "GPU to GPU"
 
 

@@ -29,11 +29,11 @@ class Strategy(enum.Enum):
     """Where weights, gradients and state live, from the simplest on."""
 
     NOTHING = "nothing offloaded"
-    STATE_CPU = "state in CPU memory"
-    ALL_CPU = "state and weights in CPU memory"
+    STATE_CPU = "state on CPU"
+    ALL_CPU = "state, weights on CPU"
     STATE_NVME = "state on NVMe"
-    STATE_NVME_WEIGHTS_CPU = "state on NVMe, weights in CPU memory"
-    WEIGHTS_NVME = "state and weights on NVMe"
+    STATE_NVME_WEIGHTS_CPU = "state on NVMe, weights on CPU"
+    WEIGHTS_NVME = "state, weights on NVMe"
     ALL_NVME = "all on NVMe"
     ENGINE = "split by tierstore"
 

@@ -205,8 +205,7 @@ def check_same_model(stored: Any, groups: Sequence[GroupSpec], claim: str) -> No
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
             raise ConfigError(
-                f"{claim}: parameter {name} is "
-                f"{theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
+                f"{claim}: parameter {name} is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
             )
     # Elements are found by their place in a group, and a group by its number.
     for name, other in zip(theirs, ours):

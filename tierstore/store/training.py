@@ -395,9 +395,7 @@ class TrainingStore:
             for pack in packs:
                 await self._io_workers.submit(Priority.WRITE, pack.datasync)
             # Gradients that are not pending are on their way already: no generation names them.
-            records.update(
-                {pack.kind: list(pack.current) if pack in kept else [None] * len(pack) for pack in packs}
-            )
+            records.update({pack.kind: list(pack.current) if pack in kept else [None] * len(pack) for pack in packs})
             mine = [self._index(*key) for key in self._index.all()]
             return {kind: {index: rows[index] for index in mine} for kind, rows in records.items()}, captured
 
@@ -418,9 +416,7 @@ class TrainingStore:
         self, number: int, durable: Sequence[tuple[dict[str, dict[int, ChunkRecord | None]], Mapping[str, Any]]]
     ) -> Generation:
         """What the ranks that share the directories have made durable, as one."""
-        records: dict[str, list[ChunkRecord | None]] = {
-            pack.kind: [None] * len(pack) for pack in self._committed_packs
-        }
+        records: dict[str, list[ChunkRecord | None]] = {pack.kind: [None] * len(pack) for pack in self._committed_packs}
         for member in self._team.members:
             for kind, rows in durable[member][0].items():
                 for index, record in rows.items():

@@ -301,9 +301,7 @@ def _hook_up(
     def is_free(group: int) -> bool:
         return not hooks.is_saved(group) and not groups.groups[group].is_viewed()
 
-    collector = GradientCollector(
-        groups, runtime, device, store.placement.gpu_gradient_bytes, is_free, reductions
-    )
+    collector = GradientCollector(groups, runtime, device, store.placement.gpu_gradient_bytes, is_free, reductions)
 
     def on_complete(index: int) -> Callable[[], None] | None:
         group = groups.groups[index]

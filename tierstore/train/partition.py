@@ -191,9 +191,7 @@ class Partition:
         self._team = _RankTeam(self.ranks, self._teams, members)
         return self._team
 
-    def square_sum(
-        self, groups: Sequence[GroupSpec], partials: Sequence[Partials], depth: int
-    ) -> tuple[float, int]:
+    def square_sum(self, groups: Sequence[GroupSpec], partials: Sequence[Partials], depth: int) -> tuple[float, int]:
         """The squared global norm, and the depth that rank 0 has computed.
 
         Partial sums of all ranks are added by their position in the model: the same bits for every number of ranks

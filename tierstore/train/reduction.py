@@ -172,9 +172,7 @@ class Reductions:
         self._begun.clear()
         self.touched.clear()
 
-    def ready(
-        self, group: int, bucket: Bucket | None, after: Mark, is_final: bool, is_streaming: bool
-    ) -> None:
+    def ready(self, group: int, bucket: Bucket | None, after: Mark, is_final: bool, is_streaming: bool) -> None:
         """A group is complete at this rank (None: it got no gradient here). See [Note: the order of reductions]."""
         self._ready[group] = _Ready(bucket, after, is_final, is_streaming)
         while self._next < len(self.order) and self.order[self._next] in self._ready:
