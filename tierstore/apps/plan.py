@@ -16,6 +16,7 @@ from tierstore.apps.options import Precision, Preset
 from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
+from tierstore.measure.table_file import read_table
 from tierstore.plan.advice import Change, changes
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.machine import Node, node_called
@@ -179,7 +180,7 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
 def _rates(asked: PlanOptions, rates: BandwidthTable) -> BandwidthTable:
     """Measured rates in place of the data sheet's, and single ones in place of either."""
     if asked.bandwidth is not None:
-        rates = BandwidthTable.from_json(read_object(asked.bandwidth, "bandwidth table"))
+        rates = read_table(asked.bandwidth)
     if asked.nvme_read is not None or asked.nvme_write is not None:
         read = float(asked.nvme_read or rates.read_bytes_per_s)
         write = float(asked.nvme_write or asked.nvme_read or rates.write_bytes_per_s)

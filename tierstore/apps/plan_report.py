@@ -173,8 +173,8 @@ def _why_nothing_fits(plan: Plan) -> Iterator[str]:
     taken, usable = activation_bytes(situation.job, situation.layout), USABLE * situation.node.gpu_bytes
     if taken >= usable:
         yield (
-            f"nothing fits: activations alone take {format_decimal(taken)} of each GPU, {format_decimal(usable)} can be "
-            "used: --checkpointing, a smaller --batch, more --accumulate, or a shorter --sequence"
+            f"nothing fits: activations alone take {format_decimal(taken)} of each GPU, where {format_decimal(usable)} "
+            "can be used: --checkpointing, a smaller --batch, more --accumulate, or a shorter --sequence"
         )
     else:
         yield "nothing fits: " + "; ".join(plan.options[-1].problems)

@@ -1,0 +1,81 @@
+"""A plan as a picture: bytes of each tier by strategy, seconds of a step by phase.
+
+Scope: one figure. Not here: the figures in it (`apps/plan.py`).
+Owner: nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierstore.apps.plan import Plan
+from tierstore.config import Tier, format_decimal
+from tierstore.plan.placement import Kind
+from tierstore.plan.strategies import USABLE, Option
+from tierstore.plots import new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = {Kind.WEIGHTS: "tab:blue", Kind.GRADIENTS: "tab:orange", Kind.STATE: "tab:green"}
+_OTHER = "0.75"  # what is taken beside those
+_PHASES = ("tab:purple", "tab:olive", "tab:cyan")
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Three panels of bytes and one of seconds, with a bar for each strategy, as a PNG file.
+
+    Raises:
+        ConfigError: there is no matplotlib.
+        StorageError: the file cannot be written.
+    """
+    figure = new_figure(14, 5.2)
+    panels = figure.subplots(1, 4, sharey=True)
+    node = plan.situation.node
+    limits = {Tier.GPU: USABLE * node.gpu_bytes, Tier.CPU: USABLE * node.cpu_bytes, Tier.NVME: node.nvme_bytes}
+    titles = {Tier.GPU: "each GPU", Tier.CPU: "CPU memory of a node", Tier.NVME: "disks of a node"}
+    for axes, (tier, limit) in zip(panels, limits.items()):
+        _draw_tier(axes, plan.options, tier, limit)
+        axes.set_title(titles[tier])
+    _draw_seconds(panels[-1], plan.options)
+    names = [option.strategy.value + ("" if option.fits else " (does not fit)") for option in plan.options]
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
+    figure.suptitle(f"{plan.situation.job.shape.name}, {plan.situation.layout.nodes} x {node.name}")
+    save_figure(figure, path)
+
+
+def _draw_tier(axes: Axes, options: tuple[Option, ...], tier: Tier, limit: float) -> None:
+    largest = max([limit, *(option.taken.get(tier, 0.0) for option in options)])
+    unit, name = next(((unit, name) for unit, name in _UNITS if largest >= unit), (1.0, "B"))
+    rows = range(len(options))
+    left = [0.0] * len(options)
+    for kind in Kind:
+        sizes = [option.bytes.get((kind, tier), 0.0) / unit for option in options]
+        axes.barh(rows, sizes, left=left, color=_COLORS[kind], label=kind.value)
+        left = [before + size for before, size in zip(left, sizes)]
+    rest = [max(0.0, option.taken.get(tier, 0.0) / unit - before) for option, before in zip(options, left)]
+    axes.barh(rows, rest, left=left, color=_OTHER, label="activations; staging; second slot")
+    axes.axvline(limit / unit, color="tab:red", linestyle="--", label="what can be used")
+    axes.set_xlabel(f"{name} ({format_decimal(limit)} can be used)")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_seconds(axes: Axes, options: tuple[Option, ...]) -> None:
+    phases = next((option.phases for option in options), ())
+    rows = range(len(options))
+    left = [0.0] * len(options)
+    for index, phase in enumerate(phases):
+        seconds = [option.phases[index].seconds if option.work else 0.0 for option in options]
+        axes.barh(rows, seconds, left=left, color=_PHASES[index], label=phase.name)
+        left = [before + more for before, more in zip(left, seconds)]
+    compute_s = [option.compute_s for option in options]
+    axes.plot(compute_s, rows, "k|", markersize=14, label="computing alone")
+    axes.set_title("a step")
+    axes.set_xlabel("seconds")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize="x-small")
