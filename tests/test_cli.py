@@ -71,6 +71,52 @@ def test_every_option_arrives(asked: list[Any]) -> None:
     assert asked[-1].checkpoint == Path("folder")
 
 
+def test_options_of_a_file_give_way_to_those_of_the_command_line(asked: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    path.write_text(
+        '{"preset": "124m", "cpu-memory": "2GiB", "gpu_memory": 1000, "nvme": ["a", "b"], "batch": 2, "lr": 1,'
+        ' "dtype": "fp16", "checkpointing": true, "update": "delayed", "export": null, "steps": 9}'
+    )
+    result = _train("--options", str(path), "--batch", "8", "--update", "auto", "--steps", "100")
+    assert result.exit_code == 0, result.output
+    expected = TrainOptions(
+        preset=Preset.P124M, cpu_memory=2 * 2**30, gpu_memory=1000, nvme=(Path("a"), Path("b")), batch=8, lr=1.0,
+        dtype=Precision.FP16, checkpointing=True, update=UpdateSchedule.AUTO, steps=100,
+    )  # fmt: skip
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "cannot read the options"),
+        ("[1]", "must be a JSON object, not list"),
+        ('{"batch": 1', "not valid JSON"),
+        ('{"cpu_memry": 1}', "train has no option 'cpu_memry'; did you mean --cpu-memory?"),
+        ('{"options": "x"}', "train has no option 'options'"),
+        ('{"cpu_memory": 1, "cpu-memory": 2}', "--cpu-memory is given twice"),
+        ('{"cpu_memory": "8GX"}', "--cpu-memory = '8GX': not a size"),
+        ('{"batch": "many"}', "batch = 'many' should be a valid integer"),
+        ('{"batch": true}', "batch = True: cannot be true or false"),
+        ('{"checkpointing": 1}', "checkpointing = 1: must be true or false"),
+        ('{"dtype": "fp8"}', "dtype = 'fp8' should be 'fp32', 'bf16' or 'fp16'"),
+        ('{"nvme": "a"}', "nvme = 'a' should be a valid tuple"),
+        ('{"batch": 0}', "--batch must be at least 1"),
+    ],
+)
+def test_a_bad_file_of_options_is_one_sentence(
+    asked: list[Any], tmp_path: Path, text: str | None, sentence: str
+) -> None:
+    path = tmp_path / "options.json"
+    if text is not None:
+        path.write_text(text)
+    result = _train("--options", str(path))
+    assert result.exit_code in (1, 2)
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert asked == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import ConfigError, FormatError, StorageError
+from tierstore.pack.strict_json import parse_json
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
@@ -21,11 +22,10 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
         FormatError: it holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise FormatError(f"the {what} {path} is not JSON: {error}") from None
+    value = parse_json(text, f"the {what} {path}")
     if not isinstance(value, dict):
         raise FormatError(f"the {what} {path} must be a JSON object, not {type(value).__name__}")
     return value

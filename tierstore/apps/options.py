@@ -1,18 +1,23 @@
 """What a person asks of `tierstore train`, checked once, before anything heavy is imported.
 
-Scope: the closed sets and the record of options; which of them exclude each other.
+Scope: the closed sets and the record of options, also from a file; which of them exclude each other.
 Not here: parsing of the command line (`cli.py`); budgets and optimizer settings (`tierstore.config` checks those).
 Owner: the record is immutable; `apps/train.py` only reads it.
 """
 
 from __future__ import annotations
 
+import difflib
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_type_hints
 
-from tierstore.config import Codec, Durability, Resume, UpdateSchedule
+from pydantic import TypeAdapter, ValidationError
+
+from tierstore.config import Codec, Durability, Resume, UpdateSchedule, parse_size
 from tierstore.errors import ConfigError
 
 
@@ -125,6 +130,39 @@ class TrainOptions:
     def max_grad_norm(self) -> float | None:
         """The bound of the gradient norm as the engine takes it."""
         return self.clip or None
+
+
+def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Options by name from a JSON object: sizes as numbers or text, the others as on the command line.
+
+    Args:
+        source: the file, for the message.
+
+    Raises:
+        ConfigError: no such option, or a value of another type.
+    """
+    hints = get_type_hints(TrainOptions)
+    found = {}
+    for given, value in values.items():
+        name = given.replace("-", "_")
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, n=1)
+            advice = f"did you mean {close[0]}?" if close else f"the options are {', '.join(hints)}"
+            raise ConfigError(f"{source}: train has no option {given!r}; {advice}")
+        if name in found:
+            raise ConfigError(f"{source}: {name} is given twice")
+        try:
+            if isinstance(value, bool) is not (hints[name] is bool):
+                raise ConfigError("must be true or false" if hints[name] is bool else "cannot be true or false")
+            if name in ("gpu_memory", "cpu_memory"):
+                value = parse_size(value)
+            found[name] = TypeAdapter(hints[name]).validate_python(value)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {given} = {value!r}: {error}") from None
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Input should be ")
+            raise ConfigError(f"{source}: {given} = {value!r} should be {reason}") from None
+    return found
 
 
 def _dashed(name: str) -> str:

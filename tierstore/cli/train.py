@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from tierstore.apps.files import read_object
 from tierstore.apps.launch import Launch
-from tierstore.apps.options import Precision, Preset, TrainOptions
+from tierstore.apps.options import Precision, Preset, TrainOptions, options_of_object
 from tierstore.apps.stopping import StopRequest
 from tierstore.cli.common import directory, say, size, told
 from tierstore.config import Codec, Durability, Resume, UpdateSchedule
@@ -20,6 +21,11 @@ from tierstore.errors import ConfigError
 
 
 def train(
+    context: typer.Context,
+    options: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON object of options by name; what is given beside it counts more."),
+    ] = None,
     preset: Annotated[Preset | None, typer.Option(help="Architecture with new weights [default: 25m].")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="config.json of any Hugging Face causal LM, with new weights.")
@@ -118,12 +124,22 @@ def train(
     Several ranks: torchrun --nproc-per-node 2 -m tierstore.cli train ... Memory is then per rank, --batch is that of
     all ranks together, and a store opens on any number of ranks.
     """
-    values = {name: value for name, value in locals().items() if name not in ("debug", "nvme")}
+    values = {name: value for name, value in locals().items() if name not in ("context", "options", "debug")}
+    values["nvme"] = tuple(nvme or ())
     with told(debug):
+        if options is not None:
+            values |= _of_file(options, context)
         launch = Launch.of(os.environ)
         # From here on: importing torch alone takes seconds.
         with StopRequest(rank=launch.rank, ranks=launch.count) as stop:
-            _run_training(_checked(launch, nvme=tuple(nvme or ()), **values), launch, stop)
+            _run_training(_checked(launch, **values), launch, stop)
+
+
+def _of_file(path: Path, context: typer.Context) -> dict[str, Any]:
+    """What the file says of options that the command line leaves out."""
+    given = options_of_object(read_object(path, "options"), str(path))
+    sources = {name: context.get_parameter_source(name) for name in given}
+    return {name: given[name] for name, source in sources.items() if source is None or source.name != "COMMANDLINE"}
 
 
 def _checked(launch: Launch, **values: Any) -> TrainOptions:
