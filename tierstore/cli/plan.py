@@ -13,6 +13,7 @@ import typer
 from tierstore.apps.options import Precision, Preset
 from tierstore.cli.common import size, told
 from tierstore.config import UpdateSchedule
+from tierstore.errors import ConfigError
 from tierstore.plan.memory import Attention
 
 
@@ -77,13 +78,29 @@ def plan(
         UpdateSchedule, typer.Option(help="When the optimizer runs; auto is forward, as with clipping.")
     ] = UpdateSchedule.AUTO,
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
+    deepspeed: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Translate a ds_config.json instead; --gpus, --gpu-memory, --cpu-memory count."
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of --deepspeed: the arguments of tierstore as JSON.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Bytes by tier, seconds by phase.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
 ) -> None:
     """Will it fit, and how fast: bytes per tier and component, step time by phase, every strategy, what would help."""
-    values = {name: value for name, value in locals().items() if name not in ("json", "plot", "debug")}
+    values = {
+        name: value for name, value in locals().items() if name not in ("deepspeed", "write", "json", "plot", "debug")
+    }
     with told(debug):
+        if deepspeed is not None:
+            _translate(deepspeed, write, (gpus or 1) * (nodes or 1), nodes or 1, gpu_memory, cpu_memory)
+            return
+        if write is not None:
+            raise ConfigError("--write belongs to --deepspeed: a plan itself is written by --json FILE")
         from rich.console import Console
 
         from tierstore.apps.files import write_object
@@ -103,3 +120,28 @@ def plan(
             console.print(table)
         for sentence in sentences(found):
             console.print(f"* {sentence}")
+
+
+def _translate(
+    path: Path, write: Path | None, ranks: int, nodes: int, gpu_memory: int | None, cpu_memory: int | None
+) -> None:
+    """Budgets are those of machines here, as in a plan, and of ranks in what comes out."""
+    from rich.console import Console
+
+    from tierstore.apps.deepspeed import translate
+    from tierstore.apps.files import write_object
+    from tierstore.plan.strategies import USABLE
+
+    budgets = {
+        "gpu_memory": None if gpu_memory is None else int(USABLE * gpu_memory),
+        "cpu_memory": None if cpu_memory is None else int(USABLE * cpu_memory * nodes / ranks),
+    }
+    found = translate(path, ranks=ranks, **budgets)
+    if write is not None:
+        write_object(write, found.as_json(), "--write")
+    console = Console(highlight=False, soft_wrap=True)
+    launcher = "" if ranks == 1 else f"torchrun --nproc-per-node {ranks // nodes} -m tierstore.cli train "
+    command = found.command()
+    console.print(launcher + command.removeprefix("tierstore train ") if launcher else command, markup=False)
+    for key, reason in found.notes:
+        console.print(f"* {key}: {reason}", markup=False)

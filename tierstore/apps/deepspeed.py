@@ -1,0 +1,261 @@
+"""A DeepSpeed configuration as tierstore's own, with a reason for everything that is left out.
+
+Scope: from `ds_config.json` to the arguments of `TierConfig`, `AdamWConfig` and `Engine`, and the options of `train`.
+Not here: why keys are needless (`apps/deepspeed_keys.py`).
+Owner: nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierstore.apps.deepspeed_keys import NEEDLESS
+from tierstore.apps.files import read_object
+from tierstore.errors import ConfigError
+
+_AUTO = "auto"  # of the Hugging Face integration: the trainer fills it in
+_SECTIONS = {
+    "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer", "aio", "bf16",
+    "fp16", "bfloat16", "optimizer", "optimizer.params", "scheduler", "scheduler.params", "activation_checkpointing",
+}  # fmt: skip
+_TRANSLATED = {
+    "zero_optimization.stage", "zero_optimization.cpu_offload", "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.nvme_path", "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.nvme_path", "bf16.enabled", "fp16.enabled", "bfloat16.enabled",
+    "fp16.loss_scale", "gradient_clipping", "gradient_accumulation_steps", "train_batch_size",
+    "train_micro_batch_size_per_gpu", "optimizer.type", "scheduler.type",
+    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam",
+                                              "bias_correction", "amsgrad")),
+    *(f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type",
+                                              "total_num_steps", "last_batch_iteration")),
+}  # fmt: skip
+_ADAMS = {"adam", "adamw", "cpuadam", "deepspeedcpuadam", "fusedadam"}
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What becomes of a configuration.
+
+    Attributes:
+        tiers, optimizer, engine: arguments of `TierConfig`, `AdamWConfig` and `Engine`.
+        train: options of `tierstore train`, by name.
+        notes: of keys that have no counterpart, or need a hand: the key, and why.
+    """
+
+    tiers: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The arguments by class, and the options of `train` with which `--options` takes them."""
+        return {"TierConfig": self.tiers, "AdamWConfig": self.optimizer, "Engine": self.engine, "train": self.train}
+
+    def command(self) -> str:
+        """The equivalent command line."""
+        words = ["tierstore", "train"]
+        for name, value in self.train.items():
+            for one in value if isinstance(value, list) else [value]:
+                words += [f"--{name.replace('_', '-')}", f"{one:g}" if isinstance(one, float) else str(one)]
+        return shlex.join(words)
+
+
+def translate(path: Path, *, ranks: int, gpu_memory: int | None = None, cpu_memory: int | None = None) -> Translation:
+    """Reads a configuration.
+
+    Args:
+        ranks: that train together; a micro-batch of DeepSpeed is that of one.
+        gpu_memory, cpu_memory: budgets of a rank, in bytes, which DeepSpeed has no word for.
+
+    Raises:
+        ConfigError: no such file, a value of another type, an optimizer that is no Adam.
+        FormatError: not a JSON object.
+    """
+    given = _Given(read_object(path, "DeepSpeed configuration"), str(path))
+    found = Translation()
+    _tiers(given, found, gpu_memory, cpu_memory)
+    _precision(given, found)
+    _optimizer(given, found)
+    _schedule(given, found)
+    _batch(given, found, ranks)
+    clip = given.number("gradient_clipping", 0.0)
+    found.engine["max_grad_norm"] = clip or None
+    found.train["clip"] = clip
+    found.notes.extend(given.unused())
+    return found
+
+
+class _Given:
+    """Values by dotted path, checked as they are read; "auto" counts as not given."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._source = source
+        self._values = dict(_flat(values, ""))
+        for section in _SECTIONS & self._values.keys():
+            if self._values[section] is not None:
+                self._refuse(section, "an object")
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            self._refuse(key, "true or false")
+        return bool(value)
+
+    def number(self, key: str, default: float) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
+            self._refuse(key, "a number that is not negative")
+        return float(value)
+
+    def whole(self, key: str, default: int | None, least: int = 1) -> int | None:
+        value = self._get(key, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            self._refuse(key, f"a whole number of at least {least}")
+        return None if value is None else int(value)
+
+    def text(self, key: str, default: str) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            self._refuse(key, "text")
+        return str(value)
+
+    def rates(self, key: str, default: list[float]) -> list[float]:
+        value = self._get(key, default)
+        if not (isinstance(value, list) and len(value) == 2 and all(type(one) in (int, float) for one in value)):
+            self._refuse(key, "a list of two numbers")
+        return [float(one) for one in value]
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """What was not translated, and why; what is "auto"."""
+        known = sorted(_TRANSLATED | NEEDLESS.keys())
+        for key, value in self._values.items():
+            top = key.split(".")[0]
+            if key in _TRANSLATED and value == _AUTO:
+                yield key, "auto: the default of tierstore, or what the options of the run say"
+            elif key in NEEDLESS or top in NEEDLESS:
+                yield key, NEEDLESS.get(key) or NEEDLESS[top]
+            elif key not in _TRANSLATED and key not in _SECTIONS:
+                close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+                yield key, f"unknown, and not used{f': did you mean {close[0]}?' if close else ''}"
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(key)
+        return default if value is None or value == _AUTO else value
+
+    def _refuse(self, key: str, expected: str) -> None:
+        raise ConfigError(f"{self._source}: {key} = {self._values[key]!r} must be {expected}")
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and f"{prefix}{name}" in _SECTIONS:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _tiers(given: _Given, found: Translation, gpu_memory: int | None, cpu_memory: int | None) -> None:
+    found.engine["zero"] = found.train["zero"] = given.whole("zero_optimization.stage", 0, least=0)
+    directories: list[str] = []
+    for section in ("zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
+        device = given.text(f"{section}.device", "none")
+        if device not in ("none", "cpu", "nvme"):
+            raise ConfigError(f"{section}.device = {device!r} must be none, cpu or nvme")
+        path = given.text(f"{section}.nvme_path", "")
+        if device == "nvme" and not path:
+            raise ConfigError(f"{section}.device is nvme, so it needs an nvme_path")
+        if device == "nvme" and path not in directories:
+            directories.append(path)
+        if device == "cpu":
+            found.notes.append((f"{section}.device", "what is in CPU memory follows from cpu_memory"))
+    if directories:
+        found.tiers["nvme"] = found.train["nvme"] = directories
+    found.tiers["device"] = found.train["device"] = "cuda"
+    for name, value in (("gpu_memory", gpu_memory), ("cpu_memory", cpu_memory)):
+        if value is None:
+            found.notes.append((name, f"DeepSpeed has no budgets: give --{name.replace('_', '-')} of a rank"))
+        else:
+            found.tiers[name] = found.train[name] = value
+
+
+def _precision(given: _Given, found: Translation) -> None:
+    is_fp16 = given.flag("fp16.enabled")
+    is_bf16 = given.flag("bf16.enabled") or given.flag("bfloat16.enabled")
+    if is_fp16 and is_bf16:
+        raise ConfigError("fp16.enabled and bf16.enabled exclude each other")
+    found.train["dtype"] = "fp16" if is_fp16 else "bf16" if is_bf16 else "fp32"
+    found.notes.append(("bf16, fp16", f"give the engine a model of dtype {found.train['dtype']}: it trains as it is"))
+    if is_fp16:
+        found.engine["loss_scale"] = given.number("fp16.loss_scale", 0.0) or "dynamic"
+        if found.engine["loss_scale"] != "dynamic":
+            found.notes.append(("fp16.loss_scale", "an argument of Engine; train scales dynamically"))
+
+
+def _optimizer(given: _Given, found: Translation) -> None:
+    kind = given.text("optimizer.type", "AdamW")
+    if kind.lower() not in _ADAMS:
+        raise ConfigError(f"optimizer.type {kind!r} has no counterpart: tierstore trains with Adam or AdamW")
+    if given.flag("optimizer.params.amsgrad"):
+        raise ConfigError("optimizer.params.amsgrad has no counterpart: tierstore trains with plain Adam or AdamW")
+    if not given.flag("optimizer.params.bias_correction", True):
+        raise ConfigError("optimizer.params.bias_correction = false has no counterpart: tierstore corrects the bias")
+    values = found.optimizer
+    values["lr"] = given.number("optimizer.params.lr", 1e-3)
+    values["betas"] = given.rates("optimizer.params.betas", [0.9, 0.999])
+    values["eps"] = given.number("optimizer.params.eps", 1e-8)
+    values["weight_decay"] = given.number("optimizer.params.weight_decay", 0.01 if kind.lower() == "adamw" else 0.0)
+    values["decoupled"] = given.flag("optimizer.params.adam_w_mode", True)
+    found.train.update({name: values[name] for name in ("lr", "weight_decay")})
+    if not values["decoupled"] or values["betas"] != [0.9, 0.999] or values["eps"] != 1e-8:
+        found.notes.append(("optimizer.params", "betas, eps and L2 decay are arguments of AdamWConfig, not of train"))
+
+
+def _schedule(given: _Given, found: Translation) -> None:
+    kind = given.text("scheduler.type", "")
+    if not kind:
+        return
+    steps = given.whole("scheduler.params.warmup_num_steps", None, least=0)
+    peak = given.number("scheduler.params.warmup_max_lr", found.optimizer["lr"])
+    if kind == "WarmupLR":
+        found.optimizer["lr"] = found.train["lr"] = peak
+        found.train["warmup"] = steps or 0
+        found.notes.append(("scheduler", "in a loop of your own: Engine(lr_scheduler=...); train warms up linearly"))
+    else:
+        found.notes.append(("scheduler", f"{kind}: give Engine(lr_scheduler=optimizer -> a scheduler of torch)"))
+
+
+def _batch(given: _Given, found: Translation, ranks: int) -> None:
+    """Of micro-batch, accumulation and whole batch two give the third, as in DeepSpeed."""
+    whole = given.whole("train_batch_size", None)
+    micro = given.whole("train_micro_batch_size_per_gpu", None)
+    steps = given.whole("gradient_accumulation_steps", None)
+    if micro is None and whole is not None:
+        micro = _divided(whole, ranks * (steps or 1))
+    if steps is None and whole is not None and micro is not None:
+        steps = _divided(whole, ranks * micro)
+    if None not in (whole, micro, steps) and whole != (micro or 0) * (steps or 0) * ranks:
+        raise ConfigError(
+            f"train_batch_size {whole} is not micro-batch {micro} x accumulation {steps} x {ranks} ranks: "
+            "give the number of ranks as --gpus"
+        )
+    if micro is not None:
+        found.train["batch"] = micro * ranks
+    found.train["accumulate"] = steps or 1
+    if found.train["accumulate"] > 1:
+        found.notes.append(("gradient_accumulation_steps", "in a loop of your own: with engine.no_sync()"))
+
+
+def _divided(whole: int, parts: int) -> int:
+    if whole % parts:
+        raise ConfigError(
+            f"train_batch_size {whole} cannot be divided by {parts} (ranks x the other factor): give the number of "
+            "ranks as --gpus"
+        )
+    return whole // parts
