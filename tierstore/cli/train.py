@@ -137,7 +137,10 @@ def train(
 
 def _of_file(path: Path, context: typer.Context) -> dict[str, Any]:
     """What the file says of options that the command line leaves out."""
-    given = options_of_object(read_object(path, "options"), str(path))
+    values = read_object(path, "options")
+    if isinstance(values.get("train"), dict):  # of a file that has the arguments of classes, too
+        values = values["train"]
+    given = options_of_object(values, str(path))
     sources = {name: context.get_parameter_source(name) for name in given}
     return {name: given[name] for name, source in sources.items() if source is None or source.name != "COMMANDLINE"}
 

@@ -1,0 +1,170 @@
+"""`tierstore plan`: the worked numbers of the command, JSON, the picture, and what cannot be asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tierstore.apps.plan import PlanOptions, plan, situation_of
+from tierstore.cli import app
+from tierstore.errors import ConfigError
+from tierstore.plan.machine import NODES
+
+PNG = b"\x89PNG\r\n\x1a\n"
+ONE_LINK = ["--nvme-read", "28GB", "--nvme-write", "28GB/s", "--link", "32GB", "--links", "1"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def rows(output: str) -> list[list[str]]:
+    return [line.split() for line in output.splitlines()]
+
+
+def test_70_billion_parameters_over_one_link() -> None:
+    result = run("--params", "70e9", "--dtype", "fp16", *ONE_LINK)
+    assert result.exit_code == 0, result.output
+    assert ["weights", "CPU", "to", "GPU", "140", "GB", "4.375"] in rows(result.output)
+
+
+def test_175_billion_parameters() -> None:
+    found = rows(run("--params", "175B", "--dtype", "fp16").output)
+    assert ["weights", "2", "350", "GB", "43.8", "GB"] in found
+    assert ["gradients", "2", "350", "GB", "43.8", "GB"] in found
+    assert [row for row in found if row[:3] == ["fp32", "master,", "momentum,"]][0][-4:-1] == ["CPU", "2.1", "TB"]
+
+
+def test_500_billion_parameters_over_one_link() -> None:
+    output = run("--params", "500e9", "--checkpointing", *ONE_LINK).output
+    seconds = {" ".join(row[:-3]): (" ".join(row[-3:-1]), row[-1]) for row in rows(output) if len(row) > 4}
+    assert seconds["weights NVMe to CPU"] == ("1 TB", "35.71")
+    assert seconds["weights CPU to GPU"] == ("1 TB", "31.25")
+    assert seconds["gradients GPU to CPU"] == ("1 TB", "31.25")
+    assert seconds["fp32 master, momentum, variance NVMe to CPU"] == ("6 TB", "214.3")
+    assert seconds["a step with all on NVMe, 26 B per parameter NVMe"] == ("13 TB", "464.3")
+    told = " ".join(output.split())
+    assert "simplest that fits: state, weights on NVMe" in told
+    assert "cheapest change that helps: --batch" in told
+    assert "they are worn after" in told
+    assert "…" not in output  # nothing is cut off in 80 columns
+
+
+def test_json_holds_all_figures(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert run("--preset", "124m", "--machine", "laptop", "--json", str(path)).exit_code == 0
+    found = json.loads(path.read_text())
+    assert found["model"]["parameters"] == 124_439_808
+    assert found["components"]["weights"] == 2 * 124_439_808
+    assert len(found["strategies"]) == 8
+    assert found["simplest"] == "nothing offloaded"
+    assert found["strategies"][-1]["phases"][0]["links_s"]["disks"] == 0
+    assert found["machine"]["source"] == NODES["laptop"].source
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert run("--params", "13B", "--machine", "rtx-4090", "--plot", str(path)).exit_code == 0
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_a_configuration_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "gpt2", "n_layer": 2, "n_positions": 512}')
+    here = situation_of(PlanOptions(config=path))
+    assert (here.job.shape.layers, here.job.sequence, here.job.batch) == (2, 512, 8)
+
+
+def test_gpus_spread_over_nodes() -> None:
+    layouts = [
+        situation_of(PlanOptions(params="1T", gpus=gpus, nodes=nodes)).layout
+        for gpus, nodes in ((512, None), (8, 64), (4, None), (16, 2), (None, 3))
+    ]
+    assert [(layout.nodes, layout.gpus) for layout in layouts] == [(64, 8), (64, 8), (1, 4), (2, 16), (3, 8)]
+
+
+def test_figures_of_a_machine_of_ones_own() -> None:
+    asked = PlanOptions(
+        params="7e9", gpus=2, gpu_memory=10**10, cpu_memory=10**11, nvme_capacity=10**12, nvme_read=10**9, link=10**10,
+        links=1, flops=1e14, endurance=10**15, disks=3,
+    )  # fmt: skip
+    node = situation_of(asked).node
+    assert (node.gpus, node.links, node.disks) == (2, 1, 3)
+    assert (node.gpu_bytes, node.cpu_bytes, node.nvme_bytes, node.endurance_bytes) == (10**10, 10**11, 10**12, 10**15)
+    rates = node.rates
+    assert (rates.read_bytes_per_s, rates.write_bytes_per_s, rates.shared_bytes_per_s) == (1e9, 1e9, 1e9)
+    assert (rates.h2d_bytes_per_s, rates.d2h_bytes_per_s, node.flop_per_s) == (1e10, 1e10, 1e14)
+
+
+def test_measured_rates(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(NODES["laptop"].rates.scaled(disk=0.5).to_json()))
+    assert situation_of(PlanOptions(params="7e9", bandwidth=path)).node.rates.read_bytes_per_s == 3.5e9
+
+
+def test_no_disks_no_strategy_on_them() -> None:
+    found = plan(PlanOptions(params="7e9", machine="rtx-4090", nvme_capacity=0, checkpointing=True))
+    assert [option.fits for option in found.options][3:7] == [False] * 4
+    assert found.fastest is not None
+
+
+def test_nothing_fits_and_why() -> None:
+    told = " ".join(run("--params", "1T", "--gpus", "8").output.split())
+    assert "nothing fits: activations alone take 264 GB of each GPU, where 72 GB can be used: --checkpointing" in told
+    told = " ".join(run("--params", "30B", "--machine", "laptop", "--nvme-capacity", "0").output.split())
+    assert "nothing fits" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "which model? give --params 70e9"),
+        (["--params", "7e9", "--preset", "124m"], "--params and --preset exclude each other"),
+        (["--params", "many"], "not a number of parameters: 'many'"),
+        (["--params", "7"], "give --params from 1e6"),
+        (["--params", "1e400"], "give --params from 1e6"),
+        (["--params", "7e9", "--machine", "cray"], "no machine is called 'cray'"),
+        (["--params", "7e9", "--gpus", "12"], "--gpus 12 is no multiple of the 8"),
+        (["--params", "7e9", "--gpus", "0"], "--gpus must be at least 1, not 0"),
+        (["--params", "7e9", "--batch", "9"], "--batch 9 cannot be divided among 8"),
+        (["--params", "7e9", "--zero", "4"], "ZeRO stage of 0 to 3"),
+        (["--params", "7e9", "--commit-every", "0"], "--commit-every must be at least 1"),
+        (["--params", "7e9", "--tensor-parallel", "3"], "8 GPUs cannot be divided"),
+        (["--params", "7e9", "--flops", "-1"], "cannot have"),
+        (["--params", "7e9", "--link", "0"], "rate"),
+        (["--params", "7e9", "--gpu-memory", "8GX"], "not a size: '8GX'"),
+        (["--config", "no/such.json"], "cannot read the configuration no/such.json"),
+        (["--params", "7e9", "--write", "x"], "--write belongs to --deepspeed"),
+    ],
+)
+def test_what_cannot_be_asked(arguments: list[str], sentence: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_configuration_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for text, sentence in (("[]", "must be a JSON object, not list"), ('{"a": 1} x', "not valid JSON")):
+        path.write_text(text)
+        result = run("--config", str(path))
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+        assert sentence in result.stderr
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    result = run("--params", "7e9", "--json", str(tmp_path / "no" / "file"))
+    assert result.exit_code == 1
+    assert "cannot write --json" in result.stderr
+
+
+def test_batches_default_to_one_sample_a_rank() -> None:
+    assert situation_of(PlanOptions(params="7e9", tensor_parallel=4)).job.batch == 2
+    with pytest.raises(ConfigError, match="cannot be divided among 8"):
+        situation_of(PlanOptions(params="7e9", batch=4))

@@ -1,0 +1,178 @@
+"""Strategies: bytes per tier as the engine places them, seconds by phase, wear, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tierstore.apps import presets
+from tierstore.apps.options import Precision
+from tierstore.config import Tier, TierConfig, UpdateSchedule
+from tierstore.plan.advice import changes, cheapest, tokens_per_s
+from tierstore.plan.machine import NODES, Node, node_called, rates_of
+from tierstore.plan.memory import Job, Layout, activation_bytes, group_needs
+from tierstore.plan.model_size import from_config, from_parameters
+from tierstore.plan.placement import Kind
+from tierstore.plan.step_time import Link, Work, phases_of
+from tierstore.plan.strategies import USABLE, Situation, Strategy, fastest, options_of, request_of, simplest
+from tierstore.train.budgets import request_for
+from tierstore.train.engine import Engine
+
+MIB = 2**20
+TINY = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 2, "vocab_size": 1000, "n_positions": 64}
+ONE_LINK = Node(
+    name="one link", gpus=8, gpu_bytes=80e9, flop_per_s=400e12, cpu_bytes=2e12, nvme_bytes=30e12,
+    rates=rates_of(read=28e9, write=28e9, link=32e9, memory=400e9), links=1, disks=4, peer_bytes_per_s=300e9,
+    endurance_bytes=10e15,
+)  # fmt: skip
+
+
+def situation(parameters: float = 500e9, schedule: UpdateSchedule = UpdateSchedule.SPECULATIVE) -> Situation:
+    job = Job(from_parameters(parameters), batch=8, checkpointing=True)
+    return Situation(job, Layout(gpus=8), ONE_LINK, schedule)
+
+
+@pytest.mark.parametrize("schedule", [UpdateSchedule.BACKWARD, UpdateSchedule.FORWARD, UpdateSchedule.DELAYED])
+@pytest.mark.parametrize(("gpu", "cpu"), [(2 * MIB, 4 * MIB), (8 * MIB, 8 * MIB), (64 * MIB, 64 * MIB)])
+def test_the_plan_asks_for_what_the_engine_asks_for(schedule: UpdateSchedule, gpu: int, cpu: int) -> None:
+    groups = group_needs(Job(from_config(TINY), sequence=64), Layout())
+    node = replace(NODES["rtx-4090"], cpu_bytes=cpu / USABLE)
+    here = Situation(Job(from_config(TINY), sequence=64), Layout(), node, schedule)
+    tiers = TierConfig(gpu_memory=gpu, cpu_memory=here.cpu_budget_bytes, nvme=(Path("x"),))
+    assert request_of(here, groups, gpu) == request_for(groups, tiers, schedule, None)
+
+
+def test_bytes_per_tier_are_those_that_the_engine_then_has(tmp_path: Path) -> None:
+    """The engine of the real model, within the plan's budgets, holds what the plan says, kind by kind."""
+    transformers = pytest.importorskip("transformers")
+    fields = {name: value for name, value in TINY.items() if name != "model_type"}
+    model = presets.build(transformers.GPT2Config(**fields), Precision.BF16)
+    job = Job(from_config(TINY), sequence=64)
+    node = replace(NODES["rtx-4090"], gpu_bytes=(activation_bytes(job, Layout()) + 2 * MIB) / USABLE,
+                   cpu_bytes=6 * MIB / USABLE)  # fmt: skip
+    here = Situation(job, Layout(), node, UpdateSchedule.FORWARD)
+    (option,) = options_of(here, [Strategy.ENGINE])
+    tiers = TierConfig(gpu_memory=here.gpu_budget_bytes, cpu_memory=here.cpu_budget_bytes, nvme=(tmp_path / "store",))
+    with Engine(model, tiers, update="forward") as engine:
+        usage = {(row.kind, row.tier): row.bytes for row in engine.placement.usage()}
+    assert option.bytes == usage
+    assert {tier for _, tier in usage} == set(Tier)  # a split that uses all three
+
+
+def test_500_billion_parameters_on_one_link() -> None:
+    options = {option.strategy: option for option in options_of(situation())}
+    chosen = options[Strategy.WEIGHTS_NVME]
+    assert chosen.fits
+    moved = chosen.read_bytes + chosen.written_bytes
+    assert moved == pytest.approx(26 * 500e9, rel=1e-3)
+    assert moved / 28e9 == pytest.approx(464, abs=1)
+    assert chosen.bytes[Kind.STATE, Tier.NVME] == pytest.approx(5e12, rel=1e-3)  # the master is 2 B of residual
+    forward = chosen.phases[0]
+    assert forward.links_s[Link.DISKS] == pytest.approx(1e12 / 28e9, rel=1e-3)
+    assert forward.links_s[Link.H2D] == pytest.approx(31.25, rel=1e-3)
+    assert chosen.phases[1].links_s[Link.D2H] == pytest.approx(31.25, rel=1e-3)
+    assert chosen.step_s == pytest.approx(464.3, rel=0.01)
+    assert chosen.bottleneck is Link.DISKS
+    assert simplest(options.values()) is chosen
+    assert fastest(options.values()) is options[Strategy.ENGINE]
+
+
+def test_what_does_not_fit_says_where() -> None:
+    nothing, on_cpu, *_ = options_of(situation())
+    assert nothing.problems == ("each GPU would hold 1.03 TB, 72 GB can be used",)
+    assert len(on_cpu.problems) == 2
+    assert on_cpu.problems[1].startswith("CPU memory of a node would hold 7 TB, 1.8 TB")
+    small = replace(situation(), node=replace(ONE_LINK, nvme_bytes=10e12))
+    last = options_of(small, [Strategy.ALL_NVME])[0]
+    assert last.problems == ("the disks of a node would hold 13 TB, 10 TB can be used",)
+
+
+def test_a_small_model_needs_no_offload() -> None:
+    options = options_of(situation(1e9))
+    assert simplest(options) is fastest(options) is options[0]
+    assert options[0].efficiency > 0.9
+    assert options[0].wear_days(1e15) is None
+
+
+def test_where_the_update_hides() -> None:
+    work = {"forward": Work(compute_s=1, read_bytes=28e9), "backward": Work(compute_s=2),
+            "update": Work(read_bytes=2 * 28e9)}  # fmt: skip
+    seconds = {
+        schedule: [phase.seconds for phase in phases_of(work, ONE_LINK, schedule)] for schedule in UpdateSchedule
+    }
+    assert seconds[UpdateSchedule.STEP] == [1, 2, 2]
+    assert seconds[UpdateSchedule.FORWARD] == seconds[UpdateSchedule.AUTO] == [3, 2]
+    assert seconds[UpdateSchedule.BACKWARD] == seconds[UpdateSchedule.SPECULATIVE] == [1, 2]
+    assert seconds[UpdateSchedule.DELAYED] == [3]
+
+
+def test_wear() -> None:
+    chosen = options_of(situation(), [Strategy.WEIGHTS_NVME])[0]
+    assert chosen.written_bytes == pytest.approx(6e12, rel=1e-3)
+    days = chosen.wear_days(10e15)
+    assert days == pytest.approx(10e15 / 6e12 * chosen.step_s / 86400, rel=1e-3)
+    rare = options_of(replace(situation(), commit_every=4), [Strategy.STATE_NVME_WEIGHTS_CPU])[0]
+    always = options_of(situation(), [Strategy.STATE_NVME_WEIGHTS_CPU])[0]
+    assert always.written_bytes - rare.written_bytes == pytest.approx(0.75 * 1e12, rel=1e-3)
+
+
+def test_micro_batches_and_ranks_multiply_what_they_must() -> None:
+    here = situation()
+    four = replace(here, job=replace(here.job, accumulate=4))
+    one, many = (options_of(each, [Strategy.WEIGHTS_NVME])[0] for each in (here, four))
+    assert many.compute_s == pytest.approx(4 * one.compute_s)
+    assert many.work["update"].read_bytes == one.work["update"].read_bytes
+    assert many.work["forward"].read_bytes == pytest.approx(4 * one.work["forward"].read_bytes)
+    two = replace(here, layout=Layout(nodes=2, gpus=8), job=replace(here.job, batch=16))
+    halved = options_of(two, [Strategy.WEIGHTS_NVME])[0]
+    assert halved.written_bytes == pytest.approx(one.written_bytes / 2, rel=1e-3)
+
+
+def test_the_cheapest_change_helps_as_it_says() -> None:
+    here = situation()
+    now = fastest(options_of(here))
+    assert now is not None
+    found = changes(here, now)
+    change = cheapest(found)
+    assert change is not None
+    assert change.text.startswith("--batch ")
+    larger = replace(here, job=replace(here.job, batch=int(change.text.split()[1])))
+    again = fastest(options_of(larger))
+    assert again is not None
+    assert change.gain == pytest.approx(tokens_per_s(larger, again) / tokens_per_s(here, now))
+    assert {"one more disk (5 a node)", "twice the nodes (2)"} <= {one.text for one in found}
+
+
+def test_checkpointing_makes_it_fit() -> None:
+    here = situation(70e9)
+    kept = replace(here, job=replace(here.job, checkpointing=False, batch=64))
+    assert fastest(options_of(kept)) is None
+    change = cheapest(changes(kept, None))
+    assert change is not None
+    assert (change.text, change.gain) == ("--checkpointing", None)
+
+
+def test_tensor_and_pipeline_degrees_wait() -> None:
+    job = Job(from_parameters(20e9), batch=8, checkpointing=True)
+    plain, tensor, staged = (
+        options_of(Situation(job, layout, NODES["dgx-h100"]), [Strategy.NOTHING])[0]
+        for layout in (Layout(gpus=8), Layout(gpus=8, tensor=8), Layout(gpus=8, pipeline=4))
+    )
+    assert sum(phase.sync_s for phase in plain.phases) == 0
+    assert sum(phase.sync_s for phase in tensor.phases) > 0
+    assert staged.efficiency == pytest.approx(1 / 4, rel=0.01)  # one micro-batch goes through four stages
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_nodes_are_plausible(name: str) -> None:
+    node = node_called(name)
+    assert node.source
+    assert node.gpu_bytes < node.cpu_bytes < node.nvme_bytes * node.gpus
+    assert node.with_disks(2 * node.disks).rates.read_bytes_per_s == 2 * node.rates.read_bytes_per_s
+
+
+def test_an_unknown_node() -> None:
+    with pytest.raises(ValueError, match=r"no machine is called 'dgx-h10': did you mean dgx-h100\?"):
+        node_called("dgx-h10")
