@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.config import AdamWConfig, Codec, TierConfig, format_size, parse_size
+from tierstore.config import AdamWConfig, Codec, TierConfig, format_decimal, format_size, parse_size
 from tierstore.errors import ConfigError
 
 
@@ -49,6 +49,16 @@ def test_what_is_not_a_size(value: Any, message: str) -> None:
 )  # fmt: skip
 def test_sizes_as_text(size: float, text: str) -> None:
     assert format_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (2.1e12, "2.1 TB"), (999.9e9, "1 TB"), (56.1e15, "56.1 PB"),
+     (2500e15, "2500 PB")],
+)  # fmt: skip
+def test_sizes_as_sold(size: float, text: str) -> None:
+    assert format_decimal(size) == text
+    assert parse_size("10PB") == 10**16
 
 
 @settings(deadline=None)

@@ -36,7 +36,7 @@ def test_175_billion_parameters() -> None:
     found = rows(run("--params", "175B", "--dtype", "fp16").output)
     assert ["weights", "2", "350", "GB", "43.8", "GB"] in found
     assert ["gradients", "2", "350", "GB", "43.8", "GB"] in found
-    assert [row for row in found if row[:3] == ["fp32", "master,", "momentum,"]][0][-4:-1] == ["CPU", "2.1", "TB"]
+    assert next(row for row in found if row[:3] == ["fp32", "master,", "momentum,"])[-4:-1] == ["CPU", "2.1", "TB"]
 
 
 def test_500_billion_parameters_over_one_link() -> None:
@@ -97,7 +97,7 @@ def test_figures_of_a_machine_of_ones_own() -> None:
     assert (node.gpus, node.links, node.disks) == (2, 1, 3)
     assert (node.gpu_bytes, node.cpu_bytes, node.nvme_bytes, node.endurance_bytes) == (10**10, 10**11, 10**12, 10**15)
     rates = node.rates
-    assert (rates.read_bytes_per_s, rates.write_bytes_per_s, rates.shared_bytes_per_s) == (1e9, 1e9, 1e9)
+    assert (rates.read_bytes_per_s, rates.write_bytes_per_s, rates.shared_bytes_per_s) == pytest.approx((1e9, 1e9, 1e9))
     assert (rates.h2d_bytes_per_s, rates.d2h_bytes_per_s, node.flop_per_s) == (1e10, 1e10, 1e14)
 
 

@@ -124,7 +124,7 @@ def test_micro_batches_and_ranks_multiply_what_they_must() -> None:
     one, many = (options_of(each, [Strategy.WEIGHTS_NVME])[0] for each in (here, four))
     assert many.compute_s == pytest.approx(4 * one.compute_s)
     assert many.work["update"].read_bytes == one.work["update"].read_bytes
-    assert many.work["forward"].read_bytes == pytest.approx(4 * one.work["forward"].read_bytes)
+    assert many.work["forward"].read_bytes == pytest.approx(4 * one.work["forward"].read_bytes, rel=0.01)
     two = replace(here, layout=Layout(nodes=2, gpus=8), job=replace(here.job, batch=16))
     halved = options_of(two, [Strategy.WEIGHTS_NVME])[0]
     assert halved.written_bytes == pytest.approx(one.written_bytes / 2, rel=1e-3)

@@ -166,15 +166,25 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
         node = node.with_gpus(gpus)
     if asked.disks is not None:
         node = node.with_disks(asked.disks)
-    sizes = {
-        "gpu_bytes": asked.gpu_memory, "cpu_bytes": asked.cpu_memory, "nvme_bytes": asked.nvme_capacity,
-        "flop_per_s": asked.flops, "links": asked.links, "endurance_bytes": asked.endurance,
-    }  # fmt: skip
-    changed = {name: value for name, value in sizes.items() if value is not None}
     rates = _rates(asked, node.rates)
-    if changed or rates is not node.rates:
-        node = replace(node, **changed, rates=rates, name=f"{node.name}, changed")
+    sizes = (asked.gpu_memory, asked.cpu_memory, asked.nvme_capacity, asked.flops, asked.links, asked.endurance)
+    if rates is not node.rates or any(size is not None for size in sizes):
+        node = replace(
+            node,
+            name=f"{node.name}, changed",
+            gpu_bytes=_or(asked.gpu_memory, node.gpu_bytes),
+            cpu_bytes=_or(asked.cpu_memory, node.cpu_bytes),
+            nvme_bytes=_or(asked.nvme_capacity, node.nvme_bytes),
+            flop_per_s=_or(asked.flops, node.flop_per_s),
+            links=asked.links or node.links,
+            endurance_bytes=_or(asked.endurance, node.endurance_bytes),
+            rates=rates,
+        )
     return node, nodes
+
+
+def _or(given: float | None, otherwise: float) -> float:
+    return otherwise if given is None else given
 
 
 def _rates(asked: PlanOptions, rates: BandwidthTable) -> BandwidthTable:
@@ -182,8 +192,10 @@ def _rates(asked: PlanOptions, rates: BandwidthTable) -> BandwidthTable:
     if asked.bandwidth is not None:
         rates = read_table(asked.bandwidth)
     if asked.nvme_read is not None or asked.nvme_write is not None:
-        read = float(asked.nvme_read or rates.read_bytes_per_s)
-        write = float(asked.nvme_write or asked.nvme_read or rates.write_bytes_per_s)
+        read = _or(asked.nvme_read, rates.read_bytes_per_s)
+        write = _or(asked.nvme_write, _or(asked.nvme_read, rates.write_bytes_per_s))
+        if not (read > 0 and write > 0):
+            raise ConfigError("--nvme-read and --nvme-write must be above 0; --nvme-capacity 0 is a node without disks")
         # Both at once share one budget, as on the disks that were measured.
         rates = replace(rates, read_bytes_per_s=read, write_bytes_per_s=write,
                         shared_bytes_per_s=2 / (1 / read + 1 / write))  # fmt: skip

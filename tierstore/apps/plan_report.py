@@ -20,8 +20,6 @@ from tierstore.plan.strategies import USABLE, Option, Situation
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SHARED_FROM = {"weights": 3, "gradients": 2}  # ZeRO stage; the optimizer's from 1
-_BYTES_ALL_ON_DISK = {"bf16": 26, "fp16": 30, "fp32": 28}  # per parameter and step: `plan/costs.py`
 _SHORT_LIFE_DAYS = 2 * 365
 _NAMES = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
 
@@ -43,17 +41,17 @@ def moves(situation: Situation) -> tuple[Move, ...]:
     state = sizes["fp32 master"] + sizes["momentum"] + sizes["variance"]
     to_gpu, to_cpu = (node.links * rate * nodes for rate in (rates.h2d_bytes_per_s, rates.d2h_bytes_per_s))
     disk = rates.read_bytes_per_s * nodes
-    per_step = _BYTES_ALL_ON_DISK[job.dtype]
-    all_bytes = job.shape.parameters * per_step
-    # Half of 26 is read twice: reads 14 (weights twice, state), writes 12, and so on for other dtypes.
-    read = job.shape.parameters * (2 * job.bytes.weights + job.bytes.state) / nodes
+    # As `costs.step_traffic` counts it: weights read in forward and in backward, state read; both written.
+    read = job.shape.parameters * (2 * job.bytes.weights + job.bytes.state)
+    written = job.shape.parameters * (job.bytes.weights + job.bytes.state)
+    per_step = (read + written) // job.shape.parameters
     return (
         Move("weights", "NVMe to CPU", sizes["weights"], sizes["weights"] / disk),
         Move("weights", "CPU to GPU", sizes["weights"], sizes["weights"] / to_gpu),
         Move("gradients", "GPU to CPU", sizes["gradients"], sizes["gradients"] / to_cpu),
         Move("fp32 master, momentum, variance", "NVMe to CPU", state, state / disk),
-        Move(f"a step with all on NVMe, {per_step} B per parameter", "NVMe", all_bytes,
-             rates.disk_seconds(read, all_bytes / nodes - read)),
+        Move(f"a step with all on NVMe, {per_step} B per parameter", "NVMe", read + written,
+             rates.disk_seconds(read / nodes, written / nodes)),
     )  # fmt: skip
 
 
