@@ -89,8 +89,9 @@ def test_all_auto_of_hugging_face(tmp_path: Path) -> None:
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}},
     }  # fmt: skip
     found = of(auto, tmp_path)
-    assert "batch" not in found.train
-    assert AdamWConfig(**found.optimizer).weight_decay == 0.01
+    assert found.train == {"zero": 3, "device": "cuda", "accumulate": 1}
+    assert found.optimizer == {"eps": 1e-8, "decoupled": True}
+    assert found.engine == {"zero": 3}
     assert "lr_scheduler" in dict(found.notes)["scheduler"]
 
 

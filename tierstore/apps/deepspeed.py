@@ -25,16 +25,17 @@ _SECTIONS = {
     "fp16", "bfloat16", "optimizer", "optimizer.params", "scheduler", "scheduler.params", "activation_checkpointing",
 }  # fmt: skip
 _TRANSLATED = {
-    "zero_optimization.stage", "zero_optimization.cpu_offload", "zero_optimization.offload_param.device",
+    "zero_optimization.stage", "zero_optimization.offload_param.device",
     "zero_optimization.offload_param.nvme_path", "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_optimizer.nvme_path", "bf16.enabled", "fp16.enabled", "bfloat16.enabled",
     "fp16.loss_scale", "gradient_clipping", "gradient_accumulation_steps", "train_batch_size",
     "train_micro_batch_size_per_gpu", "optimizer.type", "scheduler.type",
-    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam",
+    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "adam_w_mode",
                                               "bias_correction", "amsgrad")),
     *(f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type",
                                               "total_num_steps", "last_batch_iteration")),
 }  # fmt: skip
+_BETAS, _EPS = [0.9, 0.999], 1e-8
 _ADAMS = {"adam", "adamw", "cpuadam", "deepspeedcpuadam", "fusedadam"}
 
 
@@ -85,9 +86,10 @@ def translate(path: Path, *, ranks: int, gpu_memory: int | None = None, cpu_memo
     _optimizer(given, found)
     _schedule(given, found)
     _batch(given, found, ranks)
-    clip = given.number("gradient_clipping", 0.0)
-    found.engine["max_grad_norm"] = clip or None
-    found.train["clip"] = clip
+    if not given.is_auto("gradient_clipping"):
+        clip = given.number("gradient_clipping", 0.0)
+        found.engine["max_grad_norm"] = clip or None
+        found.train["clip"] = clip
     found.notes.extend(given.unused())
     return found
 
@@ -101,6 +103,10 @@ class _Given:
         for section in _SECTIONS & self._values.keys():
             if self._values[section] is not None:
                 self._refuse(section, "an object")
+
+    def is_auto(self, key: str) -> bool:
+        """Whether the value is left to the run, so that tierstore's own default holds."""
+        return bool(self._values.get(key) == _AUTO)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._get(key, default)
@@ -138,7 +144,7 @@ class _Given:
         for key, value in self._values.items():
             top = key.split(".")[0]
             if key in _TRANSLATED and value == _AUTO:
-                yield key, "auto: the default of tierstore, or what the options of the run say"
+                yield key, "auto: left out, so that the default of tierstore holds"
             elif key in NEEDLESS or top in NEEDLESS:
                 yield key, NEEDLESS.get(key) or NEEDLESS[top]
             elif key not in _TRANSLATED and key not in _SECTIONS:
@@ -180,7 +186,7 @@ def _tiers(given: _Given, found: Translation, gpu_memory: int | None, cpu_memory
     found.tiers["device"] = found.train["device"] = "cuda"
     for name, value in (("gpu_memory", gpu_memory), ("cpu_memory", cpu_memory)):
         if value is None:
-            found.notes.append((name, f"DeepSpeed has no budgets: give --{name.replace('_', '-')} of a rank"))
+            found.notes.append((name, f"DeepSpeed has no budgets: give --{name.replace('_', '-')}"))
         else:
             found.tiers[name] = found.train[name] = value
 
@@ -190,6 +196,8 @@ def _precision(given: _Given, found: Translation) -> None:
     is_bf16 = given.flag("bf16.enabled") or given.flag("bfloat16.enabled")
     if is_fp16 and is_bf16:
         raise ConfigError("fp16.enabled and bf16.enabled exclude each other")
+    if not (is_fp16 or is_bf16) and (given.is_auto("bf16.enabled") or given.is_auto("fp16.enabled")):
+        return
     found.train["dtype"] = "fp16" if is_fp16 else "bf16" if is_bf16 else "fp32"
     found.notes.append(("bf16, fp16", f"give the engine a model of dtype {found.train['dtype']}: it trains as it is"))
     if is_fp16:
@@ -208,12 +216,14 @@ def _optimizer(given: _Given, found: Translation) -> None:
         raise ConfigError("optimizer.params.bias_correction = false has no counterpart: tierstore corrects the bias")
     values = found.optimizer
     values["lr"] = given.number("optimizer.params.lr", 1e-3)
-    values["betas"] = given.rates("optimizer.params.betas", [0.9, 0.999])
-    values["eps"] = given.number("optimizer.params.eps", 1e-8)
+    values["betas"] = given.rates("optimizer.params.betas", _BETAS)
+    values["eps"] = given.number("optimizer.params.eps", _EPS)
     values["weight_decay"] = given.number("optimizer.params.weight_decay", 0.01 if kind.lower() == "adamw" else 0.0)
     values["decoupled"] = given.flag("optimizer.params.adam_w_mode", True)
-    found.train.update({name: values[name] for name in ("lr", "weight_decay")})
-    if not values["decoupled"] or values["betas"] != [0.9, 0.999] or values["eps"] != 1e-8:
+    for name in [name for name in values if given.is_auto(f"optimizer.params.{name}")]:
+        del values[name]
+    found.train.update({name: values[name] for name in ("lr", "weight_decay") if name in values})
+    if not values["decoupled"] or values.get("betas", _BETAS) != _BETAS or values.get("eps", _EPS) != _EPS:
         found.notes.append(("optimizer.params", "betas, eps and L2 decay are arguments of AdamWConfig, not of train"))
 
 
@@ -222,9 +232,11 @@ def _schedule(given: _Given, found: Translation) -> None:
     if not kind:
         return
     steps = given.whole("scheduler.params.warmup_num_steps", None, least=0)
-    peak = given.number("scheduler.params.warmup_max_lr", found.optimizer["lr"])
     if kind == "WarmupLR":
-        found.optimizer["lr"] = found.train["lr"] = peak
+        if "lr" in found.optimizer:
+            found.optimizer["lr"] = found.train["lr"] = given.number(
+                "scheduler.params.warmup_max_lr", found.optimizer["lr"]
+            )
         found.train["warmup"] = steps or 0
         found.notes.append(("scheduler", "in a loop of your own: Engine(lr_scheduler=...); train warms up linearly"))
     else:

@@ -57,6 +57,7 @@ _ZERO = (
     )
     | _each("zero_optimization.", "memory_efficient_linear override_module_apply", "no module is replaced")
     | _each("zero_optimization.", "ignore_unused_parameters", "parameters that a step does not use are left alone")
+    | _each("zero_optimization.", "cpu_offload cpu_offload_params cpu_offload_use_pin_memory", _BUDGETS)
     | _each("zero_optimization.", "legacy_stage1", "there is one way of stage 1")
     | _each("zero_optimization.", "grad_hooks", "gradients are always taken as they come")
 )
@@ -103,6 +104,7 @@ NEEDLESS: Mapping[str, str] = (
         "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
         "the optimizer is tierstore's own Adam, on the CPU",
     )
+    | _each("optimizer.", "legacy_fusion params.torch_adam", "the optimizer is tierstore's own Adam, on the CPU")
     | _each("", "checkpoint nebula load_universal_checkpoint elasticity", "the store is the checkpoint, of any ranks")
     | _each("", "use_node_local_storage", "every node has directories of its own")
     | _each("", "amp torch_autocast", _DTYPE)

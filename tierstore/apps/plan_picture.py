@@ -70,7 +70,7 @@ def _draw_seconds(axes: Axes, options: tuple[Option, ...]) -> None:
     rows = range(len(options))
     left = [0.0] * len(options)
     for index, phase in enumerate(phases):
-        seconds = [option.phases[index].seconds if option.work else 0.0 for option in options]
+        seconds = [option.phases[index].seconds if option.phases else 0.0 for option in options]
         axes.barh(rows, seconds, left=left, color=_PHASES[index], label=phase.name)
         left = [before + more for before, more in zip(left, seconds)]
     compute_s = [option.compute_s for option in options]

@@ -61,7 +61,7 @@ def tables(plan: Plan) -> Iterator[Table]:
     yield _move_table(plan.situation)
     yield _strategy_table(plan)
     shown = plan.fastest or plan.options[-1]
-    if shown.work:
+    if shown.phases:
         yield _phase_table(shown)
 
 
@@ -109,7 +109,7 @@ def _strategy_table(plan: Plan) -> Table:
     for option in plan.options:
         taken = [format_decimal(option.taken[tier]) if option.taken.get(tier) else "" for tier in _NAMES]
         chosen = option is plan.fastest or option is plan.simplest
-        times = [_seconds(option.step_s), f"{option.efficiency:.0%}", option.bottleneck or ""] if option.work else []
+        times = [_seconds(option.step_s), f"{option.efficiency:.0%}", option.bottleneck or ""] if option.phases else []
         table.add_row(option.strategy.value, *taken, "yes" if option.fits else "no", *times,
                       style="bold" if chosen else None if option.fits else "dim")  # fmt: skip
     return table

@@ -14,6 +14,7 @@ from tierstore.apps.options import Precision, Preset
 from tierstore.cli.common import size, told
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
+from tierstore.plan.machine import NODES
 from tierstore.plan.memory import Attention
 
 
@@ -33,8 +34,7 @@ def plan(
     ] = None,
     preset: Annotated[Preset | None, typer.Option(help="A model of `tierstore train`.")] = None,
     machine: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="dgx-a100, dgx-h100, dgx-h200, aws-p4d, aws-p5, rtx-4090, rtx-3090, laptop."),
+        str, typer.Option(metavar="NAME", help=f"A node by name, which the next options change: {', '.join(NODES)}.")
     ] = "dgx-h100",
     gpus: Annotated[
         int | None, typer.Option(help="GPUs of each node; without --nodes, of as many nodes as that takes.")

@@ -37,7 +37,8 @@ class Change:
 
 
 def tokens_per_s(situation: Situation, option: Option) -> float:
-    return situation.job.tokens_per_step / option.step_s
+    """Of all GPUs together; 0 without a step."""
+    return situation.job.tokens_per_step / option.step_s if option.step_s else 0.0
 
 
 def changes(situation: Situation, now: Option | None) -> tuple[Change, ...]:

@@ -94,7 +94,8 @@ class Option:
         taken: by tier: of each GPU with activations, of a node with staging, of its disks with both slots.
         problems: why it does not fit, a sentence each.
         work: of forward, backward and update, in bytes of one node.
-        placement: of one rank; None if nothing is offloaded, or a budget is too small for any.
+        phases: of a step; none, and no work, where a budget is too small for any placement.
+        placement: of one rank; None if nothing is offloaded.
     """
 
     strategy: Strategy
@@ -124,8 +125,9 @@ class Option:
     @property
     def bottleneck(self) -> Link | None:
         """The link of the phase that loses most; None where computing waits for none."""
-        worst = max(self.phases, key=lambda phase: phase.seconds - phase.sync_s - phase.compute_s)
-        return worst.bottleneck
+        if not self.phases:
+            return None
+        return max(self.phases, key=lambda phase: phase.seconds - phase.sync_s - phase.compute_s).bottleneck
 
     @property
     def read_bytes(self) -> float:
@@ -166,7 +168,7 @@ def _option(situation: Situation, strategy: Strategy) -> Option:
     try:
         placement = _placement(situation, strategy)
     except BudgetError as error:
-        return Option(strategy, {}, {}, (str(error),), {}, _phases(situation, None)[1])
+        return Option(strategy, {}, {}, (str(error),), {}, ())
     work, phases = _phases(situation, placement)
     taken = _taken(situation, placement)
     return Option(strategy, _bytes(placement, situation.layout), taken, _problems(situation.node, taken), work, phases,
