@@ -190,7 +190,7 @@ def test_an_interrupt_during_the_imports_is_one_sentence(tmp_path: Path) -> None
     assert (result.returncode, result.stderr) == (130, "tierstore: interrupted before training began\n")
 
 
-@pytest.mark.parametrize("command", [["-m", "tierstore.cli"], ["tools/train.py"]])
+@pytest.mark.parametrize("command", [["-m", "tierstore.cli"], ["tools/train.py"], ["tools/plan_memory.py"]])
 def test_the_scripts_run(command: list[str]) -> None:
     root = Path(tierstore.__file__).parents[1]
     arguments = [*command, *(["train"] if command[0] == "-m" else []), "--update", "sometimes"]

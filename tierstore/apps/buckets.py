@@ -7,7 +7,6 @@ Owner: nothing is kept between calls.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -15,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.apps.files import write_object
 from tierstore.config import format_size, parse_size
-from tierstore.errors import ConfigError, StorageError
+from tierstore.errors import ConfigError
 from tierstore.plan.buckets import Gradient, Layer, SweepRow, backward, best_bucket_bytes, candidate_caps, sweep
 from tierstore.plan.cost_model import CostModel
 from tierstore.plots import new_figure, save_figure
@@ -128,7 +128,7 @@ def simulate(options: SweepOptions) -> Outcome:
         curve = _rows(options, gradients, sorted({*caps[:: -(-len(caps) // _MOST_POINTS)], *asked, *sizes_worth}))
     outcome = Outcome(rows, best, near, options.before_s + sum(layer.compute_s for layer in options.layers), curve)
     if options.json is not None:
-        _write_json(options.json, as_json(options, outcome))
+        write_object(options.json, as_json(options, outcome), "--json")
     if options.plot is not None:
         draw(options, outcome, options.plot)
     return outcome
@@ -196,13 +196,6 @@ def as_json(options: SweepOptions, outcome: Outcome) -> dict[str, Any]:
         "near_best_bucket_bytes": outcome.near.cap_bytes,
         "rows": [asdict(row) for row in outcome.rows],
     }
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write --json {path}: {error.strerror}") from error
 
 
 def draw(options: SweepOptions, outcome: Outcome, path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tierstore.apps.plan import Plan
 from tierstore.config import Tier, format_decimal
 from tierstore.plan.placement import Kind
-from tierstore.plan.strategies import USABLE, Option
+from tierstore.plan.strategies import Option, usable_bytes
 from tierstore.plots import new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def draw(plan: Plan, path: Path) -> None:
     figure = new_figure(14, 5.2)
     panels = figure.subplots(1, 4, sharey=True)
     node = plan.situation.node
-    limits = {Tier.GPU: USABLE * node.gpu_bytes, Tier.CPU: USABLE * node.cpu_bytes, Tier.NVME: node.nvme_bytes}
+    limits = usable_bytes(node)
     titles = {Tier.GPU: "each GPU", Tier.CPU: "CPU memory of a node", Tier.NVME: "disks of a node"}
     for axes, (tier, limit) in zip(panels, limits.items()):
         _draw_tier(axes, plan.options, tier, limit)

@@ -15,7 +15,7 @@ from tierstore.config import Tier, format_decimal
 from tierstore.plan.advice import cheapest, tokens_per_s
 from tierstore.plan.memory import activation_bytes, components, gpu_bytes
 from tierstore.plan.model_size import size_name, streaming_hides_from_tokens
-from tierstore.plan.strategies import USABLE, Option, Situation
+from tierstore.plan.strategies import Option, Situation, usable_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,8 +88,8 @@ def _component_table(situation: Situation) -> Table:
     table.add_row("sum", str(job.bytes.total), format_decimal(job.bytes.total * job.shape.parameters),
                   format_decimal(held.total), style="bold")  # fmt: skip
     for name, is_on in (("activations, all kept", False), ("activations, checkpointed", True)):
-        size = activation_bytes(job, layout, checkpointing=is_on)
-        table.add_row(name + (" (chosen)" if is_on is job.checkpointing else ""), "", "", format_decimal(size))
+        kept = format_decimal(activation_bytes(job, layout, checkpointing=is_on))
+        table.add_row(name + (" (chosen)" if is_on is job.checkpointing else ""), "", "", kept)
     return table
 
 
@@ -106,6 +106,9 @@ def _move_table(situation: Situation) -> Table:
 def _strategy_table(plan: Plan) -> Table:
     title = "strategies: each GPU with activations, a node's memory, its disks with both slots"
     table = _table(title, "strategy", *_NAMES.values(), "fits", "step s", "eff.", "waits for")
+    limits = usable_bytes(plan.situation.node)
+    table.caption = "can be used: " + ", ".join(f"{format_decimal(limits[tier])} {_NAMES[tier]}" for tier in _NAMES)
+    table.caption_justify = "left"
     for option in plan.options:
         taken = [format_decimal(option.taken[tier]) if option.taken.get(tier) else "" for tier in _NAMES]
         chosen = option is plan.fastest or option is plan.simplest
@@ -168,7 +171,7 @@ def sentences(plan: Plan) -> Iterator[str]:
 
 def _why_nothing_fits(plan: Plan) -> Iterator[str]:
     situation = plan.situation
-    taken, usable = activation_bytes(situation.job, situation.layout), USABLE * situation.node.gpu_bytes
+    taken, usable = activation_bytes(situation.job, situation.layout), usable_bytes(situation.node)[Tier.GPU]
     if taken >= usable:
         yield (
             f"nothing fits: activations alone take {format_decimal(taken)} of each GPU, where {format_decimal(usable)} "

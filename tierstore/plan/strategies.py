@@ -243,14 +243,15 @@ def _taken(situation: Situation, placement: Placement) -> dict[Tier, float]:
     return taken
 
 
+def usable_bytes(node: Node) -> dict[Tier, float]:
+    """What a run may take: of each GPU, of the memory and of the disks of a node."""
+    return {Tier.GPU: USABLE * node.gpu_bytes, Tier.CPU: USABLE * node.cpu_bytes, Tier.NVME: node.nvme_bytes}
+
+
 def _problems(node: Node, taken: Mapping[Tier, float]) -> tuple[str, ...]:
-    limits = {
-        Tier.GPU: (USABLE * node.gpu_bytes, "each GPU"),
-        Tier.CPU: (USABLE * node.cpu_bytes, "CPU memory of a node"),
-        Tier.NVME: (node.nvme_bytes, "the disks of a node"),
-    }
+    where = {Tier.GPU: "each GPU", Tier.CPU: "CPU memory of a node", Tier.NVME: "the disks of a node"}
     return tuple(
-        f"{where} would hold {format_decimal(taken[tier])}, {format_decimal(limit)} can be used"
-        for tier, (limit, where) in limits.items()
+        f"{where[tier]} would hold {format_decimal(taken[tier])}, {format_decimal(limit)} can be used"
+        for tier, limit in usable_bytes(node).items()
         if taken.get(tier, 0.0) > limit
     )
