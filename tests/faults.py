@@ -97,6 +97,10 @@ class FaultyBackend(Backend):
         write = super()._call_pwrite
         return self._move("pwrite", view, path, lambda part: write(descriptor, part, offset, path))
 
+    def _call_truncate(self, path: Path, size_bytes: int) -> None:
+        self._step("truncate", path)
+        super()._call_truncate(path, size_bytes)
+
     def _call_fdatasync(self, descriptor: int, path: Path) -> None:
         self._step("fdatasync", path)
         super()._call_fdatasync(descriptor, path)

@@ -262,9 +262,15 @@ class Backend:
                 self._call_unlink(path)
             raise
 
-    def open(self, path: Path, writable: bool = False) -> BlockFile:
-        """Opens an existing file, with O_DIRECT if the filesystem takes it."""
+    def open(self, path: Path, writable: bool = False, *, direct: bool = True) -> BlockFile:
+        """Opens an existing file, with O_DIRECT if the filesystem takes it.
+
+        Args:
+            direct: False for what is written at offsets that nobody aligned.
+        """
         flags = os.O_RDWR if writable else os.O_RDONLY
+        if not direct:
+            return BlockFile(self, path, self._open(path, flags, 0), direct=False)
         try:
             return BlockFile(self, path, self._call_open(path, flags | os.O_DIRECT, 0), direct=True)
         except OSError as error:
@@ -273,6 +279,24 @@ class Backend:
         descriptor = self._open(path, flags, 0)
         self.buffered_directories.add(path.parent)
         return BlockFile(self, path, descriptor, direct=False)
+
+    def allocate(self, path: Path, size_bytes: int) -> None:
+        """Has an existing file hold all its space, as `create` does.
+
+        Raises:
+            StorageFull: not enough space; the file may hold part of it.
+        """
+        descriptor = self._open(path, os.O_RDWR, 0)
+        try:
+            with self._mapped(f"allocation of {size_bytes} B", path):
+                self._call_allocate(descriptor, size_bytes, path)
+        finally:
+            self._close(descriptor, path)
+
+    def truncate(self, path: Path, size_bytes: int) -> None:
+        """Cuts a file; durable once it is synced."""
+        with self._mapped(f"cut to {size_bytes} B", path):
+            self._call_truncate(path, size_bytes)
 
     def replace(self, source: Path, destination: Path) -> None:
         """Renames over `destination`; durable once the directory is synced."""
@@ -357,6 +381,9 @@ class Backend:
 
     def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
         return os.pwritev(descriptor, [view], offset)
+
+    def _call_truncate(self, path: Path, size_bytes: int) -> None:
+        os.truncate(path, size_bytes)
 
     def _call_fdatasync(self, descriptor: int, path: Path) -> None:
         os.fdatasync(descriptor)

@@ -1,0 +1,57 @@
+"""The index of a pack of several files, as Hugging Face reads one, with a checksum of its own.
+
+Scope: its text, from the files' tables and back. Not here: where it is written (`publish.py`).
+Owner: none; pure functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tierstore.errors import ChecksumMismatch
+from tierstore.pack.archive import Archive
+from tierstore.pack.codecs import checksum_bytes
+from tierstore.pack.strict_json import parse_json
+
+_SEAL = "tierstore.xxh3"
+
+
+def archive_index(archives: Sequence[Archive], sizes: Sequence[int]) -> tuple[list[str], bytes]:
+    """Names of the files of a finished archive, and its index; each file's `sizes` are bytes of data."""
+    count = len(archives)
+    names = [f"model-{one.identity[:8]}-{one.shard + 1:05d}-of-{count:05d}.safetensors" for one in archives]
+    files = {
+        entry.name: name for one, name in zip(archives, names) for group in one.groups for entry in group.tensors
+    }
+    return names, sealed_index(files, names, sum(sizes))
+
+
+def sealed_index(files: Mapping[str, str], names: Sequence[str], total_bytes: int) -> bytes:
+    """An index of tensors to files; `names` are those of all files, also of one that holds no tensor."""
+    metadata: dict[str, Any] = {"total_size": total_bytes, "files": list(names)}
+    body = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
+    metadata[_SEAL] = f"{checksum_bytes(_text(body)):016x}"
+    return _text(body)
+
+
+def check_index(data: bytes, source: str) -> list[str]:
+    """The files of an index.
+
+    Raises:
+        ChecksumMismatch: it is not what was written, to the byte.
+    """
+    body = parse_json(data, source)
+    metadata = body.get("metadata") if isinstance(body, dict) else None
+    seal = metadata.pop(_SEAL, None) if isinstance(metadata, dict) else None
+    if not isinstance(metadata, dict) or seal != f"{checksum_bytes(_text(body)):016x}":
+        raise ChecksumMismatch(f"{source} was changed after it was written; pack again")
+    metadata[_SEAL] = seal
+    if _text(body) != data:
+        raise ChecksumMismatch(f"{source} was changed after it was written; pack again")
+    return list(metadata["files"])
+
+
+def _text(body: Any) -> bytes:
+    return (json.dumps(body, indent=1) + "\n").encode()

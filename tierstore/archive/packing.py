@@ -1,0 +1,323 @@
+"""Packing: a checkpoint's tensors, in execution order, into one or several packs.
+
+Scope: groups and their files, chunks from the source through a codec to the disk, headers, publication.
+Not here: the order (`plan/order.py`), which codec pays (`choosing.py`), what a pack says (`pack/archive.py`).
+Owner: `pack` opens, locks and closes all that it uses.
+
+[Note: turns] With a codec the length of a chunk is known when it is encoded, and with it the place of the next one. A
+job therefore waits, between encoding and writing, until the chunks before it have their places. They were started
+before it, so they run or have ended: nobody waits in a circle. The file is the same at every number of threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.alignment import ALIGNMENT, padded
+from tierstore.archive import flow
+from tierstore.archive.gather import Content, OpenFiles
+from tierstore.archive.index import archive_index
+from tierstore.archive.publish import Publication
+from tierstore.archive.sources import Source
+from tierstore.config import Codec
+from tierstore.errors import ClosedError, ConfigError
+from tierstore.io.backend import Backend
+from tierstore.pack.archive import (
+    Archive,
+    ArchiveGroup,
+    archive_header,
+    archive_layout,
+    back_to_back,
+    chunk_count,
+)
+from tierstore.pack.codecs import checksum, checksum_bytes, codec_for
+from tierstore.pack.layout import DTYPE_BITS
+from tierstore.plan.order import execution_order, share_out
+
+Bytes = npt.NDArray[np.uint8]
+
+CHUNK_BYTES = 8 * 2**20
+_CODEC_ROOM = {Codec.NONE: 0}
+"""Chunks that a codec allocates while it works; 2 unless said here."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackOptions:
+    """What a person may choose.
+
+    Attributes:
+        shards: files; None is one for each destination.
+        memory_bytes: the most that this process may take.
+    """
+
+    destinations: tuple[Path, ...]
+    codec: Codec = Codec.NONE
+    shards: int | None = None
+    memory_bytes: int = 2**30
+    chunk_bytes: int = CHUNK_BYTES
+    overwrite: bool = False
+
+    @property
+    def files(self) -> int:
+        return self.shards or len(self.destinations)
+
+    def __post_init__(self) -> None:
+        if self.files < len(self.destinations):
+            raise ConfigError(f"--shards {self.files} is fewer than the {len(self.destinations)} destinations")
+        if len({path.absolute() for path in self.destinations}) < len(self.destinations):
+            raise ConfigError("a destination is given twice")
+        if self.names_a_file and self.files > 1:
+            raise ConfigError(
+                f"{self.files} files do not go into {self.destinations[0]}: give directories, not names that end in "
+                ".safetensors"
+            )
+
+    @property
+    def names_a_file(self) -> bool:
+        return any(path.suffix == ".safetensors" for path in self.destinations)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What was written."""
+
+    files: tuple[Path, ...]
+    archives: tuple[Archive, ...]
+
+    @property
+    def groups(self) -> list[ArchiveGroup]:
+        """In execution order."""
+        return sorted((group for one in self.archives for group in one.groups), key=lambda group: group.position)
+
+
+Codecs = Mapping[str, Codec]
+"""By dtype."""
+
+
+def plan_groups(source: Source, codecs: Codecs, chunk_bytes: int) -> tuple[list[ArchiveGroup], str]:
+    """The groups of a checkpoint in execution order, nothing stored yet, and the reason of that order.
+
+    A group of tensors of several dtypes becomes several: a codec works on elements of one width.
+    """
+    order = execution_order(source.tensors, source.config)
+    groups = []
+    for ordered in order.groups:
+        by_dtype: dict[str, list[str]] = defaultdict(list)
+        for name in ordered.tensors:
+            by_dtype[source.tensors[name].spec.dtype].append(name)
+        for dtype, names in sorted(by_dtype.items(), key=lambda item: -DTYPE_BITS.get(item[0], 0)):
+            tensors = back_to_back([source.tensors[name].spec for name in names])
+            content_bytes = tensors[-1].end
+            codec = codecs.get(dtype, Codec.NONE) if content_bytes else Codec.NONE
+            lengths = [
+                min(chunk_bytes, content_bytes - number * chunk_bytes)
+                for number in range(chunk_count(content_bytes, chunk_bytes))
+            ]
+            title = ordered.name if len(by_dtype) == 1 else f"{ordered.name} {dtype}"
+            item_bytes = max(1, DTYPE_BITS[dtype] // 8)
+            groups.append(ArchiveGroup(title, len(groups), codec, item_bytes, tensors, tuple((n, 0) for n in lengths)))
+    return groups, order.reason
+
+
+def pack(
+    source: Source,
+    options: PackOptions,
+    codecs: Codecs,
+    *,
+    backend: Backend | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Packed:
+    """Write the packs of `source`.
+
+    Args:
+        codecs: for each dtype that is not to be stored raw.
+        progress: told of content bytes as they are written, from another thread.
+
+    Raises:
+        ConfigError: a destination cannot be used; nothing was changed.
+        StorageFull: a disk is too small; said before anything is written.
+        FormatError, StorageError: the source is damaged, or the system refused; nothing is left behind.
+    """
+    backend = backend or Backend()
+    groups, reason = plan_groups(source, codecs, options.chunk_bytes)
+    shares = share_out([group.stored_bytes for group in groups], len(options.destinations), options.files)
+    archives = [
+        Archive("0" * 16, number, options.files, options.chunk_bytes, reason, tuple(groups[i] for i in share), {})
+        for number, share in enumerate(shares)
+    ]
+    archives = [replace(one, aliases=_aliases_in(one, source)) for one in archives]
+    jobs_room = _room(options, groups)
+    destination = _destination(options)
+    with Publication(destination, options.files, backend, overwrite=options.overwrite) as publication:
+        writers = [
+            _Writer(archive, dict(source.metadata), path) for archive, path in zip(archives, publication.temporaries)
+        ]
+        publication.begin([writer.file_bytes for writer in writers])
+        with OpenFiles(backend) as sources, OpenFiles(backend, writable=True) as targets:
+            job = _Job(source, sources, targets)
+            flow.run(
+                _in_execution_order(writers), job, jobs_room, done=lambda task, _: progress(task.content_bytes)
+            )
+            identity = _identity(writer.finished("0" * 16) for writer in writers)
+            for writer in writers:
+                writer.finish(identity, targets, backend)
+        finished = tuple(writer.finished(identity) for writer in writers)
+        files = publication.commit(*archive_index(finished, [writer.data_bytes for writer in writers]))
+    return Packed(tuple(files), finished)
+
+
+def _destination(options: PackOptions) -> Path | list[Path]:
+    if options.names_a_file:
+        return options.destinations[0]
+    return list(options.destinations)
+
+
+def _room(options: PackOptions, groups: Sequence[ArchiveGroup]) -> flow.Room:
+    largest = max((stored for group in groups for stored, _ in group.chunks), default=0)
+    chunk_bytes = padded(max(largest, 1))
+    beside = max((_CODEC_ROOM.get(group.codec, 2) for group in groups), default=0) * chunk_bytes
+    return flow.room(options.memory_bytes, 2 * chunk_bytes + 2 * ALIGNMENT, beside_bytes=beside)
+
+
+def _aliases_in(archive: Archive, source: Source) -> dict[str, str]:
+    names = {entry.name for group in archive.groups for entry in group.tensors}
+    return {alias: name for alias, name in sorted(source.aliases.items()) if name in names}
+
+
+def _identity(archives: Iterator[Archive]) -> str:
+    """Follows from the content: of two equal packs, and of no others."""
+    return f"{checksum_bytes(repr([archive.groups for archive in archives]).encode()):016x}"
+
+
+@dataclass(eq=False)
+class _Writer:
+    """One file while it is written.
+
+    Attributes:
+        chunks: what is stored, by group and number.
+    """
+
+    archive: Archive
+    metadata: dict[str, str]
+    path: Path
+    chunks: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        layout = archive_layout(self.archive, self.metadata)
+        self.data_start = layout.data_start
+        self.file_bytes = layout.file_bytes
+        self._end = self.data_start
+        self._next = 0
+        self._turn = threading.Condition()
+        self._is_broken = False
+
+    @property
+    def data_bytes(self) -> int:
+        return self._end - self.data_start
+
+    def place(self, number: int, stored_bytes: int) -> int:
+        """Where chunk `number` of the file is written. Blocks: see [Note: turns]."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._next == number or self._is_broken)
+            if self._is_broken:
+                raise ClosedError(f"{self.path} was given up")
+            offset, self._end = self._end, self._end + padded(stored_bytes)
+            self._next += 1
+            self._turn.notify_all()
+            return offset
+
+    def give_up(self) -> None:
+        with self._turn:
+            self._is_broken = True
+            self._turn.notify_all()
+
+    def finished(self, identity: str) -> Archive:
+        """What the file holds, now that all chunks are written."""
+        groups = tuple(
+            replace(group, chunks=tuple(self.chunks[group.position, number] for number in range(len(group.chunks))))
+            for group in self.archive.groups
+        )
+        return replace(self.archive, identity=identity, groups=groups)
+
+    def finish(self, identity: str, targets: OpenFiles, backend: Backend) -> None:
+        """Write the header, last: before it, the file is no pack."""
+        header = archive_header(self.finished(identity), self.metadata, self.data_start)
+        backend.truncate(self.path, self._end)
+        file = targets(self.path)
+        room = np.empty(len(header) + ALIGNMENT, np.uint8)
+        room = room[-room.ctypes.data % ALIGNMENT :][: len(header)]
+        room[:] = np.frombuffer(header, np.uint8)
+        file.write_from(room, 0)
+        file.datasync()
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One chunk: `number` counts those of a group, `turn` those of its file."""
+
+    writer: _Writer
+    group: ArchiveGroup
+    number: int
+    turn: int
+
+    @property
+    def content_bytes(self) -> int:
+        return self.group.chunks[self.number][0]
+
+
+def _in_execution_order(writers: Sequence[_Writer]) -> Iterator[_Task]:
+    """Chunks of all files, in the order in which a step uses them: consecutive groups lie on different disks."""
+    turns = dict.fromkeys(map(id, writers), 0)
+    groups = [(group, writer) for writer in writers for group in writer.archive.groups]
+    for group, writer in sorted(groups, key=lambda item: item[0].position):
+        for number in range(len(group.chunks)):
+            yield _Task(writer, group, number, turns[id(writer)])
+            turns[id(writer)] += 1
+
+
+class _Job:
+    """Gather, encode, checksum and write one chunk, in one hop."""
+
+    def __init__(self, source: Source, sources: OpenFiles, targets: OpenFiles) -> None:
+        self._source = source
+        self._sources = sources
+        self._targets = targets
+        self._contents: dict[int, Content] = {}
+
+    def __call__(self, task: _Task, buffer: Bytes) -> None:
+        try:
+            self._run(task, buffer)
+        except BaseException:
+            task.writer.give_up()
+            raise
+
+    def _run(self, task: _Task, buffer: Bytes) -> None:
+        size = task.content_bytes
+        chunk, scratch = buffer[: padded(size)], buffer[padded(size) :]
+        begin = task.number * task.writer.archive.chunk_bytes
+        self._content(task.group).read(self._sources, begin, chunk[:size], scratch)
+        stored, stored_bytes = chunk, size
+        if task.group.codec is not Codec.NONE:
+            encoded = codec_for(task.group.codec).encode(chunk[:size], scratch[:size])
+            if padded(encoded) < padded(size):
+                stored, stored_bytes = scratch, encoded
+        stored[stored_bytes : padded(stored_bytes)] = 0
+        stored = stored[: padded(stored_bytes)]
+        row = stored_bytes, checksum(stored)
+        offset = task.writer.place(task.turn, stored_bytes)
+        self._targets(task.writer.path).write_from(stored, offset)
+        task.writer.chunks[task.group.position, task.number] = row
+
+    def _content(self, group: ArchiveGroup) -> Content:
+        content = self._contents.get(group.position)
+        if content is None:  # two threads may make it: they are equal
+            content = Content([p for entry in group.tensors for p in self._source.tensors[entry.name].pieces])
+            self._contents[group.position] = content
+        return content

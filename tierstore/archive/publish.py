@@ -1,0 +1,230 @@
+"""Files that appear whole, or not at all: one, or several with an index that names them.
+
+Scope: temporary names, room on the disks, leftovers of a killed writer, renames and the index.
+Not here: what the files hold (`packing.py`, `unpacking.py`).
+Owner: a `Publication` holds a lock on each of its temporary files until it is closed.
+
+[Note: publication] Everything is written as `NAME.partial` and fsynced. One file is then renamed. Of several, the index
+is written as `INDEX.partial`, fsynced, the files are renamed, the directories fsynced, and the index is renamed last:
+without it there is no checkpoint. A killed writer leaves `.partial` files, which carry no lock any more, and perhaps
+files that `INDEX.partial` names and `INDEX` does not: the next writer into the directory removes both. Names of files
+of an index hold the identity of their content, so files of two checkpoints never meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tierstore.archive.sources import INDEX, SINGLE, weight_map
+from tierstore.config import format_size
+from tierstore.errors import ConfigError, StorageError, StorageFull, TierstoreError
+from tierstore.io.backend import Backend, storage_error
+
+PARTIAL = ".partial"
+_LEFTOVER = re.compile(rf"(model-\d{{5}}-of-\d{{5}}\.safetensors|{re.escape(SINGLE)}){re.escape(PARTIAL)}")
+
+
+class Publication(contextlib.ExitStack):
+    """The writing of one checkpoint.
+
+    Args:
+        destination: a file, or the directories over which `files` files are striped; the index stands in the first.
+    """
+
+    def __init__(
+        self, destination: Path | Sequence[Path], files: int, backend: Backend, *, overwrite: bool = False
+    ) -> None:
+        super().__init__()
+        self._backend = backend
+        self._overwrite = overwrite
+        self.single = destination if isinstance(destination, Path) else None
+        self.directories = [destination.parent] if isinstance(destination, Path) else list(destination)
+        if isinstance(destination, Path):
+            self.temporaries = [_partial(destination)]
+        else:
+            self.temporaries = [
+                self._directory(i) / f"model-{i + 1:05d}-of-{files:05d}.safetensors{PARTIAL}" for i in range(files)
+            ]
+
+    def _directory(self, file: int) -> Path:
+        return self.directories[file % len(self.directories)]
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Make the temporary files, at full size.
+
+        Raises:
+            ConfigError: the destination is there already, or another process writes it.
+            StorageFull: a disk is too small; nothing was written.
+        """
+        self._refuse_existing()
+        for directory in self.directories:
+            with _mapped("making", directory):
+                directory.mkdir(parents=True, exist_ok=True)
+        self._clear_leftovers()
+        check_room(dict(zip(self.temporaries, sizes)))
+        for path, size in zip(self.temporaries, sizes):
+            self._lock(path)
+            self.callback(self._discard, path)
+            self._backend.truncate(path, 0)
+            if size:
+                self._backend.allocate(path, size)
+
+    def commit(self, names: Sequence[str] = (), index: bytes = b"") -> list[Path]:
+        """Make what was written the checkpoint; its bytes are durable already, of each file and in this order.
+
+        Args:
+            names: of the files of `index`, final ones.
+
+        Returns:
+            The files.
+        """
+        if self.single is not None:
+            self._backend.replace(self.temporaries[0], self.single)
+            self._backend.sync_directory(self.single.parent)
+            if self.single.name == SINGLE:
+                self._remove_indexed(self.single.parent / INDEX)
+            return [self.single]
+        first = self.directories[0]
+        old = self._named(first / INDEX)
+        finals = [self._directory(number) / name for number, name in enumerate(names)]
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._discard, _partial(first / INDEX))
+            self._write(_partial(first / INDEX), index)
+            for temporary, final in zip(self.temporaries, finals):
+                if final not in old:
+                    undo.callback(self._discard, final)
+                self._backend.replace(temporary, final)
+            for directory in self.directories:
+                self._backend.sync_directory(directory)
+            self._backend.replace(_partial(first / INDEX), first / INDEX)
+            undo.pop_all()
+        self._backend.sync_directory(first)
+        for path in {*old, first / SINGLE} - set(finals):
+            self._remove(path)
+        return finals
+
+    def _refuse_existing(self) -> None:
+        there = [self.single] if self.single is not None else [self.directories[0] / INDEX, self.directories[0] / SINGLE]
+        for path in there:
+            if path.is_dir():
+                raise ConfigError(f"{path} is a directory; a file was to be written")
+            if path.exists() and not self._overwrite:
+                raise ConfigError(f"{path} is there already; give another destination, or --overwrite to replace it")
+        for directory in self.directories:
+            if directory.exists() and not directory.is_dir():
+                raise ConfigError(f"{directory} is not a directory")
+
+    def _clear_leftovers(self) -> None:
+        """See [Note: publication]."""
+        first = self.directories[0]
+        if self.single is None and _partial(first / INDEX).exists():
+            for path in self._named(_partial(first / INDEX)) - self._named(first / INDEX):
+                self._remove(path)
+            self._remove(_partial(first / INDEX))
+        if self.single is not None:
+            return
+        for directory in self.directories:
+            for name in self._backend.names(directory):
+                path = directory / name
+                if _LEFTOVER.fullmatch(name) and path not in self.temporaries and _is_abandoned(path):
+                    self._remove(path)
+
+    def _named(self, index: Path) -> set[Path]:
+        """Files that an index names, in any of the directories."""
+        if not index.exists():
+            return set()
+        try:
+            names = set(weight_map(index).values())
+        except TierstoreError:  # cut short by the kill: then nothing was renamed
+            return set()
+        return {directory / name for directory in self.directories for name in names}
+
+    def _remove_indexed(self, index: Path) -> None:
+        for path in [index, *self._named(index)] if index.exists() else []:
+            self._remove(path)
+
+    def _lock(self, path: Path) -> None:
+        descriptor = _lock(path)
+        if descriptor is None:
+            raise ConfigError(f"another process writes {path}; wait for it, or give another destination")
+        self.callback(os.close, descriptor)
+
+    def _discard(self, path: Path) -> None:
+        with contextlib.suppress(StorageError):  # the first error is the one to tell
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        if path.exists():
+            self._backend.remove(path)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        with _mapped(f"write of {len(data)} B", path), open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            self._backend.fsync_file(file.fileno(), path)
+
+
+def check_room(sizes: Mapping[Path, int]) -> None:
+    """Whether the disks of these files, whose directories are there, have the room.
+
+    Raises:
+        StorageFull: says how much is missing where.
+    """
+    needed: dict[int, int] = defaultdict(int)
+    where: dict[int, Path] = {}
+    for path, size in sizes.items():
+        with _mapped("looking at", path.parent):
+            device = os.stat(path.parent).st_dev
+        # What a killed writer left there is written over.
+        needed[device] += size - (path.stat().st_blocks * 512 if path.exists() else 0)
+        where[device] = path.parent
+    for device, size in needed.items():
+        free = shutil.disk_usage(where[device]).free
+        if size > free:
+            raise StorageFull(
+                f"the disk of {where[device]} is too small: {size} B ({format_size(size)}) are needed, {free} B "
+                f"({format_size(free)}) are free; nothing was written"
+            )
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + PARTIAL)
+
+
+def _is_abandoned(path: Path) -> bool:
+    descriptor = _lock(path)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the lock of a file, which is made if it is not there; None: another process has it."""
+    with _mapped("lock", path):
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            with contextlib.ExitStack() as closing:
+                closing.callback(os.close, descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return None
+                if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                    closing.pop_all()
+                    return descriptor
+                # else removed by its owner between our open and our lock
+
+
+@contextlib.contextmanager
+def _mapped(action: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, action, path) from error

@@ -1,0 +1,167 @@
+"""Checkpoints as lists of tensors and the places of their bytes in files.
+
+Scope: what a path holds; safetensors files, sharded with an index or not. Reads headers, never data.
+Not here: files of torch (`torch_files.py`, `distributed.py`, imported when a path is one), reading data (`gather.py`).
+Owner: none; plain records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierstore.errors import FormatError, StorageError
+from tierstore.io.backend import storage_error
+from tierstore.pack.archive import ARCHIVE_KEY
+from tierstore.pack.layout import PAD_KEY, SEAL_KEY, TensorSpec
+from tierstore.pack.strict_json import parse_json
+from tierstore.pack.validate import Header, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_DISTRIBUTED = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a file."""
+
+    path: Path
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor whose bytes, in row-major order, are `pieces` one after the other."""
+
+    spec: TensorSpec
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint.
+
+    Attributes:
+        kind: what it is, as a person reads it.
+        aliases: further names of a tensor, with the name under which it is in `tensors`.
+        config: config.json beside it, of Hugging Face.
+        metadata: of its headers.
+    """
+
+    path: Path
+    kind: str
+    tensors: dict[str, SourceTensor]
+    aliases: dict[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def open_source(path: Path) -> Source:
+    """The checkpoint at `path`: a file, or a directory as Hugging Face or torch's distributed checkpoint writes it.
+
+    Raises:
+        StorageError: there is no such file, or it cannot be read.
+        FormatError: it is no checkpoint, or a damaged one.
+    """
+    if not path.exists():
+        raise StorageError(f"there is no {path}")
+    if path.is_dir():
+        return _directory(path)
+    if path.suffix in _TORCH_SUFFIXES:
+        from tierstore.archive.torch_files import torch_source
+
+        return torch_source(path, [path], _config(path.parent))
+    return _safetensors_source(path, {path: read_header(path)}, "safetensors file")
+
+
+def _directory(path: Path) -> Source:
+    if (path / SINGLE).is_file():
+        return _safetensors_source(path, {path / SINGLE: read_header(path / SINGLE)}, "safetensors checkpoint")
+    if (path / INDEX).is_file():
+        return _indexed(path)
+    if (path / _DISTRIBUTED).is_file():
+        from tierstore.archive.distributed import distributed_source
+
+        return distributed_source(path)
+    for name, is_index in ((_TORCH_SINGLE, False), (_TORCH_INDEX, True)):
+        if (path / name).is_file():
+            from tierstore.archive.torch_files import torch_source
+
+            files = sorted(set(weight_map(path / name).values())) if is_index else [name]
+            return torch_source(path, [path / file for file in files], _config(path))
+    raise FormatError(
+        f"{path} holds no checkpoint: none of {SINGLE}, {INDEX}, {_TORCH_SINGLE}, {_TORCH_INDEX} and {_DISTRIBUTED}"
+    )
+
+
+def _indexed(path: Path) -> Source:
+    by_file: dict[str, list[str]] = {}
+    for name, file in weight_map(path / INDEX).items():
+        by_file.setdefault(file, []).append(name)
+    headers = {path / file: _present(path / file) for file in sorted(by_file)}
+    for file, names in by_file.items():
+        there = headers[path / file].tensors
+        if absent := [name for name in names if name not in there]:
+            raise FormatError(f"{path / file} lacks {len(absent)} tensors that {INDEX} puts there: {absent[0]!r:.90}")
+    return _safetensors_source(path, headers, f"safetensors checkpoint in {len(headers)} shards")
+
+
+def _present(path: Path) -> Header:
+    if not path.exists():
+        raise FormatError(f"{path} is missing: {INDEX} names it")
+    return read_header(path)
+
+
+def _safetensors_source(path: Path, headers: Mapping[Path, Header], kind: str) -> Source:
+    tensors: dict[str, SourceTensor] = {}
+    metadata: dict[str, str] = {}
+    for file, header in headers.items():
+        if ARCHIVE_KEY in header.metadata:
+            raise FormatError(f"{file} is a pack; unpack it first, or use it as it is")
+        for name, entry in header.tensors.items():
+            if name in tensors:
+                raise FormatError(f"tensor {name!r:.90} stands in two files of {path}; one of them is {file.name}")
+            piece = Piece(file, header.data_start + entry.begin, entry.end - entry.begin)
+            tensors[name] = SourceTensor(TensorSpec(name, entry.dtype, entry.shape), (piece,))
+        metadata |= own_metadata(header.metadata)
+    return Source(path, kind, tensors, config=_config(path if path.is_dir() else path.parent), metadata=metadata)
+
+
+def own_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Without what tierstore keeps there."""
+    return {key: value for key, value in metadata.items() if key not in (ARCHIVE_KEY, PAD_KEY, SEAL_KEY)}
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """File name by tensor name, from an index.
+
+    Raises:
+        FormatError: it is none.
+    """
+    files = _json(path).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise FormatError(f"{path}: no weight_map of names to files")
+    for file in files.values():
+        if Path(file).name != file:
+            raise FormatError(f"{path}: {file!r:.90} is not a plain file name")
+    return files
+
+
+def _config(directory: Path) -> Mapping[str, Any] | None:
+    return _json(directory / CONFIG) if (directory / CONFIG).is_file() else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise storage_error(error, "read", path) from error
+    content = parse_json(data, str(path))
+    return content if isinstance(content, dict) else {}

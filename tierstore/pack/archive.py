@@ -1,0 +1,338 @@
+"""What an archive pack says of its own data: groups in execution order, and length, codec and checksum of each chunk.
+
+Scope: the table in `__metadata__["tierstore"]` as text, strictly read back and checked against the header around it.
+Not here: reading or writing data (`archive/`); slot packs, whose records stand in a manifest (`store/`).
+Owner: none; pure functions on plain records.
+
+[Note: chunks of an archive] The data of a pack are its groups, back to back; a group is its chunks, back to back, each
+padded with zeros to a multiple of 4096. A chunk holds `chunk_bytes` of the group's content, the last one what is left.
+Its checksum covers the padding too, and the header is sealed: so each byte of the file is covered by one of them. With
+codec "none" a group's tensors are tensors of the file; else its chunks are one U8 tensor, and the table says what
+tensors they hold. A chunk whose stored length is that of its content is raw, whatever the codec.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tierstore.alignment import ALIGNMENT, padded
+from tierstore.config import Codec
+from tierstore.errors import FormatError
+from tierstore.pack.layout import (
+    Extent,
+    Layout,
+    TensorEntry,
+    TensorSpec,
+    build_header,
+    check_contiguous,
+    check_name,
+    lay_out,
+    quoted,
+    tensor_bytes,
+)
+from tierstore.pack.strict_json import parse_json
+from tierstore.pack.validate import Header
+
+ARCHIVE_KEY = "tierstore"
+VERSION = 1
+_LARGEST_CHUNK_BYTES = 2**25
+_CHUNKS = "__chunks__"
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveChunk:
+    """A chunk as it is stored; `offset` counts from the start of the file."""
+
+    content_bytes: int
+    offset: int
+    stored_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveGroup:
+    """A group of tensors of one dtype.
+
+    Attributes:
+        position: its place in the execution order of the whole archive, whichever file it is in.
+        item_bytes: of an element, for codecs that shuffle.
+        tensors: `begin` and `end` count from the start of the group's content.
+        chunks: length and checksum of what is stored, (0, 0) while unknown.
+    """
+
+    name: str
+    position: int
+    codec: Codec
+    item_bytes: int
+    tensors: tuple[TensorEntry, ...]
+    chunks: tuple[tuple[int, int], ...]
+
+    @property
+    def content_bytes(self) -> int:
+        return self.tensors[-1].end
+
+    @property
+    def stored_bytes(self) -> int:
+        """What the group takes in the file."""
+        return sum(padded(stored) for stored, _ in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """One file of an archive.
+
+    Attributes:
+        identity: equal in all its files, 16 hexadecimal digits.
+        shard: which of `shards` files this is, from 0.
+        order: where the execution order comes from, as a person reads it.
+        aliases: further names of a tensor, with the name under which it is stored in this file.
+    """
+
+    identity: str
+    shard: int
+    shards: int
+    chunk_bytes: int
+    order: str
+    groups: tuple[ArchiveGroup, ...]
+    aliases: dict[str, str]
+
+    def chunks(self, data_start: int) -> Iterator[tuple[ArchiveGroup, int, ArchiveChunk]]:
+        """Every chunk in file order, with its group and where it begins in that group's content."""
+        offset = data_start
+        for group in self.groups:
+            for number, (stored_bytes, checksum) in enumerate(group.chunks):
+                begin = number * self.chunk_bytes
+                content_bytes = min(self.chunk_bytes, group.content_bytes - begin)
+                yield group, begin, ArchiveChunk(content_bytes, offset, stored_bytes, checksum)
+                offset += padded(stored_bytes)
+
+
+def back_to_back(tensors: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:
+    """Tensors with their places in the content of a group."""
+    entries, position = [], 0
+    for spec in tensors:
+        end = position + tensor_bytes(spec.name, spec.dtype, spec.shape)
+        entries.append(TensorEntry(spec.name, spec.dtype, spec.shape, position, end))
+        position = end
+    return tuple(entries)
+
+
+def chunk_count(content_bytes: int, chunk_bytes: int) -> int:
+    return -(-content_bytes // chunk_bytes)
+
+
+def archive_layout(archive: Archive, metadata: dict[str, str]) -> Layout:
+    """Where everything stands in the file, by the lengths that the chunks have now, header included.
+
+    A header of the same tensors with shorter chunks is never longer, see `archive_header`.
+    """
+    encoded = _encoded_prefix(archive.groups)
+    extents = [Extent(str(group.position), _as_stored(group, encoded)) for group in archive.groups]
+    return lay_out(extents, {**metadata, ARCHIVE_KEY: _text(archive)}, seal=True)
+
+
+def archive_header(archive: Archive, metadata: dict[str, str], data_start: int) -> bytes:
+    """The header of a file whose data begin at `data_start`.
+
+    Raises:
+        FormatError: it does not end there.
+    """
+    layout = archive_layout(archive, metadata)
+    return build_header(layout.entries, layout.metadata, data_start=data_start, seal=True)
+
+
+def read_archive(header: Header, source: str) -> Archive | None:
+    """The checked table of a pack; None: the file has none, it is an ordinary safetensors file.
+
+    Raises:
+        FormatError: it is not one that this release reads, or does not fit the header.
+    """
+    text = header.metadata.get(ARCHIVE_KEY)
+    if text is None:
+        return None
+    try:
+        archive = _parsed(parse_json(text, "its table of chunks"))
+        _check_against(archive, header)
+    except FormatError as error:
+        raise type(error)(f"{source}: {error}") from None
+    return archive
+
+
+def _as_stored(group: ArchiveGroup, encoded: str) -> tuple[TensorSpec, ...]:
+    if group.codec is Codec.NONE:
+        return tuple(TensorSpec(entry.name, entry.dtype, entry.shape) for entry in group.tensors)
+    return (TensorSpec(f"{encoded}{group.position}", "U8", (group.stored_bytes,)),)
+
+
+def _encoded_prefix(groups: Sequence[ArchiveGroup]) -> str:
+    prefix = _CHUNKS
+    while any(entry.name.startswith(prefix) for group in groups for entry in group.tensors):
+        prefix += "_"
+    return prefix
+
+
+def _text(archive: Archive) -> str:
+    body = {
+        "version": VERSION,
+        "archive": archive.identity,
+        "shard": archive.shard,
+        "shards": archive.shards,
+        "chunk_bytes": archive.chunk_bytes,
+        "order": archive.order,
+        "aliases": archive.aliases,
+        "groups": [
+            {
+                "name": group.name,
+                "position": group.position,
+                "codec": group.codec.value,
+                "item_bytes": group.item_bytes,
+                "tensors": [[entry.name, entry.dtype, list(entry.shape)] for entry in group.tensors],
+                "chunks": [[stored_bytes, f"{checksum:016x}"] for stored_bytes, checksum in group.chunks],
+            }
+            for group in archive.groups
+        ],
+    }
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+
+
+def _parsed(body: Any) -> Archive:
+    version = body.get("version") if isinstance(body, dict) else None
+    if version != VERSION:
+        raise FormatError(f"an archive of version {version!r:.40}; this release reads version {VERSION}")
+    keys = ("version", "archive", "shard", "shards", "chunk_bytes", "order", "aliases", "groups")
+    _, identity, shard, shards, chunk_bytes, order, aliases, groups = _values(body, keys, "its table")
+    shards = _number(shards, 1, 2**20, "shards")
+    return Archive(
+        f"{_checksum(identity):016x}",
+        _number(shard, 0, shards - 1, "shard"),
+        shards,
+        _chunk_bytes(chunk_bytes),
+        _string(order, "order"),
+        tuple(_group(item, chunk_bytes) for item in _list(groups, "groups")),
+        _aliases(aliases),
+    )
+
+
+def _group(item: Any, chunk_bytes: int) -> ArchiveGroup:
+    keys = ("name", "position", "codec", "item_bytes", "tensors", "chunks")
+    name, position, codec, item_bytes, tensors, chunks = _values(item, keys, "a group")
+    name = _string(name, "the name of a group")
+    if codec not in [known.value for known in Codec]:
+        raise FormatError(
+            f"group {quoted(name)} has the codec {quoted(str(codec))}, which this release does not know; it knows "
+            + ", ".join(known.value for known in Codec)
+        )
+    entries = back_to_back([_tensor(tensor) for tensor in _list(tensors, "tensors")])
+    if not entries:
+        raise FormatError(f"group {quoted(name)} has no tensors")
+    rows = [_values(chunk, None, "a chunk") for chunk in _list(chunks, "chunks")]
+    if len(rows) != chunk_count(entries[-1].end, chunk_bytes):
+        raise FormatError(f"group {quoted(name)} of {entries[-1].end} B has {len(rows)} chunks of {chunk_bytes} B")
+    stored = []
+    for number, row in enumerate(rows):
+        if len(row) != 2:
+            raise FormatError(f"a chunk of group {quoted(name)} is {len(row)} values, not 2")
+        most = min(chunk_bytes, entries[-1].end - number * chunk_bytes)
+        least = most if codec == Codec.NONE.value else 1
+        stored.append((_number(row[0], least, most, f"a chunk of group {quoted(name)}"), _checksum(row[1])))
+    return ArchiveGroup(
+        name,
+        _number(position, 0, 2**31, "position"),
+        Codec(codec),
+        _number(item_bytes, 1, 16, "item_bytes"),
+        entries,
+        tuple(stored),
+    )
+
+
+def _tensor(item: Any) -> TensorSpec:
+    values = _values(item, None, "a tensor")
+    if len(values) != 3:
+        raise FormatError(f"a tensor is {len(values)} values, not name, dtype and shape")
+    name, dtype, shape = _string(values[0], "a name"), _string(values[1], "a dtype"), _list(values[2], "a shape")
+    check_name(name)
+    return TensorSpec(name, dtype, tuple(_number(size, 0, 2**63 - 1, "a shape") for size in shape))
+
+
+def _check_against(archive: Archive, header: Header) -> None:
+    """The table describes this very file: what is where follows from it, and is what the header says."""
+    tensors = [entry for group in archive.groups for entry in group.tensors]
+    names = {entry.name for entry in tensors}
+    if len(names) != len(tensors):
+        raise FormatError(f"{len(tensors) - len(names)} tensors stand in two groups")
+    for alias, name in archive.aliases.items():
+        if name not in names or alias in names:
+            raise FormatError(f"the name {quoted(alias)} stands for {quoted(name)}: that is not a tensor, or it is one")
+    positions = [group.position for group in archive.groups]
+    if positions != sorted(set(positions)):
+        raise FormatError("the groups are not in their order")
+    encoded, begin, expected = _encoded_prefix(archive.groups), 0, []
+    for group in archive.groups:
+        position = begin
+        for spec in _as_stored(group, encoded):
+            end = position + tensor_bytes(spec.name, spec.dtype, spec.shape)
+            expected.append(TensorEntry(spec.name, spec.dtype, spec.shape, position, end))
+            position = end
+        begin += group.stored_bytes
+    for entry in expected:
+        if header.tensors.get(entry.name) != entry:
+            raise FormatError(f"tensor {quoted(entry.name)} is not where the table of chunks says, at {entry.begin}")
+    if len(header.tensors) != len(expected):
+        raise FormatError(f"{len(header.tensors)} tensors, of which the table of chunks knows {len(expected)}")
+    if header.data_start % ALIGNMENT or header.data_start + begin != header.file_bytes:
+        raise FormatError(
+            f"the chunks end at byte {header.data_start + begin}, but the file has {header.file_bytes} B"
+        )
+    check_contiguous(list(header.entries.values()))
+
+
+def _values(item: Any, keys: tuple[str, ...] | None, what: str) -> list[Any]:
+    """The values of an object that has exactly these keys; or of a list, without keys."""
+    if keys is None:
+        return _list(item, what)
+    if not isinstance(item, dict) or item.keys() != set(keys):
+        raise FormatError(f"{what} is not an object of {', '.join(keys)}")
+    return [item[key] for key in keys]
+
+
+def _aliases(item: Any) -> dict[str, str]:
+    if not isinstance(item, dict):
+        raise FormatError(f"aliases is a {type(item).__name__}, not an object")
+    for alias, name in item.items():
+        check_name(alias)
+        _string(name, "an alias")
+    return item
+
+
+def _list(item: Any, what: str) -> list[Any]:
+    if not isinstance(item, list):
+        raise FormatError(f"{what} is a {type(item).__name__}, not a list")
+    return item
+
+
+def _string(item: Any, what: str) -> str:
+    if not isinstance(item, str):
+        raise FormatError(f"{what} is a {type(item).__name__}, not text")
+    return item
+
+
+def _number(item: Any, least: int, most: int, what: str) -> int:
+    if type(item) is not int or not least <= item <= most:  # isinstance would let `true` through
+        raise FormatError(f"{what} is {item!r:.40}, not a number of {least} to {most}")
+    return item
+
+
+def _chunk_bytes(item: Any) -> int:
+    value = _number(item, ALIGNMENT, _LARGEST_CHUNK_BYTES, "chunk_bytes")
+    if value % ALIGNMENT:
+        raise FormatError(f"chunk_bytes is {value}, not a multiple of {ALIGNMENT}")
+    return value
+
+
+def _checksum(item: Any) -> int:
+    if not isinstance(item, str) or len(item) != 16 or not set(item) <= set("0123456789abcdef"):
+        raise FormatError(f"{item!r:.40} is not 16 hexadecimal digits")
+    return int(item, 16)
