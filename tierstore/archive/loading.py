@@ -1,0 +1,122 @@
+"""Packs into memory, as tensors of torch.
+
+Scope: `load_pack`. Not here: models (`train/loading.py`), verified reads (`reading.py`).
+Owner: each tensor keeps the memory of its group; that goes when the last of them is gone.
+
+[Note: in place] A group's memory is one mapping that asks for huge pages, and its raw chunks are read straight into
+their places there: no second copy, and no buffer. Encoded ones are read into a buffer and decoded to their places.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.alignment import padded
+from tierstore.archive import flow
+from tierstore.archive.dtypes import torch_dtype
+from tierstore.archive.gather import OpenFiles
+from tierstore.archive.opening import ArchiveFile, PlacedChunk, open_archive, placed_chunks
+from tierstore.archive.reading import read_content
+from tierstore.errors import ConfigError
+from tierstore.io.backend import Backend
+from tierstore.io.memory import HUGE_PAGE_BYTES
+from tierstore.pack.archive import ArchiveGroup
+from tierstore.pack.layout import TensorEntry
+
+Bytes = npt.NDArray[np.uint8]
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def load_pack(path: Paths, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a pack in CPU memory, every byte verified.
+
+    Reads go past the page cache, several at once. Tensors that were one in the checkpoint are one here.
+
+    Args:
+        path: a pack, a directory of packs, or all directories over which one is striped.
+        names: only these tensors; of the others only what shares a chunk with them is read.
+
+    Raises:
+        ConfigError: a name that the pack does not have.
+        ChecksumMismatch: names the damaged chunk and its tensors.
+        FormatError, StorageError: not a pack, or it cannot be read.
+    """
+    paths = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(one) for one in path]
+    files = open_archive(paths)
+    wanted = _wanted(files, names)
+    memory = {
+        group.position: _mapping(group)
+        for file in files
+        for group in file.archive.groups
+        if any(entry.name in wanted.values() for entry in group.tensors)
+    }
+    _fill(files, set(wanted.values()), memory)
+    entries = {
+        entry.name: (entry, memory[group.position])
+        for file in files
+        for group in file.archive.groups
+        if group.position in memory
+        for entry in group.tensors
+    }
+    tensors = {name: _tensor(*entries[name]) for name in dict.fromkeys(wanted.values())}
+    return {alias: tensors[name] for alias, name in wanted.items()}
+
+
+def _wanted(files: Sequence[ArchiveFile], names: Iterable[str] | None) -> dict[str, str]:
+    """By the names asked for, those under which the tensors are stored."""
+    known: dict[str, str] = {}
+    for file in files:
+        known |= {entry.name: entry.name for group in file.archive.groups for entry in group.tensors}
+        known |= file.archive.aliases
+    if names is None:
+        return known
+    asked = list(names)
+    if unknown := [name for name in asked if name not in known]:
+        raise ConfigError(f"{files[0].path} holds no tensor {unknown[0]!r:.90}; it holds {len(known)} others")
+    return {name: known[name] for name in asked}
+
+
+def _mapping(group: ArchiveGroup) -> Bytes:
+    """Memory for a group, at a huge-page boundary; what is never read takes none."""
+    size = padded(group.content_bytes)
+    if size < HUGE_PAGE_BYTES:
+        whole: Bytes = np.empty(size + 4096, np.uint8)
+        return whole[-whole.ctypes.data % 4096 :][:size]
+    mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(mapping, np.uint8)
+    return whole[-whole.ctypes.data % HUGE_PAGE_BYTES :][:size]
+
+
+def _fill(files: Sequence[ArchiveFile], wanted: Collection[str], memory: Mapping[int, Bytes]) -> None:
+    chunks = [
+        placed
+        for placed in placed_chunks(files)
+        if placed.group.position in memory and any(name in wanted for name in placed.tensors())
+    ]
+    encoded = [placed.chunk.content_bytes for placed in chunks if placed.chunk.stored_bytes < placed.chunk.content_bytes]
+    with OpenFiles(Backend()) as opened:
+
+        def read(placed: PlacedChunk, buffer: Bytes) -> None:
+            end = placed.begin + placed.chunk.content_bytes
+            destination = memory[placed.group.position][placed.begin : end]
+            if placed.chunk.stored_bytes == placed.chunk.content_bytes:
+                buffer = memory[placed.group.position][placed.begin : padded(end)]
+            read_content(opened, placed, buffer, destination)
+
+        flow.run(chunks, read, flow.Room(flow.THREADS, padded(max(encoded, default=1))))
+
+
+def _tensor(entry: TensorEntry, memory: Bytes) -> torch.Tensor:
+    dtype, shape = torch_dtype(entry.name, entry.dtype, entry.shape)
+    if entry.begin == entry.end:
+        return torch.empty(shape, dtype=dtype)
+    # Not a view of one tensor: each has a storage of its own size, over the shared memory, which it keeps.
+    return torch.frombuffer(memory[entry.begin : entry.end], dtype=torch.uint8).view(dtype).view(shape)

@@ -1,0 +1,135 @@
+"""Finding the files of an archive, and what each says of itself.
+
+Scope: one pack, or the directories of several with their index; all are there and belong together.
+Not here: their data (`reading.py`).
+Owner: none; plain records. Nothing stays open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.archive.index import check_index
+from tierstore.archive.sources import INDEX, SINGLE
+from tierstore.errors import FormatError, StorageError
+from tierstore.io.backend import storage_error
+from tierstore.pack.archive import Archive, ArchiveChunk, ArchiveGroup, read_archive
+from tierstore.pack.layout import SEAL_KEY, build_header
+from tierstore.pack.validate import Header, read_header
+
+
+@dataclass(frozen=True)
+class ArchiveFile:
+    """One pack of an archive."""
+
+    path: Path
+    header: Header
+    archive: Archive
+
+    def chunks(self) -> list[PlacedChunk]:
+        """In file order."""
+        return [PlacedChunk(self, *rest) for rest in self.archive.chunks(self.header.data_start)]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedChunk:
+    """A chunk, its file and its group; `begin` counts from the start of the group's content."""
+
+    file: ArchiveFile
+    group: ArchiveGroup
+    begin: int
+    chunk: ArchiveChunk
+
+    def tensors(self) -> list[str]:
+        """Those of which it holds bytes."""
+        end = self.begin + self.chunk.content_bytes
+        return [entry.name for entry in self.group.tensors if entry.begin < end and entry.end > self.begin]
+
+    def __str__(self) -> str:
+        names = self.tensors()
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return (
+            f"the chunk at byte {self.chunk.offset} of {self.file.path} (group {self.group.name}: "
+            f"{', '.join(f'{name!r:.90}' for name in names[:3])}{more})"
+        )
+
+
+def open_archive(paths: Sequence[Path]) -> list[ArchiveFile]:
+    """The files of an archive.
+
+    Args:
+        paths: a pack; or the directories over which it is striped, the one with the index first.
+
+    Raises:
+        FormatError: it is none, or damaged, or not all of it is there.
+        StorageError: it cannot be read.
+    """
+    first = paths[0]
+    if not first.exists():
+        raise StorageError(f"there is no {first}")
+    if first.is_dir() and not (first / SINGLE).is_file():
+        files = _indexed(first, paths)
+    else:
+        files = [_open(first / SINGLE if first.is_dir() else first)]
+    shards, identity = files[0].archive.shards, files[0].archive.identity
+    for number, file in enumerate(files):
+        if (file.archive.identity, file.archive.shards, file.archive.shard) != (identity, shards, number):
+            raise FormatError(
+                f"{file.path} is file {file.archive.shard + 1} of {file.archive.shards} of archive "
+                f"{file.archive.identity}, not file {number + 1} of {shards} of {identity}"
+            )
+    if len(files) != shards:
+        raise FormatError(f"{first} is one of {shards} files; give the directory that holds the index of them")
+    return files
+
+
+def placed_chunks(files: Sequence[ArchiveFile]) -> list[PlacedChunk]:
+    """Chunks of all files in execution order, so that all disks are read at once."""
+    every = [chunk for file in files for chunk in file.chunks()]
+    return sorted(every, key=lambda chunk: (chunk.group.position, chunk.begin))
+
+
+def check_header(file: ArchiveFile) -> None:
+    """Every byte of the header is as it was written: how it is spelled is covered by no checksum.
+
+    Raises:
+        FormatError: it is not.
+    """
+    metadata = {key: value for key, value in file.header.metadata.items() if key != SEAL_KEY}
+    expected = build_header(file.header.entries.values(), metadata, data_start=file.header.data_start, seal=True)
+    try:
+        with open(file.path, "rb") as opened:
+            found = opened.read(len(expected))
+    except OSError as error:
+        raise storage_error(error, "read of the header", file.path) from error
+    if found != expected:
+        raise FormatError(f"the header of {file.path} was changed after it was written, in its spelling only")
+
+
+def _indexed(first: Path, paths: Sequence[Path]) -> list[ArchiveFile]:
+    index = first / INDEX
+    if not index.is_file():
+        raise FormatError(f"{first} holds no pack: neither {SINGLE} nor {INDEX}")
+    try:
+        names = check_index(index.read_bytes(), str(index))
+    except OSError as error:
+        raise storage_error(error, "read", index) from error
+    files = []
+    for name in names:
+        there = [path / name for path in paths if (path / name).is_file()]
+        if not there:
+            raise FormatError(
+                f"{name} is in none of {', '.join(map(str, paths))}; give all directories of the archive"
+            )
+        files.append(_open(there[0]))
+    return files
+
+
+def _open(path: Path) -> ArchiveFile:
+    header = read_header(path)
+    archive = read_archive(header, str(path))
+    if archive is None or SEAL_KEY not in header.metadata:
+        raise FormatError(f"{path} is an ordinary safetensors file, not a pack of tierstore; make one of it by pack")
+    return ArchiveFile(path, header, archive)
