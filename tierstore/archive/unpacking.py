@@ -1,0 +1,225 @@
+"""Unpacking: packs back to what Hugging Face and torch read.
+
+Scope: safetensors, in one file or in shards with an index; what is common to all targets.
+Not here: the files of torch (`torch_files.py`), packs themselves (`reading.py`).
+Owner: `unpack` opens, locks and closes all that it uses.
+
+Each chunk of the pack is read once, verified, decoded and written to where its tensors stand in the target. Those
+places are aligned to nothing, so the target is written through the page cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.archive import flow
+from tierstore.archive.gather import OpenFiles
+from tierstore.archive.opening import ArchiveFile, PlacedChunk, placed_chunks
+from tierstore.archive.publish import Publication
+from tierstore.archive.reading import content_room, read_content
+from tierstore.archive.sources import INDEX, SINGLE, own_metadata
+from tierstore.errors import ConfigError
+from tierstore.io.backend import Backend, storage_error
+from tierstore.pack.archive import back_to_back
+from tierstore.pack.layout import DTYPE_BITS, TensorEntry, TensorSpec, build_header, tensor_bytes
+from tierstore.plan.order import natural_key
+
+Bytes = npt.NDArray[np.uint8]
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackOptions:
+    """What a person may choose.
+
+    Attributes:
+        destination: a `.safetensors` or torch file, or a directory.
+        shard_bytes: the most of one file in a directory, if one tensor is not larger.
+        memory_bytes: the most that this process may take.
+    """
+
+    destination: Path
+    shard_bytes: int = 5 * 10**9
+    memory_bytes: int = 2**30
+
+
+def unpack(
+    files: Sequence[ArchiveFile],
+    options: UnpackOptions,
+    *,
+    backend: Backend | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> list[Path]:
+    """Write the tensors of an archive as an ordinary checkpoint, bit for bit as they were packed.
+
+    A name that shares its tensor with another one shares it in a torch file, and has a copy in safetensors.
+
+    Args:
+        progress: told of content bytes as they are read, from another thread.
+
+    Returns:
+        The files written; an index comes last.
+
+    Raises:
+        ConfigError: the destination is there already.
+        StorageFull: the disk is too small; said before anything is written.
+        ChecksumMismatch, FormatError, StorageError: the pack is damaged, or the system refused; nothing is left.
+    """
+    room = content_room(placed_chunks(files), options.memory_bytes)
+    unpacking = _Unpacking(files, options, room, backend or Backend(), progress)
+    is_torch = options.destination.suffix in TORCH_SUFFIXES
+    return unpacking.as_torch_file() if is_torch else unpacking.as_safetensors()
+
+
+@dataclass(frozen=True)
+class _Unpacking:
+    files: Sequence[ArchiveFile]
+    options: UnpackOptions
+    room: flow.Room
+    backend: Backend
+    progress: Callable[[int], None]
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """What is stored, by name."""
+        groups = [group for file in self.files for group in file.archive.groups]
+        entries = [entry for group in groups for entry in group.tensors]
+        return {entry.name: TensorSpec(entry.name, entry.dtype, entry.shape) for entry in entries}
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        return {alias: name for file in self.files for alias, name in file.archive.aliases.items()}
+
+    def as_torch_file(self) -> list[Path]:
+        from tierstore.archive.torch_files import empty_torch_file
+
+        specs = self.specs
+        # An upper bound: each tensor is a file of a zip archive, aligned to 64 B, named twice.
+        size = sum(_nbytes(spec) + 1024 + 4 * len(spec.name) for spec in specs.values()) + 2**16
+        with Publication(self.options.destination, 1, self.backend) as publication:
+            publication.begin([size])
+            places = empty_torch_file(publication.temporaries[0], specs, self.aliases)
+            self._fill({publication.temporaries[0]: places})
+            return publication.commit()
+
+    def as_safetensors(self) -> list[Path]:
+        specs, destination = self.specs, self.options.destination
+        every = [*specs.values(), *(replace(specs[name], name=alias) for alias, name in self.aliases.items())]
+        is_file = destination.suffix == ".safetensors"
+        metadata = own_metadata(self.files[0].header.metadata)
+        shards = [_Shard.of(part, metadata) for part in _parts(every, None if is_file else self.options.shard_bytes)]
+        names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+        whole: Path | list[Path] = destination if is_file else destination / SINGLE
+        if len(shards) > 1:
+            whole = [destination]
+            if there := [name for name in names if (destination / name).exists()]:
+                raise ConfigError(f"{destination / there[0]} is there already; give another destination")
+        with Publication(whole, len(shards), self.backend) as publication:
+            publication.begin([shard.file_bytes for shard in shards])
+            for path, shard in zip(publication.temporaries, shards):
+                _write_head(path, shard.header)
+            self._fill({path: shard.places for path, shard in zip(publication.temporaries, shards)})
+            if len(shards) == 1:
+                return publication.commit()
+            written = publication.commit(names, _index(shards, names))
+        return [*written, destination / INDEX]
+
+    def _fill(self, targets: Mapping[Path, Mapping[str, int]]) -> None:
+        """Write all data; the bytes are durable on return.
+
+        Args:
+            targets: for each file, where the tensors stand that it holds.
+        """
+        stored_as = {name: name for name in self.specs} | self.aliases
+        places: dict[str, list[tuple[Path, int]]] = defaultdict(list)
+        for path, offsets in targets.items():
+            for name, offset in offsets.items():
+                places[stored_as[name]].append((path, offset))
+        with (
+            OpenFiles(self.backend) as sources,
+            OpenFiles(self.backend, writable=True, direct=False) as opened,
+        ):
+
+            def write(placed: PlacedChunk, buffer: Bytes) -> None:
+                size = placed.chunk.content_bytes
+                if placed.chunk.stored_bytes == size:
+                    content = buffer[:size]
+                else:
+                    content = buffer[len(buffer) // 2 :][:size]
+                read_content(sources, placed, buffer, content)
+                for entry, begin, end in _parts_of_tensors(placed):
+                    data = content[begin - placed.begin : end - placed.begin]
+                    for path, offset in places[entry.name]:
+                        opened(path).write_from(data, offset + begin - entry.begin)
+
+            done = lambda placed, _: self.progress(placed.chunk.content_bytes)  # noqa: E731
+            flow.run(placed_chunks(self.files), write, self.room, done=done)
+            for path in targets:
+                opened(path).datasync()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A safetensors file: its header, and where each tensor stands."""
+
+    header: bytes
+    places: Mapping[str, int]
+    file_bytes: int
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> _Shard:
+        # Wider dtypes first, so that every tensor is aligned.
+        entries = back_to_back(sorted(specs, key=lambda spec: -DTYPE_BITS[spec.dtype]))
+        header = build_header(entries, metadata)
+        places = {entry.name: len(header) + entry.begin for entry in entries}
+        return cls(header, places, len(header) + (entries[-1].end if entries else 0))
+
+
+def _parts(specs: Sequence[TensorSpec], most_bytes: int | None) -> list[list[TensorSpec]]:
+    """Tensors by name, cut into files of at most so many bytes; at least one file."""
+    result: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in sorted(specs, key=lambda spec: natural_key(spec.name)):
+        nbytes = _nbytes(spec)
+        if most_bytes is not None and result[-1] and size + nbytes > most_bytes:
+            result.append([])
+            size = 0
+        result[-1].append(spec)
+        size += nbytes
+    return result
+
+
+def _parts_of_tensors(placed: PlacedChunk) -> Iterator[tuple[TensorEntry, int, int]]:
+    """Which bytes of which tensors a chunk holds, counted from the start of its group's content."""
+    chunk_end = placed.begin + placed.chunk.content_bytes
+    for entry in placed.group.tensors:
+        begin, end = max(entry.begin, placed.begin), min(entry.end, chunk_end)
+        if begin < end:
+            yield entry, begin, end
+
+
+def _index(shards: Sequence[_Shard], names: Sequence[str]) -> bytes:
+    """As Hugging Face writes it."""
+    total_bytes = sum(shard.file_bytes - len(shard.header) for shard in shards)
+    files = {tensor: name for shard, name in zip(shards, names) for tensor in shard.places}
+    body = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
+    return (json.dumps(body, indent=2) + "\n").encode()
+
+
+def _write_head(path: Path, header: bytes) -> None:
+    try:
+        with open(path, "r+b") as file:
+            file.write(header)
+    except OSError as error:
+        raise storage_error(error, f"write of a header of {len(header)} B", path) from error
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return tensor_bytes(spec.name, spec.dtype, spec.shape)
