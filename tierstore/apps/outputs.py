@@ -1,25 +1,26 @@
 """Where a run reads and writes: checked before anything is built; and what an export holds besides the weights.
 
-Scope: the paths of --nvme, --trace and --export; whether a store holds a run; an exported model's small files.
+Scope: the paths of --nvme, --trace and --export; whether a store holds a run; small files beside weights; --json.
 Not here: the lines of --json (`apps/metrics.py`), weights (`train/`), how a store is opened (`store/`).
 Owner: nothing is kept between calls.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from tierstore.apps.options import TrainOptions
-from tierstore.errors import ConfigError
-from tierstore.io.backend import Backend
+from tierstore.errors import ConfigError, StorageError
+from tierstore.io.backend import Backend, storage_error
 from tierstore.store.commit import Manifests
 
 # What transformers and tokenizers read beside the weights.
-_COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
-               "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "special_tokens_map.json",
+_COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+               "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "special_tokens_map.json",
                "added_tokens.json", "chat_template.jinja")  # fmt: skip
 
 
@@ -67,9 +68,34 @@ def export(engine: Any, configuration: Any, checkpoint: Path | None, directory: 
     if not writes:
         return
     configuration.save_pretrained(directory)
+    if checkpoint is not None:
+        copy_companions(checkpoint, directory)
+
+
+def copy_companions(source: Path, directory: Path) -> None:
+    """Copy what is read beside the weights, the configuration too; what is there already stays as it is.
+
+    Raises:
+        StorageError: the system refused.
+    """
     for name in _COMPANIONS:
-        if checkpoint is not None and (checkpoint / name).is_file() and not (directory / name).exists():
-            shutil.copyfile(checkpoint / name, directory / name)
+        if (source / name).is_file() and not (directory / name).exists():
+            try:
+                shutil.copyfile(source / name, directory / name)
+            except OSError as error:
+                raise storage_error(error, f"copy to {directory}", source / name) from error
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """What a command was asked for by --json.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write --json {path}: {error.strerror}") from error
 
 
 def _check_directory(name: str, path: Path) -> None:

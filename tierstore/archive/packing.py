@@ -305,7 +305,7 @@ class _Job:
         self._content(task.group).read(self._sources, begin, chunk[:size], scratch)
         stored, stored_bytes = chunk, size
         if task.group.codec is not Codec.NONE:
-            encoded = codec_for(task.group.codec).encode(chunk[:size], scratch[:size])
+            encoded = codec_for(task.group.codec, task.group.item_bytes).encode(chunk[:size], scratch[:size])
             if padded(encoded) < padded(size):
                 stored, stored_bytes = scratch, encoded
         stored[stored_bytes : padded(stored_bytes)] = 0

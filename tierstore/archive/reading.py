@@ -56,7 +56,7 @@ def read_content(files: OpenFiles, placed: PlacedChunk, buffer: Bytes, destinati
     stored = read_stored(files, placed, buffer)
     if len(stored) < placed.chunk.content_bytes:
         try:
-            codec_for(placed.group.codec).decode(stored, destination)
+            codec_for(placed.group.codec, placed.group.item_bytes).decode(stored, destination)
         except FormatError as error:
             raise FormatError(f"{placed}: {error}") from None
     elif stored.ctypes.data != destination.ctypes.data:

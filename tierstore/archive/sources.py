@@ -53,6 +53,7 @@ class Source:
         aliases: further names of a tensor, with the name under which it is in `tensors`.
         config: config.json beside it, of Hugging Face.
         metadata: of its headers.
+        left_out: names of what is no tensor, and so goes into no pack.
     """
 
     path: Path
@@ -61,6 +62,7 @@ class Source:
     aliases: dict[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
 
 def open_source(path: Path) -> Source:

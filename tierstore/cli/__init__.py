@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from tierstore.cli import codecs, plan, probe, simulate, train
+from tierstore.cli import codecs, inspect, pack, plan, probe, simulate, train
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -25,6 +25,10 @@ def _root() -> None:
 
 
 app.command()(train.train)
+app.command()(pack.pack)
+app.command()(pack.unpack)
+app.command()(inspect.inspect)
+app.command()(inspect.verify)
 app.command()(probe.probe)
 app.command()(codecs.codecs)
 app.command()(plan.plan)

@@ -1,0 +1,136 @@
+"""What `tierstore pack` and `unpack` do and show.
+
+Scope: from paths to files, a summary as a table and as JSON.
+Not here: packing itself (`archive/`); `inspect` and `verify`, which have modules of their own.
+Owner: nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tierstore.apps.outputs import copy_companions
+from tierstore.apps.progress import byte_bar
+from tierstore.archive.choosing import AUTO, Choice, choose, codec_named
+from tierstore.archive.opening import open_archive
+from tierstore.archive.packing import Packed, PackOptions, pack
+from tierstore.archive.sources import Source, open_source
+from tierstore.archive.unpacking import UnpackOptions, unpack
+from tierstore.config import Codec, format_size
+
+
+@dataclass(frozen=True, slots=True)
+class PackSummary:
+    """A finished pack.
+
+    Attributes:
+        choices: by dtype, why its codec was taken; empty unless it was to be chosen.
+    """
+
+    source: Source
+    packed: Packed
+    choices: dict[str, Choice]
+    seconds: float
+
+
+def run_pack(
+    path: Path, options: PackOptions, codec: str, read_bytes_per_s: float | None, console: Console
+) -> PackSummary:
+    """Pack the checkpoint at `path`.
+
+    Args:
+        codec: a codec's name, or "auto".
+        read_bytes_per_s: of the disk from which the pack will be read; None: it is an archive, the smallest is best.
+
+    Raises:
+        ConfigError, BudgetError, StorageError, FormatError: as `archive.packing.pack`.
+    """
+    wanted = None if codec == AUTO else codec_named(codec)
+    source = open_source(path)
+    choices: dict[str, Choice] = {}
+    if wanted is None:
+        with console.status("measuring codecs on the checkpoint's own tensors"):
+            choices = choose(source, options.chunk_bytes, read_bytes_per_s)
+    dtypes = {tensor.spec.dtype for tensor in source.tensors.values()}
+    codecs: dict[str, Codec] = {dtype: wanted or choices[dtype].codec for dtype in dtypes}
+    total_bytes = sum(piece.nbytes for tensor in source.tensors.values() for piece in tensor.pieces)
+    start = time.perf_counter()
+    with byte_bar(console, "packing", total_bytes) as advance:
+        packed = pack(source, options, codecs, progress=advance)
+    seconds = time.perf_counter() - start
+    if not options.names_a_file:
+        copy_companions(path if path.is_dir() else path.parent, options.destinations[0])
+    return PackSummary(source, packed, choices, seconds)
+
+
+def run_unpack(paths: Sequence[Path], options: UnpackOptions, console: Console) -> tuple[list[Path], float]:
+    """Unpack an archive; the files written, and the seconds that it took."""
+    files = open_archive(paths)
+    total_bytes = sum(group.content_bytes for file in files for group in file.archive.groups)
+    start = time.perf_counter()
+    with byte_bar(console, "unpacking", total_bytes) as advance:
+        written = unpack(files, options, progress=advance)
+    seconds = time.perf_counter() - start
+    if not options.destination.suffix:
+        copy_companions(paths[0] if paths[0].is_dir() else paths[0].parent, options.destination)
+    return written, seconds
+
+
+def pack_table(summary: PackSummary) -> Table:
+    """Bytes, codec and ratio of each dtype."""
+    groups = summary.packed.groups
+    content_bytes = sum(group.content_bytes for group in groups)
+    rate = content_bytes / summary.seconds if summary.seconds else 0.0
+    table = Table(
+        title=f"{summary.source.kind} {summary.source.path}: {len(summary.source.tensors)} tensors in "
+        f"{len(groups)} groups, {format_size(content_bytes)} in {summary.seconds:.2f} s ({rate / 1e9:.2f} GB/s)",
+        caption="\n".join([f"order {summary.packed.archives[0].order}", *map(str, summary.packed.files)]),
+        title_justify="left", caption_justify="left",
+    )  # fmt: skip
+    for name in ("dtype", "codec", "tensors", "bytes", "stored", "ratio"):
+        table.add_column(name, justify="left" if name in ("dtype", "codec") else "right")
+    if summary.choices:
+        table.add_column("why this codec")
+    for dtype, row in _by_dtype(summary.packed).items():
+        cells = [dtype, row["codec"], str(row["tensors"]), format_size(row["content_bytes"]),
+                 format_size(row["stored_bytes"]), f"{row['ratio']:.3f}"]  # fmt: skip
+        table.add_row(*cells, *([summary.choices[dtype].reason] if summary.choices else []))
+    return table
+
+
+def pack_json(summary: PackSummary) -> dict[str, Any]:
+    """The same, in bytes and seconds."""
+    return {
+        "source": str(summary.source.path),
+        "kind": summary.source.kind,
+        "files": [str(path) for path in summary.packed.files],
+        "order": summary.packed.archives[0].order,
+        "groups": len(summary.packed.groups),
+        "tensors": len(summary.source.tensors),
+        "aliases": dict(summary.source.aliases),
+        "left_out": list(summary.source.left_out),
+        "seconds": summary.seconds,
+        "dtypes": _by_dtype(summary.packed),
+        "choices": {dtype: choice.as_json() for dtype, choice in summary.choices.items()},
+    }
+
+
+def _by_dtype(packed: Packed) -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = defaultdict(lambda: {"tensors": 0, "content_bytes": 0, "stored_bytes": 0})
+    for group in packed.groups:
+        row = rows[group.tensors[0].dtype]
+        row["codec"] = group.codec.value if group.content_bytes else row.get("codec", group.codec.value)
+        row["tensors"] += len(group.tensors)
+        row["content_bytes"] += group.content_bytes
+        row["stored_bytes"] += group.stored_bytes
+    for row in rows.values():
+        row["ratio"] = row["content_bytes"] / row["stored_bytes"] if row["stored_bytes"] else 1.0
+    return dict(sorted(rows.items()))

@@ -1,0 +1,72 @@
+"""`tierstore inspect` and `tierstore verify`: their options.
+
+Not here: the work (`apps/inspect.py`, `apps/verify.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.cli.common import directory, say, size, told
+
+_PATHS = typer.Argument(
+    parser=directory, metavar="PATH...", help="A pack, a store, or all directories over which one is striped."
+)
+_DEBUG = typer.Option("--debug", help="Show where an error was raised.")
+
+
+def inspect(
+    paths: Annotated[list[Path], _PATHS],
+    tensors: Annotated[bool, typer.Option(help="Name the tensors too, not only groups.")] = True,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="The map of the files.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All of it, in bytes.")] = None,
+    debug: Annotated[bool, _DEBUG] = False,
+) -> None:
+    """What a pack or a store holds: groups, tensors, ratios, generation, and a map of each file."""
+    from rich.console import Console
+
+    with told(debug):
+        from tierstore.apps import inspect as app
+        from tierstore.apps.outputs import write_json
+
+        content = app.look(paths)
+        if json is not None:
+            write_json(json, app.as_json(content))
+        if plot is not None:
+            app.draw(content, plot)
+        Console().print(app.tree(content, tensors=tensors))
+
+
+def verify(
+    paths: Annotated[list[Path], _PATHS],
+    memory: Annotated[
+        int,
+        typer.Option(
+            parser=size, metavar="SIZE", show_default=False, help="The most memory it may take [default: 1GiB]."
+        ),
+    ] = 2**30,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Totals and all damage.")] = None,
+    debug: Annotated[bool, _DEBUG] = False,
+) -> None:
+    """Read every byte of a pack, or of a store's last generation, and name what is damaged.
+
+    Exit code 1 if anything is.
+    """
+    from rich.console import Console
+
+    with told(debug):
+        from tierstore.apps import verify as app
+        from tierstore.apps.outputs import write_json
+
+        console = Console()
+        verdict = app.run_verify(paths, memory, console)
+        if json is not None:
+            write_json(json, verdict.as_json())
+        if verdict.damages:
+            console.print(app.damage_table(verdict))
+            say(str(verdict))
+            raise typer.Exit(1)
+        console.print(str(verdict), soft_wrap=True, markup=False, highlight=False)

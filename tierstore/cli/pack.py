@@ -1,0 +1,106 @@
+"""`tierstore pack` and `tierstore unpack`: their options.
+
+Not here: the work (`apps/pack.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.cli.common import directory, say, size, told
+
+_MEMORY = typer.Option(
+    parser=size, metavar="SIZE", show_default=False, help="The most memory this process may take [default: 1GiB]."
+)
+_JSON = typer.Option(metavar="FILE", help="What was done, in bytes and seconds.")
+_DEBUG = typer.Option("--debug", help="Show where an error was raised.")
+
+
+def pack(
+    source: Annotated[
+        Path, typer.Argument(parser=directory, metavar="SRC", help="Checkpoint: safetensors, .pt, .bin, distributed.")
+    ],
+    destinations: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=directory, metavar="DST...", help="A name ending in .safetensors; or directories, one for each disk."
+        ),
+    ],
+    codec: Annotated[str, typer.Option(help="none, lz4, ... or auto: what pays, by dtype.")] = "none",
+    read_rate: Annotated[
+        int | None,
+        typer.Option(
+            parser=size, metavar="SIZE", show_default=False,
+            help="With auto: bytes per second of the disk to read from; the fastest is taken [default: the smallest].",
+        ),
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="Files of about equal bytes, cut at groups [default: one for each DST].")
+    ] = None,
+    memory: Annotated[int, _MEMORY] = 2**30,
+    chunk: Annotated[
+        int, typer.Option(parser=size, metavar="SIZE", show_default=False, help="Unit of checksums [default: 8MiB].")
+    ] = 2**23,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")] = False,
+    json: Annotated[Path | None, _JSON] = None,
+    debug: Annotated[bool, _DEBUG] = False,
+) -> None:
+    """Pack a checkpoint in the order in which a step uses it, every chunk with its checksum.
+
+    Several DST share the groups out among them, so that all disks are read at once.
+    """
+    from rich.console import Console
+
+    with told(debug):
+        from tierstore.apps.outputs import write_json
+        from tierstore.apps.pack import pack_json, pack_table, run_pack
+        from tierstore.archive.packing import PackOptions
+
+        console = Console()
+        options = PackOptions(
+            tuple(destinations), shards=shards, memory_bytes=memory, chunk_bytes=chunk, overwrite=overwrite
+        )
+        summary = run_pack(source, options, codec, read_rate, console)
+        if json is not None:
+            write_json(json, pack_json(summary))
+        console.print(pack_table(summary))
+        if left_out := summary.source.left_out:
+            say(f"{len(left_out)} values are no tensors and were left out: {', '.join(left_out[:5])}")
+
+
+def unpack(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=directory, metavar="SRC... DST",
+            help="A pack, or its directories; then a directory, or a name ending in .safetensors, .pt or .bin.",
+        ),
+    ],
+    shard_size: Annotated[
+        int, typer.Option(parser=size, metavar="SIZE", show_default=False, help="Of one file [default: 5GB].")
+    ] = 5 * 10**9,
+    memory: Annotated[int, _MEMORY] = 2**30,
+    json: Annotated[Path | None, _JSON] = None,
+    debug: Annotated[bool, _DEBUG] = False,
+) -> None:
+    """Write a pack back as an ordinary checkpoint, bit for bit."""
+    from rich.console import Console
+
+    with told(debug):
+        from tierstore.apps.outputs import write_json
+        from tierstore.apps.pack import run_unpack
+        from tierstore.archive.unpacking import UnpackOptions
+        from tierstore.errors import ConfigError
+
+        *packs, destination = sources
+        if not packs:
+            raise ConfigError("give a pack and a destination: tierstore unpack SRC DST")
+        console = Console()
+        written, seconds = run_unpack(packs, UnpackOptions(destination, shard_size, memory), console)
+        if json is not None:
+            write_json(json, {"files": [str(path) for path in written], "seconds": seconds})
+        for path in written:
+            console.print(str(path), soft_wrap=True, markup=False, highlight=False)
