@@ -16,12 +16,14 @@ from rich.markup import escape
 from rich.text import Text
 from rich.tree import Tree
 
+from tierstore.apps.verify import is_store
 from tierstore.archive.opening import ArchiveFile, open_archive
 from tierstore.config import format_size
 from tierstore.errors import FormatError
 from tierstore.pack.archive import ARCHIVE_KEY
 from tierstore.pack.validate import read_header
 from tierstore.plots import new_figure, save_figure
+from tierstore.store.verification import committed_chunks
 
 _MAP_CELLS = 64
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
@@ -68,8 +70,6 @@ def look(paths: Sequence[Path]) -> Content:
     Raises:
         FormatError, StorageError: it is none of them, or cannot be read.
     """
-    from tierstore.apps.verify import is_store
-
     if is_store(paths[0]):
         return _store(paths)
     if paths[0].is_file() and ARCHIVE_KEY not in (header := read_header(paths[0])).metadata:
@@ -92,13 +92,12 @@ def _parts(file: ArchiveFile) -> Iterator[Part]:
     begin = file.header.data_start
     for group in file.archive.groups:
         tensors = tuple(Row(entry.name, entry.dtype, entry.shape) for entry in group.tensors)
-        yield Part(group.name, group.codec.value, begin, group.content_bytes, group.stored_bytes, len(group.chunks), tensors)
+        stored, count = group.stored_bytes, len(group.chunks)
+        yield Part(group.name, group.codec.value, begin, group.content_bytes, stored, count, tensors)
         begin += group.stored_bytes
 
 
 def _store(paths: Sequence[Path]) -> Content:
-    from tierstore.store.verification import committed_chunks
-
     generation, chunks = committed_chunks(paths)
     layout = generation.layout
     rows = {
@@ -150,7 +149,10 @@ def _map(parts: Sequence[Part], file_bytes: int) -> Text:
     for cell in range(_MAP_CELLS):
         at = cell * file_bytes // _MAP_CELLS
         number = next((i for i, part in reversed(list(enumerate(parts))) if part.begin <= at), None)
-        text.append("·" if number is None else "█", style="default" if number is None else _COLORS[number % len(_COLORS)])
+        if number is None:
+            text.append("·")
+        else:
+            text.append("█", style=_COLORS[number % len(_COLORS)])
     return text
 
 

@@ -20,8 +20,8 @@ from tierstore.store.commit import Manifests
 
 # What transformers and tokenizers read beside the weights.
 _COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-               "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "special_tokens_map.json",
-               "added_tokens.json", "chat_template.jinja")  # fmt: skip
+               "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
+               "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")  # fmt: skip
 
 
 def check_paths(options: TrainOptions, *, writes: bool = True) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from rich.table import Table
 
 from tierstore.apps.outputs import copy_companions
 from tierstore.apps.progress import byte_bar
-from tierstore.archive.choosing import AUTO, Choice, choose, codec_named
+from tierstore.archive.choosing import AUTO, choose, codec_named
 from tierstore.archive.opening import open_archive
 from tierstore.archive.packing import Packed, PackOptions, pack
 from tierstore.archive.sources import Source, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.config import Codec, format_size
+from tierstore.plan.archive_codec import Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,13 @@ def pack_json(summary: PackSummary) -> dict[str, Any]:
         "left_out": list(summary.source.left_out),
         "seconds": summary.seconds,
         "dtypes": _by_dtype(summary.packed),
-        "choices": {dtype: choice.as_json() for dtype, choice in summary.choices.items()},
+        "choices": {dtype: _choice_json(choice) for dtype, choice in summary.choices.items()},
     }
+
+
+def _choice_json(choice: Choice) -> dict[str, Any]:
+    trials = [asdict(trial) | {"codec": trial.codec.value} for trial in choice.trials]
+    return {"codec": choice.codec.value, "reason": choice.reason, "trials": trials}
 
 
 def _by_dtype(packed: Packed) -> dict[str, dict[str, Any]]:

@@ -13,15 +13,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from tierstore.alignment import padded
 from tierstore.apps.progress import byte_bar
+from tierstore.archive import flow
+from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import open_archive
 from tierstore.archive.reading import Damage, verify
 from tierstore.config import format_size
 from tierstore.io.backend import Backend
+from tierstore.pack.codecs import checksum
 from tierstore.store.commit import Manifests
+from tierstore.store.verification import CommittedChunk, committed_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +70,7 @@ def run_verify(paths: Sequence[Path], memory_bytes: int, console: Console) -> Ve
         FormatError, StorageError: what is there is neither, or its table cannot be read.
     """
     if is_store(paths[0]):
-        from tierstore.store.verification import committed_chunks, verify_store
-
-        generation, chunks = committed_chunks(paths)
-        total = sum(chunk.padded_bytes for chunk in chunks)
-        start = time.perf_counter()
-        with byte_bar(console, "verifying", total) as advance:
-            damages = verify_store(chunks, memory_bytes, progress=advance)
-        what = f"store {paths[0]}, generation {generation.number}"
-        return Verdict(what, len(chunks), total, time.perf_counter() - start, tuple(damages))
+        return _verify_store(paths, memory_bytes, console)
     files = open_archive(paths)
     total = sum(file.header.file_bytes for file in files)
     start = time.perf_counter()
@@ -80,6 +79,31 @@ def run_verify(paths: Sequence[Path], memory_bytes: int, console: Console) -> Ve
     count = sum(len(file.chunks()) for file in files)
     what = f"{'pack' if len(files) == 1 else f'{len(files)} packs'} {paths[0]}"
     return Verdict(what, count, total, time.perf_counter() - start, tuple(damages))
+
+
+def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console) -> Verdict:
+    generation, chunks = committed_chunks(paths)
+    total = sum(padded(chunk.stored_bytes) for chunk in chunks)
+    largest = max((padded(chunk.stored_bytes) for chunk in chunks), default=1)
+    damages: list[Damage] = []
+    start = time.perf_counter()
+    with byte_bar(console, "verifying", total) as advance, OpenFiles(Backend()) as files:
+
+        def matches(chunk: CommittedChunk, buffer: npt.NDArray[np.uint8]) -> bool:
+            files(chunk.path).read_into(buffer[: padded(chunk.stored_bytes)], chunk.offset)
+            return checksum(buffer[: chunk.stored_bytes]) == chunk.checksum
+
+        def done(chunk: CommittedChunk, is_whole: bool) -> None:
+            advance(padded(chunk.stored_bytes))
+            if not is_whole:
+                message = f"damaged: chunk {chunk.name} at offset {chunk.offset} of {chunk.path}"
+                damages.append(
+                    Damage(chunk.path, chunk.offset, chunk.stored_bytes, chunk.group, (chunk.name,), message)
+                )
+
+        flow.run(chunks, matches, flow.room(memory_bytes, largest), done=done)
+    what = f"store {paths[0]}, generation {generation.number}"
+    return Verdict(what, len(chunks), total, time.perf_counter() - start, tuple(damages))
 
 
 def is_store(path: Path) -> bool:

@@ -24,6 +24,7 @@ from tierstore.archive.dtypes import torch_dtype
 from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import ArchiveFile, PlacedChunk, open_archive, placed_chunks
 from tierstore.archive.reading import read_content
+from tierstore.config import Codec
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.io.memory import HUGE_PAGE_BYTES
@@ -101,7 +102,7 @@ def _fill(files: Sequence[ArchiveFile], wanted: Collection[str], memory: Mapping
         for placed in placed_chunks(files)
         if placed.group.position in memory and any(name in wanted for name in placed.tensors())
     ]
-    encoded = [placed.chunk.content_bytes for placed in chunks if placed.chunk.stored_bytes < placed.chunk.content_bytes]
+    largest = max((one.chunk.stored_bytes for one in chunks if one.group.codec is not Codec.NONE), default=1)
     with OpenFiles(Backend()) as opened:
 
         def read(placed: PlacedChunk, buffer: Bytes) -> None:
@@ -111,7 +112,7 @@ def _fill(files: Sequence[ArchiveFile], wanted: Collection[str], memory: Mapping
                 buffer = memory[placed.group.position][placed.begin : padded(end)]
             read_content(opened, placed, buffer, destination)
 
-        flow.run(chunks, read, flow.Room(flow.THREADS, padded(max(encoded, default=1))))
+        flow.run(chunks, read, flow.Room(flow.THREADS, padded(largest)))
 
 
 def _tensor(entry: TensorEntry, memory: Bytes) -> torch.Tensor:

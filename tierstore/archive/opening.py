@@ -120,9 +120,7 @@ def _indexed(first: Path, paths: Sequence[Path]) -> list[ArchiveFile]:
     for name in names:
         there = [path / name for path in paths if (path / name).is_file()]
         if not there:
-            raise FormatError(
-                f"{name} is in none of {', '.join(map(str, paths))}; give all directories of the archive"
-            )
+            raise FormatError(f"{name} is in none of {', '.join(map(str, paths))}; give all directories of the archive")
         files.append(_open(there[0]))
     return files
 

@@ -38,7 +38,7 @@ from tierstore.pack.archive import (
     chunk_count,
 )
 from tierstore.pack.codecs import checksum, checksum_bytes, codec_for
-from tierstore.pack.layout import DTYPE_BITS
+from tierstore.pack.layout import DTYPE_BITS, item_bytes
 from tierstore.plan.order import execution_order, share_out
 
 Bytes = npt.NDArray[np.uint8]
@@ -121,8 +121,8 @@ def plan_groups(source: Source, codecs: Codecs, chunk_bytes: int) -> tuple[list[
                 for number in range(chunk_count(content_bytes, chunk_bytes))
             ]
             title = ordered.name if len(by_dtype) == 1 else f"{ordered.name} {dtype}"
-            item_bytes = max(1, DTYPE_BITS[dtype] // 8)
-            groups.append(ArchiveGroup(title, len(groups), codec, item_bytes, tensors, tuple((n, 0) for n in lengths)))
+            chunks = tuple((length, 0) for length in lengths)
+            groups.append(ArchiveGroup(title, len(groups), codec, item_bytes(dtype), tensors, chunks))
     return groups, order.reason
 
 
@@ -162,9 +162,7 @@ def pack(
         publication.begin([writer.file_bytes for writer in writers])
         with OpenFiles(backend) as sources, OpenFiles(backend, writable=True) as targets:
             job = _Job(source, sources, targets)
-            flow.run(
-                _in_execution_order(writers), job, jobs_room, done=lambda task, _: progress(task.content_bytes)
-            )
+            flow.run(_in_execution_order(writers), job, jobs_room, done=lambda task, _: progress(task.content_bytes))
             identity = _identity(writer.finished("0" * 16) for writer in writers)
             for writer in writers:
                 writer.finish(identity, targets, backend)

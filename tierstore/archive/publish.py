@@ -111,8 +111,7 @@ class Publication(contextlib.ExitStack):
         return finals
 
     def _refuse_existing(self) -> None:
-        there = [self.single] if self.single is not None else [self.directories[0] / INDEX, self.directories[0] / SINGLE]
-        for path in there:
+        for path in [self.single] if self.single else [self.directories[0] / name for name in (INDEX, SINGLE)]:
             if path.is_dir():
                 raise ConfigError(f"{path} is a directory; a file was to be written")
             if path.exists() and not self._overwrite:

@@ -149,17 +149,17 @@ class _Unpacking:
 
             def write(placed: PlacedChunk, buffer: Bytes) -> None:
                 size = placed.chunk.content_bytes
-                if placed.chunk.stored_bytes == size:
-                    content = buffer[:size]
-                else:
-                    content = buffer[len(buffer) // 2 :][:size]
+                is_raw = placed.chunk.stored_bytes == size
+                content = buffer[0 if is_raw else len(buffer) // 2 :][:size]
                 read_content(sources, placed, buffer, content)
                 for entry, begin, end in _parts_of_tensors(placed):
                     data = content[begin - placed.begin : end - placed.begin]
                     for path, offset in places[entry.name]:
                         opened(path).write_from(data, offset + begin - entry.begin)
 
-            done = lambda placed, _: self.progress(placed.chunk.content_bytes)  # noqa: E731
+            def done(placed: PlacedChunk, _: None) -> None:
+                self.progress(placed.chunk.content_bytes)
+
             flow.run(placed_chunks(self.files), write, self.room, done=done)
             for path in targets:
                 opened(path).datasync()

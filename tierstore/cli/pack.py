@@ -33,7 +33,9 @@ def pack(
     read_rate: Annotated[
         int | None,
         typer.Option(
-            parser=size, metavar="SIZE", show_default=False,
+            parser=size,
+            metavar="SIZE",
+            show_default=False,
             help="With auto: bytes per second of the disk to read from; the fastest is taken [default: the smallest].",
         ),
     ] = None,
@@ -75,7 +77,8 @@ def unpack(
     sources: Annotated[
         list[Path],
         typer.Argument(
-            parser=directory, metavar="SRC... DST",
+            parser=directory,
+            metavar="SRC... DST",
             help="A pack, or its directories; then a directory, or a name ending in .safetensors, .pt or .bin.",
         ),
     ],

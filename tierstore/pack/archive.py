@@ -283,9 +283,7 @@ def _check_against(archive: Archive, header: Header) -> None:
     if len(header.tensors) != len(expected):
         raise FormatError(f"{len(header.tensors)} tensors, of which the table of chunks knows {len(expected)}")
     if header.data_start % ALIGNMENT or header.data_start + begin != header.file_bytes:
-        raise FormatError(
-            f"the chunks end at byte {header.data_start + begin}, but the file has {header.file_bytes} B"
-        )
+        raise FormatError(f"the chunks end at byte {header.data_start + begin}, but the file has {header.file_bytes} B")
     check_contiguous(list(header.entries.values()))
 
 

@@ -145,6 +145,11 @@ def tensor_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:
     return elements * bits // 8
 
 
+def item_bytes(dtype: str) -> int:
+    """Bytes of an element, for codecs that shuffle; of the smallest a byte holds several."""
+    return max(1, DTYPE_BITS[dtype] // 8)
+
+
 def check_name(name: str) -> None:
     """Refuse what would not survive a header, a terminal or a C string.
 

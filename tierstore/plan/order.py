@@ -23,9 +23,7 @@ _TOWERS = (r"vision\w*|visual\w*|image\w*|audio\w*", r"encoder|text_encoder", r"
            r"decoder|language_model|text_model")  # fmt: skip
 _HEAD = re.compile(r"lm_head|head|heads|output|classifier|score|cls|pooler|embed_out|qa_outputs|proj_out|\w+_head")
 _NORM = re.compile(r"ln_f|norm|\w*_norm|\w*layernorm|layer_norm|norm_f")
-_EMBEDDING = re.compile(
-    r"wte|wpe|shared|\w*embed\w*|\w*embd\w*|conv\d?|conv_in|\w*rotary\w*|rope\w*|\w*position\w*|cls_token", re.IGNORECASE
-)
+_EMBEDDING = re.compile(r"wte|wpe|shared|\w*(embed|embd|rotary|position)\w*|rope\w*|conv\d?|conv_in|cls_token")
 _STAGES = ("embeddings", "block", "rest", "norm", "head")
 _EMBEDDINGS, _BLOCK, _REST, _NORMS, _HEADS = range(len(_STAGES))
 

@@ -157,6 +157,11 @@ class SlotPack:
             for slot in range(self._slots)
         ]
 
+    def location(self, index: int, record: ChunkRecord) -> tuple[Path, int, int]:
+        """The file in which a state of chunk `index` lies, its offset there, and the bytes of its place."""
+        place = self._places[index]
+        return self.paths()[place.disk * self._slots + record.slot], place.offset, place.padded_bytes
+
     def create(self) -> None:
         """Make the files at full size, so that a full disk shows before the first step.
 

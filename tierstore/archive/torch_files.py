@@ -1,0 +1,199 @@
+"""Files of torch.save: where their tensors stand, without reading one, and empty ones to be filled.
+
+Scope: `.pt`, `.pth` and `.bin` in torch's zip format, unpickled by torch's own `weights_only` rules.
+Not here: distributed checkpoints (`distributed.py`), which are made of such files.
+Owner: none; nothing stays open.
+
+[Note: fake tensors] Under `FakeTensorMode` torch.load makes tensors without data, and notes for each storage where its
+bytes stand in the file; torch.save under `skip_data` leaves room for them. So a file of any size is read and written
+through our own buffers. What is found is checked against the directory of the zip archive, which says how long each
+record is and that it is not compressed.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
+
+from tierstore.archive.dtypes import file_dtype, torch_dtype
+from tierstore.archive.sources import Piece, Source, SourceTensor
+from tierstore.errors import FormatError, StorageError
+from tierstore.io.backend import storage_error
+from tierstore.pack.layout import TensorSpec
+
+_LOCAL_HEADER_BYTES = 30
+_MOST_PIECES = 2**16
+_METADATA = {"format": "pt"}
+
+
+def torch_source(path: Path, files: Sequence[Path], config: Mapping[str, Any] | None) -> Source:
+    """The tensors of files that together are one checkpoint.
+
+    Raises:
+        FormatError: not of torch.save, with code in it, or of a layout that cannot be packed.
+        StorageError: it cannot be read.
+    """
+    tensors: dict[str, SourceTensor] = {}
+    aliases: dict[str, str] = {}
+    left_out: list[str] = []
+    seen: dict[tuple[object, ...], str] = {}
+    for file in files:
+        for name, value in flattened(_load(file)):
+            if name in tensors or name in aliases:
+                raise FormatError(f"tensor {name!r:.90} stands twice in {path}; once in {file.name}")
+            if not isinstance(value, torch.Tensor):
+                left_out.append(name)
+                continue
+            place = (file, *_identity(value))
+            if value.numel() and place in seen:
+                aliases[name] = seen[place]
+                continue
+            seen[place] = name
+            tensors[name] = _source_tensor(name, value, file)
+    if not tensors:
+        raise FormatError(f"{path} holds no tensors")
+    kind = "torch file" if len(files) == 1 else f"torch checkpoint in {len(files)} shards"
+    return Source(path, kind, tensors, aliases, config, _METADATA, tuple(left_out))
+
+
+def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What nested dictionaries and lists hold, under names joined by dots."""
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        items = enumerate(value)
+    else:
+        yield prefix, value
+        return
+    for key, item in items:
+        yield from flattened(item, f"{prefix}.{key}" if prefix else str(key))
+
+
+def empty_torch_file(path: Path, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> dict[str, int]:
+    """A file of torch.save with room for these tensors, where their bytes are to be written.
+
+    Raises:
+        FormatError: a dtype that torch does not have.
+        StorageError: it cannot be written.
+    """
+    with FakeTensorMode():
+        tensors = {}
+        for spec in specs.values():
+            dtype, shape = torch_dtype(spec.name, spec.dtype, spec.shape)
+            tensors[spec.name] = torch.empty(shape, dtype=dtype)
+        for alias, name in aliases.items():
+            tensors[alias] = tensors[name]
+    try:
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(tensors, path)
+    except (OSError, RuntimeError) as error:  # its writer in C++ raises the latter
+        raise StorageError(f"cannot write {path}: {error}") from error
+    found = _load(path)
+    return {name: _offset(found[name]) for name, spec in specs.items() if found[name].numel()}
+
+
+def pieces(tensor: torch.Tensor, file: Path, name: str, base: int = 0) -> tuple[Piece, ...]:
+    """Where the bytes of a fake tensor stand, in row-major order; `base` is where its file begins in `file`."""
+    item_bytes = tensor.dtype.itemsize
+    start = base + _offset(tensor) + tensor.storage_offset() * item_bytes
+    if tensor.is_contiguous():
+        return (Piece(file, start, tensor.numel() * item_bytes),)
+    # The longest stretch that is contiguous, and where each of them begins.
+    run, dimension = 1, tensor.dim()
+    while dimension and (tensor.shape[dimension - 1] == 1 or tensor.stride(dimension - 1) == run):
+        dimension -= 1
+        run *= tensor.shape[dimension]
+    count = tensor.numel() // run
+    if count > _MOST_PIECES:
+        raise FormatError(
+            f"tensor {name!r:.90} of {file} is not contiguous: {count} pieces of {run * item_bytes} B; save it with "
+            ".contiguous()"
+        )
+    steps = [0]
+    for size, stride in zip(tensor.shape[:dimension], tensor.stride()[:dimension]):
+        steps = [step + index * stride for step in steps for index in range(size)]
+    return tuple(Piece(file, start + step * item_bytes, run * item_bytes) for step in steps)
+
+
+def load_without_data(opened: IO[bytes], source: str) -> Any:
+    """What torch.save wrote, its tensors without data, each storage checked to be a record of the file.
+
+    Raises:
+        FormatError: it is something else.
+    """
+    try:
+        records = _records(opened)
+        opened.seek(0)
+        with FakeTensorMode():
+            value = torch.load(opened, map_location="cpu", weights_only=True)
+    except zipfile.BadZipFile:
+        raise FormatError(
+            f"{source} is not a file of torch.save, or it is truncated; one of torch before 1.6 must be saved again"
+        ) from None
+    except pickle.UnpicklingError as error:
+        raise FormatError(
+            f"{source} holds more than tensors, and loading it could run code: refused ({_first_line(error)}); save "
+            "its state_dict alone"
+        ) from None
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+        raise FormatError(f"{source} is not a readable file of torch.save: {_first_line(error)}") from None
+    for name, tensor in flattened(value):
+        if isinstance(tensor, torch.Tensor):
+            _check(tensor, records, f"tensor {name!r:.90} of {source}")
+    return value
+
+
+def _load(path: Path) -> Any:
+    try:
+        with open(path, "rb") as opened:
+            return load_without_data(opened, str(path))
+    except OSError as error:
+        raise storage_error(error, "read", path) from error
+
+
+def _records(opened: IO[bytes]) -> dict[int, int]:
+    """Lengths of the records of a zip archive, by where their bytes begin."""
+    records = {}
+    with zipfile.ZipFile(opened) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"record {info.filename!r:.90} is compressed")
+            opened.seek(info.header_offset)
+            local = opened.read(_LOCAL_HEADER_BYTES)
+            skip = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+            records[info.header_offset + _LOCAL_HEADER_BYTES + skip] = info.file_size
+    return records
+
+
+def _check(tensor: torch.Tensor, records: Mapping[int, int], what: str) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise FormatError(f"{what} is sparse or quantized, which a safetensors file cannot hold")
+    if not tensor.numel():
+        return
+    length = records.get(_offset(tensor))
+    if length != tensor.untyped_storage().nbytes():
+        raise FormatError(f"{what} has {tensor.untyped_storage().nbytes()} B, but its record {length} B; damaged?")
+
+
+def _source_tensor(name: str, tensor: torch.Tensor, file: Path) -> SourceTensor:
+    dtype, shape = file_dtype(name, tensor.dtype, tuple(tensor.shape))
+    return SourceTensor(TensorSpec(name, dtype, shape), pieces(tensor, file, name) if tensor.numel() else ())
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    return _offset(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    return int(getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200] or type(error).__name__

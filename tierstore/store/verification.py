@@ -1,0 +1,93 @@
+"""What a committed generation needs of the packs of a training store, read from its manifest alone.
+
+Scope: the chunks of the last generation, where each lies and what its checksum is. Nothing is opened or changed.
+Not here: reading them (`apps/verify.py`); a store that is open (`training.py`); stores of named tensors.
+Owner: none; plain records.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierstore.config import Codec
+from tierstore.errors import ConfigError, FormatError
+from tierstore.io.backend import Backend
+from tierstore.io.runtime import Runtime
+from tierstore.io.workers import WorkerPool
+from tierstore.plan.tiers import Kind
+from tierstore.store.commit import Generation, Manifests
+from tierstore.store.layout import GroupSpec, ParameterSpec, chunk_specs
+from tierstore.store.slots import ChunkIO, SlotPack
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedChunk:
+    """A chunk as a manifest knows it; the checksum is that of its `stored_bytes`."""
+
+    path: Path
+    name: str
+    group: str
+    offset: int
+    padded_bytes: int
+    stored_bytes: int
+    checksum: int
+
+
+def committed_chunks(directories: Sequence[Path]) -> tuple[Generation, list[CommittedChunk]]:
+    """The last generation of a store, and every chunk of it.
+
+    Args:
+        directories: of the store, in their order.
+
+    Raises:
+        ConfigError: not all of them are given, or it is no training store.
+        FormatError: the manifest, or the state beside it, is damaged, or a file is missing.
+    """
+    manifests = Manifests(directories[0], Backend())
+    with Runtime("verify") as runtime:
+        generation = runtime.call(manifests.read, manifests.numbers()[0])
+    layout = generation.layout
+    if "groups" not in layout:
+        raise ConfigError(f"{directories[0]} holds named tensors, not the training state of a model")
+    if layout["directories"] != len(directories):
+        raise ConfigError(
+            f"the store in {directories[0]} is striped over {layout['directories']} directories; give all of them, in "
+            "their order"
+        )
+    groups = [_group(item) for item in layout["groups"]]
+    chunks: list[CommittedChunk] = []
+    for kind, records in generation.records.items():
+        specs = chunk_specs(Kind(kind.rstrip("0123456789")), groups, layout["chunk_elements"])
+        pack = SlotPack(kind, specs, directories, _io(layout))
+        pack.check(records)
+        for number, record in enumerate(records):
+            if record is not None:
+                path, offset, padded_bytes = pack.location(number, record)
+                group = specs[number].name.rsplit("/", 2)[0]
+                chunks.append(
+                    CommittedChunk(
+                        path, specs[number].name, group, offset, padded_bytes, record.stored_bytes, record.checksum
+                    )
+                )
+    return generation, chunks
+
+
+def _io(layout: Mapping[str, Any]) -> ChunkIO:
+    try:
+        codec = Codec(layout["codec"])
+    except ValueError:
+        raise FormatError(f"the store has the codec {layout['codec']!r}, which this release does not know") from None
+    return ChunkIO(Backend(), WorkerPool("verify", 1), codec, None, time.monotonic)  # its thread is never started
+
+
+def _group(item: Mapping[str, Any]) -> GroupSpec:
+    parameters, start = [], 0
+    for name, shape in item["parameters"]:
+        parameters.append(ParameterSpec(name, tuple(shape), start))
+        start += math.prod(shape)
+    return GroupSpec(item["name"], item["dtype"], item["trainable"], tuple(parameters))
