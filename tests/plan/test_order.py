@@ -19,12 +19,12 @@ BERT = [
     "bert.encoder.layer.1.attention.self.query.weight", "bert.pooler.dense.weight", "cls.predictions.bias",
 ]  # fmt: skip
 T5 = [
-    "shared.weight", "encoder.block.0.layer.0.SelfAttention.q.weight", "encoder.block.1.layer.1.DenseReluDense.wi.weight",
-    "encoder.final_layer_norm.weight", "decoder.block.0.layer.2.DenseReluDense.wo.weight",
+    "shared.weight", "encoder.block.0.layer.0.SelfAttention.q.weight", "encoder.block.1.layer.1.Dense.wi.weight",
+    "encoder.final_layer_norm.weight", "decoder.block.0.layer.2.Dense.wo.weight",
     "decoder.final_layer_norm.weight", "lm_head.weight",
 ]  # fmt: skip
 LLAVA = [
-    "vision_tower.vision_model.embeddings.patch_embedding.weight", "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
+    "vision_tower.vision_model.embeddings.patch_embedding.weight", "vision_tower.vision_model.encoder.layers.0.fc.bias",
     "multi_modal_projector.linear_1.weight", "language_model.model.embed_tokens.weight",
     "language_model.model.layers.0.mlp.up_proj.weight", "language_model.model.norm.weight",
     "language_model.lm_head.weight",

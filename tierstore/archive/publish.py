@@ -185,12 +185,17 @@ def check_room(sizes: Mapping[Path, int]) -> None:
         needed[device] += size - (path.stat().st_blocks * 512 if path.exists() else 0)
         where[device] = path.parent
     for device, size in needed.items():
-        free = shutil.disk_usage(where[device]).free
+        free = free_bytes(where[device])
         if size > free:
             raise StorageFull(
                 f"the disk of {where[device]} is too small: {size} B ({format_size(size)}) are needed, {free} B "
                 f"({format_size(free)}) are free; nothing was written"
             )
+
+
+def free_bytes(directory: Path) -> int:
+    """What is free on the disk of a directory."""
+    return shutil.disk_usage(directory).free
 
 
 def _partial(path: Path) -> Path:

@@ -1,0 +1,149 @@
+"""A pack that is killed, or that fails, at any call of the system leaves nothing that looks like one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import read_safetensors, small_checkpoint
+from faults import EIO, ENOSPC, Fault, FaultyBackend
+
+from tierstore.archive.opening import open_archive
+from tierstore.archive.packing import PackOptions, pack
+from tierstore.archive.reading import verify
+from tierstore.archive.sources import open_source
+from tierstore.archive.unpacking import UnpackOptions, unpack
+from tierstore.errors import ConfigError, StorageError, TierstoreError
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+MEMORY = 2**40
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+class KillingBackend(FaultyBackend):
+    """Ends the process at call `at`: neither that one nor any after it is done, but descriptors close."""
+
+    def _due(self, kind: str) -> Fault | None:
+        with self._fault_lock:
+            self.calls.append(kind)
+            if kind != "close" and len(self.calls) > self.at:
+                raise Killed
+        return None
+
+
+def run(source: Path, destinations: tuple[Path, ...], backend: FaultyBackend, **options: Any) -> None:
+    pack(open_source(source), PackOptions(destinations, memory_bytes=MEMORY, **options), {}, backend=backend)
+
+
+def calls_of(source: Path, destinations: tuple[Path, ...], **options: Any) -> int:
+    backend = FaultyBackend()
+    run(source, destinations, backend, **options)
+    return len(backend.calls)
+
+
+@pytest.mark.parametrize("shape", ["file", "shards", "stripes"])
+def test_killed_at_any_call(tmp_path: Path, shape: str) -> None:
+    source = tmp_path / "a"
+    small_checkpoint(source, blocks=1)
+    options: dict[str, Any] = {} if shape == "file" else {"shards": 2}
+
+    def places(folder: Path) -> tuple[Path, ...]:
+        names = {"file": ["p.safetensors"], "shards": ["p"], "stripes": ["p", "q"]}[shape]
+        return tuple(folder / name for name in names)
+
+    (tmp_path / "count").mkdir()
+    count = calls_of(source, places(tmp_path / "count"), **options)
+    whole = sorted(path.name for path in (tmp_path / "count").rglob("*"))
+    finished = 0
+    for at in range(count):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        with contextlib.suppress(Killed):  # of the last calls only closing is left
+            run(source, places(folder), KillingBackend(at=at), **options)
+        try:
+            files = open_archive(places(folder))
+        except TierstoreError:
+            run(source, places(folder), FaultyBackend(), **options)
+        else:  # it was there already: only its directory was not known to be durable, or the old one not cleared
+            assert not verify(files, MEMORY)
+            finished += 1
+            with pytest.raises(ConfigError, match="is there already"):
+                run(source, places(folder), FaultyBackend(), **options)
+        assert sorted(path.name for path in folder.rglob("*")) == whole, f"killed at call {at}"
+    assert 0 < finished < count / 2
+
+
+@pytest.mark.parametrize("fault", [EIO, ENOSPC], ids=str)
+def test_a_failure_at_any_call_is_told_and_leaves_nothing(tmp_path: Path, fault: Fault) -> None:
+    source = tmp_path / "a"
+    small_checkpoint(source, blocks=1)
+    count = calls_of(source, (tmp_path / "count",), shards=2)
+    for at in range(count):
+        backend = FaultyBackend(fault, at=at)
+        destination = tmp_path / str(at)
+        try:
+            run(source, (destination,), backend, shards=2)
+        except StorageError:
+            left = [path.name for path in destination.iterdir()] if destination.exists() else []
+            is_published = any(name.endswith("index.json") for name in left)
+            assert not left or is_published, f"{backend.calls[at]} number {at} left {left}"
+        else:
+            assert not verify(open_archive([destination]), MEMORY)
+
+
+def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
+    old = small_checkpoint(tmp_path / "a", blocks=1)
+    new = small_checkpoint(tmp_path / "b", blocks=2)
+    (tmp_path / "count").mkdir()
+    run(tmp_path / "a", (tmp_path / "count" / "p",), FaultyBackend(), shards=2)
+    count = calls_of(tmp_path / "b", (tmp_path / "count" / "p",), shards=2, overwrite=True)
+    seen = set()
+    for at in range(1, count, 2):
+        destination = tmp_path / str(at)
+        run(tmp_path / "a", (destination,), FaultyBackend(), shards=2)
+        with contextlib.suppress(Killed):
+            run(tmp_path / "b", (destination,), KillingBackend(at=at), shards=2, overwrite=True)
+        files = open_archive([destination])
+        assert not verify(files, MEMORY)
+        found = read_safetensors(*(file.path for file in files))
+        assert found in (old, new)
+        seen.add(found == new)
+    assert seen == {False, True}
+
+
+def test_an_unpacking_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a", blocks=1)
+    run(tmp_path / "a", (tmp_path / "p.safetensors",), FaultyBackend())
+    files = open_archive([tmp_path / "p.safetensors"])
+    backend = FaultyBackend(EIO, at=2, kinds=("pwrite",))
+    with pytest.raises(StorageError):
+        unpack(files, UnpackOptions(tmp_path / "out", 5000, MEMORY), backend=backend)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_another_pack_that_runs_is_left_alone(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    small_checkpoint(source, blocks=1)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Waiting(FaultyBackend):
+        def _call_fdatasync(self, descriptor: int, path: Path) -> None:
+            begun.set()
+            goes_on.wait(30)
+            super()._call_fdatasync(descriptor, path)
+
+    one = threading.Thread(target=run, args=(source, (tmp_path / "p",), Waiting()), kwargs={"shards": 2})
+    one.start()
+    begun.wait(30)
+    with pytest.raises(ConfigError, match="another process writes"):
+        run(source, (tmp_path / "p",), FaultyBackend(), shards=2)
+    run(source, (tmp_path / "p",), FaultyBackend(), shards=3)  # other names: side by side, the later index counts
+    goes_on.set()
+    one.join()
+    assert len(open_archive([tmp_path / "p"])) == 2

@@ -1,0 +1,219 @@
+"""What is packed comes back bit for bit, from one file or many, whatever the dtype, the name and the codec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.numpy
+from checkpoints import every_dtype, packed, random_tensor, read_safetensors, small_checkpoint, write_safetensors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tierstore.archive import flow, publish
+from tierstore.archive.opening import open_archive
+from tierstore.archive.packing import PackOptions
+from tierstore.archive.reading import verify
+from tierstore.archive.sources import INDEX, SINGLE, open_source
+from tierstore.archive.unpacking import UnpackOptions, unpack
+from tierstore.config import Codec
+from tierstore.errors import BudgetError, ConfigError, FormatError, StorageError, StorageFull
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+MEMORY = 2**40  # of the whole process: tests of other things have filled it with more than a pack takes
+
+
+def unpacked(destination: Path, *packs: Path, **options: Any) -> Any:
+    written = unpack(open_archive(packs), UnpackOptions(destination, memory_bytes=MEMORY, **options))
+    return read_safetensors(*(path for path in written if path.suffix == ".safetensors"))
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_every_dtype_comes_back(tmp_path: Path, codec: Codec) -> None:
+    tensors = every_dtype()
+    packed(write_safetensors(tmp_path / "a", tensors), tmp_path / "p.safetensors", codec=codec, memory_bytes=MEMORY)
+    assert unpacked(tmp_path / "out", tmp_path / "p.safetensors") == tensors
+
+
+def test_a_pack_is_an_ordinary_safetensors_file(tmp_path: Path) -> None:
+    tensors = small_checkpoint(tmp_path / "a")
+    packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    with safetensors.safe_open(tmp_path / "p.safetensors", "np") as opened:
+        assert set(opened.keys()) >= set(tensors)
+        assert opened.get_slice("h.1.w").get_shape() == [60, 70]
+        assert opened.get_tensor("wte").tobytes() == tensors["wte"][2]
+        assert opened.metadata()["format"] == "pt"
+    packed(tmp_path / "a", tmp_path / "q.safetensors", codec=Codec.LZ4_BITSHUFFLE, memory_bytes=MEMORY)
+    with safetensors.safe_open(tmp_path / "q.safetensors", "np") as opened:
+        assert all(opened.get_slice(name).get_dtype() == "U8" for name in opened.keys())  # noqa: SIM118
+    assert (tmp_path / "q.safetensors").stat().st_size < (tmp_path / "p.safetensors").stat().st_size
+
+
+def test_groups_stand_in_execution_order(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a", blocks=11)
+    found = packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    assert [group.name for group in found.groups] == ["embeddings", *(f"h.{i}" for i in range(11)), "norm"]
+    begins = [chunk.offset for file in open_archive([tmp_path / "p.safetensors"]) for _, _, chunk in
+              file.archive.chunks(file.header.data_start)]  # fmt: skip
+    assert begins == sorted(begins)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    names=st.lists(
+        st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
+        | st.sampled_from(["__pad__0", "__chunks__0", "h.1.w", "h.¹.w", "../x", "0.0"]),
+        unique=True, max_size=6,
+    ),
+    codec=st.sampled_from(Codec),
+    chunk_bytes=st.sampled_from([4096, 16384]),
+    shards=st.integers(1, 3),
+    memory_bytes=st.just(MEMORY),
+)  # fmt: skip
+def test_any_names_and_any_cut_come_back(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str], codec: Codec, chunk_bytes: int, shards: int,
+    memory_bytes: int,
+) -> None:  # fmt: skip
+    folder = tmp_path_factory.mktemp("names")
+    tensors = {name: random_tensor("U8", (1700 * seed,), seed) for seed, name in enumerate(names)}
+    tensors |= {f"{name}!": ("U8", (30000,), bytes(30000)) for name in names}
+    write_safetensors(folder / "a", tensors)
+    packed(
+        folder / "a", folder / "p", codec=codec, chunk_bytes=chunk_bytes, shards=shards, memory_bytes=memory_bytes
+    )
+    assert unpacked(folder / "out", folder / "p", shard_bytes=6000) == tensors
+    assert not verify(open_archive([folder / "p"]), MEMORY)
+
+
+def test_a_group_is_spread_over_directories_that_are_all_needed(tmp_path: Path) -> None:
+    tensors = small_checkpoint(tmp_path / "a")
+    found = packed(tmp_path / "a", tmp_path / "x", tmp_path / "y", shards=4, memory_bytes=MEMORY)
+    assert [path.parent.name for path in found.files] == ["x", "y", "x", "y"]
+    positions = [[group.position % 2 for group in one.groups] for one in found.archives]
+    assert len({tuple(row) for row in positions}) > 1, "consecutive groups lie on different disks"
+    assert unpacked(tmp_path / "out", tmp_path / "x", tmp_path / "y") == tensors
+    with pytest.raises(FormatError, match="give all directories"):
+        open_archive([tmp_path / "x"])
+    with pytest.raises(FormatError, match="holds no pack"):
+        open_archive([tmp_path / "y"])
+    with pytest.raises(FormatError, match="is file 2 of 4"):
+        open_archive([found.files[1]])
+
+
+def test_one_pack_in_two_runs_is_the_same_to_the_byte(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    for name in ("p", "q"):
+        packed(tmp_path / "a", tmp_path / f"{name}.safetensors", codec=Codec.LZ4, memory_bytes=MEMORY)
+    assert (tmp_path / "p.safetensors").read_bytes() == (tmp_path / "q.safetensors").read_bytes()
+
+
+def test_a_sharded_checkpoint_is_one_source(tmp_path: Path) -> None:
+    tensors = small_checkpoint(tmp_path / "a")
+    packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    assert unpacked(tmp_path / "shards", tmp_path / "p.safetensors", shard_bytes=100000) == tensors
+    source = open_source(tmp_path / "shards")
+    assert source.kind == "safetensors checkpoint in 4 shards"
+    assert (tmp_path / "shards" / INDEX).is_file()
+    packed(tmp_path / "shards", tmp_path / "again.safetensors", memory_bytes=MEMORY)
+    assert unpacked(tmp_path / "whole", tmp_path / "again.safetensors") == tensors
+    assert (tmp_path / "whole" / SINGLE).is_file()
+
+
+def test_an_existing_pack_is_refused_and_replaced_only_when_asked(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    tensors = small_checkpoint(tmp_path / "b", blocks=5)
+    for destination, options in ((tmp_path / "p.safetensors", {}), (tmp_path / "p", {"shards": 2})):
+        packed(tmp_path / "a", destination, memory_bytes=MEMORY, **options)
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        with pytest.raises(ConfigError, match="is there already; give another destination, or --overwrite"):
+            packed(tmp_path / "b", destination, memory_bytes=MEMORY, **options)
+        packed(tmp_path / "b", destination, memory_bytes=MEMORY, overwrite=True, **options)
+        assert len(list(tmp_path.rglob("*"))) == len(before), "the files of the old one are gone"
+        assert unpacked(tmp_path / f"out-{destination.name}", destination) == tensors
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"shards": 1, "destinations": (Path("a"), Path("b"))}, "--shards 1 is fewer than the 2 destinations"),
+        ({"destinations": (Path("a"), Path("./a"))}, "a destination is given twice"),
+        ({"destinations": (Path("a.safetensors"),), "shards": 2}, "2 files do not go into a.safetensors"),
+    ],
+)
+def test_destinations_that_cannot_be(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PackOptions(**values)
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_checkpoint(tmp_path / "a")
+    monkeypatch.setattr(publish, "free_bytes", lambda path: 1000)
+    with pytest.raises(StorageFull, match=r"too small: \d+ B \(.* KiB\) are needed, 1000 B \(1000 B\) are free"):
+        packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_memory_that_is_too_small_is_said_with_what_would_do(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    with pytest.raises(BudgetError, match=r"--memory 1 MiB is too small: .* give at least"):
+        packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=2**20)
+
+
+def test_threads_are_as_many_as_memory_allows() -> None:
+    used = flow.psutil.Process().memory_info().rss + flow._SLACK_BYTES
+    assert flow.room(used + 2**31, 2**29).threads <= 4
+    assert flow.room(2**50, 2**20).threads == flow.THREADS
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "0 B, shorter than the 8 B"),
+        (b"not a checkpoint at all", "safetensors"),
+        ((10**4).to_bytes(8, "little") + b"{}", "the header ends at byte 10008, but the file has 10 B"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with pytest.raises(FormatError, match=message):
+        open_source(tmp_path / "a.safetensors")
+
+
+def test_a_truncated_checkpoint_is_refused(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-1])
+    with pytest.raises(FormatError, match="but the file has"):
+        open_source(tmp_path / "a")
+
+
+def test_paths_that_hold_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="there is no"):
+        open_source(tmp_path / "nothing")
+    with pytest.raises(FormatError, match="holds no checkpoint: none of model.safetensors"):
+        open_source(tmp_path)
+
+
+def test_an_index_that_names_what_is_missing_is_refused(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "m.safetensors", {"a": random_tensor("U8", (3,))})
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "m.safetensors", "b": "m.safetensors"}}')
+    with pytest.raises(FormatError, match="lacks 1 tensors that .* puts there: 'b'"):
+        open_source(tmp_path)
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(FormatError, match=r"gone.safetensors is missing: .* names it"):
+        open_source(tmp_path)
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "../m.safetensors"}}')
+    with pytest.raises(FormatError, match="not a plain file name"):
+        open_source(tmp_path)
+
+
+def test_a_pack_is_no_source(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    with pytest.raises(FormatError, match="is a pack"):
+        open_source(tmp_path / "p.safetensors")
+    with pytest.raises(FormatError, match="is an ordinary safetensors file, not a pack"):
+        open_archive([tmp_path / "a"])
