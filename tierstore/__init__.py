@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tierstore.archive.loading import load_pack
     from tierstore.config import (
         AdamWConfig,
         Codec,
@@ -53,6 +54,7 @@ __all__ = [
     "deferred",
     "fit_cost_model",
     "format_size",
+    "load_pack",
     "parse_size",
 ]
 
@@ -76,6 +78,7 @@ _HOME = {
     "deferred": "train.materialize",
     "fit_cost_model": "train.collective_costs",
     "format_size": "config",
+    "load_pack": "archive.loading",
     "parse_size": "config",
 }
 

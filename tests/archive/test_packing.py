@@ -80,9 +80,7 @@ def test_any_names_and_any_cut_come_back(
     tensors = {name: random_tensor("U8", (1700 * seed,), seed) for seed, name in enumerate(names)}
     tensors |= {f"{name}!": ("U8", (30000,), bytes(30000)) for name in names}
     write_safetensors(folder / "a", tensors)
-    packed(
-        folder / "a", folder / "p", codec=codec, chunk_bytes=chunk_bytes, shards=shards, memory_bytes=memory_bytes
-    )
+    packed(folder / "a", folder / "p", codec=codec, chunk_bytes=chunk_bytes, shards=shards, memory_bytes=memory_bytes)
     assert unpacked(folder / "out", folder / "p", shard_bytes=6000) == tensors
     assert not verify(open_archive([folder / "p"]), MEMORY)
 

@@ -30,6 +30,7 @@ from tierstore.config import Codec
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
 from tierstore.pack.archive import (
+    LARGEST_CHUNK_BYTES,
     Archive,
     ArchiveGroup,
     archive_header,
@@ -69,6 +70,10 @@ class PackOptions:
         return self.shards or len(self.destinations)
 
     def __post_init__(self) -> None:
+        if not 0 < self.chunk_bytes <= LARGEST_CHUNK_BYTES or self.chunk_bytes % ALIGNMENT:
+            raise ConfigError(
+                f"a chunk of {self.chunk_bytes} B is not a multiple of {ALIGNMENT} up to {LARGEST_CHUNK_BYTES} B"
+            )
         if self.files < len(self.destinations):
             raise ConfigError(f"--shards {self.files} is fewer than the {len(self.destinations)} destinations")
         if len({path.absolute() for path in self.destinations}) < len(self.destinations):

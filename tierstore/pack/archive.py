@@ -38,7 +38,7 @@ from tierstore.pack.validate import Header
 
 ARCHIVE_KEY = "tierstore"
 VERSION = 1
-_LARGEST_CHUNK_BYTES = 2**25
+LARGEST_CHUNK_BYTES = 2**25
 _CHUNKS = "__chunks__"
 
 
@@ -324,7 +324,7 @@ def _number(item: Any, least: int, most: int, what: str) -> int:
 
 
 def _chunk_bytes(item: Any) -> int:
-    value = _number(item, ALIGNMENT, _LARGEST_CHUNK_BYTES, "chunk_bytes")
+    value = _number(item, ALIGNMENT, LARGEST_CHUNK_BYTES, "chunk_bytes")
     if value % ALIGNMENT:
         raise FormatError(f"chunk_bytes is {value}, not a multiple of {ALIGNMENT}")
     return value

@@ -1,0 +1,85 @@
+"""The commands of packs: what they write, say and return."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import read_safetensors, small_checkpoint
+from typer.testing import CliRunner
+
+from tierstore.cli import app
+
+
+def run(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.mark.parametrize("codec", ["none", "auto"])
+def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str) -> None:
+    (tmp_path / "model").mkdir()
+    tensors = small_checkpoint(tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
+    memory = ("--memory", "1TiB")
+    destination = ("--json", tmp_path / "j", tmp_path / "model", tmp_path / "p")
+    shown = run("pack", "--codec", codec, *destination, *memory).output
+    assert "order from config.json: gpt2, 3 layers" in shown
+    told = json.loads((tmp_path / "j").read_text())
+    assert (told["dtypes"]["BF16"]["codec"] == "none") == (codec == "none")
+    assert (told["tensors"], told["groups"]) == (8, 5)
+
+    assert "all as written" in run("verify", tmp_path / "p", *memory).output
+    tree = run("inspect", tmp_path / "p", "--json", tmp_path / "i", "--plot", tmp_path / "map.png").output
+    assert "h.1: 2 tensors" in tree
+    assert "'h.1.zeros' BF16 [60, 700]" in tree
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    groups = json.loads((tmp_path / "i").read_text())["files"][0]["groups"]
+    assert [group["name"] for group in groups] == ["embeddings", "h.0", "h.1", "h.2", "norm"]
+
+    run("unpack", tmp_path / "p", tmp_path / "out", *memory)
+    assert read_safetensors(tmp_path / "out" / "model.safetensors") == tensors
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_damage_is_shown_and_is_an_exit_code(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    run("pack", tmp_path / "a", tmp_path / "p.safetensors", "--memory", "1TiB")
+    data = bytearray((tmp_path / "p.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "p.safetensors").write_bytes(data)
+    result = run("verify", tmp_path / "p.safetensors", "--memory", "1TiB", "--json", tmp_path / "j", code=1)
+    assert "ln_f" in result.output
+    assert [one["tensors"] for one in json.loads((tmp_path / "j").read_text())["damages"]] == [["ln_f"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["pack", "nothing", "out"], 1, "there is no nothing"),
+        (["pack", "a", "out", "--codec", "zip"], 2, "there is no codec 'zip'; the codecs are none, lz4"),
+        (["pack", "a", "out", "--memory", "1MiB"], 2, "--memory 1 MiB is too small"),
+        (["pack", "a", "out", "--memory", "lots"], 2, "not a size"),
+        (["pack", "a", "out", "--chunk", "5000"], 2, "a chunk of 5000 B is not a multiple of 4096"),
+        (["pack", "empty", "out"], 1, "shorter than the 8 B"),
+        (["unpack", "a"], 2, "give a pack and a destination"),
+        (["unpack", "a", "out"], 1, "is an ordinary safetensors file, not a pack"),
+        (["verify", "a"], 1, "is an ordinary safetensors file, not a pack"),
+        (["verify", "empty"], 1, "shorter than the 8 B"),
+        (["inspect", "nothing"], 1, "there is no nothing"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small_checkpoint(tmp_path / "a")
+    (tmp_path / "empty").touch()
+    before = sorted(tmp_path.rglob("*"))
+    result = run(*arguments, code=code)
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert sorted(tmp_path.rglob("*")) == before, "nothing was written"
