@@ -32,7 +32,7 @@ def test_every_byte_of_the_header_is_covered(tmp_path: Path) -> None:
     path = tmp_path / "p.safetensors"
     whole = path.read_bytes()
     text = whole[: int.from_bytes(whole[:8], "little") + 8].rstrip()
-    # Of the blanks at the end each is like the others. One becomes another blank: JSON does not mind, so no parser does.
+    # Of the blanks at the end each is like the others. One becomes another blank, which JSON does not mind.
     for at in [*range(len(text)), *range(len(text), int.from_bytes(whole[:8], "little") + 8, 101)]:
         mask = 0x20 ^ 0x0A if whole[at] == 0x20 else 1 << at % 8
         _flip(path, at, mask)
@@ -92,7 +92,7 @@ def test_a_truncated_pack_and_one_of_another_archive_are_refused(tmp_path: Path)
     one: Packed = packed(tmp_path / "a", tmp_path / "p", shards=2, memory_bytes=MEMORY)
     other: Packed = packed(tmp_path / "b", tmp_path / "q", shards=2, memory_bytes=MEMORY)
     one.files[1].write_bytes(other.files[1].read_bytes())
-    with pytest.raises(FormatError, match="is file 2 of 2 of archive .*, not file 2 of 2 of"):
+    with pytest.raises(FormatError, match=r"is file 2 of 2 of archive .*, not file 2 of 2 of"):
         open_archive([tmp_path / "p"])
     one.files[1].write_bytes(other.files[1].read_bytes()[:-4096])
     with pytest.raises(FormatError, match="but the file has"):

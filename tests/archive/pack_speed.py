@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Packs against fio and safetensors, in interleaved rounds on one file system, cold; medians and peak memory.
+
+    python tests/archive/pack_speed.py DIR [--size 4GiB] [--rounds 5] [--memory 1GiB]
+
+Scope: pack -> memory, verify, checkpoint -> pack. Each of ours and of theirs runs in a process of its own, after the
+file left the page cache. `load_file` maps the file: its tensors are touched once, page by page, as a model would.
+Packing reads and writes one disk at once, so fio reads and writes at once too; its slower side alone is told as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tierstore.config import parse_size
+from tierstore.measure.fio import Fio, Shape, find_fio
+
+_SHAPES = (Shape("1M", 64, huge=True), Shape("16M", 16, huge=True), Shape("1M", 8, huge=True))
+_SECONDS = 3.0
+
+
+def forget(path: Path) -> None:
+    """The file leaves the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def ours(task: str, *paths: str, memory: str) -> dict[str, Any]:
+    """One task in a new process: seconds without imports, and peak memory of the process."""
+    command = [sys.executable, __file__, "--task", task, "--memory", memory, *paths]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def run_task(task: str, paths: list[str], memory_bytes: int) -> None:
+    """In the new process."""
+    work = {"load": _load, "load_file": _load_file, "verify": _verify, "pack": _pack}[task](paths, memory_bytes)
+    start = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sys.stdout.write(json.dumps({"seconds": seconds, "peak_bytes": peak_bytes}))
+
+
+def _load(paths: list[str], memory_bytes: int) -> Any:
+    from tierstore.archive.loading import load_pack
+
+    return lambda: load_pack(paths[0])
+
+
+def _load_file(paths: list[str], memory_bytes: int) -> Any:
+    import torch
+    from safetensors.torch import load_file
+
+    def work() -> Any:
+        tensors = load_file(paths[0])
+        for tensor in tensors.values():
+            tensor.view(-1).view(torch.uint8)[::4096].sum()
+        return tensors
+
+    return work
+
+
+def _verify(paths: list[str], memory_bytes: int) -> Any:
+    from tierstore.archive.opening import open_archive
+    from tierstore.archive.reading import verify
+
+    return lambda: verify(open_archive([Path(paths[0])]), memory_bytes)
+
+
+def _pack(paths: list[str], memory_bytes: int) -> Any:
+    from tierstore.archive.packing import PackOptions, pack
+    from tierstore.archive.sources import open_source
+
+    options = PackOptions((Path(paths[1]),), memory_bytes=memory_bytes, overwrite=True)
+    return lambda: pack(open_source(Path(paths[0])), options, {})
+
+
+async def fio(program: str, path: Path, *verbs: Literal["read", "write"], shape: Shape) -> list[float]:
+    """Rates of several at once; what is written is a file of its own."""
+    runs = []
+    for verb in verbs:
+        target = path if verb == "read" else path.with_suffix(".fio")
+        runs.append(Fio(program, target, path.stat().st_size, verb, shape).run(_SECONDS))
+    return list(await asyncio.gather(*runs))
+
+
+def make_checkpoint(path: Path, size_bytes: int) -> None:
+    """BF16 blocks of a Llama of 4096 wide; random bits."""
+    from safetensors.numpy import save_file
+
+    generator, tensors, left, block = np.random.default_rng(0), {}, size_bytes, 0
+    shapes = {"mlp.up_proj": (11008, 4096), "self_attn.q_proj": (4096, 4096), "input_layernorm": (4096,)}
+    while left > 0:
+        for name, shape in shapes.items():
+            count = int(np.prod(shape))
+            tensors[f"model.layers.{block}.{name}.weight"] = (
+                generator.integers(0, 2**16, count, dtype=np.uint16).view(np.float16).reshape(shape)
+            )
+            left -= 2 * count
+        block += 1
+    save_file(tensors, path)
+
+
+def measure(folder: Path, size_bytes: int, rounds: int, memory: str) -> None:
+    """All rounds, and the table."""
+    checkpoint, packed = folder / "checkpoint.safetensors", folder / "pack.safetensors"
+    make_checkpoint(checkpoint, size_bytes)
+    size = checkpoint.stat().st_size
+    program = find_fio()
+    rates: dict[str, list[float]] = defaultdict(list)
+    peaks: dict[str, int] = defaultdict(int)
+    for number in range(rounds):
+        shape = _SHAPES[number % len(_SHAPES)]
+
+        def timed(name: str, task: str, *paths: Path) -> None:
+            forget(paths[0])
+            result = ours(task, *map(str, paths), memory=memory)
+            rates[name].append(size / result["seconds"])
+            peaks[name] = max(peaks[name], result["peak_bytes"])
+
+        timed("pack", "pack", checkpoint, packed)
+        for name, verbs in (("write", ["write"]), ("read", ["read"]), ("both", ["read", "write"])):
+            for one, rate in zip(verbs, asyncio.run(fio(program, packed, *verbs, shape=shape))):  # type: ignore[arg-type]
+                rates[f"fio {one}" if name != "both" else f"fio {one}, at once"].append(rate)
+        timed("load_pack", "load", packed)
+        timed("load_file", "load_file", packed)
+        timed("verify", "verify", packed)
+    print(f"{size} B, {rounds} rounds, --memory {memory}")
+    for name, values in rates.items():
+        listed = " ".join(f"{rate / 1e9:.2f}" for rate in values)
+        peak = f"  peak {peaks[name] / 2**20:.0f} MiB" if name in peaks else ""
+        print(f"  {name:18} {statistics.median(values) / 1e9:6.2f} GB/s  [{listed}]{peak}")
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    best = max(rates["fio read"])
+    together = min(median["fio read, at once"], median["fio write, at once"])
+    print(f"load_pack / fio's best read      {max(rates['load_pack']) / best:.3f}  (medians "
+          f"{median['load_pack'] / median['fio read']:.3f})")  # fmt: skip
+    print(f"load_pack / load_file            {median['load_pack'] / median['load_file']:.3f}")
+    print(f"pack / slower of both at once    {median['pack'] / together:.3f}")
+    print(f"pack / min(read, write) alone    {median['pack'] / min(median['fio read'], median['fio write']):.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("paths", nargs="+")
+    parser.add_argument("--task")
+    parser.add_argument("--size", default="2GiB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", default="1GiB")
+    given = parser.parse_args()
+    if given.task:
+        run_task(given.task, given.paths, parse_size(given.memory))
+        return
+    folder = Path(given.paths[0]) / "pack_speed"
+    folder.mkdir()
+    try:
+        measure(folder, parse_size(given.size), given.rounds, given.memory)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
