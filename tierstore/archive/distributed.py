@@ -24,7 +24,7 @@ from tierstore.archive.sources import Piece, Source, SourceTensor
 from tierstore.archive.torch_files import load_without_data, pieces
 from tierstore.errors import FormatError
 from tierstore.io.backend import storage_error
-from tierstore.pack.layout import TensorSpec
+from tierstore.pack.layout import TensorSpec, quoted
 
 _METADATA_FILE = ".metadata"
 _MOST_PIECES = 2**20
@@ -108,26 +108,26 @@ def _joined(path: Path, name: str, item: Any, parts: dict[tuple[int, ...], Any])
         offsets = tuple(chunk.offsets)
         info = parts.get(offsets)
         if info is None:
-            raise FormatError(f"{path}: the part of {name!r:.90} at {list(offsets)} is missing in {_METADATA_FILE}")
+            raise FormatError(f"{path}: the part of {quoted(name)} at {list(offsets)} is missing in {_METADATA_FILE}")
         if 0 not in tuple(chunk.sizes):
             runs += _runs(size, offsets, tuple(chunk.sizes), item_bytes, _part(path, name, info, tuple(chunk.sizes)))
         if len(runs) > _MOST_PIECES:
-            raise FormatError(f"{path}: {name!r:.90} is cut into more than {_MOST_PIECES} pieces")
+            raise FormatError(f"{path}: {quoted(name)} is cut into more than {_MOST_PIECES} pieces")
     position = 0
     for begin, piece in sorted(runs, key=lambda run: run[0]):
         if begin != position:
-            raise FormatError(f"{path}: the parts of {name!r:.90} leave a hole or overlap at byte {position}")
+            raise FormatError(f"{path}: the parts of {quoted(name)} leave a hole or overlap at byte {position}")
         position += piece.nbytes
         yield piece
     if position != torch.Size(size).numel() * item_bytes:
-        raise FormatError(f"{path}: the parts of {name!r:.90} end at byte {position}")
+        raise FormatError(f"{path}: the parts of {quoted(name)} end at byte {position}")
 
 
 def _part(path: Path, name: str, info: Any, sizes: tuple[int, ...]) -> Piece:
     """Where the data of one part stands: it is a file of torch.save within a file."""
     file = path / info.relative_path
     if Path(info.relative_path).name != info.relative_path:
-        raise FormatError(f"{path}: {info.relative_path!r:.90} is not a plain file name")
+        raise FormatError(f"{path}: {quoted(info.relative_path)} is not a plain file name")
     try:
         with open(file, "rb") as opened:
             opened.seek(info.offset)
@@ -136,10 +136,10 @@ def _part(path: Path, name: str, info: Any, sizes: tuple[int, ...]) -> Piece:
     except OSError as error:
         raise storage_error(error, "read", file) from error
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
-        raise FormatError(f"{file}: what stands at offset {info.offset} is not the part of {name!r:.90}")
+        raise FormatError(f"{file}: what stands at offset {info.offset} is not the part of {quoted(name)}")
     found = pieces(tensor, file, name, info.offset)
     if len(found) != 1:
-        raise FormatError(f"{file}: the part of {name!r:.90} at offset {info.offset} is not contiguous")
+        raise FormatError(f"{file}: the part of {quoted(name)} at offset {info.offset} is not contiguous")
     return found[0]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from tierstore.errors import FormatError
+from tierstore.pack.layout import quoted
 
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -26,7 +27,7 @@ def torch_dtype(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[torch.dt
         FormatError: torch has no such dtype.
     """
     if dtype not in TORCH_DTYPES:
-        raise FormatError(f"tensor {name!r:.90} has dtype {dtype}, which torch does not have; leave it out by names=")
+        raise FormatError(f"tensor {quoted(name)} has dtype {dtype}, which torch does not have; leave it out by names=")
     if dtype == "F4":
         shape = (*shape[:-1], shape[-1] // 2)
     return TORCH_DTYPES[dtype], shape
@@ -39,7 +40,7 @@ def file_dtype(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[s
         FormatError: the format has no such dtype.
     """
     if dtype not in FILE_DTYPES:
-        raise FormatError(f"tensor {name!r:.90} has dtype {dtype}, which a safetensors file cannot hold")
+        raise FormatError(f"tensor {quoted(name)} has dtype {dtype}, which a safetensors file cannot hold")
     if dtype is torch.float4_e2m1fn_x2:
         shape = (*shape[:-1], shape[-1] * 2)
     return FILE_DTYPES[dtype], shape

@@ -29,7 +29,7 @@ from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.io.memory import HUGE_PAGE_BYTES
 from tierstore.pack.archive import ArchiveGroup
-from tierstore.pack.layout import TensorEntry
+from tierstore.pack.layout import TensorEntry, quoted
 
 Bytes = npt.NDArray[np.uint8]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -80,7 +80,7 @@ def _wanted(files: Sequence[ArchiveFile], names: Iterable[str] | None) -> dict[s
         return known
     asked = list(names)
     if unknown := [name for name in asked if name not in known]:
-        raise ConfigError(f"{files[0].path} holds no tensor {unknown[0]!r:.90}; it holds {len(known)} others")
+        raise ConfigError(f"{files[0].path} holds no tensor {quoted(unknown[0])}; it holds {len(known)} others")
     return {name: known[name] for name in asked}
 
 

@@ -16,7 +16,7 @@ from tierstore.archive.sources import INDEX, SINGLE
 from tierstore.errors import FormatError, StorageError
 from tierstore.io.backend import storage_error
 from tierstore.pack.archive import Archive, ArchiveChunk, ArchiveGroup, read_archive
-from tierstore.pack.layout import SEAL_KEY, build_header
+from tierstore.pack.layout import SEAL_KEY, build_header, quoted
 from tierstore.pack.validate import Header, read_header
 
 
@@ -52,7 +52,7 @@ class PlacedChunk:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return (
             f"the chunk at byte {self.chunk.offset} of {self.file.path} (group {self.group.name}: "
-            f"{', '.join(f'{name!r:.90}' for name in names[:3])}{more})"
+            f"{', '.join(f'{quoted(name)}' for name in names[:3])}{more})"
         )
 
 

@@ -112,7 +112,7 @@ def plan_groups(source: Source, codecs: Codecs, chunk_bytes: int) -> tuple[list[
     A group of tensors of several dtypes becomes several: a codec works on elements of one width.
     """
     order = execution_order(source.tensors, source.config)
-    groups = []
+    groups: list[ArchiveGroup] = []
     for ordered in order.groups:
         by_dtype: dict[str, list[str]] = defaultdict(list)
         for name in ordered.tensors:

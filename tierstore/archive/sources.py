@@ -15,7 +15,7 @@ from typing import Any
 from tierstore.errors import FormatError, StorageError
 from tierstore.io.backend import storage_error
 from tierstore.pack.archive import ARCHIVE_KEY
-from tierstore.pack.layout import PAD_KEY, SEAL_KEY, TensorSpec
+from tierstore.pack.layout import PAD_KEY, SEAL_KEY, TensorSpec, quoted
 from tierstore.pack.strict_json import parse_json
 from tierstore.pack.validate import Header, read_header
 
@@ -111,7 +111,7 @@ def _indexed(path: Path) -> Source:
     for file, names in by_file.items():
         there = headers[path / file].tensors
         if absent := [name for name in names if name not in there]:
-            raise FormatError(f"{path / file} lacks {len(absent)} tensors that {INDEX} puts there: {absent[0]!r:.90}")
+            raise FormatError(f"{path / file} lacks {len(absent)} tensors that {INDEX} puts there: {quoted(absent[0])}")
     return _safetensors_source(path, headers, f"safetensors checkpoint in {len(headers)} shards")
 
 
@@ -129,7 +129,7 @@ def _safetensors_source(path: Path, headers: Mapping[Path, Header], kind: str) -
             raise FormatError(f"{file} is a pack; unpack it first, or use it as it is")
         for name, entry in header.tensors.items():
             if name in tensors:
-                raise FormatError(f"tensor {name!r:.90} stands in two files of {path}; one of them is {file.name}")
+                raise FormatError(f"tensor {quoted(name)} stands in two files of {path}; one of them is {file.name}")
             piece = Piece(file, header.data_start + entry.begin, entry.end - entry.begin)
             tensors[name] = SourceTensor(TensorSpec(name, entry.dtype, entry.shape), (piece,))
         metadata |= own_metadata(header.metadata)
@@ -152,7 +152,7 @@ def weight_map(path: Path) -> dict[str, str]:
         raise FormatError(f"{path}: no weight_map of names to files")
     for file in files.values():
         if Path(file).name != file:
-            raise FormatError(f"{path}: {file!r:.90} is not a plain file name")
+            raise FormatError(f"{path}: {quoted(file)} is not a plain file name")
     return files
 
 

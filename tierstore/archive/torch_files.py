@@ -26,7 +26,7 @@ from tierstore.archive.dtypes import file_dtype, torch_dtype
 from tierstore.archive.sources import Piece, Source, SourceTensor
 from tierstore.errors import FormatError, StorageError
 from tierstore.io.backend import storage_error
-from tierstore.pack.layout import TensorSpec
+from tierstore.pack.layout import TensorSpec, quoted
 
 _LOCAL_HEADER_BYTES = 30
 _MOST_PIECES = 2**16
@@ -47,7 +47,7 @@ def torch_source(path: Path, files: Sequence[Path], config: Mapping[str, Any] | 
     for file in files:
         for name, value in flattened(_load(file)):
             if name in tensors or name in aliases:
-                raise FormatError(f"tensor {name!r:.90} stands twice in {path}; once in {file.name}")
+                raise FormatError(f"tensor {quoted(name)} stands twice in {path}; once in {file.name}")
             if not isinstance(value, torch.Tensor):
                 left_out.append(name)
                 continue
@@ -102,7 +102,7 @@ def empty_torch_file(path: Path, specs: Mapping[str, TensorSpec], aliases: Mappi
 def pieces(tensor: torch.Tensor, file: Path, name: str, base: int = 0) -> tuple[Piece, ...]:
     """Where the bytes of a fake tensor stand, in row-major order; `base` is where its file begins in `file`."""
     item_bytes = tensor.dtype.itemsize
-    start = base + _offset(tensor) + tensor.storage_offset() * item_bytes
+    start = base + _offset(tensor) + int(tensor.storage_offset()) * item_bytes
     if tensor.is_contiguous():
         return (Piece(file, start, tensor.numel() * item_bytes),)
     # The longest stretch that is contiguous, and where each of them begins.
@@ -113,12 +113,12 @@ def pieces(tensor: torch.Tensor, file: Path, name: str, base: int = 0) -> tuple[
     count = tensor.numel() // run
     if count > _MOST_PIECES:
         raise FormatError(
-            f"tensor {name!r:.90} of {file} is not contiguous: {count} pieces of {run * item_bytes} B; save it with "
+            f"tensor {quoted(name)} of {file} is not contiguous: {count} pieces of {run * item_bytes} B; save it with "
             ".contiguous()"
         )
-    steps = [0]
+    steps: list[int] = [0]
     for size, stride in zip(tensor.shape[:dimension], tensor.stride()[:dimension]):
-        steps = [step + index * stride for step in steps for index in range(size)]
+        steps = [step + index * int(stride) for step in steps for index in range(size)]
     return tuple(Piece(file, start + step * item_bytes, run * item_bytes) for step in steps)
 
 
@@ -146,7 +146,7 @@ def load_without_data(opened: IO[bytes], source: str) -> Any:
         raise FormatError(f"{source} is not a readable file of torch.save: {_first_line(error)}") from None
     for name, tensor in flattened(value):
         if isinstance(tensor, torch.Tensor):
-            _check(tensor, records, f"tensor {name!r:.90} of {source}")
+            _check(tensor, records, f"tensor {quoted(name)} of {source}")
     return value
 
 
@@ -164,7 +164,7 @@ def _records(opened: IO[bytes]) -> dict[int, int]:
     with zipfile.ZipFile(opened) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"record {info.filename!r:.90} is compressed")
+                raise ValueError(f"record {quoted(info.filename)} is compressed")
             opened.seek(info.header_offset)
             local = opened.read(_LOCAL_HEADER_BYTES)
             skip = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")

@@ -17,14 +17,11 @@ import numpy as np
 import torch
 
 from tierstore.alignment import ALIGNMENT, padded
+from tierstore.archive.sources import INDEX, SINGLE, weight_map
 from tierstore.errors import FormatError
-from tierstore.io.backend import Backend, BlockFile, storage_error
-from tierstore.pack.strict_json import parse_json
+from tierstore.io.backend import Backend, BlockFile
 from tierstore.pack.validate import read_header
 from tierstore.train.filling import PIECE_ELEMENTS
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -108,22 +105,6 @@ def _tensors_in(path: Path) -> dict[str, Stored]:
         name: Stored(path, header.data_start + entry.begin, entry.dtype, entry.shape)
         for name, entry in header.tensors.items()
     }
-
-
-def weight_map(path: Path) -> dict[str, str]:
-    """File name by tensor name, from an index."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise storage_error(error, "read", path) from error
-    content = parse_json(data, str(path))
-    files = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise FormatError(f"{path}: no weight_map of names to files")
-    for file in files.values():
-        if Path(file).name != file:
-            raise FormatError(f"{path}: {file!r} is not a plain file name")
-    return files
 
 
 def _dtype(stored: Stored) -> torch.dtype:

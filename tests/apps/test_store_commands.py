@@ -1,0 +1,52 @@
+"""`inspect` and `verify` of a training store: its last generation, and damage by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import next_token_loss, tiny, tokens
+from typer.testing import CliRunner
+
+from tierstore.cli import app
+from tierstore.config import Codec, TierConfig
+from tierstore.store.verification import committed_chunks
+from tierstore.train.engine import Engine
+
+
+def store(directories: list[Path], codec: Codec) -> None:
+    """One of two committed steps."""
+    tiers = TierConfig(gpu_memory="4MiB", cpu_memory="1MiB", nvme=directories, codec=codec, chunk_bytes="64KiB")
+    with Engine(tiny(blocks=1), tiers) as engine:
+        for batch in tokens(2):
+            engine.backward(next_token_loss(engine, batch))
+            engine.step()
+
+
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.LZ4_BITSHUFFLE])
+def test_the_last_generation_is_shown_and_verified(tmp_path: Path, codec: Codec) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    store(directories, codec)
+    run = CliRunner()
+    paths = [str(path) for path in directories]
+    result = run.invoke(app, ["verify", *paths, "--memory", "1TiB"])
+    assert (result.exit_code, "all as written" in result.output) == (0, True), result.output
+
+    result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env={"COLUMNS": "200"})
+    told = json.loads((tmp_path / "j").read_text())
+    assert (result.exit_code, told["generation"], told["directories"]) == (0, 2, 2), result.output
+    assert "blocks.0.up.weight" in result.output
+
+    generation, chunks = committed_chunks(directories)
+    assert len(chunks) == sum(record is not None for rows in generation.records.values() for record in rows)
+    bad = chunks[len(chunks) // 2]
+    data = bytearray(bad.path.read_bytes())
+    data[bad.offset + bad.stored_bytes - 1] ^= 1
+    bad.path.write_bytes(data)
+    result = run.invoke(app, ["verify", *paths, "--memory", "1TiB", "--json", str(tmp_path / "j")])
+    assert result.exit_code == 1
+    assert [one["tensors"] for one in json.loads((tmp_path / "j").read_text())["damages"]] == [[bad.name]]
+
+    result = run.invoke(app, ["verify", paths[0]])
+    assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)
