@@ -14,7 +14,7 @@ from faults import EIO, ENOSPC, Fault, FaultyBackend
 from tierstore.archive.opening import open_archive
 from tierstore.archive.packing import PackOptions, pack
 from tierstore.archive.reading import verify
-from tierstore.archive.sources import open_source
+from tierstore.archive.sources import INDEX, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.errors import ConfigError, StorageError, TierstoreError
 
@@ -95,6 +95,25 @@ def test_a_failure_at_any_call_is_told_and_leaves_nothing(tmp_path: Path, fault:
             assert not left or is_published, f"{backend.calls[at]} number {at} left {left}"
         else:
             assert not verify(open_archive([destination]), MEMORY)
+
+
+def test_the_next_pack_of_another_shape_clears_what_a_killed_one_left(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    small_checkpoint(source, blocks=1)
+    (tmp_path / "count").mkdir()
+    count = calls_of(source, (tmp_path / "count",), shards=3)
+    (tmp_path / "whole").mkdir()
+    run(source, (tmp_path / "whole",), FaultyBackend(), shards=2)
+    whole = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    for at in range(count - 12, count - 3):
+        destination = tmp_path / str(at)
+        with contextlib.suppress(Killed):
+            run(source, (destination,), KillingBackend(at=at), shards=3)
+        if (destination / INDEX).exists():
+            break
+        assert any(destination.iterdir())
+        run(source, (destination,), FaultyBackend(), shards=2)
+        assert sorted(path.name for path in destination.iterdir()) == whole, f"killed at call {at}"
 
 
 def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
