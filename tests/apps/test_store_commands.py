@@ -17,7 +17,7 @@ from tierstore.train.engine import Engine
 
 def store(directories: list[Path], codec: Codec) -> None:
     """One of two committed steps."""
-    tiers = TierConfig(gpu_memory="4MiB", cpu_memory="1MiB", nvme=directories, codec=codec, chunk_bytes="64KiB")
+    tiers = TierConfig(gpu_memory="4MiB", cpu_memory="3MiB", nvme=directories, codec=codec, chunk_bytes="64KiB")
     with Engine(tiny(blocks=1), tiers) as engine:
         for batch in tokens(2):
             engine.backward(next_token_loss(engine, batch))

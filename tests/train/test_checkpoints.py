@@ -15,9 +15,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tierstore.archive.sources import INDEX, SINGLE
 from tierstore.errors import ConfigError, FormatError, StorageError, StorageFull
 from tierstore.io.backend import Backend
-from tierstore.train.checkpoint_files import INDEX, SINGLE
 from tierstore.train.checkpoints import CheckpointSource, TensorOut, write_checkpoint
 from tierstore.train.materialize import deferred
 

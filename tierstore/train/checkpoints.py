@@ -26,11 +26,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from tierstore.archive.sources import INDEX, SINGLE, weight_map
 from tierstore.errors import ConfigError, FormatError
 from tierstore.io.backend import Backend, storage_error
 from tierstore.pack.layout import TensorEntry, build_header, tensor_bytes
 from tierstore.train.capture import persistent_buffers
-from tierstore.train.checkpoint_files import DTYPES, INDEX, SINGLE, CheckpointFiles, Stored, stored_tensors, weight_map
+from tierstore.train.checkpoint_files import DTYPES, CheckpointFiles, Stored, stored_tensors
 from tierstore.train.conversion import Recipe, recipes
 from tierstore.train.filling import PIECE_ELEMENTS, Piece
 
