@@ -93,7 +93,7 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("groups/0/tensors/0/2", [9000, 2**62]), "more than 2\\*\\*63 elements"),
         (_set("groups/0/tensors/0/1", "F17"), "unknown dtype 'F17'"),
         (_set("groups/1/tensors/0/0", "other"), "'other' is not where the table of chunks says"),
-        (_set("groups/0/tensors/0/0", "a\nb"), "holds a control character"),
+        (_set("groups/0/name", "a\nb"), "holds a control character"),
         (_set("groups/0/tensors", []), "group 'g0' has no tensors"),
         (_set("groups/1/position", 0), "the groups are not in their order"),
         (_set("groups/1/tensors/0/0", "t0"), "1 tensors stand in two groups"),

@@ -125,7 +125,8 @@ def plan_groups(source: Source, codecs: Codecs, chunk_bytes: int) -> tuple[list[
                 min(chunk_bytes, content_bytes - number * chunk_bytes)
                 for number in range(chunk_count(content_bytes, chunk_bytes))
             ]
-            title = ordered.name if len(by_dtype) == 1 else f"{ordered.name} {dtype}"
+            plain = ordered.name if ordered.name.isprintable() else repr(ordered.name)[1:-1]
+            title = plain if len(by_dtype) == 1 else f"{plain} {dtype}"
             chunks = tuple((length, 0) for length in lengths)
             groups.append(ArchiveGroup(title, len(groups), codec, item_bytes(dtype), tensors, chunks))
     return groups, order.reason

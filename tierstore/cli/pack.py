@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tierstore.cli.common import directory, say, size, told
+from tierstore.config import Codec
 
 _MEMORY = typer.Option(
     parser=size, metavar="SIZE", show_default=False, help="The most memory this process may take [default: 1GiB]."
@@ -29,7 +30,9 @@ def pack(
             parser=directory, metavar="DST...", help="A name ending in .safetensors; or directories, one for each disk."
         ),
     ],
-    codec: Annotated[str, typer.Option(help="none, lz4, ... or auto: what pays, by dtype.")] = "none",
+    codec: Annotated[
+        str, typer.Option(help=f"{', '.join(one.value for one in Codec)}; or auto: what pays for each dtype.")
+    ] = "none",
     read_rate: Annotated[
         int | None,
         typer.Option(

@@ -29,6 +29,7 @@ from tierstore.pack.layout import (
     build_header,
     check_contiguous,
     check_name,
+    check_plain_name,
     lay_out,
     quoted,
     tensor_bytes,
@@ -220,6 +221,7 @@ def _group(item: Any, chunk_bytes: int) -> ArchiveGroup:
     keys = ("name", "position", "codec", "item_bytes", "tensors", "chunks")
     name, position, codec, item_bytes, tensors, chunks = _values(item, keys, "a group")
     name = _string(name, "the name of a group")
+    check_plain_name(name)
     if codec not in [known.value for known in Codec]:
         raise FormatError(
             f"group {quoted(name)} has the codec {quoted(str(codec))}, which this release does not know; it knows "

@@ -151,18 +151,27 @@ def item_bytes(dtype: str) -> int:
 
 
 def check_name(name: str) -> None:
-    """Refuse what would not survive a header, a terminal or a C string.
+    """Refuse what a header cannot hold. Control characters it can: messages show names by `quoted`.
 
     Raises:
-        FormatError: reserved, control characters, or not encodable.
+        FormatError: reserved, or not encodable.
     """
     if name == "__metadata__":
         raise FormatError("no tensor can be named '__metadata__'")
-    if not name.isprintable():  # cheap; the exact test only for the few names that need it
-        if any(letter < " " or letter == "\x7f" for letter in name):
-            raise FormatError(f"tensor name {quoted(name)} holds a control character")
-        if any("\ud800" <= letter <= "\udfff" for letter in name):
-            raise FormatError(f"tensor name {quoted(name)} is not valid Unicode (lone surrogate)")
+    # isprintable is cheap; the exact test only for the few names that need it
+    if not name.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise FormatError(f"tensor name {quoted(name)} is not valid Unicode (lone surrogate)")
+
+
+def check_plain_name(name: str) -> None:
+    """Refuse also what would not survive a terminal or a C string, in names that are ours to choose.
+
+    Raises:
+        FormatError: as `check_name`; control characters.
+    """
+    check_name(name)
+    if not name.isprintable() and any(letter < " " or letter == "\x7f" for letter in name):
+        raise FormatError(f"the name {quoted(name)} holds a control character")
 
 
 def check_contiguous(entries: Sequence[TensorEntry]) -> int:

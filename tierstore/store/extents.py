@@ -23,7 +23,7 @@ from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import BudgetError, ConfigError, FormatError
 from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.pack.layout import ChunkSpec, check_name
+from tierstore.pack.layout import ChunkSpec, check_plain_name
 from tierstore.store.slots import SlotPack
 from tierstore.store.tasks import together
 
@@ -170,7 +170,7 @@ def check_tensors(name: str, tensors: Mapping[str, torch.Tensor], device: torch.
         if not isinstance(key, str) or not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{what}: names are text and values are tensors, not {type(tensor).__name__}")
         try:
-            check_name(f"{name}/{key}")
+            check_plain_name(f"{name}/{key}")
         except FormatError as error:
             raise ConfigError(f"{what}: {error}") from None
         if tensor.layout is not torch.strided or tensor.is_quantized:
