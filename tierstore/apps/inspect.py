@@ -21,6 +21,7 @@ from tierstore.archive.opening import ArchiveFile, open_archive
 from tierstore.config import format_size
 from tierstore.errors import FormatError
 from tierstore.pack.archive import ARCHIVE_KEY
+from tierstore.pack.layout import quoted
 from tierstore.pack.validate import read_header
 from tierstore.plots import new_figure, save_figure
 from tierstore.store.verification import committed_chunks
@@ -137,9 +138,9 @@ def tree(content: Content, *, tensors: bool = True) -> Tree:
             )  # fmt: skip
             leaf = branch.add(title)
             for row in part.tensors if tensors else ():
-                leaf.add(escape(f"{row.name!r:.120} {row.dtype} {list(row.shape)}"))
+                leaf.add(escape(f"{quoted(row.name)} {row.dtype} {list(row.shape)}"))
     for alias, name in content.facts.get("aliases", {}).items():
-        root.add(escape(f"{alias!r:.120} is {name!r:.120}"))
+        root.add(escape(f"{quoted(alias)} is {quoted(name)}"))
     return root
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tierstore.alignment import padded
@@ -27,6 +28,7 @@ from tierstore.archive.reading import Damage, verify
 from tierstore.config import format_size
 from tierstore.io.backend import Backend
 from tierstore.pack.codecs import checksum
+from tierstore.pack.layout import quoted
 from tierstore.store.commit import Manifests
 from tierstore.store.verification import CommittedChunk, committed_chunks
 
@@ -117,6 +119,7 @@ def damage_table(verdict: Verdict) -> Table:
     for name in ("file", "at byte", "bytes", "group", "tensors"):
         table.add_column(name, justify="right" if name in ("at byte", "bytes") else "left", overflow="fold")
     for damage in verdict.damages:
-        names = ", ".join(damage.tensors[:8]) + (f" and {len(damage.tensors) - 8} more" if damage.tensors[8:] else "")
-        table.add_row(damage.path.name, str(damage.offset), str(damage.nbytes), damage.group, names)
+        names = ", ".join(map(quoted, damage.tensors[:8]))
+        names += f" and {len(damage.tensors) - 8} more" if damage.tensors[8:] else ""
+        table.add_row(damage.path.name, str(damage.offset), str(damage.nbytes), damage.group, escape(names))
     return table

@@ -29,8 +29,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 THREADS = 8
-"""Enough to keep one disk busy with chunks of 8 MiB while some threads compute checksums (measured: 4 reads in flight
-suffice on one virtual NVMe disk, pack_speed.py, 2 cores, 2026-11)."""
+"""Chunks in flight: while some threads compute checksums, others keep the disk busy."""
 _CLOSE_S = 60.0
 _SLACK_BYTES = 48 * 2**20
 """Interpreter and libraries grow by about this while they work."""
