@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from tierstore.archive.dtypes import file_dtype
+from tierstore.archive.gather import Content
 from tierstore.archive.sources import Piece, Source, SourceTensor
 from tierstore.archive.torch_files import load_without_data, pieces
 from tierstore.errors import FormatError
@@ -112,7 +113,9 @@ def _joined(path: Path, name: str, item: Any, parts: dict[tuple[int, ...], Any])
         if info is None:
             raise FormatError(f"{path}: the part of {quoted(name)} at {list(offsets)} is missing in {_METADATA_FILE}")
         if 0 not in tuple(chunk.sizes):
-            runs += _runs(size, offsets, tuple(chunk.sizes), item_bytes, _part(path, name, info, tuple(chunk.sizes)))
+            part = _part(path, name, info, tuple(chunk.sizes))
+            for begin, start, nbytes in _runs(size, offsets, tuple(chunk.sizes), item_bytes):
+                runs += [(begin + at, piece) for piece, at in part.pieces(start, nbytes)]
         if len(runs) > _MOST_PIECES:
             raise FormatError(f"{path}: {quoted(name)} is cut into more than {_MOST_PIECES} pieces")
     position = 0
@@ -125,8 +128,8 @@ def _joined(path: Path, name: str, item: Any, parts: dict[tuple[int, ...], Any])
         raise FormatError(f"{path}: the parts of {quoted(name)} end at byte {position}")
 
 
-def _part(path: Path, name: str, info: Any, sizes: tuple[int, ...]) -> Piece:
-    """Where the data of one part stands: it is a file of torch.save within a file."""
+def _part(path: Path, name: str, info: Any, sizes: tuple[int, ...]) -> Content:
+    """The data of one part: it is a file of torch.save within a file."""
     file = path / info.relative_path
     if Path(info.relative_path).name != info.relative_path:
         raise FormatError(f"{path}: {quoted(info.relative_path)} is not a plain file name")
@@ -139,16 +142,13 @@ def _part(path: Path, name: str, info: Any, sizes: tuple[int, ...]) -> Piece:
         raise storage_error(error, "read", file) from error
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
         raise FormatError(f"{file}: what stands at offset {info.offset} is not the part of {quoted(name)}")
-    found = pieces(tensor, file, name, info.offset)
-    if len(found) != 1:
-        raise FormatError(f"{file}: the part of {quoted(name)} at offset {info.offset} is not contiguous")
-    return found[0]
+    return Content(pieces(tensor, file, name, info.offset))
 
 
 def _runs(
-    size: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], item_bytes: int, part: Piece
-) -> Iterator[tuple[int, Piece]]:
-    """Stretches of a part that are contiguous in the whole tensor, with where they begin there, in bytes."""
+    size: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], item_bytes: int
+) -> Iterator[tuple[int, int, int]]:
+    """Stretches of a part that are contiguous in the whole tensor: begin there, begin in the part, length; in bytes."""
     inner = len(size)
     run = item_bytes
     while inner and sizes[inner - 1] == size[inner - 1]:
@@ -163,7 +163,7 @@ def _runs(
     corner = sum(offset * stride for offset, stride in zip(offsets, strides))
     for number, index in enumerate(itertools.product(*map(range, sizes[:inner]))):
         begin = corner + sum(at * stride for at, stride in zip(index, strides))
-        yield begin, Piece(part.path, part.begin + number * run, run)
+        yield begin, number * run, run
 
 
 class _Window(io.RawIOBase):

@@ -59,14 +59,14 @@ class Content:
         Args:
             scratch: aligned, and two pages longer than `destination`.
         """
-        for piece, at in self._range(begin, len(destination)):
+        for piece, at in self.pieces(begin, len(destination)):
             first = piece.begin - piece.begin % ALIGNMENT
             skew, end = piece.begin - first, piece.begin + piece.nbytes - first
             room = scratch[: padded(end)]
             files(piece.path).read_into(room, first, required_bytes=end)
             destination[at : at + piece.nbytes] = room[skew:end]
 
-    def _range(self, begin: int, nbytes: int) -> Iterator[tuple[Piece, int]]:
+    def pieces(self, begin: int, nbytes: int) -> Iterator[tuple[Piece, int]]:
         """The pieces of a range, cut to it and joined where a file goes on, with their places in the range."""
         waiting: tuple[Piece, int] | None = None
         for index in range(bisect.bisect_right(self._begins, begin) - 1, len(self._pieces)):
