@@ -8,15 +8,15 @@ Owner: nothing is kept between calls.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.codec_samples import Sample, read_samples
+from tierstore.apps.files import write_object
 from tierstore.config import format_size
-from tierstore.errors import ConfigError, StorageError
+from tierstore.errors import ConfigError
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
 from tierstore.plan.bandwidth import CodecRates
 from tierstore.plan.codec_choice import CodecChoice, Conditions, choose_codec, pays_below_bytes_per_s
@@ -87,7 +87,7 @@ def compare(options: CodecOptions, tell: Callable[[str, float], None] = lambda w
         tell(f"{sample.kind.value} {sample.dtype}", number / len(samples))
         tried.append(_try(sample, options.conditions))
     if options.json is not None:
-        _write_json(options.json, as_json(options, tried))
+        write_object(options.json, as_json(options, tried), "--json")
     return tried
 
 
@@ -173,13 +173,6 @@ def as_json(options: CodecOptions, tried: list[Tried]) -> dict[str, Any]:
             for one in tried
         ],
     }
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write --json {path}: {error.strerror}") from error
 
 
 def _gb(bytes_per_s: float) -> str:

@@ -1,20 +1,19 @@
 """Where a run reads and writes: checked before anything is built; and what an export holds besides the weights.
 
-Scope: the paths of --nvme, --trace and --export; whether a store holds a run; small files beside weights; --json.
+Scope: the paths of --nvme, --trace and --export; whether a store holds a run; small files beside weights.
 Not here: the lines of --json (`apps/metrics.py`), weights (`train/`), how a store is opened (`store/`).
 Owner: nothing is kept between calls.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from tierstore.apps.options import TrainOptions
-from tierstore.errors import ConfigError, StorageError
+from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_error
 from tierstore.store.commit import Manifests
 
@@ -84,18 +83,6 @@ def copy_companions(source: Path, directory: Path) -> None:
                 shutil.copyfile(source / name, directory / name)
             except OSError as error:
                 raise storage_error(error, f"copy to {directory}", source / name) from error
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """What a command was asked for by --json.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    try:
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write --json {path}: {error.strerror}") from error
 
 
 def _check_directory(name: str, path: Path) -> None:

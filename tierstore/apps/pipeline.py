@@ -8,7 +8,6 @@ Owner: nothing is kept between calls.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.buckets import size_text
-from tierstore.errors import ConfigError, StorageError
+from tierstore.apps.files import write_object
+from tierstore.errors import ConfigError
 from tierstore.plan.buckets import Layer
 from tierstore.plan.simulate import Link, Span, Track, Visit, run_steps
 from tierstore.plots import new_figure, save_figure
@@ -108,10 +108,7 @@ def run(options: PipelineOptions) -> tuple[DepthRow, ...]:
     """
     rows = tuple(_row(options, depth) for depth in options.depths)
     if options.json is not None:
-        try:
-            options.json.write_text(json.dumps(as_json(options, rows), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"cannot write --json {options.json}: {error.strerror}") from error
+        write_object(options.json, as_json(options, rows), "--json")
     if options.plot is not None:
         draw(options, rows, options.plot)
     return rows

@@ -30,11 +30,11 @@ def inspect(
 
     with told(debug):
         from tierstore.apps import inspect as app
-        from tierstore.apps.outputs import write_json
+        from tierstore.apps.files import write_object
 
         content = app.look(paths)
         if json is not None:
-            write_json(json, app.as_json(content))
+            write_object(json, app.as_json(content), "--json")
         if plot is not None:
             app.draw(content, plot)
         Console().print(app.tree(content, tensors=tensors))
@@ -59,12 +59,12 @@ def verify(
 
     with told(debug):
         from tierstore.apps import verify as app
-        from tierstore.apps.outputs import write_json
+        from tierstore.apps.files import write_object
 
         console = Console()
         verdict = app.run_verify(paths, memory, console)
         if json is not None:
-            write_json(json, verdict.as_json())
+            write_object(json, verdict.as_json(), "--json")
         if verdict.damages:
             console.print(app.damage_table(verdict))
             say(str(verdict))

@@ -60,7 +60,7 @@ def pack(
     from rich.console import Console
 
     with told(debug):
-        from tierstore.apps.outputs import write_json
+        from tierstore.apps.files import write_object
         from tierstore.apps.pack import pack_json, pack_table, run_pack
         from tierstore.archive.packing import PackOptions
 
@@ -70,7 +70,7 @@ def pack(
         )
         summary = run_pack(source, options, codec, read_rate, console)
         if json is not None:
-            write_json(json, pack_json(summary))
+            write_object(json, pack_json(summary), "--json")
         console.print(pack_table(summary))
         if left_out := summary.source.left_out:
             say(f"{len(left_out)} values are no tensors and were left out: {', '.join(left_out[:5])}")
@@ -96,7 +96,7 @@ def unpack(
     from rich.console import Console
 
     with told(debug):
-        from tierstore.apps.outputs import write_json
+        from tierstore.apps.files import write_object
         from tierstore.apps.pack import run_unpack
         from tierstore.archive.unpacking import UnpackOptions
         from tierstore.errors import ConfigError
@@ -107,6 +107,6 @@ def unpack(
         console = Console()
         written, seconds = run_unpack(packs, UnpackOptions(destination, shard_size, memory), console)
         if json is not None:
-            write_json(json, {"files": [str(path) for path in written], "seconds": seconds})
+            write_object(json, {"files": [str(path) for path in written], "seconds": seconds}, "--json")
         for path in written:
             console.print(str(path), soft_wrap=True, markup=False, highlight=False)

@@ -109,7 +109,7 @@ async def in_turn(loads: Mapping[str, Sequence[Runnable]], pace: Pace) -> dict[s
     """
     rates: dict[str, list[tuple[float, ...]]] = {}
     for number in range(pace.rounds):
-        for name, beside in loads.items() if number % 2 == 0 else reversed(loads.items()):
+        for name, beside in loads.items() if number % 2 == 0 else reversed(list(loads.items())):
             if number >= pace.least_rounds and pace.clock() >= pace.deadline_s:
                 return rates
             pace.tell(name)

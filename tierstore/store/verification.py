@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierstore.config import Codec
 from tierstore.errors import ConfigError, FormatError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import WorkerPool
 from tierstore.plan.tiers import Kind
 from tierstore.store.commit import Generation, Manifests
-from tierstore.store.layout import GroupSpec, ParameterSpec, chunk_specs
+from tierstore.store.layout import Codecs, GroupSpec, ParameterSpec, chunk_specs, recorded_codecs
 from tierstore.store.slots import ChunkIO, SlotPack
 
 
@@ -59,11 +58,13 @@ def committed_chunks(directories: Sequence[Path]) -> tuple[Generation, list[Comm
             f"the store in {directories[0]} is striped over {layout['directories']} directories; give all of them, in "
             "their order"
         )
-    groups = [_group(item) for item in layout["groups"]]
+    groups, codecs = [_group(item) for item in layout["groups"]], _codecs(layout)
+    io = ChunkIO(Backend(), WorkerPool("verify", 1), None, time.monotonic)  # its thread is never started
     chunks: list[CommittedChunk] = []
     for kind, records in generation.records.items():
-        specs = chunk_specs(Kind(kind.rstrip("0123456789")), groups, layout["chunk_elements"])
-        pack = SlotPack(kind, specs, directories, _io(layout))
+        what = Kind(kind.rstrip("0123456789"))
+        specs = chunk_specs(what, groups, layout["chunk_elements"])
+        pack = SlotPack(kind, specs, directories, io, codecs[what].codec)
         pack.check(records)
         for number, record in enumerate(records):
             if record is not None:
@@ -77,12 +78,11 @@ def committed_chunks(directories: Sequence[Path]) -> tuple[Generation, list[Comm
     return generation, chunks
 
 
-def _io(layout: Mapping[str, Any]) -> ChunkIO:
+def _codecs(layout: Mapping[str, Any]) -> Codecs:
     try:
-        codec = Codec(layout["codec"])
-    except ValueError:
-        raise FormatError(f"the store has the codec {layout['codec']!r}, which this release does not know") from None
-    return ChunkIO(Backend(), WorkerPool("verify", 1), codec, None, time.monotonic)  # its thread is never started
+        return recorded_codecs(layout)
+    except ValueError as error:
+        raise FormatError(f"the store has a codec that this release does not know: {error}") from None
 
 
 def _group(item: Mapping[str, Any]) -> GroupSpec:

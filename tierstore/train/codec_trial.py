@@ -106,8 +106,8 @@ async def _disk_rates(tiers: TierConfig) -> tuple[float, float]:
         incompressible(memory)
         there = [next(p for p in (d, *d.absolute().parents) if p.is_dir()) for d in tiers.nvme]
         files = [stack.enter_context(disk_file(path, _FILE_BYTES, memory, Backend())) for path in there]
-        read = await at_once([file.read(_BLOCK_BYTES, tiers.io_threads) for file in files], _LOOK_S)
-        written = await at_once([file.write(_BLOCK_BYTES, tiers.io_threads) for file in files], _LOOK_S)
+        read = await at_once([file.load("read", _BLOCK_BYTES, tiers.io_threads) for file in files], _LOOK_S)
+        written = await at_once([file.load("write", _BLOCK_BYTES, tiers.io_threads) for file in files], _LOOK_S)
         return sum(read), sum(written)
 
 
