@@ -23,7 +23,7 @@ from tierstore.pack.codecs import ChunkCodec, checksum, checksum_bytes, codec_fo
 BITSHUFFLES = [Codec.LZ4_BITSHUFFLE, Codec.ZSTD_BITSHUFFLE]
 CODECS = [codec_for(codec) for codec in (Codec.NONE, Codec.LZ4)]
 CODECS += [codec_for(codec, item_bytes) for codec in BITSHUFFLES for item_bytes in (2, 4)]
-each_codec = pytest.mark.parametrize("codec", CODECS, ids=[str(codec) for codec in CODECS])
+each_codec = pytest.mark.parametrize("codec", CODECS, ids=["none", "lz4", "lz4-2", "lz4-4", "zstd-2", "zstd-4"])
 each_bitshuffle = pytest.mark.parametrize("codec", BITSHUFFLES)
 
 
