@@ -41,7 +41,7 @@ def test_the_plan_asks_for_what_the_engine_asks_for(schedule: UpdateSchedule, gp
     node = replace(NODES["rtx-4090"], cpu_bytes=cpu / USABLE)
     here = Situation(Job(from_config(TINY), sequence=64), Layout(), node, schedule)
     tiers = TierConfig(gpu_memory=gpu, cpu_memory=here.cpu_budget_bytes, nvme=(Path("x"),))
-    assert request_of(here, groups, gpu) == request_for(groups, tiers, schedule, None)
+    assert request_of(here, groups, gpu) == request_for(groups, tiers, schedule, None, is_coded=False)
 
 
 def test_bytes_per_tier_are_those_that_the_engine_then_has(tmp_path: Path) -> None:
