@@ -45,7 +45,7 @@ class Load:
     clock: Callable[[], float] = time.perf_counter
 
     async def run(self, seconds: float) -> float:
-        """At least one job per thread, and two more: they wait in the queue, so that no thread waits for the loop."""
+        """At least one job per thread; as many wait in the queue, so that no thread waits for the loop."""
         workers = WorkerPool("tierstore-measure", self.threads)
         try:
             await workers.run(Priority.DEMAND, _nothing)  # the threads are there before the clock runs
@@ -63,7 +63,7 @@ class Load:
                 while await workers.submit(Priority.DEMAND, job):
                     done += 1
 
-            await together(lane() for _ in range(self.threads + 2))
+            await together(lane() for _ in range(2 * self.threads))
             return done * self.amount / (self.clock() - begun_s)
         finally:
             workers.close(CLOSE_TIMEOUT_S)
