@@ -28,6 +28,7 @@ from tierstore.io.memory import Bytes
 from tierstore.measure.loads import Load
 
 Verb = Literal["read", "write"]
+_ROTATED_BYTES = 2**26  # as many as fio's usual 64 transfers of 1 MiB
 _LEFT_FREE_BYTES = 2**28
 """What a probe leaves to others on the disk that it measures."""
 
@@ -88,8 +89,9 @@ class DiskFile:
         return self.file.read_into if verb == "read" else self.file.write_from
 
     def _load(self, block_bytes: int, threads: int, calls: tuple[Callable[[Bytes, int], object], ...]) -> Load:
-        # All of the memory in turn: a buffer that was just used is still in the caches, and the engine's is not.
-        starts = range(0, self.memory.nbytes - block_bytes + 1, block_bytes)
+        # Much memory in turn: a buffer that was just used is still in the caches, and the engine's is not.
+        used_bytes = min(self.memory.nbytes, max(_ROTATED_BYTES, threads * block_bytes))
+        starts = range(0, used_bytes - block_bytes + 1, block_bytes)
         buffers = deque(self.memory[start : start + block_bytes] for start in starts)
         blocks, turns = self.size_bytes // block_bytes, count()
 
