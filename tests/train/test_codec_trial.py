@@ -114,6 +114,18 @@ def test_what_is_tried_compresses_as_trained_state_does(
     assert low <= measure_codec(Codec.LZ4_BITSHUFFLE, item_bytes, [sample], dtype).ratio <= high
 
 
+def test_what_is_zero_at_first_is_not_counted_on_unless_it_stays() -> None:
+    zeros = np.zeros(2**17, np.float32)
+    ratios = [
+        measure_codec(
+            Codec.LZ4_BITSHUFFLE, 2, [codec_trial.like_trained(Kind.WEIGHTS, "bf16", zeros, is_frozen=is_frozen)], ""
+        ).ratio
+        for is_frozen in (False, True)
+    ]
+    assert ratios[0] < 1.5
+    assert ratios[1] > 1000
+
+
 class Follower:
     """The second of two ranks."""
 

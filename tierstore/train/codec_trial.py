@@ -4,12 +4,12 @@ Scope: a sample of the weights on their way into the store, state and gradients 
 Not here: the decision (`plan/codec_choice.py`); the codecs (`pack/codecs.py`).
 Owner: the thread that makes the engine.
 
-[Note: what is tried] Weights are the user's own, rounded as they are stored. The state of a new store is zeros and its
-gradients are not there yet, which says nothing of what they will be. Tried instead is the state that the Adam kernel
-makes of these weights in a few steps, and normal gradients: mantissas are noise and exponents lie close together, as in
-training. Measured, ratios of LZ4 and Zstandard with bitshuffle, tried and then of GPT-2 (25 million parameters) after
-45 steps: bf16 weights 1.32, 1.34 and 1.32, 1.36; bf16 state 1.11, 1.14 and 1.13, 1.14; fp32 state 1.15, 1.19 and
-1.16, 1.18.
+[Note: what is tried] Weights are the user's own, rounded as they are stored. The state of a new store is zeros, as are
+biases, and its gradients are not there yet, which says nothing of what they will be. Tried is therefore what the Adam
+kernel makes of these weights in a few steps with normal gradients: mantissas are noise and exponents lie close
+together, as in training; frozen weights stay as they are. Measured, ratios of LZ4 and Zstandard with bitshuffle, tried
+and then of GPT-2 (25 million parameters) after 45 steps: bf16 weights 1.32, 1.34 and 1.32, 1.34; bf16 state 1.11, 1.14
+and 1.13, 1.14; fp32 state 1.15, 1.19 and 1.17, 1.19.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _choose(
         spec = largest if kind is Kind.WEIGHTS else trained
         item_bytes = chunk_specs(kind, [spec], _CHUNK_ELEMENTS)[0].item_bytes
         samples = [
-            like_trained(kind, spec.dtype, master[start : start + _CHUNK_ELEMENTS])
+            like_trained(kind, spec.dtype, master[start : start + _CHUNK_ELEMENTS], is_frozen=not spec.trainable)
             for start in range(0, master.size, _CHUNK_ELEMENTS)
         ]
         measured = [measure_codec(codec, item_bytes, samples, spec.dtype, clock) for codec in COMPRESSING]
@@ -135,19 +135,15 @@ def _choose(
     return chosen
 
 
-def like_trained(kind: Kind, dtype: str, master: Floats) -> Bytes:
+def like_trained(kind: Kind, dtype: str, master: Floats, *, is_frozen: bool = False) -> Bytes:
     """The bytes of a chunk with these weights, as training leaves it. See [Note: what is tried]."""
     noise = np.random.default_rng(0)
     weights, state = _encoded(dtype, master)
-    if kind is Kind.WEIGHTS:
-        return weights.view(np.uint8)
-    for step in range(1, _STEPS + 1):
+    gradient = weights
+    for step in range(1, 1 if is_frozen else _STEPS + 1):
         gradient, _ = _encoded(dtype, noise.normal(0, _GRADIENT_SCALE, master.size).astype(np.float32))
-        if kind is Kind.GRADIENTS:
-            return gradient.view(np.uint8)
-        coefficients = AdamCoefficients(1e-3, 0.9, 0.999, 1e-8, 0.0, step)
-        update(dtype, weights, state, gradient, 0, master.size, coefficients)
-    return state
+        update(dtype, weights, state, gradient, 0, master.size, AdamCoefficients(1e-3, 0.9, 0.999, 1e-8, 0.0, step))
+    return {Kind.WEIGHTS: weights, Kind.STATE: state, Kind.GRADIENTS: gradient}[kind].view(np.uint8)
 
 
 def _encoded(dtype: str, values: Floats) -> tuple[np.ndarray[Any, Any], Bytes]:
