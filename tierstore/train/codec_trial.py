@@ -28,7 +28,7 @@ from tierstore.config import Codec, TierConfig
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.kernels.adam import AdamCoefficients, init_state, state_bytes_per_element, update
-from tierstore.measure.disk import disk_file, incompressible
+from tierstore.measure.disk import Verb, disk_file, incompressible
 from tierstore.measure.loads import at_once
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
 from tierstore.plan.bandwidth import BandwidthTable
@@ -73,7 +73,7 @@ def codecs_of(
     def choose() -> Codecs:
         if not partition.is_first:
             return {}
-        return _choose(_sample(coming, taken), specs, tiers, runtime.call(_disk_rates, tiers), clock)
+        return _choose(_sample(coming, taken), specs, tiers, _disk_rates(tiers, runtime), clock)
 
     chosen = partition.all_succeed("the codecs", choose)[0]
     return chosen, _again(taken, coming)
@@ -94,7 +94,7 @@ def _again(taken: deque[Piece], coming: Iterator[Piece]) -> Iterator[Piece]:
     yield from coming
 
 
-async def _disk_rates(tiers: TierConfig) -> tuple[float, float]:
+def _disk_rates(tiers: TierConfig, runtime: Runtime) -> tuple[float, float]:
     """Bytes per second read and written, of all directories at once: from the table, or from a first look.
 
     A directory that is not there yet is taken to be on the disk of the nearest one above it.
@@ -106,9 +106,12 @@ async def _disk_rates(tiers: TierConfig) -> tuple[float, float]:
         incompressible(memory)
         there = [next(p for p in (d, *d.absolute().parents) if p.is_dir()) for d in tiers.nvme]
         files = [stack.enter_context(disk_file(path, _FILE_BYTES, memory, Backend())) for path in there]
-        read = await at_once([file.load("read", _BLOCK_BYTES, tiers.io_threads) for file in files], _LOOK_S)
-        written = await at_once([file.load("write", _BLOCK_BYTES, tiers.io_threads) for file in files], _LOOK_S)
-        return sum(read), sum(written)
+
+        def rate(verb: Verb) -> float:
+            loads = [file.load(verb, _BLOCK_BYTES, tiers.io_threads) for file in files]
+            return sum(runtime.call(at_once, loads, _LOOK_S))
+
+        return rate("read"), rate("write")
 
 
 def _choose(
