@@ -21,6 +21,7 @@ from tierstore.archive.sources import Source, SourceTensor
 from tierstore.config import Codec
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
+from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.pack.codecs import codec_for
 from tierstore.pack.layout import item_bytes
 from tierstore.plan.archive_codec import Choice, Trial, choose_for_archive
@@ -37,7 +38,7 @@ def codec_named(name: str) -> Codec:
     Raises:
         ConfigError: there is none.
     """
-    names = [codec.value for codec in Codec]
+    names = [codec.value for codec in (Codec.NONE, *COMPRESSING)]
     if name not in names:
         raise ConfigError(f"there is no codec {name!r}; the codecs are {', '.join([*names, AUTO])}")
     return Codec(name)
@@ -52,8 +53,7 @@ def choose(source: Source, chunk_bytes: int, read_bytes_per_s: float | None) -> 
     with OpenFiles(Backend()) as files:
         for dtype, tensors in by_dtype.items():
             samples = _samples(tensors, files, chunk_bytes)
-            codecs = [codec for codec in Codec if codec is not Codec.NONE and samples]
-            trials = [measure(codec, item_bytes(dtype), samples) for codec in codecs]
+            trials = [measure(codec, item_bytes(dtype), samples) for codec in COMPRESSING if samples]
             choices[dtype] = choose_for_archive(trials, read_bytes_per_s, os.cpu_count() or 1)
     return choices
 
