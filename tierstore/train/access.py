@@ -75,6 +75,7 @@ class DeviceAccess:
         self._loads: dict[int, asyncio.Task[None]] = {}
         self._drops: dict[int, asyncio.Task[None]] = {}
         self._visits: list[tuple[int, float]] = []
+        self._forward_visits = 0
         self._since = clock()
         self.stall_s = 0.0
         self.is_inside = False
@@ -103,6 +104,7 @@ class DeviceAccess:
 
     def begin_backward(self) -> None:
         """Backward begins; the recorded order goes on after forward's visits."""
+        self._forward_visits = len(self._visits)
         self._since = self._clock()
         self.is_inside = True
 
@@ -126,6 +128,10 @@ class DeviceAccess:
             self.visit_seconds = [seconds for _, seconds in self._visits]
         else:
             self.visit_seconds = [0.5 * (a + b) for a, (_, b) in zip(self.visit_seconds, self._visits)]
+
+    def last_visits(self) -> tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]:
+        """Groups and the seconds of their visits in the last forward, and in the last backward."""
+        return tuple(self._visits[: self._forward_visits]), tuple(self._visits[self._forward_visits :])
 
     def set_depth(self, depth: int) -> None:
         """Fetch so many groups ahead from now on."""

@@ -58,9 +58,8 @@ class DepthChooser:
 
     def begin(self, tiers: TierConfig) -> None:
         """Choose a first depth from the rates given (a table, not its file) or measured now."""
-        self._is_fixed = tiers.prefetch_depth is not None
         if tiers.prefetch_depth is not None:
-            self._access.set_depth(tiers.prefetch_depth)
+            self.fix(tiers.prefetch_depth)
             return
         if isinstance(tiers.bandwidth, MeasuredRates):
             self._reads.observe(tiers.bandwidth.read_bytes_per_s, 1.0)
@@ -68,6 +67,11 @@ class DepthChooser:
             self._reads.observe(*self._runtime.call(self._store.measure_reads))
         self._seen["read"] = self._store.io.meters["read"].totals()
         self._access.set_depth(self.wanted)
+
+    def fix(self, depth: int) -> None:
+        """From now on this depth, whatever is measured."""
+        self._is_fixed = True
+        self._access.set_depth(depth)
 
     def step_ended(self, computing_s: float) -> None:
         """Compute the depth again from what this step measured, when that has changed enough.

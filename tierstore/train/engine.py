@@ -27,6 +27,7 @@ from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
 from tierstore.measure.table_file import with_rates
 from tierstore.plan.placement import Placement
+from tierstore.plan.step_record import StepRecord
 from tierstore.store.gradients import to_float
 from tierstore.trace import Tracer
 from tierstore.train import capture, whole
@@ -340,6 +341,16 @@ class Engine:
     def optimizer(self) -> TieredOptimizer:
         """The optimizer as torch knows it; its `param_groups` hold the learning rates."""
         return self._parts.stepper.optimizer
+
+    def fix_prefetch_depth(self, depth: int) -> None:
+        """Fetch so many groups ahead from now on, whatever is measured; 0 fetches on demand only."""
+        self._parts.depth.fix(depth)
+
+    def record(self) -> StepRecord:
+        """The last step as `plan.step_model` takes it; a step that began after `flush()` had no update beside it."""
+        access, collector = self._parts.access, self._parts.collector
+        forward, backward = access.last_visits()
+        return StepRecord(self.placement.groups, forward, backward, tuple(collector.completed))
 
     @property
     def placement(self) -> Placement:

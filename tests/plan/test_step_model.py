@@ -1,0 +1,188 @@
+"""The step on paper: what must hold of it in closed form, and the engine's own bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.config import TierConfig, UpdateSchedule
+from tierstore.errors import ConfigError, FormatError
+from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.costs import StepPattern, step_traffic
+from tierstore.plan.placement import GroupNeed, Placement
+from tierstore.plan.step_machine import Machine
+from tierstore.plan.step_model import StepForecast, StepPolicy, forecast
+from tierstore.plan.step_record import StepRecord
+from tierstore.plan.tiers import place, smallest_budgets
+from tierstore.plan.tuning import Candidate, Regime, tune
+from tierstore.train.budgets import request_for
+
+MIB = 2**20
+LAYERS = 8
+ELEMENTS = 8 * 65536  # 1 MiB of bf16 weights, 5 MiB of state
+RATES = BandwidthTable(100 * MIB, 100 * MIB, 100 * MIB, 1e12, 1e12, 1e12, 1e12)
+EXACT = [UpdateSchedule.STEP, UpdateSchedule.FORWARD, UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE]
+
+
+def record(seconds: float = 0.01, between_s: float = 0.0) -> StepRecord:
+    groups = tuple(GroupNeed(f"h.{i}", ELEMENTS, 2, 10, True) for i in range(LAYERS))
+    there = tuple((group, seconds) for group in range(LAYERS))
+    back = tuple((group, 2 * seconds) for group in reversed(range(LAYERS)))
+    return StepRecord(groups, there, back, tuple(reversed(range(LAYERS))), between_s)
+
+
+def placed(
+    cpu_memory: int, schedule: UpdateSchedule, gpu_memory: int = 6 * MIB, *, nvme: bool = True, chunk: int | None = None
+) -> Placement:
+    tiers = TierConfig(
+        gpu_memory=gpu_memory, cpu_memory=cpu_memory, nvme=["x"] if nvme else [], chunk_bytes=chunk, io_threads=2
+    )
+    return place(request_for(record().groups, tiers, schedule, None))
+
+
+def step(
+    placement: Placement, schedule: UpdateSchedule, depth: int = 1, seconds: float = 0.01, **options: Any
+) -> StepForecast:
+    machine = options.pop("machine", Machine(RATES, io_threads=2, sync_s=0.0))
+    return forecast(record(seconds), placement, machine, StepPolicy(depth, schedule, **options), steps=4)
+
+
+@pytest.mark.parametrize("schedule", EXACT)
+def test_what_fits_in_memory_takes_the_time_of_its_computing(schedule: UpdateSchedule) -> None:
+    found = step(placed(256 * MIB, schedule, 64 * MIB, nvme=False), schedule, commits=False)
+    assert found.seconds == pytest.approx(24 * 0.01, rel=1e-3)
+    assert (found.read_bytes, found.written_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("schedule", EXACT)
+@pytest.mark.parametrize("cpu_memory", [12, 30, 50, 100])
+def test_bytes_are_those_of_the_plan(schedule: UpdateSchedule, cpu_memory: int) -> None:
+    placement = placed(cpu_memory * MIB, schedule, gpu_memory=64 * MIB)  # the device holds all weights
+    found = step(placement, schedule)
+    reads_weights = schedule in (UpdateSchedule.STEP, UpdateSchedule.FORWARD)
+    plan = step_traffic(placement, StepPattern((0,) * LAYERS, read_weights_with_state=reads_weights))
+    assert found.read_bytes == pytest.approx(plan.read_bytes, rel=0.02)
+    assert found.written_bytes == pytest.approx(plan.written_bytes, rel=0.02)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    extra=st.integers(0, 64), schedule=st.sampled_from(EXACT), depth=st.integers(0, 8),
+    seconds=st.sampled_from([0.0, 0.003, 0.05]), commit_every=st.integers(1, 2),
+)  # fmt: skip
+def test_what_holds_for_every_step(
+    extra: int, schedule: UpdateSchedule, depth: int, seconds: float, commit_every: int
+) -> None:
+    tiers = TierConfig(gpu_memory=6 * MIB, cpu_memory=2**40, nvme=["x"], chunk_bytes=2 * MIB)
+    least = smallest_budgets(request_for(record().groups, tiers, schedule, None)).cpu_bytes
+    placement = placed(least + extra * MIB, schedule, chunk=2 * MIB)
+    found = step(placement, schedule, depth, seconds, commit_every=commit_every)
+    again = step(placement, schedule, depth, seconds, commit_every=commit_every)
+    assert found == again
+    assert found.cpu_peak_bytes <= placement.pools.total_bytes
+    assert found.gpu_peak_bytes <= 6 * MIB
+    assert found.disk_s <= found.seconds * 1.001
+    moved_s = (found.read_bytes + found.written_bytes) / (100 * MIB)  # some of it after the last step
+    assert found.seconds >= max(0.999 * 24 * seconds, 0.95 * moved_s)
+
+
+def test_a_step_with_everything_inside_is_the_sum_of_its_parts() -> None:
+    """`step` computes, then reads what did not fit ahead, updates and writes: nothing of the writes is hidden."""
+    placement = placed(40 * MIB, UpdateSchedule.STEP, gpu_memory=64 * MIB)
+    found = step(placement, UpdateSchedule.STEP, seconds=0.01)
+    written_s = found.written_bytes / (100 * MIB)
+    assert found.seconds >= 24 * 0.01 + 0.9 * written_s
+    assert found.seconds <= 24 * 0.01 + 1.1 * (found.read_bytes / (100 * MIB) + written_s)
+
+
+def test_a_later_update_hides_under_the_next_forward() -> None:
+    times = {s: step(placed(30 * MIB, s, gpu_memory=64 * MIB), s, seconds=0.05).seconds for s in EXACT}
+    assert times[UpdateSchedule.FORWARD] < times[UpdateSchedule.STEP]
+    assert times[UpdateSchedule.BACKWARD] < times[UpdateSchedule.FORWARD]
+
+
+def test_a_faster_disk_and_no_contention_are_faster() -> None:
+    placement = placed(30 * MIB, UpdateSchedule.FORWARD)
+    slow = step(placement, UpdateSchedule.FORWARD)
+    fast = step(placement, UpdateSchedule.FORWARD, machine=Machine(RATES.scaled(disk=2), io_threads=2, sync_s=0.0))
+    assert fast.seconds < 0.7 * slow.seconds
+    cores = BandwidthTable(1e12, 1e12, 1e12, 1e12, 1e12, 1e12, 30e6)
+    alone, beside = (
+        step(placement, UpdateSchedule.BACKWARD, machine=Machine(cores, 2, 2, slowed, slowed), seconds=0.02)
+        for slowed in (1.0, 2.0)
+    )
+    assert beside.seconds > 1.05 * alone.seconds
+    assert beside.slowed_s > 0.01 > alone.slowed_s
+
+
+def test_what_has_no_model_is_refused() -> None:
+    placement = placed(30 * MIB, UpdateSchedule.FORWARD)
+    with pytest.raises(ConfigError, match="'delayed' has no model"):
+        step(placement, UpdateSchedule.DELAYED)
+    other = StepRecord(record().groups[:1], ((0, 1.0),), (), ())
+    with pytest.raises(ConfigError, match="different models"):
+        forecast(other, placement, Machine(RATES), StepPolicy(1, UpdateSchedule.STEP))
+    with pytest.raises(ConfigError, match="does not get faster"):
+        Machine(RATES, compute_beside_update=0.5)
+    with pytest.raises(ConfigError, match="a thread each"):
+        Machine(RATES, io_threads=0)
+
+
+def test_a_record_survives_its_file() -> None:
+    assert StepRecord.from_json(record(0.125, 0.5).to_json()) == record(0.125, 0.5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"version": 2}', record().to_json().replace('"h.0"', "7, 8"), record().to_json()[:-20],
+     record().to_json().replace("0.01", "-1"), record().to_json().replace('"elements"', '"elephants"')],
+)  # fmt: skip
+def test_other_files_are_no_record(text: str) -> None:
+    with pytest.raises(FormatError, match="recorded step"):
+        StepRecord.from_json(text)
+
+
+def test_a_typical_record_has_the_medians_of_those_that_went_the_same_way() -> None:
+    other_way = StepRecord(record().groups, ((0, 9.0),), (), ())
+    found = StepRecord.typical([other_way, record(1.0, 1.0), record(2.0, 5.0), record(7.0, 2.0)])
+    assert found == record(2.0, 2.0)
+
+
+class TestTuning:
+    def candidates(self, *schedules: UpdateSchedule, cpu_memory: int = 30 * MIB) -> list[Candidate]:
+        return [Candidate(schedule, None, placed(cpu_memory, schedule)) for schedule in schedules]
+
+    def test_the_first_stays_unless_another_is_clearly_faster(self) -> None:
+        both = self.candidates(UpdateSchedule.STEP, UpdateSchedule.FORWARD)
+        faster = tune(record(0.05), both, Machine(RATES, io_threads=2))
+        assert faster.choice.candidate is both[1]
+        assert faster.others[0][0] is both[0]
+        same = tune(record(0.05), [both[1], both[1]], Machine(RATES, io_threads=2))
+        assert same.choice.candidate is both[1]
+
+    def test_the_depth_is_the_smallest_that_is_as_good_as_the_best(self) -> None:
+        found = tune(record(), self.candidates(UpdateSchedule.FORWARD), Machine(RATES, io_threads=2)).choice
+        best = min(one.seconds for one in found.forecasts)
+        assert len(found.forecasts) == 9
+        assert found.best.seconds <= 1.01 * best
+        assert all(one.seconds > 1.01 * best for one in found.forecasts[: found.depth])
+
+    def test_a_slow_disk_bounds_and_the_words_say_what_would_help(self) -> None:
+        found = tune(record(0.008), self.candidates(UpdateSchedule.FORWARD), Machine(RATES, io_threads=2))
+        assert found.regime is Regime.BANDWIDTH_BOUND
+        assert "no depth hides it; a second SSD would make it" in found.reason
+        assert found.two_disks.seconds < 0.6 * found.choice.best.seconds
+        assert found.reason.endswith("times the batch would hide it")
+
+    def test_a_fast_disk_does_not(self) -> None:
+        machine = Machine(RATES.scaled(disk=1000), io_threads=2)
+        found = tune(record(0.05), self.candidates(UpdateSchedule.BACKWARD), machine)
+        assert found.regime is Regime.COMPUTE_BOUND
+        assert found.batch_factor == 1.25
+
+    def test_nothing_to_choose_from(self) -> None:
+        with pytest.raises(ConfigError, match="nothing to choose from"):
+            tune(record(), [], Machine(RATES))

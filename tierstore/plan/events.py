@@ -1,0 +1,196 @@
+"""Processes on a computed clock: what the step model is made of.
+
+Scope: generators that wait for seconds, signals, memory, and their share of something that several use at once.
+Not here: what the processes do (`plan/step_model.py`).
+Owner: one `Clock` per run; nothing here knows real time, and two runs of the same processes are equal.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+
+from tierstore.errors import ConfigError
+
+
+class Signal:
+    """Something that happens once."""
+
+    __slots__ = ("is_set", "waiting")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self.waiting: list[Process] = []
+
+
+Process = Generator[Signal | float, None, None]
+"""Waits for every signal, or for as many seconds, that it yields."""
+
+
+class Clock:
+    """Runs processes in the order of their events; those of one moment in the order in which they came about."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._ready: deque[Process] = deque()
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def spawn(self, process: Process) -> Signal:
+        """Begin a process; the signal is its end."""
+        ended = Signal()
+
+        def run() -> Process:
+            yield from process
+            self.set(ended)
+
+        self._ready.append(run())
+        return ended
+
+    def set(self, signal: Signal) -> None:
+        """It happens: who waits for it goes on."""
+        if not signal.is_set:
+            signal.is_set = True
+            self._ready.extend(signal.waiting)
+            signal.waiting.clear()
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Call this so much later."""
+        heapq.heappush(self._later, (self.now_s + seconds, next(self._order), action))
+
+    def run(self, until: Signal) -> None:
+        """Goes on until this has happened.
+
+        Raises:
+            ConfigError: it never will: all processes wait for one another.
+        """
+        while self._ready or self._later:
+            while self._ready:
+                self._advance(self._ready.popleft())
+            if until.is_set:
+                return
+            if self._later:
+                self.now_s, _, action = heapq.heappop(self._later)
+                action()
+        raise ConfigError("the step on paper waits for itself: these budgets leave no order in which it ends")
+
+    def _advance(self, process: Process) -> None:
+        for wanted in process:
+            if isinstance(wanted, Signal):
+                if not wanted.is_set:
+                    wanted.waiting.append(process)
+                    return
+            elif wanted > 0:
+                self.after(wanted, lambda: self._ready.append(process))
+                return
+
+
+class Memory:
+    """Bytes that are reserved in the order in which they were asked for."""
+
+    def __init__(self, clock: Clock, capacity_bytes: int) -> None:
+        self._clock = clock
+        self._free_bytes = capacity_bytes
+        self._capacity_bytes = capacity_bytes
+        self._queue: deque[tuple[int, Signal]] = deque()
+        self.peak_bytes = 0
+
+    def reserve(self, nbytes: int) -> Signal:
+        """The signal is set when they are reserved."""
+        granted = Signal()
+        if nbytes == 0:
+            self._clock.set(granted)
+            return granted
+        self._queue.append((nbytes, granted))
+        self._grant()
+        return granted
+
+    def free(self, nbytes: int) -> None:
+        """Give back what was reserved."""
+        self._free_bytes += nbytes
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._queue and self._queue[0][0] <= self._free_bytes:
+            nbytes, granted = self._queue.popleft()
+            self._free_bytes -= nbytes
+            self.peak_bytes = max(self.peak_bytes, self._capacity_bytes - self._free_bytes)
+            self._clock.set(granted)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    kind: str
+    left: float
+    ended: Signal
+
+
+class Shared:
+    """Something that several jobs use at once, each at a speed that depends on what else runs: a disk, the cores.
+
+    Args:
+        lanes: how many jobs of each lane run at once; the others queue, smaller priorities first.
+        speeds: from the number of running jobs per kind to the speed of one job of each kind, in amounts per second.
+    """
+
+    def __init__(
+        self, clock: Clock, lanes: Mapping[str, int], speeds: Callable[[Mapping[str, int]], Mapping[str, float]]
+    ) -> None:
+        self._clock = clock
+        self._free = dict(lanes)
+        self._speeds = speeds
+        self._queues: dict[str, list[tuple[int, int, _Job]]] = {lane: [] for lane in lanes}
+        self._running: list[tuple[str, _Job]] = []
+        self._order = itertools.count()
+        self._since_s = 0.0
+        self._rates: Mapping[str, float] = {}
+        self._version = 0
+        self.busy_s = 0.0
+        self.amounts: defaultdict[str, float] = defaultdict(float)
+
+    def submit(self, lane: str, kind: str, amount: float, priority: int = 0) -> Signal:
+        """Have `amount` done in this lane; the signal is the end."""
+        ended = Signal()
+        if amount <= 0:
+            self._clock.set(ended)
+            return ended
+        self.amounts[kind] += amount
+        heapq.heappush(self._queues[lane], (priority, next(self._order), _Job(kind, amount, ended)))
+        self._account()
+        self._start()
+        return ended
+
+    def _account(self) -> None:
+        """Take off what was done since the last change."""
+        seconds = self._clock.now_s - self._since_s
+        self._since_s = self._clock.now_s
+        if self._running:
+            self.busy_s += seconds
+        for _, job in self._running:
+            job.left -= self._rates[job.kind] * seconds
+
+    def _start(self) -> None:
+        """Fill the lanes, and come back when the first of the running jobs ends."""
+        for lane, queue in self._queues.items():
+            while queue and self._free[lane]:
+                self._free[lane] -= 1
+                self._running.append((lane, heapq.heappop(queue)[2]))
+        self._version += 1
+        if self._running:
+            self._rates = self._speeds(Counter(job.kind for _, job in self._running))
+            first_s = min(job.left / self._rates[job.kind] for _, job in self._running)
+            self._clock.after(max(first_s, 0.0), lambda version=self._version: self._end(version))  # type: ignore[misc]
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return  # something has changed since: another call comes
+        self._account()
+        ended = [(lane, job) for lane, job in self._running if job.left <= 1e-9 * self._rates[job.kind]]
+        self._running = [item for item in self._running if item not in ended]
+        for lane, job in ended:
+            self._free[lane] += 1
+            self._clock.set(job.ended)
+        self._start()

@@ -1,0 +1,256 @@
+"""A step of the engine on paper: how long it takes, how long compute waits, how much memory it fills.
+
+Scope: the training thread (`train/access.py`, `train/engine.py`) on the store of `plan/step_store.py`, with the
+    placement, the residency policy and the pools that the engine uses.
+Not here: where bytes live (`plan/tiers.py`), the comparison of choices (`apps/tune.py`).
+
+[Note: what is modelled] The disks serve as many jobs at once as they have threads, all at one speed, which the measured
+rates give for the mix of reads and writes that is running. Demanded reads go first, then writes, then reads ahead.
+Adam and checksums run on threads of their own; on a CPU device they and the model's arithmetic slow each other down as
+measured. What waits for what is as in the engine.
+
+[Note: what is not] Codecs, several ranks, a speculation that turns out wrong, other processes, and the time that Python
+takes between jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tierstore.config import UpdateSchedule
+from tierstore.errors import ConfigError
+from tierstore.plan.events import Clock, Process, Signal
+from tierstore.plan.placement import Placement
+from tierstore.plan.residency import Decision, ResidencyPolicy
+from tierstore.plan.step_machine import Machine
+from tierstore.plan.step_record import StepRecord
+from tierstore.plan.step_store import Round, Store
+
+_FROM_DEVICE = (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """How the engine is to run the step; without a store (`commits` False) nothing is written for a commit."""
+
+    depth: int
+    schedule: UpdateSchedule
+    commit_every: int = 1
+    commits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepForecast:
+    """One step in steady state, a mean over some.
+
+    Attributes:
+        stall_s: time in which compute waits for weights.
+        slowed_s: how much longer compute takes beside the update.
+        disk_s: time in which the disks work.
+        cpu_peak_bytes, gpu_peak_bytes: largest use of the tiers' budgets.
+        waiting_s: all that the step takes beyond its computing: for weights, gradients, updates.
+    """
+
+    seconds: float
+    forward_s: float
+    backward_s: float
+    stall_s: float
+    slowed_s: float
+    disk_s: float
+    read_bytes: float
+    written_bytes: float
+    cpu_peak_bytes: int
+    gpu_peak_bytes: int
+    waiting_s: float
+
+
+def forecast(
+    record: StepRecord,
+    placement: Placement,
+    machine: Machine,
+    policy: StepPolicy,
+    *,
+    warm_up_steps: int = 2,
+    steps: int = 2,
+) -> StepForecast:
+    """Runs some steps from a committed store, and gives the mean of those after `warm_up_steps`.
+
+    Raises:
+        ConfigError: the schedule has no model, or the record is of another model.
+    """
+    if policy.schedule in (UpdateSchedule.AUTO, UpdateSchedule.DELAYED):
+        raise ConfigError(f"a step with update={policy.schedule.value!r} has no model; give an exact schedule")
+    if [need.elements for need in record.groups] != [need.elements for need in placement.groups]:
+        raise ConfigError("the recorded step and the placement are of different models")
+    steps *= policy.commit_every
+    clock = Clock()
+    run = _Trainer(clock, record, Store(clock, placement, machine), policy)
+    clock.run(clock.spawn(run.train(warm_up_steps + steps)))
+    first, last = run.marks[warm_up_steps], run.marks[-1]
+    mean = {name: (last[name] - first[name]) / steps for name in first}
+    return StepForecast(
+        seconds=mean["now"],
+        forward_s=mean["forward"],
+        backward_s=mean["backward"],
+        stall_s=mean["stall"],
+        slowed_s=mean["forward"] + mean["backward"] - mean["stall"] - record.forward_s - record.backward_s,
+        disk_s=mean["disk"],
+        read_bytes=mean["read"],
+        written_bytes=mean["write"],
+        cpu_peak_bytes=run.store.cpu_peak_bytes,
+        gpu_peak_bytes=run.store.device.peak_bytes + run.gradient_peak_bytes,
+        waiting_s=max(mean["now"] - record.compute_s, 0.0),
+    )
+
+
+class _Trainer:
+    """The training thread, and the groups that it holds on the device."""
+
+    def __init__(self, clock: Clock, record: StepRecord, store: Store, policy: StepPolicy) -> None:
+        self.clock, self.record, self.store, self.policy = clock, record, store, policy
+        groups = store.placement.groups
+        self.sizes = tuple(need.device_bytes for need in groups)
+        self.trainable = [index for index, need in enumerate(groups) if need.trainable]
+        self.order = tuple(group for group, _ in (*record.forward, *record.backward))
+        capacity_bytes = store.placement.gpu_weight_bytes
+        self.residency = ResidencyPolicy(self.order, self.sizes, capacity_bytes, policy.depth)
+        self.from_device = policy.schedule in _FROM_DEVICE
+        self.completed = _completed_at(record)
+        self.held: set[int] = set()
+        self.ready: dict[int, Signal] = {}
+        self.drops: dict[int, Signal] = {}
+        self.stale: set[int] = set()
+        self.awaiting: set[int] = set()
+        self.accepting: list[Signal] = []
+        self.gradient_bytes = self.gradient_peak_bytes = 0
+        self.totals = dict.fromkeys(("forward", "backward", "stall"), 0.0)
+        self.marks: list[dict[str, float]] = []
+
+    def train(self, steps: int) -> Process:
+        """So many steps, one after the other."""
+        self._mark()
+        for number in range(1, steps + 1):
+            round_ = self._begin_round()
+            yield from self._pass("forward", round_)
+            self.store.allow_through()
+            yield from self._pass("backward", round_)
+            yield from self._end_step(round_, number)
+            self._mark()
+
+    def _mark(self) -> None:
+        moved = self.store.disk.amounts
+        self.marks.append(
+            self.totals
+            | {"now": self.clock.now_s, "disk": self.store.disk.busy_s, "read": moved["read"], "write": moved["write"]}
+        )
+
+    def _begin_round(self) -> Round:
+        need = self.record.completed if self.from_device else self.order
+        wanted = [group for group in dict.fromkeys((*need, *self.trainable)) if group in self.trainable]
+        self.awaiting = set(wanted) if self.from_device else set()
+        is_lazy = self.policy.schedule is UpdateSchedule.FORWARD
+        return self.store.begin(wanted, reads_weights=not self.from_device, is_lazy=is_lazy)
+
+    def _pass(self, name: str, round_: Round) -> Process:
+        began_s, forward = self.clock.now_s, self.record.forward
+        visits, first = (forward, 0) if name == "forward" else (self.record.backward, len(forward))
+        for position, (group, seconds) in enumerate(visits):
+            yield from self._go_to(first + position, group)
+            yield self.store.cores.submit("main", "compute", seconds)
+            for complete in self.completed.get(position, ()) if name == "backward" else ():
+                yield from self._hand_over(round_, complete)
+        yield from self.accepting
+        self.accepting.clear()
+        self.totals[name] += self.clock.now_s - began_s
+
+    def _end_step(self, round_: Round, number: int) -> Process:
+        self.store.decide(round_, round_.order)
+        if self.policy.schedule is UpdateSchedule.STEP:
+            yield from [trip.ended for trip in round_.trips.values()]
+        self.stale = self.held & set(round_.order)
+        for group in self.stale:
+            # A refresh begins when the next load is posted; until then it is not ready.
+            self.ready[group] = Signal()
+        if self.policy.commits and number % self.policy.commit_every == 0:
+            self.store.begin_commit(round_)
+        if self.policy.depth > 0:
+            self._start(self._decide(0, self.order[0], self.policy.depth - 1))
+            self._refresh()
+        yield self.record.between_s
+
+    # --- groups on the device (train/access.py) -------------------------------------------------------------------
+
+    def _go_to(self, position: int, group: int) -> Process:
+        began_s = self.clock.now_s
+        self._refresh()
+        while (decision := self._decide(position, group, self._depth_from(position))).wait:
+            yield self.ready[decision.wait[0]]
+        self._start(decision)
+        yield self.ready[group]
+        self.totals["stall"] += self.clock.now_s - began_s
+
+    def _decide(self, position: int, group: int, depth: int) -> Decision:
+        self.residency.depth = depth
+        loading = {one for one in self.held if not self.ready[one].is_set}
+        return self.residency.decide(position, self.held - loading, (), loading, demand=group)
+
+    def _depth_from(self, position: int) -> int:
+        """Not over an update that makes weights stale, as in the engine."""
+        count, seen = len(self.order), {self.order[position]}
+        for place in range(position + 1, position + count):
+            group = self.order[place % count]
+            if len(seen) > self.policy.depth or (place >= count and (not self.from_device or group in self.awaiting)):
+                break
+            seen.add(group)
+        return min(self.policy.depth, len(seen) - 1)
+
+    def _start(self, decision: Decision) -> None:
+        if decision.wait:
+            return
+        for group in decision.evict:
+            self.held.discard(group)
+            self.drops[group] = self.clock.spawn(self.store.drop(group, self.ready[group]))
+        for group in decision.load:
+            self.held.add(group)
+            self.store.announce(group)
+            self.ready[group] = self.clock.spawn(self.store.load(group, self.drops.get(group)))
+
+    def _refresh(self) -> None:
+        for group in sorted(self.stale):
+            stale, fresh = self.ready[group], self.clock.spawn(self.store.applied(group))
+            self.clock.spawn(self._forward(fresh, stale))
+        self.stale.clear()
+
+    def _forward(self, fresh: Signal, stale: Signal) -> Process:
+        yield fresh
+        self.clock.set(stale)
+
+    # --- gradients (train/backward.py) ----------------------------------------------------------------------------
+
+    def _hand_over(self, round_: Round, group: int) -> Process:
+        """The gradient leaves the device; backward waits while too many are on their way."""
+        nbytes = self.sizes[group]
+        while self.gradient_bytes and self.gradient_bytes + nbytes > self.store.placement.gpu_gradient_bytes:
+            yield self.accepting.pop(0)
+        self.gradient_bytes += nbytes
+        self.gradient_peak_bytes = max(self.gradient_peak_bytes, self.gradient_bytes)
+
+        def left() -> None:
+            self.gradient_bytes -= nbytes
+
+        self.accepting.append(self.clock.spawn(self.store.accept(round_, group, left)))
+        if self.from_device:
+            self.awaiting.discard(group)
+            self.store.decide(round_, [group])
+
+
+def _completed_at(record: StepRecord) -> Mapping[int, Sequence[int]]:
+    """Groups whose gradients are complete after a visit of backward, by its position: not before their own last one."""
+    last = {group: position for position, (group, _) in enumerate(record.backward)}
+    found: dict[int, list[int]] = {}
+    position = 0
+    for group in record.completed:
+        position = max(position, last.get(group, 0))
+        found.setdefault(position, []).append(group)
+    return found

@@ -1,0 +1,264 @@
+"""The store on paper: every chunk's way through reads, gradients, the update and writes.
+
+Scope: what `store/updates.py`, `store/gradients.py` and `store/weights.py` do, as processes on a computed clock.
+Not here: the training thread (`plan/step_model.py`), rates (`plan/step_machine.py`).
+Owner: one run of the step model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tierstore.config import Tier
+from tierstore.plan.events import Clock, Memory, Process, Shared, Signal
+from tierstore.plan.placement import Placement
+from tierstore.plan.step_machine import Machine
+
+DEMAND, UPDATE, WRITE, PREFETCH = range(4)  # as io/workers.Priority
+Key = tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Trip:
+    """One chunk in one round; `delivered`: its new weights went to the device by themselves."""
+
+    key: Key
+    arrived: Signal = field(default_factory=Signal)
+    applied: Signal = field(default_factory=Signal)
+    ended: Signal = field(default_factory=Signal)
+    delivered: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Round:
+    """The update of one step (`store/rounds.py`)."""
+
+    order: Sequence[int]
+    reads_weights: bool
+    is_lazy: bool
+    barrier: Signal
+    trips: dict[Key, Trip] = field(default_factory=dict)
+    gates: dict[int, Signal] = field(default_factory=dict)
+    decided: set[int] = field(default_factory=set)
+    allowed: int = 0
+
+
+class Store:
+    """The tiers below the device, and the device copies of the groups.
+
+    Attributes:
+        commit: the last one that was begun; set when it is published.
+    """
+
+    def __init__(self, clock: Clock, placement: Placement, machine: Machine) -> None:
+        self.clock, self.placement, self.machine = clock, placement, machine
+        self.disk = Shared(clock, {"io": machine.io_threads}, machine.disk_speeds)
+        lanes = {"main": 1, "update": machine.update_threads, "io": machine.io_threads}
+        self.cores = Shared(clock, lanes, machine.core_speeds)
+        pools = placement.pools
+        self._update, self._weights = Memory(clock, pools.update), Memory(clock, pools.weights)
+        self._gradients, self._spill = Memory(clock, pools.gradients), Memory(clock, pools.spill)
+        self.device = Memory(clock, placement.gpu_weight_bytes)
+        self.commit = Signal()
+        clock.set(self.commit)
+        self._rounds: list[Round] = []
+        self._chain: dict[Key, Signal] = {}
+        self._pending: dict[Key, Trip] = {}
+        self._allocated: set[int] = set()
+        self._announced: dict[int, Signal] = {}
+
+    @property
+    def cpu_peak_bytes(self) -> int:
+        pools = (self._update, self._weights, self._gradients, self._spill)
+        return self.placement.pools.resident + sum(pool.peak_bytes for pool in pools)
+
+    def keys(self, group: int) -> list[Key]:
+        return [(group, chunk) for chunk in range(self.placement.chunk_count(group))]
+
+    def _is_on_disk(self, group: int) -> bool:
+        return self.placement.weights_home[group] is Tier.NVME
+
+    def _io(self, verb: str, nbytes: int, priority: int) -> Signal:
+        """One chunk from or to the disks, and its checksum."""
+        moved = self.disk.submit("io", verb, nbytes, priority)
+        if not nbytes or self.machine.table.checksum_bytes_per_s is None:
+            return moved
+        return self.clock.spawn(self._verified(moved, nbytes))
+
+    def _verified(self, moved: Signal, nbytes: int) -> Process:
+        yield moved
+        yield self.cores.submit("io", "checksum", nbytes)
+
+    # --- rounds ---------------------------------------------------------------------------------------------------
+
+    def begin(self, order: Sequence[int], *, reads_weights: bool, is_lazy: bool) -> Round:
+        """The trips of a step begin to read ahead."""
+        round_ = Round(order, reads_weights, is_lazy, self.commit, gates={group: Signal() for group in order})
+        round_.allowed = 0 if is_lazy else len(order)
+        for key in (key for group in order for key in self.keys(group)):
+            trip = round_.trips[key] = Trip(key)
+            self.clock.spawn(self._travel(round_, trip, self._chain.get(key)))
+            self._chain[key] = trip.ended
+        self._rounds = [*self._rounds[-1:], round_]
+        return round_
+
+    def decide(self, round_: Round, groups: Iterable[int]) -> None:
+        """What these groups get is known."""
+        for group in groups:
+            if group in round_.gates and group not in round_.decided:
+                round_.decided.add(group)
+                self._pending.update({key: round_.trips[key] for key in self.keys(group)})
+        self._open(round_)
+
+    def allow_through(self, group: int | None = None) -> None:
+        """Somebody needs this group (None: all of them): decided updates up to it may run."""
+        for round_ in self._rounds:
+            if len(round_.decided) == len(round_.order):
+                rank = len(round_.order) if group is None else 1 + list(round_.order).index(group)
+                round_.allowed = max(round_.allowed, rank)
+                self._open(round_)
+
+    def _open(self, round_: Round) -> None:
+        for group in round_.order[: round_.allowed]:
+            if group in round_.decided:
+                self.clock.set(round_.gates[group])
+
+    def _travel(self, round_: Round, trip: Trip, previous: Signal | None) -> Process:
+        group, chunk = trip.key
+        placement, lease_bytes = self.placement, self.placement.trip_bytes(*trip.key)
+        yield self._update.reserve(lease_bytes)
+        if previous is not None:
+            yield previous
+        state_bytes = 0 if placement.is_state_resident(group, chunk) else placement.state_bytes(group, chunk)
+        weight_bytes = placement.weight_bytes(group, chunk) if self._is_on_disk(group) else 0
+        reads = [self._io("read", state_bytes, PREFETCH)]
+        reads.append(self._io("read", weight_bytes if round_.reads_weights else 0, PREFETCH))
+        yield from reads
+        yield round_.gates[group]
+        yield trip.arrived
+        yield from self._apply(round_, trip)
+        if state_bytes or weight_bytes:
+            yield round_.barrier
+        writes = [self._io("write", nbytes, WRITE) for nbytes in (state_bytes, weight_bytes)]
+        yield from writes
+        self._update.free(lease_bytes)
+        self.clock.set(trip.ended)
+
+    def _apply(self, round_: Round, trip: Trip) -> Process:
+        group, chunk = trip.key
+        gradient_bytes = self.placement.gradient_bytes(group, chunk)
+        spilled = self.is_spilled(group)
+        yield self._io("read", gradient_bytes if spilled else 0, UPDATE)
+        if round_.reads_weights and group in self._announced:
+            yield self._announced[group]
+        trip.delivered = group in self._allocated
+        copied_bytes = gradient_bytes * (trip.delivered + (not round_.reads_weights))
+        yield self.cores.submit("update", "adam", self._elements(trip.key), UPDATE)
+        yield self.cores.submit("update", "copy", copied_bytes, UPDATE)
+        if not spilled:
+            self._gradients.free(gradient_bytes)
+        self.clock.set(trip.applied)
+
+    def _elements(self, key: Key) -> int:
+        start, stop = self.placement.chunk(*key)
+        return stop - start
+
+    def applied(self, group: int) -> Process:
+        """Wait until the decided update of a group is in its device copy."""
+        self.allow_through(group) if self._is_pending(group) else None
+        yield from [self._pending[key].applied for key in self.keys(group) if key in self._pending]
+
+    def _is_pending(self, group: int) -> bool:
+        return any(not self._pending[key].applied.is_set for key in self.keys(group) if key in self._pending)
+
+    # --- the device -----------------------------------------------------------------------------------------------
+
+    def announce(self, group: int) -> None:
+        """A load follows; an update waits for its memory, and puts the new weights there."""
+        self._announced[group] = Signal()
+
+    def load(self, group: int, after: Signal | None) -> Process:
+        """Bring a group to the device, when the drop before (`after`) is over."""
+        if after is not None:
+            yield after
+        yield self.device.reserve(self.placement.groups[group].device_bytes)
+        self._allocated.add(group)
+        self.clock.set(self._announced[group])
+        yield from [self.clock.spawn(self._load_chunk(key)) for key in self.keys(group)]
+        yield from self.applied(group)
+
+    def _load_chunk(self, key: Key) -> Process:
+        group, nbytes = key[0], self.placement.weight_bytes(*key)
+        trip = self._pending.get(key)
+        if trip is not None:
+            self.allow_through(group)
+            was_applied = trip.applied.is_set
+            yield trip.applied
+            if trip.delivered and not was_applied:
+                return
+            if self._is_on_disk(group):
+                yield trip.ended
+        if self._is_on_disk(group):
+            yield self._weights.reserve(nbytes)
+            yield self._io("read", nbytes, DEMAND)
+        yield nbytes / self.machine.table.h2d_bytes_per_s
+        if self._is_on_disk(group):
+            self._weights.free(nbytes)
+
+    def drop(self, group: int, after: Signal) -> Process:
+        """Free the device copy of a group, unless the update still takes its weights from there."""
+        yield after
+        for round_ in self._rounds:
+            if not round_.reads_weights and group in round_.decided:
+                yield from [round_.trips[key].applied for key in self.keys(group)]
+        self._allocated.discard(group)
+        self.device.free(self.placement.groups[group].device_bytes)
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    def is_spilled(self, group: int) -> bool:
+        passes_through = self.placement.streams_gradients and self._rounds and not self._rounds[-1].is_lazy
+        return self.placement.gradient_home[group] is Tier.NVME and not passes_through
+
+    def accept(self, round_: Round, group: int, done: Callable[[], None]) -> Process:
+        """Take the gradient of a group off the device; `done` is called when it has left."""
+        yield from [self.clock.spawn(self._accept_chunk(round_.trips[key])) for key in self.keys(group)]
+        done()
+
+    def _accept_chunk(self, trip: Trip) -> Process:
+        nbytes, spilled = self.placement.gradient_bytes(*trip.key), self.is_spilled(trip.key[0])
+        yield (self._spill if spilled else self._gradients).reserve(nbytes)
+        yield self.cores.submit("update", "copy", nbytes, UPDATE)
+        if spilled:
+            yield self._io("write", nbytes, WRITE)
+            self._spill.free(nbytes)
+        self.clock.set(trip.arrived)
+
+    # --- commits --------------------------------------------------------------------------------------------------
+
+    def begin_commit(self, round_: Round) -> None:
+        """Publish the state after a round, in the background; what lives in CPU memory is written for it."""
+        previous, writes = self.commit, []
+        for key in round_.trips:
+            nbytes = self._resident_bytes(key)
+            if nbytes:
+                writes.append(self.clock.spawn(self._write_resident(self._chain[key], previous, nbytes)))
+                self._chain[key] = writes[-1]
+        self.commit = self.clock.spawn(self._publish(round_, previous, writes))
+
+    def _resident_bytes(self, key: Key) -> list[int]:
+        state = self.placement.state_bytes(*key) if self.placement.is_state_resident(*key) else 0
+        weights = 0 if self._is_on_disk(key[0]) else self.placement.weight_bytes(*key)
+        return [nbytes for nbytes in (state, weights) if nbytes]
+
+    def _write_resident(self, after: Signal, previous: Signal, sizes: Sequence[int]) -> Process:
+        yield after
+        yield previous
+        yield from [self._io("write", nbytes, WRITE) for nbytes in sizes]
+
+    def _publish(self, round_: Round, previous: Signal, writes: Sequence[Signal]) -> Process:
+        yield from [trip.ended for trip in round_.trips.values()]
+        yield from writes
+        yield previous
+        yield self.machine.sync_s

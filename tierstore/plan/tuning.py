@@ -1,0 +1,144 @@
+"""Which schedule, chunk and prefetch depth a step should have, and what bounds it then.
+
+Scope: forecasts of all candidates, the choice among them, and the reason in words.
+Not here: the forecast (`plan/step_model.py`), measuring (`apps/tune.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tierstore.config import UpdateSchedule
+from tierstore.errors import ConfigError
+from tierstore.plan.placement import Placement
+from tierstore.plan.step_machine import Machine
+from tierstore.plan.step_model import StepForecast, StepPolicy, forecast
+from tierstore.plan.step_record import StepRecord
+
+DEPTHS = range(9)
+_SAME = 0.01  # part of a step that is no difference between two depths
+_WORTH_IT = 0.05  # part of a step for which a candidate replaces the first one: less may be an error of the model
+_HIDDEN = 0.05  # part of a step that may be waiting where nothing is to be gained
+_BUSY = 0.8  # part of a step in which disks work that bound it
+_GAIN = 0.8  # and what is left of it with disks twice as fast
+_BATCHES = (1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_USUAL_DEPTH = 2  # at which candidates are compared; depth changes far less than they do
+
+
+class Regime(enum.Enum):
+    """What bounds a step."""
+
+    COMPUTE_BOUND = "compute-bound"
+    BANDWIDTH_BOUND = "bandwidth-bound"
+    IN_TURNS = "in turns"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run the step; `chunk_bytes` None leaves the size to the planner."""
+
+    schedule: UpdateSchedule
+    chunk_bytes: int | None
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A candidate, its forecasts by depth, and the depth to take: the smallest that is as good as the best."""
+
+    candidate: Candidate
+    forecasts: tuple[StepForecast, ...]
+    depth: int
+
+    @property
+    def best(self) -> StepForecast:
+        return self.forecasts[self.depth]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The choice, the others from the fastest on, all at one depth, and why.
+
+    Attributes:
+        two_disks: the same step with disks twice as fast.
+        batch_factor: how many times the computing would hide the transfers; None: none of those tried.
+    """
+
+    choice: Choice
+    others: tuple[tuple[Candidate, StepForecast], ...]
+    regime: Regime
+    two_disks: StepForecast
+    batch_factor: float | None
+    reason: str
+
+
+def tune(
+    record: StepRecord,
+    candidates: Sequence[Candidate],
+    machine: Machine,
+    *,
+    commit_every: int = 1,
+    commits: bool = True,
+) -> Tuning:
+    """The fastest candidate on paper; the first one, unless another is faster by more than 5 %.
+
+    Raises:
+        ConfigError: no candidate.
+    """
+    if not candidates:
+        raise ConfigError("there is nothing to choose from: no update schedule is possible with these options")
+
+    def run(candidate: Candidate, depth: int, recorded: StepRecord = record, on: Machine = machine) -> StepForecast:
+        policy = StepPolicy(depth, candidate.schedule, commit_every, commits)
+        return forecast(recorded, candidate.placement, on, policy)
+
+    ranked = sorted(((one, run(one, _USUAL_DEPTH)) for one in candidates), key=lambda item: item[1].seconds)
+    first_s = next(step.seconds for one, step in ranked if one is candidates[0])
+    candidate = ranked[0][0] if ranked[0][1].seconds < (1 - _WORTH_IT) * first_s else candidates[0]
+    others = [item for item in ranked if item[0] is not candidate]
+    chosen = _choose(candidate, [run(candidate, depth) for depth in DEPTHS])
+    depth = chosen.depth
+    two_disks = run(candidate, depth, on=replace(machine, table=machine.table.scaled(disk=2)))
+    batch_factor = next((f for f in _BATCHES if _hides(run(candidate, depth, record.scaled(f)))), None)
+    regime = _regime(chosen.best, two_disks)
+    reason = _reason(record, chosen.best, regime, two_disks, batch_factor)
+    return Tuning(chosen, tuple(others), regime, two_disks, batch_factor, reason)
+
+
+def _choose(candidate: Candidate, forecasts: Sequence[StepForecast]) -> Choice:
+    limit_s = (1 + _SAME) * min(one.seconds for one in forecasts)
+    depth = next(depth for depth, one in zip(DEPTHS, forecasts) if one.seconds <= limit_s)
+    return Choice(candidate, tuple(forecasts), depth)
+
+
+def _hides(step: StepForecast) -> bool:
+    return step.waiting_s <= _HIDDEN * step.seconds
+
+
+def _regime(step: StepForecast, two_disks: StepForecast) -> Regime:
+    if _hides(step):
+        return Regime.COMPUTE_BOUND
+    is_busy, is_bound = step.disk_s >= _BUSY * step.seconds, two_disks.seconds <= _GAIN * step.seconds
+    return Regime.BANDWIDTH_BOUND if is_busy and is_bound else Regime.IN_TURNS
+
+
+def _reason(
+    record: StepRecord, step: StepForecast, regime: Regime, two_disks: StepForecast, batch_factor: float | None
+) -> str:
+    times = (
+        f"of {step.seconds:.2f} s a step, {record.compute_s:.2f} s are computing, the disks work {step.disk_s:.2f} s"
+    )
+    if regime is Regime.COMPUTE_BOUND:
+        return f"compute-bound: {times}, and what they do is hidden; faster disks or deeper prefetch gain nothing"
+    if regime is Regime.BANDWIDTH_BOUND:
+        text = f"bandwidth-bound: {times}: no depth hides it"
+    else:
+        text = (
+            f"in turns: {times}, and computing waits {step.waiting_s:.2f} s for what is not hidden: the update begins "
+            "when the gradients are complete, and what it reads, writes and computes then comes before the next layers"
+        )
+    batch = "no batch up to 64 times as large hides it" if batch_factor is None else f"{batch_factor:g} times the batch"
+    gain = f"a second SSD would make it {two_disks.seconds:.2f} s"
+    return f"{text}; {gain}; " + (batch if batch_factor is None else f"{batch} would hide it")
