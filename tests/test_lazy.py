@@ -26,6 +26,9 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
         "    app([command.callback.__name__, '--help'], standalone_mode=False)",
         "from tierstore.cli import app\n"
         "app(['plan', '--params', '1T', '--gpus', '512', '--checkpointing'], standalone_mode=False)",
+        "from tierstore.cli import app\n"
+        "for command in ('step', 'buckets'):\n"
+        "    app(['simulate', command, '--help'], standalone_mode=False)",
     ],
 )
 def test_heavy_packages_are_not_imported(statement: str) -> None:

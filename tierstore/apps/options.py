@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from tierstore.config import Codec, Durability, Resume, UpdateSchedule, parse_size
+from tierstore.config import Codec, Durability, Resume, UpdateSchedule, format_size, parse_size
 from tierstore.errors import ConfigError
 
 
@@ -54,6 +54,8 @@ class TrainOptions:
         steps: the step at which training ends; a resumed run counts the steps of its past.
         warmup: steps of linear warm-up; the rate is constant afterwards, so that a run can be prolonged.
         clip: bound of the global gradient norm; 0 switches clipping off.
+        prefetch_depth: groups fetched ahead; None computes it from what is measured meanwhile.
+        chunk: upper bound in bytes of a unit of I/O and update; None leaves it to the planner.
         evaluate: samples of held-out text, measured before and after; 0 leaves the evaluation out.
         bandwidth: rates that `tierstore probe --json` measured; None measures while training.
         threads: threads of torch and, apart from those, of the update; None leaves both to their defaults.
@@ -80,6 +82,8 @@ class TrainOptions:
     warmup: int = 0
     clip: float = 1.0
     update: UpdateSchedule = UpdateSchedule.AUTO
+    prefetch_depth: int | None = None
+    chunk: int | None = None
     commit_every: int = 1
     codec: Codec = Codec.NONE
     durability: Durability = Durability.COMMIT
@@ -102,14 +106,17 @@ class TrainOptions:
             raise ConfigError(f"{' and '.join(sources)} exclude each other: each says which model to train")
         for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1), ("commit_every", 1), ("warmup", 0),
                             ("seed", 0), ("workers", 0), ("zero", 0), ("evaluate", 0), ("sequence", 2),
-                            ("threads", 1)):  # fmt: skip
+                            ("threads", 1), ("prefetch_depth", 0)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"--{_dashed(name)} must be at least {least}, not {value}")
-        for name, most in (("seed", 2**63 - 1), ("threads", 1024), ("workers", 1024), ("zero", 3)):
+        for name, most in (("seed", 2**63 - 1), ("threads", 1024), ("workers", 1024), ("zero", 3),
+                           ("prefetch_depth", 64)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value > most:
                 raise ConfigError(f"--{_dashed(name)} must be at most {most}, not {value}")
+        if self.chunk is not None and not 2**16 <= self.chunk <= 2**25:
+            raise ConfigError(f"--chunk must be between 64KiB and 32MiB, not {format_size(self.chunk)}")
         for name in ("lr", "weight_decay", "clip"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -154,7 +161,7 @@ def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         try:
             if isinstance(value, bool) is not (hints[name] is bool):
                 raise ConfigError("must be true or false" if hints[name] is bool else "cannot be true or false")
-            if name in ("gpu_memory", "cpu_memory"):
+            if name in ("gpu_memory", "cpu_memory", "chunk"):
                 value = parse_size(value)
             found[name] = TypeAdapter(hints[name]).validate_python(value)
         except ConfigError as error:

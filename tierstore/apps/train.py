@@ -124,7 +124,7 @@ def train(
         crew.check_same("training text", parts.corpus.fingerprint)
         stack.callback(parts.batches.close)
         tracer = Tracer(time.perf_counter, enabled=options.trace is not None and crew.leads)
-        engine = stack.enter_context(make_engine(**_engine_arguments(options, parts, tracer, crew)))
+        engine = stack.enter_context(make_engine(**engine_arguments(options, parts, tracer, crew)))
         run = _Run(options, reporter, parts, engine, log, stop or StopRequest(), crew)
         run.describe()
         outcome = run.run()
@@ -353,13 +353,15 @@ def step_record(report: Any, loss: float, tokens: int) -> dict[str, Any]:
     }
 
 
-def _engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer, crew: Crew) -> dict[str, Any]:
+def engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer, crew: Crew) -> dict[str, Any]:
+    """What the engine of a run is made with."""
     update_threads = None if options.threads is None else min(options.threads, _MOST_UPDATE_THREADS)
     return {
         "model": parts.model,
         "tiers": TierConfig(
             device=options.device, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory,
             nvme=options.nvme, codec=options.codec, update_threads=update_threads, bandwidth=options.bandwidth,
+            prefetch_depth=options.prefetch_depth, chunk_bytes=options.chunk,
         ),
         "optimizer": AdamWConfig(lr=options.lr, weight_decay=options.weight_decay),
         "parameter_groups": parameter_groups(parts.model, options.weight_decay),

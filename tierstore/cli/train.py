@@ -82,6 +82,13 @@ def train(
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up; constant afterwards.")] = 0,
     clip: Annotated[float, typer.Option(help="Bound of the global gradient norm; 0 is none.")] = 1.0,
     update: Annotated[UpdateSchedule, typer.Option(help="When the optimizer runs.")] = UpdateSchedule.AUTO,
+    prefetch_depth: Annotated[
+        int | None, typer.Option(help="Groups fetched ahead [default: computed from measured rates].")
+    ] = None,
+    chunk: Annotated[
+        int | None,
+        typer.Option(parser=size, metavar="SIZE", help="Largest unit of I/O and update [default: planned]."),
+    ] = None,
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
     codec: Annotated[Codec, typer.Option(help="How the store keeps chunks; auto measures what pays.")] = Codec.NONE,
     durability: Annotated[

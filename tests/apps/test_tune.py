@@ -1,0 +1,159 @@
+"""`tierstore tune`: from files alone, with the real engine, and what cannot be asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tierstore.apps import tune_views
+from tierstore.apps.options import TrainOptions
+from tierstore.apps.tune import TuneOptions, as_train_options, candidates, run
+from tierstore.cli import app
+from tierstore.config import UpdateSchedule
+from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.placement import GroupNeed
+from tierstore.plan.step_machine import Machine
+from tierstore.plan.step_record import StepRecord
+
+ROOT = Path(__file__).parents[2]
+RATES = BandwidthTable(1.5e9, 2e9, 1.8e9, 1e10, 1e10, 1e10, 1e9)
+MIB = 2**20
+TINY = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64,
+        "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+
+
+def record() -> StepRecord:
+    groups = tuple(GroupNeed(f"h.{i}", 14 * 2**20, 2, 10, True) for i in range(4))
+    forward = tuple((group, 0.02) for group in range(4))
+    return StepRecord(groups, forward, tuple((g, 0.05) for g, _ in reversed(forward)), tuple(reversed(range(4))))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    (tmp_path / "rates.json").write_text(json.dumps(RATES.to_json()))
+    (tmp_path / "step.json").write_text(record().to_json())
+    return ["--bandwidth", str(tmp_path / "rates.json"), "--record", str(tmp_path / "step.json"),
+            "--gpu-memory", "128MiB", "--cpu-memory", "300MiB", "--nvme", str(tmp_path / "store")]  # fmt: skip
+
+
+def tune(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["tune", *arguments])
+
+
+def test_from_a_recorded_step_and_rates(files: list[str], tmp_path: Path) -> None:
+    outputs = {name: tmp_path / f"{name}.json" for name in ("json", "write", "save-record")}
+    options = [text for name, path in outputs.items() for text in (f"--{name}", str(path))]
+    result = tune(*files, "--preset", "124m", *options)
+    assert result.exit_code == 0, result.output
+    rows = [line.strip("│").split("│") for line in result.output.splitlines() if line[:1] == "│"]
+    assert [row[0].strip() for row in rows] == [str(depth) for depth in range(9)]
+    words = " ".join(result.output.split())
+    for part in ("no depth hides it; a second SSD would make it", "In CPU memory: weights", "Codec: none", "Not taken"):
+        assert part in words
+    found = json.loads(outputs["json"].read_text())
+    assert found["regime"] == "bandwidth-bound"
+    assert found["predicted"][found["depth"]]["seconds"] == pytest.approx(float(rows[found["depth"]][1]), abs=1e-3)
+    written = json.loads(outputs["write"].read_text())
+    assert written["prefetch_depth"] == found["depth"]
+    assert (written["update"], written["preset"], written["cpu_memory"]) == (found["update"], "124m", 300 * MIB)
+    assert set(written) <= set(TrainOptions.__dataclass_fields__)
+    assert StepRecord.from_json(outputs["save-record"].read_text()) == record()
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_plot_is_a_picture(files: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert tune(*files, "--plot", str(tmp_path / "depths.png")).exit_code == 0
+    assert (tmp_path / "depths.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_first_candidate_is_what_train_would_do() -> None:
+    train = TrainOptions(gpu_memory=128 * MIB, cpu_memory=300 * MIB, nvme=(Path("x"),))
+    found = list(candidates(record(), train))
+    assert (found[0].schedule, found[0].chunk_bytes) == (UpdateSchedule.FORWARD, None)
+    assert {one.schedule for one in found} == {UpdateSchedule.FORWARD, UpdateSchedule.STEP}
+    unclipped = list(candidates(record(), TrainOptions(cpu_memory=300 * MIB, nvme=(Path("x"),), clip=0)))
+    assert unclipped[0].schedule is UpdateSchedule.BACKWARD
+    fixed = TrainOptions(cpu_memory=300 * MIB, nvme=(Path("x"),), update=UpdateSchedule.STEP, chunk=MIB)
+    assert [(one.schedule, one.chunk_bytes) for one in candidates(record(), fixed)] == [(UpdateSchedule.STEP, MIB)]
+
+
+def test_with_the_real_engine(disk_path: Path) -> None:
+    (disk_path / "config.json").write_text(json.dumps(TINY))
+    (disk_path / "text").write_bytes(b"to be or not to be, that is the question. " * 200)
+    train = TrainOptions(
+        config=disk_path / "config.json", data=disk_path / "text", nvme=(disk_path / "store",), batch=2, sequence=32,
+        gpu_memory=2 * MIB, cpu_memory=6 * MIB, threads=1,
+    )  # fmt: skip
+    seen = []
+
+    def rates() -> Machine:
+        seen.append(Machine(RATES))
+        return seen[-1]
+
+    options = TuneOptions(train=train, measure=True, depths=(0, 3), rounds=1, steps=2)
+    said: list[str] = []
+    outcome = run(options, rates, said.append)
+    assert [text.split()[0] for text in said] == ["recording", "measuring"]
+    assert len(seen) == 2
+    assert sorted(outcome.measured) == sorted({0, 3, outcome.tuning.choice.depth})
+    assert all(0 < one.low <= one.seconds <= one.high for one in outcome.measured.values())
+    placement = outcome.tuning.choice.candidate.placement
+    assert outcome.record.groups == placement.groups
+    visited = [group for group, _ in outcome.record.forward]
+    assert visited[0] == visited[-1] == 0  # the embedding, and the head that is tied to it
+    assert set(outcome.record.completed) == set(range(len(placement.groups)))
+    assert outcome.record.backward_s > 0 < outcome.record.between_s
+    assert "Measured at depth" in tune_views.as_words(outcome)
+    assert list((disk_path / "store").iterdir()) == []  # the store of the trial is gone
+    assert as_train_options(train, outcome.tuning)["config"] == str(disk_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "give --bandwidth the file of `tierstore probe --json`, or --nvme"),
+        (["--bandwidth", "/nowhere/rates.json"], "cannot read the bandwidth table /nowhere/rates.json: No such file"),
+        (["--record", "/nowhere/step.json"], "cannot read --record /nowhere/step.json: No such file"),
+        (["--steps", "1"], "--steps at least 2"),
+        (["--rounds", "0"], "--rounds is at least 1"),
+        (["--depth", "9"], "--depth is 0 to 8, the depths that are predicted, not 9"),
+        (["--update", "delayed"], "--update delayed has no model"),
+        (["--chunk", "1KiB"], "--chunk must be between 64KiB and 32MiB, not 1 KiB"),
+        (["--cpu-memory", "1MiB"], "is too small for this model: the smallest that fits"),
+        (["--write", "/nowhere/options.json"], "cannot write --write /nowhere/options.json: No such file"),
+    ],
+)
+def test_what_cannot_be_asked(arguments: list[str], sentence: str, files: list[str]) -> None:
+    result = tune(*(files if arguments else []), *arguments)
+    assert result.exit_code in (1, 2)
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_file_that_is_something_else(files: list[str], tmp_path: Path) -> None:
+    for name, sentence in (("rates.json", "bandwidth table"), ("step.json", "not a recorded step")):
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text("[1]")
+        result = tune(*files)
+        assert result.exit_code == 1
+        assert sentence in result.stderr
+        (tmp_path / name).write_text(before)
+
+
+def test_the_script_is_the_command_and_files_need_no_torch(files: list[str]) -> None:
+    heavy = "{'torch', 'numpy', 'numba', 'transformers', 'matplotlib'}"
+    code = (
+        f"import runpy, sys\nsys.argv[1:] = {files!r}\n"
+        "try: runpy.run_path('tools/tune_prefetch.py', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        f"sys.exit(' '.join({heavy} & set(sys.modules)) or None)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -1,0 +1,239 @@
+"""`tierstore tune`: what depth, schedule and chunk fit a model on this machine, predicted, and measured if asked.
+
+Scope: from a recorded step and rates to a choice; the runs that check it; the options that `train` takes.
+Not here: the forecast (`plan/step_model.py`), the choice (`plan/tuning.py`), tables and plots (`apps/tune_views.py`),
+    rates (`apps/probe.py`).
+Owner: nothing is kept between calls, but for the files that are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierstore.apps.options import Precision, Preset, TrainOptions
+from tierstore.config import Durability, TierConfig, UpdateSchedule
+from tierstore.errors import ConfigError, StorageError
+from tierstore.measure.table_file import read_table
+from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
+from tierstore.plan.step_machine import Machine
+from tierstore.plan.step_record import StepRecord
+from tierstore.plan.tiers import place
+from tierstore.plan.tuning import DEPTHS, Candidate, Tuning, tune
+from tierstore.train.budgets import request_for
+
+if TYPE_CHECKING:
+    from tierstore.apps.trial import Measured
+
+_PROBED_BYTES, _PROBED_S = 2**28, 2.0
+_CHUNKS = (None, 16 * 2**20, 8 * 2**20, 4 * 2**20)
+_DEFAULTS = {field.name: field.default for field in fields(TrainOptions)}
+
+Rates = Callable[[], Machine]
+"""Measures the machine now. Called once before the forecast, and after every round of `--measure`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneOptions:
+    """What a person asks of `tierstore tune`.
+
+    Attributes:
+        train: the run to be tuned; what it leaves open is chosen, what it says stays.
+        record: a recorded step; None records one now, with the real engine.
+        depths: that `measure` runs, beside the chosen one; each has so many `rounds` of so many `steps`.
+    """
+
+    train: TrainOptions
+    record: Path | None = None
+    save_record: Path | None = None
+    measure: bool = False
+    depths: tuple[int, ...] = (0, 1, 2, 4, 8)
+    rounds: int = 3
+    steps: int = 3
+    write: Path | None = None
+    plot: Path | None = None
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.train.accumulate != 1:
+            raise ConfigError("a step of several micro-batches is not predicted: tune without --accumulate")
+        if not all(depth in DEPTHS for depth in self.depths):
+            raise ConfigError(f"--depth is 0 to {DEPTHS[-1]}, the depths that are predicted, not {max(self.depths)}")
+        if self.rounds < 1 or self.steps < 2:
+            raise ConfigError(f"--rounds is at least 1 and --steps at least 2, not {self.rounds} and {self.steps}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was found.
+
+    Attributes:
+        measured: by depth, of the choice; empty if nothing was measured.
+        machine: the rates of the forecast: with measurements the medians of all rates that were measured meanwhile.
+    """
+
+    record: StepRecord
+    machine: Machine
+    tuning: Tuning
+    measured: Mapping[int, Measured]
+
+
+def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outcome:
+    """Records, predicts, measures, and writes the files that are asked for.
+
+    Raises:
+        BudgetError, ConfigError, FormatError, StorageError: a file, a budget or the model cannot be used.
+    """
+    record = _record(options, say)
+    seen = [rates()]
+    tuning = _tune(options, record, seen[0])
+    measured: Mapping[int, Measured] = {}
+    if options.measure:
+        say(f"measuring {options.rounds} rounds of {options.steps} steps of several depths")
+        measured, record = _measure(options, tuning, lambda: seen.append(rates()))
+        # What is compared with the measurement is predicted from the rates and the computing of its own time.
+        tuning = _tune(options, record, _median(seen), tuning.choice.candidate)
+    outcome = Outcome(record, _median(seen), tuning, measured)
+    if options.write is not None:
+        _write("--write", options.write, json.dumps(as_train_options(options.train, tuning), indent=1))
+    if options.save_record is not None:
+        _write("--save-record", options.save_record, record.to_json())
+    return outcome
+
+
+def rates_for(train: TrainOptions) -> Rates:
+    """The rates of the file that is given; without one each call measures them, in a few seconds.
+
+    Raises:
+        ConfigError: no file, and no disk to measure. FormatError: the file holds something else.
+    """
+    if train.bandwidth is not None:
+        given = machine_of(read_table(train.bandwidth), train)
+        return lambda: given
+    if not train.nvme:
+        raise ConfigError("tune needs rates: give --bandwidth the file of `tierstore probe --json`, or --nvme")
+
+    def measured() -> Machine:
+        from tierstore.apps.probe import ProbeOptions, probe
+
+        for directory in train.nvme:
+            directory.mkdir(parents=True, exist_ok=True)
+        options = ProbeOptions(
+            nvme=train.nvme, quick=True, size=_PROBED_BYTES, seconds=_PROBED_S, device=train.device
+        )  # fmt: skip
+        return machine_of(probe(options, lambda what, done: None).table, train)
+
+    return measured
+
+
+def machine_of(table: BandwidthTable, train: TrainOptions) -> Machine:
+    """The machine as the engine of this run will use it."""
+    io_threads = TierConfig().io_threads * max(1, len(train.nvme))
+    update_threads = train.threads or min(8, os.cpu_count() or 1)
+    if train.device != "cpu":  # what computes there takes no core from the update
+        return Machine(table, io_threads, update_threads)
+    compute_slower = table.slowdown(Activity.MATMUL, Activity.ADAM)
+    update_slower = table.slowdown(Activity.ADAM, Activity.MATMUL)
+    return Machine(table, io_threads, update_threads, max(1.0, compute_slower), max(1.0, update_slower))
+
+
+def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
+    """Ways to run the step that give the same result; the first is what `train` would do by itself."""
+    for schedule in _schedules(record, train):
+        chunks: Sequence[int | None] = _CHUNKS if train.chunk is None else (train.chunk,)
+        grids = set()
+        for chunk in chunks:
+            tiers = TierConfig(
+                device=train.device, gpu_memory=train.gpu_memory, cpu_memory=train.cpu_memory, nvme=train.nvme,
+                chunk_bytes=chunk,
+            )  # fmt: skip
+            placement = place(request_for(record.groups, tiers, schedule, None))
+            if placement.chunk_elements not in grids:
+                grids.add(placement.chunk_elements)
+                yield Candidate(schedule, chunk, placement)
+
+
+def _schedules(record: StepRecord, train: TrainOptions) -> list[UpdateSchedule]:
+    if train.update is not UpdateSchedule.AUTO:
+        return [train.update]
+    is_half = train.dtype is Precision.FP16
+    needs_whole_backward = train.max_grad_norm is not None or is_half
+    usual = UpdateSchedule.FORWARD if needs_whole_backward else UpdateSchedule.BACKWARD
+    found = [usual, UpdateSchedule.FORWARD, UpdateSchedule.STEP]
+    # Speculation is not chosen by itself: how often it is wrong is not known before training.
+    return list(dict.fromkeys(found))
+
+
+def _record(options: TuneOptions, say: Callable[[str], None]) -> StepRecord:
+    if options.record is not None:
+        try:
+            return StepRecord.from_json(options.record.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read --record {options.record}: {error.strerror}") from None
+    from tierstore.apps.trial import trial
+
+    say("recording steps of the real engine")
+    with trial(options.train) as real:
+        return real.record()
+
+
+def _tune(options: TuneOptions, record: StepRecord, machine: Machine, first: Candidate | None = None) -> Tuning:
+    train = options.train
+    commits = bool(train.nvme) and train.durability is Durability.COMMIT
+    found = list(candidates(record, train)) if first is None else [first]
+    return tune(record, found, machine, commit_every=train.commit_every, commits=commits)
+
+
+def _measure(
+    options: TuneOptions, tuning: Tuning, between: Callable[[], None]
+) -> tuple[dict[int, Measured], StepRecord]:
+    from tierstore.apps.trial import trial
+
+    depths = sorted({*options.depths, tuning.choice.depth})
+    with trial(_chosen(options.train, tuning)) as real:
+        return real.measure(depths, options.rounds, options.steps, between)
+
+
+def _chosen(train: TrainOptions, tuning: Tuning) -> TrainOptions:
+    candidate = tuning.choice.candidate
+    return replace(train, update=candidate.schedule, chunk=candidate.chunk_bytes, prefetch_depth=tuning.choice.depth)
+
+
+def _median(seen: Sequence[Machine]) -> Machine:
+    last = seen[-1].table
+    names = [name for name in RATE_NAMES if getattr(last, name) is not None]
+    rates = {name: statistics.median(getattr(machine.table, name) for machine in seen) for name in names}
+    return replace(
+        seen[-1],
+        table=replace(last, **rates),
+        compute_beside_update=statistics.median(machine.compute_beside_update for machine in seen),
+        update_beside_compute=statistics.median(machine.update_beside_compute for machine in seen),
+    )
+
+
+def as_train_options(train: TrainOptions, tuning: Tuning) -> dict[str, Any]:
+    """The options of `train` that give this choice: those that a person gave, and those that were chosen."""
+    chosen = _chosen(train, tuning)
+    given = {name: getattr(chosen, name) for name, default in _DEFAULTS.items() if getattr(chosen, name) != default}
+    always = {name: getattr(chosen, name) for name in ("gpu_memory", "cpu_memory", "update", "prefetch_depth")}
+    return {name: _plain(value) for name, value in (given | always).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (Preset, Precision, UpdateSchedule, Durability)):
+        return value.value
+    if isinstance(value, tuple):
+        return [str(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {option} {path}: {error.strerror}") from error

@@ -1,0 +1,97 @@
+"""`tierstore tune`: depth, schedule and chunk for a model on this machine.
+
+Not here: the work (`apps/tune.py`), tables and plots (`apps/tune_views.py`). Torch is imported only where steps run.
+"""
+
+from __future__ import annotations
+
+import json as jsons
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.apps.options import Precision, Preset, TrainOptions
+from tierstore.cli.common import directory, say, size, told
+from tierstore.config import UpdateSchedule
+from tierstore.errors import StorageError
+
+
+def tune(
+    bandwidth: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Rates, as `probe --json` writes them [default: measured].")
+    ] = None,
+    preset: Annotated[Preset | None, typer.Option(help="Architecture, as of train [default: 25m].")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="config.json of a Hugging Face model.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Local safetensors checkpoint.")] = None,
+    gpu_memory: Annotated[
+        int,
+        typer.Option(parser=size, metavar="SIZE", show_default=False, help="Budget of the GPU tier [default: 1GiB]."),
+    ] = 2**30,
+    cpu_memory: Annotated[
+        int,
+        typer.Option(parser=size, metavar="SIZE", show_default=False, help="Budget of the CPU tier [default: 1GiB]."),
+    ] = 2**30,
+    nvme: Annotated[
+        list[Path] | None,
+        typer.Option(parser=directory, metavar="DIR", help="Directory of the store; trials use one below it."),
+    ] = None,
+    dtype: Annotated[Precision, typer.Option(help="Dtype of weights and gradients.")] = Precision.BF16,
+    batch: Annotated[int, typer.Option(help="Samples per step.")] = 8,
+    sequence: Annotated[int | None, typer.Option(help="Bytes per sample [default: the model's context].")] = None,
+    clip: Annotated[float, typer.Option(help="Bound of the global gradient norm; 0 is none.")] = 1.0,
+    update: Annotated[UpdateSchedule, typer.Option(help="Schedule; auto compares those that fit.")] = (
+        UpdateSchedule.AUTO
+    ),
+    chunk: Annotated[
+        int | None, typer.Option(parser=size, metavar="SIZE", help="Largest chunk [default: several are compared].")
+    ] = None,
+    commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="Threads of torch and of the update [default: all].")] = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Recorded step [default: record one now, with the engine].")
+    ] = None,
+    save_record: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the recorded step.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run the choice and other depths for real.")] = False,
+    depth: Annotated[
+        list[int] | None, typer.Option(help="Depths that --measure runs, beside the chosen one [default: 0 1 2 4 8].")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of --measure.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps of each depth in a round.")] = 3,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The choice as a JSON object of train's options.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Step time against depth.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+) -> None:
+    """Predict the time of a training step for every prefetch depth, choose, say what bounds it, and check if asked."""
+    with told(debug):
+        train = TrainOptions(
+            preset=preset, config=config, checkpoint=checkpoint, gpu_memory=gpu_memory, cpu_memory=cpu_memory,
+            nvme=tuple(nvme or ()), dtype=dtype, batch=batch, sequence=sequence, clip=clip, update=update, chunk=chunk,
+            commit_every=commit_every, device=device, threads=threads, bandwidth=bandwidth,
+        )  # fmt: skip
+
+        from rich.console import Console
+
+        from tierstore.apps import tune_views
+        from tierstore.apps.tune import TuneOptions, rates_for, run
+
+        options = TuneOptions(
+            train=train, record=record, save_record=save_record, measure=measure, rounds=rounds,
+            depths=tuple(depth or (0, 1, 2, 4, 8)),
+            steps=steps, write=write, plot=plot, json=json,
+        )  # fmt: skip
+        outcome = run(options, rates_for(train), say)
+        console = Console()
+        console.print(tune_views.as_table(outcome))
+        console.print(tune_views.as_words(outcome), highlight=False, markup=False)
+        if plot is not None:
+            tune_views.draw(outcome, plot)
+        if json is not None:
+            try:
+                json.write_text(jsons.dumps(tune_views.as_json(outcome), indent=1) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise StorageError(f"cannot write --json {json}: {error.strerror}") from error

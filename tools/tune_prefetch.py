@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""Prefetch depth, update schedule and chunk size for a model on this machine; the same as `tierstore tune`."""
+
+from tierstore.cli import app
+
+if __name__ == "__main__":
+    import sys
+
+    app(["tune", *sys.argv[1:]], prog_name="tools/tune_prefetch.py")
