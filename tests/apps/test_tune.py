@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tierstore.apps import tune_views
-from tierstore.apps.options import TrainOptions
+from tierstore.apps.options import TrainOptions, options_of_object
 from tierstore.apps.tune import TuneOptions, as_train_options, candidates, run
 from tierstore.cli import app
 from tierstore.config import UpdateSchedule
@@ -62,7 +62,8 @@ def test_from_a_recorded_step_and_rates(files: list[str], tmp_path: Path) -> Non
     written = json.loads(outputs["write"].read_text())
     assert written["prefetch_depth"] == found["depth"]
     assert (written["update"], written["preset"], written["cpu_memory"]) == (found["update"], "124m", 300 * MIB)
-    assert set(written) <= set(TrainOptions.__dataclass_fields__)
+    options_given = TrainOptions(**options_of_object(written, "options.json"))  # as `train --options` reads them
+    assert (options_given.prefetch_depth, options_given.update.value) == (found["depth"], found["update"])
     assert StepRecord.from_json(outputs["save-record"].read_text()) == record()
     assert not (tmp_path / "store").exists()
 

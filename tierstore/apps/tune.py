@@ -126,7 +126,10 @@ def rates_for(train: TrainOptions) -> Rates:
         options = ProbeOptions(
             nvme=train.nvme, quick=True, size=_PROBED_BYTES, seconds=_PROBED_S, device=train.device
         )  # fmt: skip
-        return machine_of(probe(options, lambda what, done: None).table, train)
+        outcome = probe(options, lambda what, done: None)
+        if outcome is None:
+            raise ConfigError("tune runs on one rank: start it without torchrun")
+        return machine_of(outcome.table, train)
 
     return measured
 
@@ -152,7 +155,7 @@ def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
                 device=train.device, gpu_memory=train.gpu_memory, cpu_memory=train.cpu_memory, nvme=train.nvme,
                 chunk_bytes=chunk,
             )  # fmt: skip
-            placement = place(request_for(record.groups, tiers, schedule, None))
+            placement = place(request_for(record.groups, tiers, schedule, None, is_coded=False))
             if placement.chunk_elements not in grids:
                 grids.add(placement.chunk_elements)
                 yield Candidate(schedule, chunk, placement)
