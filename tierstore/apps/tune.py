@@ -96,8 +96,10 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
     if options.measure:
         say(f"measuring {options.rounds} rounds of {options.steps} steps of several depths")
         measured, record = _measure(options, tuning, lambda: seen.append(rates()))
-        # What is compared with the measurement is predicted from the rates and the computing of its own time.
-        tuning = _tune(options, record, _median(seen), tuning.choice.candidate)
+        # What is compared with the measurement is predicted from the rates and the computing of its own time; the
+        # choice was made before.
+        later = _tune(options, record, _median(seen), tuning.choice.candidate)
+        tuning = replace(later, choice=replace(later.choice, depth=tuning.choice.depth), others=tuning.others)
     outcome = Outcome(record, _median(seen), tuning, measured)
     if options.write is not None:
         _write("--write", options.write, json.dumps(as_train_options(options.train, tuning), indent=1))
