@@ -85,7 +85,7 @@ class Trial:
     def measure(
         self, depths: Sequence[int], rounds: int, steps: int, between: Callable[[], None]
     ) -> tuple[dict[int, Measured], StepRecord]:
-        """Steps of every depth in turns, and a step recorded in each round: a machine is not the same all the time.
+        """Steps of every depth in turns, a step recorded after each: a machine is not the same all the time.
 
         Args:
             between: called before each round, when the disks are idle.
@@ -95,7 +95,7 @@ class Trial:
         self.step()
         records = []
         for _ in range(rounds):
-            records.append(self._recorded())
+            self._engine.flush()
             between()
             for depth in depths:
                 self._engine.fix_prefetch_depth(depth)
@@ -104,8 +104,9 @@ class Trial:
                     taken_s, report = self.step()
                     seconds[depth].append(taken_s)
                     stalls_s[depth].append(report.seconds["wait"])
+                records.append(self._recorded())
         measured = {depth: Measured.of(seconds[depth], stalls_s[depth]) for depth in depths}
-        return measured, StepRecord.typical([*records, self._recorded()])
+        return measured, StepRecord.typical(records)
 
 
 @contextlib.contextmanager
