@@ -174,6 +174,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     for row, one in zip(panels, directories):
         for axes, verb in zip(row, ("read", "write")):
             _draw_verb(axes, one, verb)
+        row[0].set_ylim(bottom=0)  # of both, and only now: it ends the scaling to what is drawn
     save_figure(figure, path)
 
 
@@ -191,7 +192,6 @@ def _draw_verb(axes: Any, one: Any, verb: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(blocks, [format_size(block) for block in blocks], rotation=30, ha="right")
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
     axes.set_xlabel("block size")
     axes.set_ylabel(f"{verb} rate, GB/s")
     axes.set_title(f"{one.rates.path}: {verb}s", fontsize="medium")
