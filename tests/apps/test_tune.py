@@ -37,7 +37,7 @@ def record() -> StepRecord:
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
     (tmp_path / "rates.json").write_text(json.dumps(RATES.to_json()))
-    (tmp_path / "step.json").write_text(record().to_json())
+    (tmp_path / "step.json").write_text(json.dumps(record().to_json()))
     return ["--bandwidth", str(tmp_path / "rates.json"), "--record", str(tmp_path / "step.json"),
             "--gpu-memory", "128MiB", "--cpu-memory", "300MiB", "--nvme", str(tmp_path / "store")]  # fmt: skip
 
@@ -64,7 +64,7 @@ def test_from_a_recorded_step_and_rates(files: list[str], tmp_path: Path) -> Non
     assert (written["update"], written["preset"], written["cpu_memory"]) == (found["update"], "124m", 300 * MIB)
     options_given = TrainOptions(**options_of_object(written, "options.json"))  # as `train --options` reads them
     assert (options_given.prefetch_depth, options_given.update.value) == (found["depth"], found["update"])
-    assert StepRecord.from_json(outputs["save-record"].read_text()) == record()
+    assert StepRecord.from_json(json.loads(outputs["save-record"].read_text())) == record()
     assert not (tmp_path / "store").exists()
 
 
@@ -121,7 +121,7 @@ def test_with_the_real_engine(disk_path: Path) -> None:
     [
         ([], "give --bandwidth the file of `tierstore probe --json`, or --nvme"),
         (["--bandwidth", "/nowhere/rates.json"], "cannot read the bandwidth table /nowhere/rates.json: No such file"),
-        (["--record", "/nowhere/step.json"], "cannot read --record /nowhere/step.json: No such file"),
+        (["--record", "/nowhere/step.json"], "cannot read the recorded step /nowhere/step.json: No such file"),
         (["--steps", "1"], "--steps at least 2"),
         (["--rounds", "0"], "--rounds is at least 1"),
         (["--depth", "9"], "--depth is 0 to 8, the depths that are predicted, not 9"),
@@ -139,7 +139,7 @@ def test_what_cannot_be_asked(arguments: list[str], sentence: str, files: list[s
 
 
 def test_a_file_that_is_something_else(files: list[str], tmp_path: Path) -> None:
-    for name, sentence in (("rates.json", "bandwidth table"), ("step.json", "not a recorded step")):
+    for name, sentence in (("rates.json", "bandwidth table"), ("step.json", "must be a JSON object")):
         before = (tmp_path / name).read_text()
         (tmp_path / name).write_text("[1]")
         result = tune(*files)

@@ -8,7 +8,6 @@ Owner: nothing is kept between calls, but for the files that are asked for.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +15,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.apps.files import read_object, write_object
 from tierstore.apps.options import Precision, Preset, TrainOptions
 from tierstore.config import Durability, TierConfig, UpdateSchedule
-from tierstore.errors import ConfigError, StorageError
+from tierstore.errors import ConfigError
 from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
 from tierstore.plan.step_machine import Machine
@@ -102,9 +102,9 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
         tuning = replace(later, choice=replace(later.choice, depth=tuning.choice.depth), others=tuning.others)
     outcome = Outcome(record, _median(seen), tuning, measured)
     if options.write is not None:
-        _write("--write", options.write, json.dumps(as_train_options(options.train, tuning), indent=1))
+        write_object(options.write, as_train_options(options.train, tuning), "--write")
     if options.save_record is not None:
-        _write("--save-record", options.save_record, record.to_json())
+        write_object(options.save_record, record.to_json(), "--save-record")
     return outcome
 
 
@@ -176,10 +176,7 @@ def _schedules(record: StepRecord, train: TrainOptions) -> list[UpdateSchedule]:
 
 def _record(options: TuneOptions, say: Callable[[str], None]) -> StepRecord:
     if options.record is not None:
-        try:
-            return StepRecord.from_json(options.record.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read --record {options.record}: {error.strerror}") from None
+        return StepRecord.from_json(read_object(options.record, "recorded step"))
     from tierstore.apps.trial import trial
 
     say("recording steps of the real engine")
@@ -235,10 +232,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [str(item) for item in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {option} {path}: {error.strerror}") from error

@@ -5,7 +5,6 @@ Not here: the work (`apps/tune.py`), tables and plots (`apps/tune_views.py`). To
 
 from __future__ import annotations
 
-import json as jsons
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,6 @@ import typer
 from tierstore.apps.options import Precision, Preset, TrainOptions
 from tierstore.cli.common import directory, say, size, told
 from tierstore.config import UpdateSchedule
-from tierstore.errors import StorageError
 
 
 def tune(
@@ -77,6 +75,7 @@ def tune(
         from rich.console import Console
 
         from tierstore.apps import tune_views
+        from tierstore.apps.files import write_object
         from tierstore.apps.tune import TuneOptions, rates_for, run
 
         options = TuneOptions(
@@ -91,7 +90,4 @@ def tune(
         if plot is not None:
             tune_views.draw(outcome, plot)
         if json is not None:
-            try:
-                json.write_text(jsons.dumps(tune_views.as_json(outcome), indent=1) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise StorageError(f"cannot write --json {json}: {error.strerror}") from error
+            write_object(json, tune_views.as_json(outcome), "--json")

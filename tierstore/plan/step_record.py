@@ -5,7 +5,6 @@ Scope: plain data. Not here: recording it (`train/recording.py`), the step on pa
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -76,18 +75,18 @@ class StepRecord:
         between_s = statistics.median(one.between_s for one in same)
         return replace(last, forward=forward, backward=backward, between_s=between_s)
 
-    def to_json(self) -> str:
-        return json.dumps({"version": _VERSION} | asdict(self), indent=1)
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {"version": _VERSION} | asdict(self)
 
     @classmethod
-    def from_json(cls, text: str) -> StepRecord:
+    def from_json(cls, value: Mapping[str, Any]) -> StepRecord:
         """The record of `to_json`.
 
         Raises:
             FormatError: it is none.
         """
         try:
-            value: Mapping[str, Any] = json.loads(text)
             if value["version"] != _VERSION:
                 raise FormatError(f"a recorded step of version {value['version']} cannot be read; record it again")
             visits = {
