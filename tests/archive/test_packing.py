@@ -22,6 +22,7 @@ from tierstore.config import Codec
 from tierstore.errors import BudgetError, ConfigError, FormatError, StorageError, StorageFull
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
+CODECS = [codec for codec in Codec if codec is not Codec.AUTO]
 MEMORY = 2**40  # of the whole process: tests of other things have filled it with more than a pack takes
 
 
@@ -30,7 +31,7 @@ def unpacked(destination: Path, *packs: Path, **options: Any) -> Any:
     return read_safetensors(*(path for path in written if path.suffix == ".safetensors"))
 
 
-@pytest.mark.parametrize("codec", Codec)
+@pytest.mark.parametrize("codec", CODECS)
 def test_every_dtype_comes_back(tmp_path: Path, codec: Codec) -> None:
     tensors = every_dtype()
     packed(write_safetensors(tmp_path / "a", tensors), tmp_path / "p.safetensors", codec=codec, memory_bytes=MEMORY)
@@ -67,7 +68,7 @@ def test_groups_stand_in_execution_order(tmp_path: Path) -> None:
         | st.sampled_from(["__pad__0", "__chunks__0", "h.1.w", "h.¹.w", "../x", "0.0", "a\nb", "h.\0.w", "\x1b[31m"]),
         unique=True, max_size=6,
     ),
-    codec=st.sampled_from(Codec),
+    codec=st.sampled_from(CODECS),
     chunk_bytes=st.sampled_from([4096, 16384]),
     shards=st.integers(1, 3),
     memory_bytes=st.just(MEMORY),

@@ -114,7 +114,7 @@ def _store(paths: Sequence[Path]) -> Content:
             content = sum(chunk.padded_bytes for chunk in of_group)
             stored = sum(chunk.stored_bytes for chunk in of_group)
             parts.append(
-                Part(name, layout["codec"], of_group[0].offset, content, stored, len(of_group), rows.get(name, ()))
+                Part(name, of_group[0].codec, of_group[0].offset, content, stored, len(of_group), rows.get(name, ()))
             )
         files.append((path, path.stat().st_size, tuple(parts)))
     facts = {"generation": generation.number, "groups": len(rows), "directories": layout["directories"]}

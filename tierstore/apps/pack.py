@@ -19,7 +19,7 @@ from rich.table import Table
 
 from tierstore.apps.outputs import copy_companions
 from tierstore.apps.progress import byte_bar
-from tierstore.archive.choosing import AUTO, choose, codec_named
+from tierstore.archive.choosing import choose, codec_named
 from tierstore.archive.opening import open_archive
 from tierstore.archive.packing import Packed, PackOptions, pack
 from tierstore.archive.sources import Source, open_source
@@ -54,14 +54,14 @@ def run_pack(
     Raises:
         ConfigError, BudgetError, StorageError, FormatError: as `archive.packing.pack`.
     """
-    wanted = None if codec == AUTO else codec_named(codec)
+    wanted = codec_named(codec)
     source = open_source(path)
     choices: dict[str, Choice] = {}
-    if wanted is None:
+    if wanted is Codec.AUTO:
         with console.status("measuring codecs on the checkpoint's own tensors"):
             choices = choose(source, options.chunk_bytes, read_bytes_per_s)
     dtypes = {tensor.spec.dtype for tensor in source.tensors.values()}
-    codecs: dict[str, Codec] = {dtype: wanted or choices[dtype].codec for dtype in dtypes}
+    codecs: dict[str, Codec] = {dtype: choices[dtype].codec if wanted is Codec.AUTO else wanted for dtype in dtypes}
     total_bytes = sum(piece.nbytes for tensor in source.tensors.values() for piece in tensor.pieces)
     start = time.perf_counter()
     with byte_bar(console, "packing", total_bytes) as advance:
@@ -125,8 +125,8 @@ def pack_json(summary: PackSummary) -> dict[str, Any]:
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
-    trials = [asdict(trial) | {"codec": trial.codec.value} for trial in choice.trials]
-    return {"codec": choice.codec.value, "reason": choice.reason, "trials": trials}
+    measured = [asdict(rates) | {"codec": rates.codec.value} for rates in choice.measured]
+    return {"codec": choice.codec.value, "reason": choice.reason, "measured": measured}
 
 
 def _by_dtype(packed: Packed) -> dict[str, dict[str, Any]]:

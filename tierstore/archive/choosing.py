@@ -1,16 +1,15 @@
 """Which codec pays for a checkpoint's own tensors: ratios and rates measured on chunks of them.
 
-Scope: samples of each dtype, and the trial of each codec on them.
-Not here: codecs (`pack/codecs.py`), the decision (`plan/archive_codec.py`).
+Scope: samples of each dtype, and every codec on them.
+Not here: timing codecs (`pack/codec_rates.py`), the decision (`plan/archive_codec.py`).
 Owner: none; nothing is kept between calls.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +20,12 @@ from tierstore.archive.sources import Source, SourceTensor
 from tierstore.config import Codec
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
-from tierstore.pack.codec_rates import COMPRESSING
-from tierstore.pack.codecs import codec_for
+from tierstore.pack.codec_rates import COMPRESSING, measure_codec
 from tierstore.pack.layout import item_bytes
-from tierstore.plan.archive_codec import Choice, Trial, choose_for_archive
+from tierstore.plan.archive_codec import Choice, choose_for_archive
 
 Bytes = npt.NDArray[np.uint8]
 
-AUTO = "auto"
 _SAMPLES = 3
 
 
@@ -38,10 +35,11 @@ def codec_named(name: str) -> Codec:
     Raises:
         ConfigError: there is none.
     """
-    names = [codec.value for codec in (Codec.NONE, *COMPRESSING)]
-    if name not in names:
-        raise ConfigError(f"there is no codec {name!r}; the codecs are {', '.join([*names, AUTO])}")
-    return Codec(name)
+    try:
+        return Codec(name)
+    except ValueError:
+        known = ", ".join(codec.value for codec in Codec)
+        raise ConfigError(f"there is no codec {name!r}; the codecs are {known}") from None
 
 
 def choose(source: Source, chunk_bytes: int, read_bytes_per_s: float | None) -> dict[str, Choice]:
@@ -53,33 +51,10 @@ def choose(source: Source, chunk_bytes: int, read_bytes_per_s: float | None) -> 
     with OpenFiles(Backend()) as files:
         for dtype, tensors in by_dtype.items():
             samples = _samples(tensors, files, chunk_bytes)
-            trials = [measure(codec, item_bytes(dtype), samples) for codec in COMPRESSING if samples]
-            choices[dtype] = choose_for_archive(trials, read_bytes_per_s, os.cpu_count() or 1)
+            codecs = COMPRESSING if samples else ()
+            measured = [measure_codec(codec, item_bytes(dtype), samples, dtype) for codec in codecs]
+            choices[dtype] = choose_for_archive(measured, read_bytes_per_s, os.cpu_count() or 1)
     return choices
-
-
-def measure(
-    codec: Codec, item_bytes: int, samples: Sequence[Bytes], clock: Callable[[], float] = time.perf_counter
-) -> Trial:
-    """Ratio and rates of a codec on one core; the first sample is gone through once before, to warm up."""
-    coder = codec_for(codec, item_bytes)
-    content_bytes = sum(len(sample) for sample in samples)
-    stored_bytes, encode_s, decode_s = 0, 0.0, 0.0
-    for number, sample in enumerate([samples[0], *samples]):
-        room, back = np.zeros_like(sample), np.zeros_like(sample)
-        start = clock()
-        length = coder.encode(sample, room)
-        middle = clock()
-        coder.decode(room[:length], back)
-        end = clock()
-        if number:
-            stored_bytes, encode_s, decode_s = stored_bytes + length, encode_s + middle - start, decode_s + end - middle
-    return Trial(
-        codec,
-        content_bytes / stored_bytes,
-        content_bytes / max(encode_s, 1e-9),
-        content_bytes / max(decode_s, 1e-9),
-    )
 
 
 def _samples(tensors: Sequence[SourceTensor], files: OpenFiles, chunk_bytes: int) -> list[Bytes]:

@@ -31,7 +31,7 @@ def pack(
         ),
     ],
     codec: Annotated[
-        str, typer.Option(help=f"{', '.join(one.value for one in Codec)}; or auto: what pays for each dtype.")
+        str, typer.Option(help=f"{', '.join(one.value for one in Codec)}: what pays for each dtype.")
     ] = "none",
     read_rate: Annotated[
         int | None,

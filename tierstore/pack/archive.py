@@ -21,7 +21,6 @@ from typing import Any
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Codec
 from tierstore.errors import FormatError
-from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.pack.layout import (
     Extent,
     Layout,
@@ -42,6 +41,7 @@ ARCHIVE_KEY = "tierstore"
 VERSION = 1
 LARGEST_CHUNK_BYTES = 2**25
 _CHUNKS = "__chunks__"
+_CODECS = tuple(codec.value for codec in Codec if codec is not Codec.AUTO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +223,10 @@ def _group(item: Any, chunk_bytes: int) -> ArchiveGroup:
     name, position, codec, item_bytes, tensors, chunks = _values(item, keys, "a group")
     name = _string(name, "the name of a group")
     check_plain_name(name)
-    if codec not in [known.value for known in (Codec.NONE, *COMPRESSING)]:
+    if codec not in _CODECS:
         raise FormatError(
             f"group {quoted(name)} has the codec {quoted(str(codec))}, which this release does not know; it knows "
-            + ", ".join(known.value for known in (Codec.NONE, *COMPRESSING))
+            + ", ".join(_CODECS)
         )
     entries = back_to_back([_tensor(tensor) for tensor in _list(tensors, "tensors")])
     if not entries:

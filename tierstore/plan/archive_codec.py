@@ -1,6 +1,6 @@
 """Which codec pays for the chunks of an archive, from ratios and rates that were measured on them.
 
-Scope: the decision and its reason. Not here: measuring (`archive/choosing.py`); training state (`codec_choice.py`).
+Scope: the decision and its reason. Not here: measuring (`pack/codec_rates.py`); training state (`codec_choice.py`).
 
 [Note: what pays] Of a pack from which a disk of rate B is read, content arrives at the rate min(C, R * B), with R the
 ratio and C the rate of decoding in all cores: reading the next chunk and decoding this one overlap. The codec that
@@ -14,19 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierstore.config import Codec
+from tierstore.plan.bandwidth import CodecRates
 from tierstore.plan.costs import codec_rate_bytes_per_s
 
 LEAST_GAIN = 1.02
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A codec on samples of one dtype; rates are content bytes per second of one core."""
-
-    codec: Codec
-    ratio: float
-    encode_bytes_per_s: float
-    decode_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +26,33 @@ class Choice:
 
     codec: Codec
     reason: str
-    trials: tuple[Trial, ...]
+    measured: tuple[CodecRates, ...]
 
 
-def choose_for_archive(trials: Sequence[Trial], read_bytes_per_s: float | None, cores: int) -> Choice:
+def choose_for_archive(measured: Sequence[CodecRates], read_bytes_per_s: float | None, cores: int) -> Choice:
     """See [Note: what pays].
 
     Args:
         read_bytes_per_s: of the disk from which the pack will be read; None: it is an archive.
     """
-    if not trials:
+    if not measured:
         return Choice(Codec.NONE, "there are no bytes to encode", ())
     if read_bytes_per_s is None:
-        best = max(trials, key=lambda trial: trial.ratio)
+        best = max(measured, key=lambda one: one.ratio)
         gain = best.ratio
         reason = f"smallest: ratio {best.ratio:.3f}, decodes at {best.decode_bytes_per_s / 1e9:.2f} GB/s a core"
     else:
         disk = read_bytes_per_s
 
-        def rate(trial: Trial) -> float:
-            return codec_rate_bytes_per_s(disk, trial.ratio, trial.decode_bytes_per_s * cores, overlapped=True)
+        def rate(one: CodecRates) -> float:
+            return codec_rate_bytes_per_s(disk, one.ratio, one.decode_bytes_per_s * cores, overlapped=True)
 
-        best = max(trials, key=rate)
+        best = max(measured, key=rate)
         gain = rate(best) / disk
         reason = (
             f"content at {rate(best) / 1e9:.2f} GB/s against {disk / 1e9:.2f} raw: ratio {best.ratio:.3f}, decodes at "
             f"{best.decode_bytes_per_s * cores / 1e9:.2f} GB/s in {cores} cores"
         )
     if gain < LEAST_GAIN:
-        return Choice(Codec.NONE, f"none pays; the best is {best.codec.value}, {reason}", tuple(trials))
-    return Choice(best.codec, reason, tuple(trials))
+        return Choice(Codec.NONE, f"none pays; the best is {best.codec.value}, {reason}", tuple(measured))
+    return Choice(best.codec, reason, tuple(measured))

@@ -31,6 +31,7 @@ class CommittedChunk:
     path: Path
     name: str
     group: str
+    codec: str
     offset: int
     padded_bytes: int
     stored_bytes: int
@@ -69,10 +70,17 @@ def committed_chunks(directories: Sequence[Path]) -> tuple[Generation, list[Comm
         for number, record in enumerate(records):
             if record is not None:
                 path, offset, padded_bytes = pack.location(number, record)
-                group = specs[number].name.rsplit("/", 2)[0]
+                group, codec = specs[number].name.rsplit("/", 2)[0], codecs[what].codec.value
                 chunks.append(
                     CommittedChunk(
-                        path, specs[number].name, group, offset, padded_bytes, record.stored_bytes, record.checksum
+                        path,
+                        specs[number].name,
+                        group,
+                        codec,
+                        offset,
+                        padded_bytes,
+                        record.stored_bytes,
+                        record.checksum,
                     )
                 )
     return generation, chunks
