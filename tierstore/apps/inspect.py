@@ -27,6 +27,7 @@ from tierstore.plots import new_figure, save_figure
 from tierstore.store.verification import committed_chunks
 
 _MAP_CELLS = 64
+_SHADES = "█▒"
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
@@ -145,15 +146,18 @@ def tree(content: Content, *, tensors: bool = True) -> Tree:
 
 
 def _map(parts: Sequence[Part], file_bytes: int) -> Text:
-    """The file from its first byte to its last, one cell for each 1/64 of it, in the colour of what begins it."""
+    """The file from its first byte to its last, one cell for each 1/64 of it, in the shade of what begins it."""
     text = Text()
+    shown: list[int] = []  # groups so far: neighbours have different shades, also without colours
     for cell in range(_MAP_CELLS):
         at = cell * file_bytes // _MAP_CELLS
         number = next((i for i, part in reversed(list(enumerate(parts))) if part.begin <= at), None)
         if number is None:
             text.append("·")
-        else:
-            text.append("█", style=_COLORS[number % len(_COLORS)])
+            continue
+        if not shown or shown[-1] != number:
+            shown.append(number)
+        text.append(_SHADES[len(shown) % len(_SHADES)], style=_COLORS[number % len(_COLORS)])
     return text
 
 

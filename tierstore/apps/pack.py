@@ -90,20 +90,19 @@ def pack_table(summary: PackSummary) -> Table:
     groups = summary.packed.groups
     content_bytes = sum(group.content_bytes for group in groups)
     rate = content_bytes / summary.seconds if summary.seconds else 0.0
+    reasons = [f"{dtype} {choice.codec.value}: {choice.reason}" for dtype, choice in sorted(summary.choices.items())]
     table = Table(
         title=f"{summary.source.kind} {summary.source.path}: {len(summary.source.tensors)} tensors in "
         f"{len(groups)} groups, {format_size(content_bytes)} in {summary.seconds:.2f} s ({rate / 1e9:.2f} GB/s)",
-        caption="\n".join([f"order {summary.packed.archives[0].order}", *map(str, summary.packed.files)]),
+        caption="\n".join([f"order {summary.packed.archives[0].order}", *reasons, *map(str, summary.packed.files)]),
         title_justify="left", caption_justify="left",
     )  # fmt: skip
     for name in ("dtype", "codec", "tensors", "bytes", "stored", "ratio"):
         table.add_column(name, justify="left" if name in ("dtype", "codec") else "right")
-    if summary.choices:
-        table.add_column("why this codec")
     for dtype, row in _by_dtype(summary.packed).items():
         cells = [dtype, row["codec"], str(row["tensors"]), format_size(row["content_bytes"]),
                  format_size(row["stored_bytes"]), f"{row['ratio']:.3f}"]  # fmt: skip
-        table.add_row(*cells, *([summary.choices[dtype].reason] if summary.choices else []))
+        table.add_row(*cells)
     return table
 
 
