@@ -135,9 +135,8 @@ def _part(path: Path, name: str, info: Any, sizes: tuple[int, ...]) -> Content:
         raise FormatError(f"{path}: {quoted(info.relative_path)} is not a plain file name")
     try:
         with open(file, "rb") as opened:
-            opened.seek(info.offset)
-            window = _Window(opened, info.offset, info.length)
-            tensor = load_without_data(window, f"{file}, {info.length} B at offset {info.offset},")  # type: ignore[arg-type]
+            window: Any = _Window(opened, info.offset, info.length)
+            tensor = load_without_data(window, f"{file}, {info.length} B at offset {info.offset},")
     except OSError as error:
         raise storage_error(error, "read", file) from error
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
