@@ -97,7 +97,8 @@ def test_jobs_share_the_rate_and_queue_by_priority() -> None:
     )
     # Two at once at 5/s each: first ends at 2; urgent goes before late, beside second.
     assert lines == [(2.0, "first"), (3.0, "urgent"), (4.0, "second"), (4.0, "late")]
-    assert disk.busy_s == pytest.approx(4.0)
+    assert disk.busy_s("read", "write") == pytest.approx(4.0)
+    assert disk.busy_s("adam") == 0
     assert dict(disk.amounts) == {"read": 20, "write": 20}
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tierstore.config import TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError, FormatError
-from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.bandwidth import Activity, BandwidthTable
 from tierstore.plan.costs import StepPattern, step_traffic
 from tierstore.plan.placement import GroupNeed, Placement
 from tierstore.plan.step_machine import Machine
@@ -105,6 +105,26 @@ def test_a_later_update_hides_under_the_next_forward() -> None:
     assert times[UpdateSchedule.BACKWARD] < times[UpdateSchedule.FORWARD]
 
 
+def both_ways(slower: float) -> dict[tuple[Activity, Activity], float]:
+    return {(Activity.MATMUL, Activity.ADAM): slower, (Activity.ADAM, Activity.MATMUL): slower}
+
+
+def test_what_runs_beside_each_other_is_slower_as_measured() -> None:
+    slower = {
+        (Activity.MATMUL, Activity.WRITE): 1.5, (Activity.MATMUL, Activity.READ): 1.25,
+        (Activity.MATMUL, Activity.ADAM): 2.0, (Activity.WRITE, Activity.MATMUL): 1.1,
+        (Activity.ADAM, Activity.READ): 1.25,
+    }  # fmt: skip
+    speeds = Machine(RATES, 4, 2, slower).speeds
+    assert speeds({"compute": 1})["compute"] == 1
+    assert speeds({"compute": 1, "write": 4})["compute"] == pytest.approx(1 / 1.5)
+    assert speeds({"compute": 1, "write": 1, "read": 1})["compute"] == pytest.approx(1 / 1.375)
+    assert speeds({"compute": 1, "write": 2, "adam": 1, "checksum": 3})["compute"] == pytest.approx(1 / 2.5)
+    assert 2 * speeds({"compute": 1, "write": 2})["write"] == pytest.approx(RATES.write_bytes_per_s / 1.1)
+    assert 2 * speeds({"adam": 2, "read": 2})["adam"] == pytest.approx(RATES.adam_elements_per_s / 1.25)
+    assert 2 * speeds({"read": 2, "adam": 2})["read"] == pytest.approx(RATES.read_bytes_per_s)
+
+
 def test_a_faster_disk_and_no_contention_are_faster() -> None:
     placement = placed(30 * MIB, UpdateSchedule.FORWARD)
     slow = step(placement, UpdateSchedule.FORWARD)
@@ -112,7 +132,7 @@ def test_a_faster_disk_and_no_contention_are_faster() -> None:
     assert fast.seconds < 0.7 * slow.seconds
     cores = BandwidthTable(1e12, 1e12, 1e12, 1e12, 1e12, 1e12, 30e6)
     alone, beside = (
-        step(placement, UpdateSchedule.BACKWARD, machine=Machine(cores, 2, 2, slowed, slowed), seconds=0.02)
+        step(placement, UpdateSchedule.BACKWARD, machine=Machine(cores, 2, 2, both_ways(slowed)), seconds=0.02)
         for slowed in (1.0, 2.0)
     )
     assert beside.seconds > 1.05 * alone.seconds
@@ -127,7 +147,7 @@ def test_what_has_no_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="different models"):
         forecast(other, placement, Machine(RATES), StepPolicy(1, UpdateSchedule.STEP))
     with pytest.raises(ConfigError, match="does not get faster"):
-        Machine(RATES, compute_beside_update=0.5)
+        Machine(RATES, slower=both_ways(0.5))
     with pytest.raises(ConfigError, match="a thread each"):
         Machine(RATES, io_threads=0)
 

@@ -1,4 +1,4 @@
-"""`tierstore tune`: depth, schedule and chunk for a model on this machine.
+"""`tierstore tune`: depth and schedule for a model on this machine.
 
 Not here: the work (`apps/tune.py`), tables and plots (`apps/tune_views.py`). Torch is imported only where steps run.
 """
@@ -42,7 +42,7 @@ def tune(
         UpdateSchedule.AUTO
     ),
     chunk: Annotated[
-        int | None, typer.Option(parser=size, metavar="SIZE", help="Largest chunk [default: several are compared].")
+        int | None, typer.Option(parser=size, metavar="SIZE", help="Largest chunk [default: as planned].")
     ] = None,
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",

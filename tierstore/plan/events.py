@@ -148,7 +148,7 @@ class Shared:
         self._since_s = 0.0
         self._rates: Mapping[str, float] = {}
         self._version = 0
-        self.busy_s = 0.0
+        self._busy_s: defaultdict[frozenset[str], float] = defaultdict(float)
         self.amounts: defaultdict[str, float] = defaultdict(float)
 
     def submit(self, lane: str, kind: str, amount: float, priority: int = 0) -> Signal:
@@ -163,12 +163,15 @@ class Shared:
         self._start()
         return ended
 
+    def busy_s(self, *kinds: str) -> float:
+        """Time in which jobs of any of these kinds ran."""
+        return sum(seconds for running, seconds in self._busy_s.items() if not running.isdisjoint(kinds))
+
     def _account(self) -> None:
         """Take off what was done since the last change."""
         seconds = self._clock.now_s - self._since_s
         self._since_s = self._clock.now_s
-        if self._running:
-            self.busy_s += seconds
+        self._busy_s[frozenset(job.kind for _, job in self._running)] += seconds
         for _, job in self._running:
             job.left -= self._rates[job.kind] * seconds
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierstore.errors import ConfigError
-from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.bandwidth import Activity, BandwidthTable
+
+Slower = Mapping[tuple[Activity, Activity], float]
+"""How many times as long the first takes beside the second; 1 where nothing is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,38 +23,39 @@ class Machine:
 
     Attributes:
         io_threads: of all directories together.
-        compute_beside_update: how many times as long forward and backward take while all update threads run, or as
-            many that compute checksums.
-        update_beside_compute: how many times as long the update takes then. Both 1 where the device is no CPU.
+        slower: of reads, writes, Adam (at all its threads; checksums count as it) and the model's arithmetic.
         sync_s: of making a commit durable, apart from its writes.
     """
 
     table: BandwidthTable
     io_threads: int = 4
     update_threads: int = 2
-    compute_beside_update: float = 1.0
-    update_beside_compute: float = 1.0
+    slower: Slower = field(default_factory=dict)
     sync_s: float = 0.01
 
     def __post_init__(self) -> None:
         if min(self.io_threads, self.update_threads) < 1:
             raise ConfigError(f"I/O and updates need a thread each, not {self.io_threads} and {self.update_threads}")
-        if min(self.compute_beside_update, self.update_beside_compute) < 1 or self.sync_s < 0:
+        if min(self.slower.values(), default=1.0) < 1 or self.sync_s < 0:
             raise ConfigError(f"what runs beside something else does not get faster, and time is not negative: {self}")
 
-    def disk_speeds(self, running: Mapping[str, int]) -> dict[str, float]:
-        """Bytes per second of each read and of each write, of so many that run."""
-        per_job = 1 / self.table.disk_seconds(running.get("read", 0), running.get("write", 0))
-        return {"read": per_job, "write": per_job}
-
-    def core_speeds(self, running: Mapping[str, int]) -> dict[str, float]:
-        """Speed of compute (1 is alone), Adam in elements/s, copies and checksums in bytes/s, of each that runs."""
-        threads = running.get("adam", 0) + running.get("checksum", 0)
-        busy, computing = min(threads / self.update_threads, 1.0), running.get("compute", 0)
-        slow = self.update_beside_compute if computing else 1.0
+    def speeds(self, running: Mapping[str, int]) -> dict[str, float]:
+        """Of each job that runs: compute (1 is alone), Adam in elements/s, the others in bytes/s."""
+        reads, writes, computing = (running.get(kind, 0) for kind in ("read", "write", "compute"))
+        updating = min((running.get("adam", 0) + running.get("checksum", 0)) / self.update_threads, 1.0)
+        cores = {Activity.MATMUL: min(computing, 1), Activity.ADAM: updating}
+        disks = {Activity.READ: reads / max(reads + writes, 1), Activity.WRITE: writes / max(reads + writes, 1)}
+        per_job = 1 / self.table.disk_seconds(reads, writes) if reads + writes else math.inf
+        update = self._stretch(Activity.ADAM, {**cores, **disks, Activity.ADAM: 0.0})
         return {
-            "compute": 1 / (1 + (self.compute_beside_update - 1) * busy),
-            "adam": self.table.adam_elements_per_s / self.update_threads / slow,
-            "copy": self.table.d2h_bytes_per_s / slow,
-            "checksum": (self.table.checksum_bytes_per_s or math.inf) / slow,
+            "read": per_job / self._stretch(Activity.READ, cores),  # beside writes: in `disk_seconds`
+            "write": per_job / self._stretch(Activity.WRITE, cores),
+            "compute": 1 / self._stretch(Activity.MATMUL, {**cores, **disks, Activity.MATMUL: 0.0}),
+            "adam": self.table.adam_elements_per_s / self.update_threads / update,
+            "copy": self.table.d2h_bytes_per_s / update,
+            "checksum": (self.table.checksum_bytes_per_s or math.inf) / update,
         }
+
+    def _stretch(self, activity: Activity, busy: Mapping[Activity, float]) -> float:
+        """How many times as long an activity takes beside others, each with the share of its full rate."""
+        return 1 + sum(share * (self.slower.get((activity, other), 1.0) - 1) for other, share in busy.items())

@@ -6,8 +6,8 @@ Not here: where bytes live (`plan/tiers.py`), the comparison of choices (`apps/t
 
 [Note: what is modelled] The disks serve as many jobs at once as they have threads, all at one speed, which the measured
 rates give for the mix of reads and writes that is running. Demanded reads go first, then writes, then reads ahead.
-Adam and checksums run on threads of their own; on a CPU device they and the model's arithmetic slow each other down as
-measured. What waits for what is as in the engine.
+A thread of the disks computes the checksum of what it has moved. Adam, checksums, the model's arithmetic, reads and
+writes slow each other down as measured in pairs. What waits for what is as in the engine.
 
 [Note: what is not] Codecs, several ranks, a speculation that turns out wrong, other processes, and the time that Python
 takes between jobs.
@@ -139,11 +139,9 @@ class _Trainer:
             self._mark()
 
     def _mark(self) -> None:
-        moved = self.store.disk.amounts
-        self.marks.append(
-            self.totals
-            | {"now": self.clock.now_s, "disk": self.store.disk.busy_s, "read": moved["read"], "write": moved["write"]}
-        )
+        work = self.store.work
+        disk = {"disk": work.busy_s("read", "write"), "read": work.amounts["read"], "write": work.amounts["write"]}
+        self.marks.append(self.totals | disk | {"now": self.clock.now_s})
 
     def _begin_round(self) -> Round:
         need = self.record.completed if self.from_device else self.order
@@ -157,7 +155,7 @@ class _Trainer:
         visits, first = (forward, 0) if name == "forward" else (self.record.backward, len(forward))
         for position, (group, seconds) in enumerate(visits):
             yield from self._go_to(first + position, group)
-            yield self.store.cores.submit("main", "compute", seconds)
+            yield self.store.work.submit("main", "compute", seconds)
             for complete in self.completed.get(position, ()) if name == "backward" else ():
                 yield from self._hand_over(round_, complete)
         yield from self.accepting

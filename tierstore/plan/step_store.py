@@ -16,6 +16,7 @@ from tierstore.plan.placement import Placement
 from tierstore.plan.step_machine import Machine
 
 DEMAND, UPDATE, WRITE, PREFETCH = range(4)  # as io/workers.Priority
+_SAME_THREAD = -1  # goes on with what it has begun
 Key = tuple[int, int]
 
 
@@ -53,9 +54,8 @@ class Store:
 
     def __init__(self, clock: Clock, placement: Placement, machine: Machine) -> None:
         self.clock, self.placement, self.machine = clock, placement, machine
-        self.disk = Shared(clock, {"io": machine.io_threads}, machine.disk_speeds)
         lanes = {"main": 1, "update": machine.update_threads, "io": machine.io_threads}
-        self.cores = Shared(clock, lanes, machine.core_speeds)
+        self.work = Shared(clock, lanes, machine.speeds)
         pools = placement.pools
         self._update, self._weights = Memory(clock, pools.update), Memory(clock, pools.weights)
         self._gradients, self._spill = Memory(clock, pools.gradients), Memory(clock, pools.spill)
@@ -81,14 +81,14 @@ class Store:
 
     def _io(self, verb: str, nbytes: int, priority: int) -> Signal:
         """One chunk from or to the disks, and its checksum."""
-        moved = self.disk.submit("io", verb, nbytes, priority)
+        moved = self.work.submit("io", verb, nbytes, priority)
         if not nbytes or self.machine.table.checksum_bytes_per_s is None:
             return moved
         return self.clock.spawn(self._verified(moved, nbytes))
 
     def _verified(self, moved: Signal, nbytes: int) -> Process:
         yield moved
-        yield self.cores.submit("io", "checksum", nbytes)
+        yield self.work.submit("io", "checksum", nbytes, _SAME_THREAD)
 
     # --- rounds ---------------------------------------------------------------------------------------------------
 
@@ -154,8 +154,8 @@ class Store:
             yield self._announced[group]
         trip.delivered = group in self._allocated
         copied_bytes = gradient_bytes * (trip.delivered + (not round_.reads_weights))
-        yield self.cores.submit("update", "adam", self._elements(trip.key), UPDATE)
-        yield self.cores.submit("update", "copy", copied_bytes, UPDATE)
+        yield self.work.submit("update", "adam", self._elements(trip.key), UPDATE)
+        yield self.work.submit("update", "copy", copied_bytes, UPDATE)
         if not spilled:
             self._gradients.free(gradient_bytes)
         self.clock.set(trip.applied)
@@ -229,7 +229,7 @@ class Store:
     def _accept_chunk(self, trip: Trip) -> Process:
         nbytes, spilled = self.placement.gradient_bytes(*trip.key), self.is_spilled(trip.key[0])
         yield (self._spill if spilled else self._gradients).reserve(nbytes)
-        yield self.cores.submit("update", "copy", nbytes, UPDATE)
+        yield self.work.submit("update", "copy", nbytes, UPDATE)
         if spilled:
             yield self._io("write", nbytes, WRITE)
             self._spill.free(nbytes)
