@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import read_safetensors, small_checkpoint
+from checkpoints import read_safetensors, small_checkpoint, write_safetensors
 from typer.testing import CliRunner
 
 from tierstore.cli import app
@@ -40,9 +40,20 @@ def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str) -> None:
     groups = json.loads((tmp_path / "i").read_text())["files"][0]["groups"]
     assert [group["name"] for group in groups] == ["embeddings", "h.0", "h.1", "h.2", "norm"]
 
-    run("unpack", tmp_path / "p", tmp_path / "out", *memory)
-    assert read_safetensors(tmp_path / "out" / "model.safetensors") == tensors
-    assert (tmp_path / "out" / "config.json").is_file()
+    out = tmp_path / "llama-3.1"  # a directory, though its name has a suffix
+    run("unpack", tmp_path / "p", out, *memory)
+    assert read_safetensors(out / "model.safetensors") == tensors
+    assert (out / "config.json").is_file()
+
+
+def test_names_are_no_markup(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "a", {"[/x].0.w": ("U8", (5000,), bytes(5000))})
+    pack = tmp_path / "q[" / "z].safetensors"
+    assert "z].safetensors" in run("pack", tmp_path / "a", pack, "--memory", "1TiB").output
+    data = bytearray(pack.read_bytes())
+    data[-1] ^= 1
+    pack.write_bytes(data)
+    assert "[/x].0" in run("verify", pack, "--memory", "1TiB", code=1).output
 
 
 def test_damage_is_shown_and_is_an_exit_code(tmp_path: Path) -> None:
@@ -64,6 +75,9 @@ def test_damage_is_shown_and_is_an_exit_code(tmp_path: Path) -> None:
         (["pack", "a", "out", "--memory", "1MiB"], 2, "--memory 1 MiB is too small"),
         (["pack", "a", "out", "--memory", "lots"], 2, "not a size"),
         (["pack", "a", "out", "--chunk", "5000"], 2, "a chunk of 5000 B is not a multiple of 4096"),
+        (["pack", "a", "out", "--codec", "auto", "--read-rate", "0"], 2, "--read-rate 0 reads nothing"),
+        (["pack", "a", "out", "--json", "nowhere/x"], 2, "its directory is missing or not writable"),
+        (["verify", "a", "--json", "."], 2, "it is a directory; give the name of a file"),
         (["pack", "empty", "out"], 1, "shorter than the 8 B"),
         (["unpack", "a"], 2, "give a pack and a destination"),
         (["unpack", "a", "out"], 1, "is an ordinary safetensors file, not a pack"),

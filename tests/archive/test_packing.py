@@ -133,6 +133,51 @@ def test_an_existing_pack_is_refused_and_replaced_only_when_asked(tmp_path: Path
         assert unpacked(tmp_path / f"out-{destination.name}", destination) == tensors
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def foreign(folder: Path, blocks: int = 4) -> dict[str, bytes]:
+    """A sharded checkpoint as Hugging Face names it, of somebody else."""
+    small_checkpoint(folder.with_name("of " + folder.name), blocks=blocks)
+    packed(folder.with_name("of " + folder.name), folder.with_name(folder.name + ".safetensors"), memory_bytes=MEMORY)
+    unpacked(folder, folder.with_name(folder.name + ".safetensors"), shard_bytes=100000)
+    return contents(folder)
+
+
+def test_a_checkpoint_of_somebody_else_is_never_touched(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    before, other = foreign(tmp_path / "b"), foreign(tmp_path / "c", blocks=5)
+    assert INDEX in before
+    assert len(before) > 3
+    packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    packed(tmp_path / "a", tmp_path / "p", memory_bytes=MEMORY, shards=2)
+    pack_before = contents(tmp_path / "p")
+    for write in (
+        lambda: packed(tmp_path / "a", tmp_path / "b" / SINGLE, memory_bytes=MEMORY),
+        lambda: packed(tmp_path / "a", tmp_path / "b", memory_bytes=MEMORY),
+        lambda: packed(tmp_path / "a", tmp_path / "p", tmp_path / "b", memory_bytes=MEMORY, overwrite=True),
+        lambda: packed(tmp_path / "a", tmp_path / "b", tmp_path / "c", memory_bytes=MEMORY, overwrite=True),
+        lambda: unpacked(tmp_path / "b", tmp_path / "p.safetensors"),
+        lambda: unpacked(tmp_path / "b" / SINGLE, tmp_path / "p.safetensors"),
+        lambda: unpacked(tmp_path / "b", tmp_path / "p.safetensors", shard_bytes=100000),
+        lambda: unpacked(tmp_path / "p", tmp_path / "p"),
+    ):
+        with pytest.raises(ConfigError, match=r"is there already|a checkpoint of its own"):
+            write()
+        assert (contents(tmp_path / "b"), contents(tmp_path / "c")) == (before, other)
+        assert contents(tmp_path / "p") == pack_before
+
+
+def test_files_that_no_index_names_are_not_written_over(tmp_path: Path) -> None:
+    before = foreign(tmp_path / "b")
+    (tmp_path / "b" / INDEX).unlink()
+    del before[INDEX]
+    with pytest.raises(ConfigError, match="is there already; give another"):
+        unpacked(tmp_path / "b", tmp_path / "b.safetensors", shard_bytes=100000)
+    assert contents(tmp_path / "b") == before
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -101,6 +101,8 @@ def check_parent(name: str, path: Path) -> None:
         ConfigError: names the option and the path.
     """
     parent = path.absolute().parent
+    if path.is_dir():
+        raise ConfigError(f"cannot write --{name} {path}: it is a directory; give the name of a file")
     is_writable = os.access(path, os.W_OK) if path.exists() else parent.is_dir() and os.access(parent, os.W_OK)
     if not is_writable:
         raise ConfigError(f"cannot write --{name} {path}: its directory is missing or not writable")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tierstore.apps.outputs import copy_companions
@@ -25,6 +26,7 @@ from tierstore.archive.packing import Packed, PackOptions, pack
 from tierstore.archive.sources import Source, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.config import Codec, format_size
+from tierstore.errors import ConfigError
 from tierstore.plan.archive_codec import Choice
 
 
@@ -55,6 +57,8 @@ def run_pack(
         ConfigError, BudgetError, StorageError, FormatError: as `archive.packing.pack`.
     """
     wanted = codec_named(codec)
+    if read_bytes_per_s is not None and read_bytes_per_s <= 0:
+        raise ConfigError("--read-rate 0 reads nothing: give bytes per second, such as 2GB")
     source = open_source(path)
     choices: dict[str, Choice] = {}
     if wanted is Codec.AUTO:
@@ -80,7 +84,7 @@ def run_unpack(paths: Sequence[Path], options: UnpackOptions, console: Console) 
     with byte_bar(console, "unpacking", total_bytes) as advance:
         written = unpack(files, options, progress=advance)
     seconds = time.perf_counter() - start
-    if not options.destination.suffix:
+    if not options.names_a_file:
         copy_companions(paths[0] if paths[0].is_dir() else paths[0].parent, options.destination)
     return written, seconds
 
@@ -92,9 +96,13 @@ def pack_table(summary: PackSummary) -> Table:
     rate = content_bytes / summary.seconds if summary.seconds else 0.0
     reasons = [f"{dtype} {choice.codec.value}: {choice.reason}" for dtype, choice in sorted(summary.choices.items())]
     table = Table(
-        title=f"{summary.source.kind} {summary.source.path}: {len(summary.source.tensors)} tensors in "
-        f"{len(groups)} groups, {format_size(content_bytes)} in {summary.seconds:.2f} s ({rate / 1e9:.2f} GB/s)",
-        caption="\n".join([f"order {summary.packed.archives[0].order}", *reasons, *map(str, summary.packed.files)]),
+        title=escape(
+            f"{summary.source.kind} {summary.source.path}: {len(summary.source.tensors)} tensors in "
+            f"{len(groups)} groups, {format_size(content_bytes)} in {summary.seconds:.2f} s ({rate / 1e9:.2f} GB/s)"
+        ),
+        caption=escape(
+            "\n".join([f"order {summary.packed.archives[0].order}", *reasons, *map(str, summary.packed.files)])
+        ),
         title_justify="left", caption_justify="left",
     )  # fmt: skip
     for name in ("dtype", "codec", "tensors", "bytes", "stored", "ratio"):

@@ -121,5 +121,6 @@ def damage_table(verdict: Verdict) -> Table:
     for damage in verdict.damages:
         names = ", ".join(map(quoted, damage.tensors[:8]))
         names += f" and {len(damage.tensors) - 8} more" if damage.tensors[8:] else ""
-        table.add_row(damage.path.name, str(damage.offset), str(damage.nbytes), damage.group, escape(names))
+        where = escape(damage.path.name), str(damage.offset), str(damage.nbytes)
+        table.add_row(*where, escape(damage.group), escape(names))
     return table

@@ -8,7 +8,8 @@ Owner: a `Publication` holds a lock on each of its temporary files until it is c
 is written as `INDEX.partial`, fsynced, the files are renamed, the directories fsynced, and the index is renamed last:
 without it there is no checkpoint. A killed writer leaves `.partial` files, which carry no lock any more, and perhaps
 files that `INDEX.partial` names and `INDEX` does not: the next writer into the directory removes both. Names of files
-of an index hold the identity of their content, so files of two checkpoints never meet.
+of a pack hold the identity of their content, so files of two packs never meet. Nothing else is ever removed or written
+over but, with `overwrite`, the checkpoint in the first directory: one that stands in another directory is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tierstore.errors import ConfigError, StorageError, StorageFull, TierstoreEr
 from tierstore.io.backend import Backend, storage_error
 
 PARTIAL = ".partial"
+_OF_A_PACK = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 _LEFTOVER = re.compile(rf"(model-\d{{5}}-of-\d{{5}}\.safetensors|{re.escape(SINGLE)}){re.escape(PARTIAL)}")
 
 
@@ -94,6 +96,9 @@ class Publication(contextlib.ExitStack):
         first = self.directories[0]
         old = self._named(first / INDEX)
         finals = [self._directory(number) / name for number, name in enumerate(names)]
+        for final in finals:
+            if final.exists() and final not in old and not _OF_A_PACK.fullmatch(final.name):
+                raise ConfigError(f"{final} is there already, and no index names it; give another destination")
         with contextlib.ExitStack() as undo:
             undo.callback(self._discard, _partial(first / INDEX))
             self._write(_partial(first / INDEX), index)
@@ -111,11 +116,17 @@ class Publication(contextlib.ExitStack):
         return finals
 
     def _refuse_existing(self) -> None:
-        for path in [self.single] if self.single else [self.directories[0] / name for name in (INDEX, SINGLE)]:
+        first, *others = self.directories
+        # A directory holds one checkpoint; files of other names may stand beside it.
+        is_apart = self.single is not None and self.single.name != SINGLE
+        for path in [self.single] if self.single and is_apart else [first / INDEX, first / SINGLE]:
             if path.is_dir():
                 raise ConfigError(f"{path} is a directory; a file was to be written")
             if path.exists() and not self._overwrite:
                 raise ConfigError(f"{path} is there already; give another destination, or --overwrite to replace it")
+        for path in (directory / name for directory in others for name in (INDEX, SINGLE)):
+            if path.exists():
+                raise ConfigError(f"{path.parent} holds a checkpoint of its own, {path.name}; give another destination")
         for directory in self.directories:
             if directory.exists() and not directory.is_dir():
                 raise ConfigError(f"{directory} is not a directory")
@@ -136,14 +147,15 @@ class Publication(contextlib.ExitStack):
                     self._remove(path)
 
     def _named(self, index: Path) -> set[Path]:
-        """Files that an index names, in any of the directories."""
+        """Files that an index names: in its directory, and those of a pack in any of the directories."""
         if not index.exists():
             return set()
         try:
             names = set(weight_map(index).values())
         except TierstoreError:  # cut short by the kill: then nothing was renamed
             return set()
-        return {directory / name for directory in self.directories for name in names}
+        ours = {directory / name for directory in self.directories for name in names if _OF_A_PACK.fullmatch(name)}
+        return ours | {index.parent / name for name in names}
 
     def _remove_indexed(self, index: Path) -> None:
         for path in [index, *self._named(index)] if index.exists() else []:

@@ -49,6 +49,10 @@ class UnpackOptions:
     shard_bytes: int = 5 * 10**9
     memory_bytes: int = 2**30
 
+    @property
+    def names_a_file(self) -> bool:
+        return self.destination.suffix in (".safetensors", *TORCH_SUFFIXES)
+
 
 def unpack(
     files: Sequence[ArchiveFile],

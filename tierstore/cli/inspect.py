@@ -60,13 +60,17 @@ def verify(
     with told(debug):
         from tierstore.apps import verify as app
         from tierstore.apps.files import write_object
+        from tierstore.apps.outputs import check_parent
 
+        if json is not None:
+            check_parent("json", json)
         console = Console()
         verdict = app.run_verify(paths, memory, console)
-        if json is not None:
-            write_object(json, verdict.as_json(), "--json")
         if verdict.damages:
             console.print(app.damage_table(verdict))
             say(str(verdict))
+        if json is not None:
+            write_object(json, verdict.as_json(), "--json")
+        if verdict.damages:
             raise typer.Exit(1)
         console.print(str(verdict), soft_wrap=True, markup=False, highlight=False)

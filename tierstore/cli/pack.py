@@ -61,6 +61,7 @@ def pack(
 
     with told(debug):
         from tierstore.apps.files import write_object
+        from tierstore.apps.outputs import check_parent
         from tierstore.apps.pack import pack_json, pack_table, run_pack
         from tierstore.archive.packing import PackOptions
 
@@ -68,10 +69,12 @@ def pack(
         options = PackOptions(
             tuple(destinations), shards=shards, memory_bytes=memory, chunk_bytes=chunk, overwrite=overwrite
         )
+        if json is not None:
+            check_parent("json", json)
         summary = run_pack(source, options, codec, read_rate, console)
+        console.print(pack_table(summary))
         if json is not None:
             write_object(json, pack_json(summary), "--json")
-        console.print(pack_table(summary))
         if left_out := summary.source.left_out:
             say(f"{len(left_out)} values are no tensors and were left out: {', '.join(left_out[:5])}")
 
@@ -97,6 +100,7 @@ def unpack(
 
     with told(debug):
         from tierstore.apps.files import write_object
+        from tierstore.apps.outputs import check_parent
         from tierstore.apps.pack import run_unpack
         from tierstore.archive.unpacking import UnpackOptions
         from tierstore.errors import ConfigError
@@ -104,6 +108,8 @@ def unpack(
         *packs, destination = sources
         if not packs:
             raise ConfigError("give a pack and a destination: tierstore unpack SRC DST")
+        if json is not None:
+            check_parent("json", json)
         console = Console()
         written, seconds = run_unpack(packs, UnpackOptions(destination, shard_size, memory), console)
         if json is not None:
