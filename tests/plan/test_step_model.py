@@ -122,6 +122,9 @@ def test_what_runs_beside_each_other_is_slower_as_measured() -> None:
     assert speeds({"compute": 1, "write": 2, "adam": 1, "checksum": 3})["compute"] == pytest.approx(1 / 2.5)
     assert 2 * speeds({"compute": 1, "write": 2})["write"] == pytest.approx(RATES.write_bytes_per_s / 1.1)
     assert 2 * speeds({"adam": 2, "read": 2})["adam"] == pytest.approx(RATES.adam_elements_per_s / 1.25)
+    copying = Machine(RATES, 4, 2, {(Activity.MATMUL, Activity.D2H): 3.0, (Activity.D2H, Activity.MATMUL): 1.5}).speeds
+    assert copying({"compute": 1, "d2h": 2})["compute"] == pytest.approx(1 / 3)
+    assert 2 * copying({"compute": 1, "d2h": 2})["d2h"] == pytest.approx(RATES.d2h_bytes_per_s / 1.5)
     assert 2 * speeds({"read": 2, "adam": 2})["read"] == pytest.approx(RATES.read_bytes_per_s)
 
 

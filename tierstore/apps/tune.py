@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from tierstore.apps.trial import Measured
 
 _PROBED_BYTES, _PROBED_S = 2**28, 2.0
-_BUSY = (Activity.READ, Activity.WRITE, Activity.MATMUL, Activity.ADAM)
-_PAIRS = tuple(itertools.permutations(_BUSY, 2))
+_PAIRS = tuple(itertools.permutations(Activity, 2))
 _DEFAULTS = {field.name: field.default for field in fields(TrainOptions)}
 
 Rates = Callable[[], Machine]

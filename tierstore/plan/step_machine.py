@@ -23,7 +23,7 @@ class Machine:
 
     Attributes:
         io_threads: of all directories together.
-        slower: of reads, writes, Adam (at all its threads; checksums count as it) and the model's arithmetic.
+        slower: of reads, writes, copies, Adam (at all its threads; checksums count as it), the model's arithmetic.
         sync_s: of making a commit durable, apart from its writes.
     """
 
@@ -41,21 +41,31 @@ class Machine:
 
     def speeds(self, running: Mapping[str, int]) -> dict[str, float]:
         """Of each job that runs: compute (1 is alone), Adam in elements/s, the others in bytes/s."""
-        reads, writes, computing = (running.get(kind, 0) for kind in ("read", "write", "compute"))
-        updating = min((running.get("adam", 0) + running.get("checksum", 0)) / self.update_threads, 1.0)
-        cores = {Activity.MATMUL: min(computing, 1), Activity.ADAM: updating}
-        disks = {Activity.READ: reads / max(reads + writes, 1), Activity.WRITE: writes / max(reads + writes, 1)}
+        reads, writes, copies, loads = (running.get(kind, 0) for kind in ("read", "write", "d2h", "h2d"))
+        updating = (running.get("adam", 0) + running.get("checksum", 0)) / self.update_threads
+        busy = {
+            Activity.MATMUL: running.get("compute", 0), Activity.ADAM: updating, Activity.D2H: copies,
+            Activity.H2D: loads, Activity.READ: reads / max(reads + writes, 1),
+            Activity.WRITE: writes / max(reads + writes, 1),
+        }  # fmt: skip
         per_job = 1 / self.table.disk_seconds(reads, writes) if reads + writes else math.inf
-        update = self._stretch(Activity.ADAM, {**cores, **disks, Activity.ADAM: 0.0})
+        update = self._stretch(Activity.ADAM, busy)
         return {
-            "read": per_job / self._stretch(Activity.READ, cores),  # beside writes: in `disk_seconds`
-            "write": per_job / self._stretch(Activity.WRITE, cores),
-            "compute": 1 / self._stretch(Activity.MATMUL, {**cores, **disks, Activity.MATMUL: 0.0}),
+            "read": per_job / self._stretch(Activity.READ, busy),
+            "write": per_job / self._stretch(Activity.WRITE, busy),
+            "compute": 1 / self._stretch(Activity.MATMUL, busy),
             "adam": self.table.adam_elements_per_s / self.update_threads / update,
-            "copy": self.table.d2h_bytes_per_s / update,
             "checksum": (self.table.checksum_bytes_per_s or math.inf) / update,
+            "d2h": self.table.d2h_bytes_per_s / max(copies, 1) / self._stretch(Activity.D2H, busy),
+            "h2d": self.table.h2d_bytes_per_s / max(loads, 1) / self._stretch(Activity.H2D, busy),
         }
 
     def _stretch(self, activity: Activity, busy: Mapping[Activity, float]) -> float:
         """How many times as long an activity takes beside others, each with the share of its full rate."""
-        return 1 + sum(share * (self.slower.get((activity, other), 1.0) - 1) for other, share in busy.items())
+        both_ways = {Activity.READ, Activity.WRITE}  # beside each other: in `disk_seconds`
+        apart = both_ways if activity in both_ways else {activity}
+        return 1 + sum(
+            min(share, 1.0) * (self.slower.get((activity, other), 1.0) - 1)
+            for other, share in busy.items()
+            if other not in apart
+        )

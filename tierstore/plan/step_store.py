@@ -54,7 +54,7 @@ class Store:
 
     def __init__(self, clock: Clock, placement: Placement, machine: Machine) -> None:
         self.clock, self.placement, self.machine = clock, placement, machine
-        lanes = {"main": 1, "update": machine.update_threads, "io": machine.io_threads}
+        lanes = {"main": 1, "update": machine.update_threads, "io": machine.io_threads, "h2d": 1}
         self.work = Shared(clock, lanes, machine.speeds)
         pools = placement.pools
         self._update, self._weights = Memory(clock, pools.update), Memory(clock, pools.weights)
@@ -155,7 +155,7 @@ class Store:
         trip.delivered = group in self._allocated
         copied_bytes = gradient_bytes * (trip.delivered + (not round_.reads_weights))
         yield self.work.submit("update", "adam", self._elements(trip.key), UPDATE)
-        yield self.work.submit("update", "copy", copied_bytes, UPDATE)
+        yield self.work.submit("update", "d2h", copied_bytes, UPDATE)
         if not spilled:
             self._gradients.free(gradient_bytes)
         self.clock.set(trip.applied)
@@ -202,7 +202,7 @@ class Store:
         if self._is_on_disk(group):
             yield self._weights.reserve(nbytes)
             yield self._io("read", nbytes, DEMAND)
-        yield nbytes / self.machine.table.h2d_bytes_per_s
+        yield self.work.submit("h2d", "h2d", nbytes)
         if self._is_on_disk(group):
             self._weights.free(nbytes)
 
@@ -229,7 +229,7 @@ class Store:
     def _accept_chunk(self, trip: Trip) -> Process:
         nbytes, spilled = self.placement.gradient_bytes(*trip.key), self.is_spilled(trip.key[0])
         yield (self._spill if spilled else self._gradients).reserve(nbytes)
-        yield self.work.submit("update", "copy", nbytes, UPDATE)
+        yield self.work.submit("update", "d2h", nbytes, UPDATE)
         if spilled:
             yield self._io("write", nbytes, WRITE)
             self._spill.free(nbytes)
