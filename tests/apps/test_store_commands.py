@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import tensor_stores
 from runs import next_token_loss, tiny, tokens
 from typer.testing import CliRunner
 
 from tierstore.cli import app
-from tierstore.config import Codec, TierConfig
+from tierstore.config import Codec, Tier, TierConfig
 from tierstore.store.verification import committed_chunks
 from tierstore.train.engine import Engine
 
@@ -50,3 +51,14 @@ def test_the_last_generation_is_shown_and_verified(tmp_path: Path, codec: Codec)
 
     result = run.invoke(app, ["verify", paths[0]])
     assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "codecs"])
+def test_a_store_of_named_tensors_is_none_of_training(command: str, tmp_path: Path) -> None:
+    async def put() -> None:
+        async with tensor_stores.opened(tmp_path) as store:
+            await store.put("h.0", tensor_stores.block(1.0), tier=Tier.NVME)
+
+    tensor_stores.run(put())
+    result = CliRunner().invoke(app, [command, str(tmp_path / "store")])
+    assert (result.exit_code, "tensors, not" in result.output) == (2, True), result.output

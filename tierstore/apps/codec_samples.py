@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from tierstore.pack.layout import DTYPE_BITS, ChunkSpec, capacity_pack, slot_pac
 from tierstore.pack.validate import read_header
 from tierstore.plan.placement import Kind
 from tierstore.store.commit import Generation, Manifests
-from tierstore.store.layout import GroupSpec, ParameterSpec, chunk_specs, recorded_codecs
+from tierstore.store.layout import chunk_specs, recorded_codecs, recorded_groups
 from tierstore.store.slots import SLOT_NAMES, ChunkRecord
 
 _PIECE_BYTES = 2**22
@@ -73,7 +71,7 @@ def _of_store(directory: Path, generation: Generation, limit_bytes: int) -> list
     layout = generation.layout
     if not layout["groups"]:
         raise ConfigError(f"{directory} is a store of tensors, not of training; give the store of an Engine")
-    groups = [_group(row) for row in layout["groups"]]
+    groups = recorded_groups(layout)
     samples: dict[tuple[Kind, str], Sample] = {}
     for kind in Kind:
         records = generation.records.get(kind.value, ())
@@ -95,14 +93,6 @@ def _of_store(directory: Path, generation: Generation, limit_bytes: int) -> list
                 file = directory / f"{kind.value}.{SLOT_NAMES[record.slot]}.safetensors"
                 sample.parts.append(_chunk(file, chunk, span.offset, span.padded_bytes, record, codec))
     return list(samples.values())
-
-
-def _group(row: Any) -> GroupSpec:
-    """A group as its manifest has it: parameters stand back to back."""
-    sizes = [prod(shape) for _, shape in row["parameters"]]
-    starts = accumulate(sizes, initial=0)
-    parameters = [ParameterSpec(name, tuple(shape), start) for (name, shape), start in zip(row["parameters"], starts)]
-    return GroupSpec(row["name"], row["dtype"], row["trainable"], tuple(parameters))
 
 
 def _chunk(path: Path, chunk: ChunkSpec, offset: int, size_bytes: int, record: ChunkRecord, codec: Codec) -> Bytes:

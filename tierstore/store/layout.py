@@ -6,6 +6,7 @@ Not here: where the bytes are placed (`plan/tiers.py`) and which parameters form
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,6 +182,19 @@ def recorded_codecs(layout: Mapping[str, Any]) -> Codecs:
     asked = [layout["codec"], "as asked for"]
     rows = {kind: decided.get(kind.value, asked) for kind in Kind}
     return {kind: CodecChoice(Codec(name), why) for kind, (name, why) in rows.items()}
+
+
+def recorded_groups(layout: Mapping[str, Any]) -> list[GroupSpec]:
+    """The groups of a store with this fingerprint; none if it holds named tensors."""
+    return [_recorded_group(row) for row in layout["groups"]]
+
+
+def _recorded_group(row: Mapping[str, Any]) -> GroupSpec:
+    parameters, start = [], 0
+    for name, shape in row["parameters"]:
+        parameters.append(ParameterSpec(name, tuple(shape), start))
+        start += math.prod(shape)
+    return GroupSpec(row["name"], row["dtype"], row["trainable"], tuple(parameters))
 
 
 def check_same_model(stored: Any, groups: Sequence[GroupSpec], claim: str) -> None:

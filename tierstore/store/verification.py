@@ -7,7 +7,6 @@ Owner: none; plain records.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from tierstore.io.runtime import Runtime
 from tierstore.io.workers import WorkerPool
 from tierstore.plan.tiers import Kind
 from tierstore.store.commit import Generation, Manifests
-from tierstore.store.layout import Codecs, GroupSpec, ParameterSpec, chunk_specs, recorded_codecs
+from tierstore.store.layout import Codecs, chunk_specs, recorded_codecs, recorded_groups
 from tierstore.store.slots import ChunkIO, SlotPack
 
 
@@ -52,14 +51,14 @@ def committed_chunks(directories: Sequence[Path]) -> tuple[Generation, list[Comm
     with Runtime("verify") as runtime:
         generation = runtime.call(manifests.read, manifests.numbers()[0])
     layout = generation.layout
-    if "groups" not in layout:
+    if not layout["groups"]:
         raise ConfigError(f"{directories[0]} holds named tensors, not the training state of a model")
     if layout["directories"] != len(directories):
         raise ConfigError(
             f"the store in {directories[0]} is striped over {layout['directories']} directories; give all of them, in "
             "their order"
         )
-    groups, codecs = [_group(item) for item in layout["groups"]], _codecs(layout)
+    groups, codecs = recorded_groups(layout), _codecs(layout)
     io = ChunkIO(Backend(), WorkerPool("verify", 1), None, time.monotonic)  # its thread is never started
     chunks: list[CommittedChunk] = []
     for kind, records in generation.records.items():
@@ -91,11 +90,3 @@ def _codecs(layout: Mapping[str, Any]) -> Codecs:
         return recorded_codecs(layout)
     except ValueError as error:
         raise FormatError(f"the store has a codec that this release does not know: {error}") from None
-
-
-def _group(item: Mapping[str, Any]) -> GroupSpec:
-    parameters, start = [], 0
-    for name, shape in item["parameters"]:
-        parameters.append(ParameterSpec(name, tuple(shape), start))
-        start += math.prod(shape)
-    return GroupSpec(item["name"], item["dtype"], item["trainable"], tuple(parameters))
