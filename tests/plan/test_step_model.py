@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,13 +164,29 @@ def test_a_record_survives_its_file() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [("version", 2), ("groups", [1]), ("groups", []), ("forward", [[0, -1.0]]), ("forward", [[99, 1.0]]),
-     ("backward", "no"), ("completed", None), ("between_s", "long")],
+     ("backward", "no"), ("completed", None), ("between_s", "long"), ("between_s", 10**400),
+     ("forward", [[0, "inf"]]), ("forward", [[0, "1"]]), ("forward", [[0, math.inf]]), ("backward", [[0, math.nan]]),
+     ("backward", [[0, 10**5000]]), ("backward", [[0.5, 1.0]]), ("completed", [0.5]), ("completed", []),
+     ("completed", [0] * LAYERS), ("completed", [0, *range(LAYERS)]), ("between_s", True)],
 )  # fmt: skip
 def test_other_objects_are_no_record(key: str, value: Any) -> None:
     with pytest.raises(FormatError, match="recorded step"):
         StepRecord.from_json(record().to_json() | {key: value})
     with pytest.raises(FormatError, match="recorded step"):
         StepRecord.from_json({other: found for other, found in record().to_json().items() if other != key})
+
+
+def test_gradients_that_never_come_are_named_and_not_the_budgets() -> None:
+    placement = placed(30 * MIB, UpdateSchedule.FORWARD)
+    with pytest.raises(ConfigError, match=r"no gradients of group 3 \('h.3'\)"):
+        forecast(replace(record(), completed=(7, 6, 5, 4, 2, 1, 0)), placement, Machine(RATES), StepPolicy(1, EXACT[0]))
+
+
+def test_times_are_finite() -> None:
+    with pytest.raises(ConfigError, match="finite"):
+        record(math.nan)
+    with pytest.raises(ConfigError, match="finite"):
+        record(0.1, math.inf)
 
 
 def test_a_typical_record_has_the_medians_of_those_that_went_the_same_way() -> None:

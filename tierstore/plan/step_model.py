@@ -83,6 +83,7 @@ def forecast(
         raise ConfigError(f"a step with update={policy.schedule.value!r} has no model; give an exact schedule")
     if [need.elements for need in record.groups] != [need.elements for need in placement.groups]:
         raise ConfigError("the recorded step and the placement are of different models")
+    record.check_gradients()
     steps *= policy.commit_every
     clock = Clock()
     run = _Trainer(clock, record, Store(clock, placement, machine), policy)

@@ -5,6 +5,7 @@ Scope: plain data. Not here: recording it (`train/recording.py`), the step on pa
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,8 @@ from tierstore.errors import ConfigError, FormatError
 from tierstore.plan.placement import GroupNeed
 
 _VERSION = 1
+_MOST_SECONDS = 10**9  # of one visit: decades
+_MOST_SHOWN = 40  # characters of a wrong value
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,9 @@ class StepRecord:
         visited = [group for group, _ in (*self.forward, *self.backward)]
         if not self.forward or not all(0 <= group < len(self.groups) for group in (*visited, *self.completed)):
             raise ConfigError(f"a recorded step visits at least one of its {len(self.groups)} groups, and no other")
-        if min(self.between_s, *(seconds for _, seconds in (*self.forward, *self.backward))) < 0:
-            raise ConfigError("no time of a recorded step is negative")
+        times_s = (self.between_s, *(seconds for _, seconds in (*self.forward, *self.backward)))
+        if not all(0 <= seconds < math.inf for seconds in times_s):
+            raise ConfigError("the times of a recorded step are seconds, finite and not negative")
 
     @property
     def compute_s(self) -> float:
@@ -51,6 +55,19 @@ class StepRecord:
     @property
     def backward_s(self) -> float:
         return sum(seconds for _, seconds in self.backward)
+
+    def check_gradients(self) -> None:
+        """Every group that is trained completed its gradients once: an update waits for them.
+
+        Raises:
+            ConfigError: names the first group that did not.
+        """
+        trained = {index for index, need in enumerate(self.groups) if need.trainable}
+        for index in sorted(trained - {*self.completed}):
+            name = self.groups[index].name
+            raise ConfigError(f"backward completed no gradients of group {index} ({name!r}), which is trained")
+        if len(self.completed) > len(trained):
+            raise ConfigError(f"backward completed {len(self.completed)} gradients of {len(trained)} trained groups")
 
     def scaled(self, compute: float) -> StepRecord:
         """A step that computes so many times as long: with so many times the batch."""
@@ -90,10 +107,35 @@ class StepRecord:
             if value["version"] != _VERSION:
                 raise FormatError(f"a recorded step of version {value['version']} cannot be read; record it again")
             visits = {
-                name: tuple((int(group), float(seconds)) for group, seconds in value[name])
+                name: tuple((_index(group), _seconds(seconds)) for group, seconds in value[name])
                 for name in ("forward", "backward")
             }
             groups = tuple(GroupNeed(**need) for need in value["groups"])
-            return cls(groups, visits["forward"], visits["backward"], tuple(value["completed"]), value["between_s"])
-        except (ValueError, KeyError, TypeError, ConfigError) as error:
-            raise FormatError(f"not a recorded step: {type(error).__name__}: {error}") from None
+            completed = tuple(_index(group) for group in value["completed"])
+            record = cls(groups, visits["forward"], visits["backward"], completed, _seconds(value["between_s"]))
+            record.check_gradients()
+        except FormatError:
+            raise
+        except KeyError as error:
+            raise FormatError(f"not a recorded step: it has no {error}") from None
+        except (ValueError, TypeError, ConfigError) as error:
+            raise FormatError(f"not a recorded step: {error}") from None
+        return record
+
+
+def _index(value: Any) -> int:
+    if type(value) is not int:
+        raise FormatError(f"not a recorded step: a group is given by its number, not {_shown(value)}")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < _MOST_SECONDS:
+        raise FormatError(f"not a recorded step: a time is a number of seconds, 0 to 10^9, not {_shown(value)}")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    is_long = type(value) is int and value.bit_length() > 64  # which Python refuses to print
+    text = f"an integer of {value.bit_length()} bits" if is_long else repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
