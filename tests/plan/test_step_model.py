@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tierstore.config import TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError, FormatError
+from tierstore.plan import step_model
 from tierstore.plan.bandwidth import Activity, BandwidthTable
 from tierstore.plan.costs import StepPattern, step_traffic
 from tierstore.plan.placement import GroupNeed, Placement
@@ -187,6 +188,22 @@ def test_times_are_finite() -> None:
         record(math.nan)
     with pytest.raises(ConfigError, match="finite"):
         record(0.1, math.inf)
+
+
+@pytest.mark.parametrize("schedule", EXACT)
+@pytest.mark.parametrize("seconds", [0.001, 0.05])
+def test_rare_commits_are_weighed_instead_of_run(
+    schedule: UpdateSchedule, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = placed(60 * MIB, schedule)
+    weighed = step(placement, schedule, seconds=seconds, commit_every=12)
+    often, seldom = (step(placement, schedule, seconds=seconds, commit_every=every) for every in (1, 10**6))
+    monkeypatch.setattr(step_model, "_LONGEST_PERIOD", 12)
+    exact = step(placement, schedule, seconds=seconds, commit_every=12)
+    assert weighed.seconds == pytest.approx(exact.seconds, rel=0.01)
+    assert weighed.written_bytes == pytest.approx(exact.written_bytes, rel=0.01)
+    assert seldom.seconds <= weighed.seconds * 1.0001 <= often.seconds * 1.0002  # sums of floats
+    assert seldom.written_bytes < weighed.written_bytes < often.written_bytes
 
 
 def test_a_typical_record_has_the_medians_of_those_that_went_the_same_way() -> None:

@@ -16,7 +16,7 @@ takes between jobs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
@@ -27,6 +27,8 @@ from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 from tierstore.plan.step_store import Round, Store
 
+_LONGEST_PERIOD = 8  # steps from commit to commit that are simulated; of longer ones the rest is like the last
+_QUIET = 2  # of them, that the rest is like
 _FROM_DEVICE = (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
 
 
@@ -84,12 +86,12 @@ def forecast(
     if [need.elements for need in record.groups] != [need.elements for need in placement.groups]:
         raise ConfigError("the recorded step and the placement are of different models")
     record.check_gradients()
-    steps *= policy.commit_every
+    period = min(policy.commit_every, _LONGEST_PERIOD) if policy.commits else 1
+    count = period * max(1, min(steps, _LONGEST_PERIOD // period))
     clock = Clock()
-    run = _Trainer(clock, record, Store(clock, placement, machine), policy)
-    clock.run(clock.spawn(run.train(warm_up_steps + steps)))
-    first, last = run.marks[warm_up_steps], run.marks[-1]
-    mean = {name: (last[name] - first[name]) / steps for name in first}
+    run = _Trainer(clock, record, Store(clock, placement, machine), replace(policy, commit_every=period))
+    clock.run(clock.spawn(run.train(warm_up_steps + count, warm_up_steps)))
+    mean = _mean(run.marks[warm_up_steps:], policy.commit_every if period == _LONGEST_PERIOD else count)
     return StepForecast(
         seconds=mean["now"],
         forward_s=mean["forward"],
@@ -103,6 +105,16 @@ def forecast(
         gpu_peak_bytes=run.store.device.peak_bytes + run.gradient_peak_bytes,
         waiting_s=max(mean["now"] - record.compute_s, 0.0),
     )
+
+
+def _mean(marks: Sequence[Mapping[str, float]], steps: int) -> dict[str, float]:
+    """Of so many steps: those between the marks, and for the rest the quiet ones, long after a commit was begun."""
+    first, last = marks[0], marks[-1]
+    more = steps - (len(marks) - 1)
+    if more <= 0:
+        return {name: (last[name] - first[name]) / (len(marks) - 1) for name in first}
+    quiet, before = marks[-2], marks[-2 - _QUIET]  # the last step begins the next commit
+    return {n: (last[n] - first[n] + more * (quiet[n] - before[n]) / _QUIET) / steps for n in first}
 
 
 class _Trainer:
@@ -127,9 +139,11 @@ class _Trainer:
         self.gradient_bytes = self.gradient_peak_bytes = 0
         self.totals = dict.fromkeys(("forward", "backward", "stall"), 0.0)
         self.marks: list[dict[str, float]] = []
+        self.commit_phase = 0
 
-    def train(self, steps: int) -> Process:
-        """So many steps, one after the other."""
+    def train(self, steps: int, committed: int) -> Process:
+        """So many steps, one after the other; one of the commits begins at the end of step `committed`."""
+        self.commit_phase = committed % self.policy.commit_every
         self._mark()
         for number in range(1, steps + 1):
             round_ = self._begin_round()
@@ -171,7 +185,7 @@ class _Trainer:
         for group in self.stale:
             # A refresh begins when the next load is posted; until then it is not ready.
             self.ready[group] = Signal()
-        if self.policy.commits and number % self.policy.commit_every == 0:
+        if self.policy.commits and number % self.policy.commit_every == self.commit_phase:
             self.store.begin_commit(round_)
         if self.policy.depth > 0:
             self._start(self._decide(0, self.order[0], self.policy.depth - 1))
