@@ -94,6 +94,7 @@ def test_what_bounds_is_said() -> None:
         (["--nvme", ".", "--device", "tpu"], "tierstore: --device must be cpu, cuda or cuda:N, not tpu"),
         (["--nvme", ".", "--json", "none/rates.json"], "cannot write --json none/rates.json"),
         (["--nvme", ".", "--plot", "none/rates.png"], "cannot write --plot none/rates.png"),
+        (["--nvme", ".", "--json", "."], "cannot write --json .: it is a directory"),
     ],
 )
 def test_what_cannot_be_asked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tierstore.apps import tune as apps_tune
 from tierstore.apps import tune_views
 from tierstore.apps.options import TrainOptions, options_of_object
+from tierstore.apps.trial import Trial
 from tierstore.apps.tune import TuneOptions, as_train_options, candidates, run
 from tierstore.cli import app
 from tierstore.config import UpdateSchedule
+from tierstore.errors import ConfigError, StorageError
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.placement import GroupNeed
 from tierstore.plan.step_machine import Machine
@@ -116,6 +120,55 @@ def test_with_the_real_engine(disk_path: Path) -> None:
     assert as_train_options(train, outcome.tuning)["config"] == str(disk_path / "config.json")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_one_sentence_and_leaves_no_store(
+    number: signal.Signals, disk_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (disk_path / "config.json").write_text(json.dumps(TINY))
+    (disk_path / "rates.json").write_text(json.dumps(RATES.to_json()))
+    store, seen = disk_path / "store", []
+
+    def interrupted(trial: Trial) -> StepRecord:
+        seen.extend(path.name for path in store.iterdir())
+        signal.raise_signal(number)
+        raise AssertionError("the signal raises")
+
+    monkeypatch.setattr(Trial, "record", interrupted)
+    before = signal.getsignal(number)
+    result = tune("--config", str(disk_path / "config.json"), "--bandwidth", str(disk_path / "rates.json"),
+                  "--nvme", str(store), "--batch", "2", "--sequence", "32", "--gpu-memory", "2MiB",
+                  "--cpu-memory", "6MiB", "--threads", "1")  # fmt: skip
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (
+        128 + number, "tierstore: interrupted; its files in --nvme are gone"
+    )  # fmt: skip
+    assert seen[0].startswith("tune-")
+    assert list(store.iterdir()) == []
+    assert signal.getsignal(number) is before
+
+
+def test_what_was_found_is_shown_before_it_is_written(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(apps_tune, "write_object", refused)
+    result = tune(*files, "--json", str(tmp_path / "found.json"))
+    assert result.exit_code == 1
+    assert "no depth hides it" in " ".join(result.output.split())
+    assert "tierstore: the disk is full" in result.stderr
+
+
+def test_where_nothing_can_be_written_no_work_begins(tmp_path: Path) -> None:
+    def begun() -> Machine:
+        raise AssertionError("too late")
+
+    options = TuneOptions(train=TrainOptions(nvme=(tmp_path / "store",)), write=tmp_path / "none" / "w.json")
+    with pytest.raises(ConfigError, match="cannot write --write"):
+        run(options, begun, lambda said: None)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -128,7 +181,10 @@ def test_with_the_real_engine(disk_path: Path) -> None:
         (["--update", "delayed"], "--update delayed has no model"),
         (["--chunk", "1KiB"], "--chunk must be between 64KiB and 32MiB, not 1 KiB"),
         (["--cpu-memory", "1MiB"], "is too small for this model: the smallest that fits"),
-        (["--write", "/nowhere/options.json"], "cannot write --write /nowhere/options.json: No such file"),
+        (["--write", "/nowhere/options.json"], "cannot write --write /nowhere/options.json: its directory is missing"),
+        (["--save-record", "/"], "cannot write --save-record /: it is a directory"),
+        (["--json", "/tmp/same", "--plot", "/tmp/same"], "--plot and --json would both write /tmp/same"),
+        (["--depth", "-1", "--depth", "2"], "not -1"),
     ],
 )
 def test_what_cannot_be_asked(arguments: list[str], sentence: str, files: list[str]) -> None:

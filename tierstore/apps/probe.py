@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.launch import Launch
+from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.plan.bandwidth import Activity, BandwidthTable, NamedRate, Rate, Slowdown
 from tierstore.plan.cost_model import CostModel
-from tierstore.plots import new_figure
 
 if TYPE_CHECKING:  # torch and numpy come with them
     from tierstore.device.streams import ComputeDevice
@@ -81,7 +81,7 @@ class Outcome:
 
 
 def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Launch | None = None) -> Outcome | None:
-    """Measures, and writes the files that are asked for; of several ranks the first does, once they have met.
+    """Measures, once the files that are asked for can be written (`save`); of several ranks the first does.
 
     Args:
         tell: called before each run, with what is done and the share of all that is over.
@@ -98,9 +98,8 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Lau
     from tierstore.io.memory import Arena
     from tierstore.io.runtime import Runtime
     from tierstore.measure.machine import MEMORY_BYTES
-    from tierstore.measure.table_file import write_table
 
-    _check_files(options)
+    check_outputs(json=options.json, plot=options.plot)
     collective = None
     if launch is not None and launch.count > 1:
         collective = _time_collectives(options, launch)
@@ -114,25 +113,22 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Lau
             outcome = _measure(options, device, lease.array, runtime, tell)
         finally:
             runtime.call(_free, lease, raises_kept=False)
-    outcome = replace(outcome, table=replace(outcome.table, collective=collective))
+    return replace(outcome, table=replace(outcome.table, collective=collective))
+
+
+def save(options: ProbeOptions, outcome: Outcome) -> None:
+    """Writes the files that are asked for.
+
+    Raises:
+        StorageError: one cannot be written.
+    """
+    from tierstore.apps.probe_report import draw
+    from tierstore.measure.table_file import write_table
+
     if options.json is not None:
         write_table(options.json, outcome.table, report(outcome))
     if options.plot is not None:
-        from tierstore.apps.probe_report import draw
-
         draw(outcome, options.plot)
-    return outcome
-
-
-def _check_files(options: ProbeOptions) -> None:
-    """What is to be written can be, before minutes go by."""
-    from tierstore.apps.outputs import check_parent
-
-    if options.json is not None:
-        check_parent("json", options.json)
-    if options.plot is not None:
-        check_parent("plot", options.plot)
-        new_figure(1, 1)  # matplotlib is there
 
 
 def _time_collectives(options: ProbeOptions, launch: Launch) -> CostModel | None:

@@ -7,13 +7,12 @@ Owner: the thread that runs the steps; the store is removed at the end.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -116,8 +115,10 @@ def trial(options: TrainOptions) -> Iterator[Trial]:
         stores = []
         for directory in options.nvme:
             directory.mkdir(parents=True, exist_ok=True)
-            stores.append(Path(tempfile.mkdtemp(prefix="tune-", dir=directory)))
+            stores.append(directory / f"tune-{secrets.token_hex(8)}")
+            # Before it is made: a signal may come between.
             stack.callback(shutil.rmtree, stores[-1], ignore_errors=True)
+            stores[-1].mkdir(mode=0o700)
         own = replace(options, nvme=tuple(path / "store" for path in stores))
         return_freed_memory()
         if options.threads is not None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.files import read_object, write_object
 from tierstore.apps.options import Precision, Preset, TrainOptions
+from tierstore.apps.output_files import check_outputs
 from tierstore.config import Durability, TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.measure.table_file import read_table
@@ -63,8 +64,8 @@ class TuneOptions:
     def __post_init__(self) -> None:
         if self.train.accumulate != 1:
             raise ConfigError("a step of several micro-batches is not predicted: tune without --accumulate")
-        if not all(depth in DEPTHS for depth in self.depths):
-            raise ConfigError(f"--depth is 0 to {DEPTHS[-1]}, the depths that are predicted, not {max(self.depths)}")
+        if wrong := [depth for depth in self.depths if depth not in DEPTHS]:
+            raise ConfigError(f"--depth is 0 to {DEPTHS[-1]}, the depths that are predicted, not {wrong[0]}")
         if self.rounds < 1 or self.steps < 2:
             raise ConfigError(f"--rounds is at least 1 and --steps at least 2, not {self.rounds} and {self.steps}")
 
@@ -85,11 +86,12 @@ class Outcome:
 
 
 def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outcome:
-    """Records, predicts, measures, and writes the files that are asked for.
+    """Records, predicts and measures, once the files that are asked for can be written (`save`).
 
     Raises:
         BudgetError, ConfigError, FormatError, StorageError: a file, a budget or the model cannot be used.
     """
+    check_outputs(save_record=options.save_record, write=options.write, plot=options.plot, json=options.json)
     record = _record(options, say)
     seen = [rates()]
     tuning = _tune(options, record, seen[0])
@@ -101,12 +103,25 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
         # choice was made before.
         later = _tune(options, record, _median(seen), tuning.choice.candidate)
         tuning = replace(later, choice=replace(later.choice, depth=tuning.choice.depth), others=tuning.others)
-    outcome = Outcome(record, _median(seen), tuning, measured)
-    if options.write is not None:
-        write_object(options.write, as_train_options(options.train, tuning), "--write")
+    return Outcome(record, _median(seen), tuning, measured)
+
+
+def save(options: TuneOptions, outcome: Outcome) -> None:
+    """Writes the files that are asked for.
+
+    Raises:
+        StorageError: one cannot be written.
+    """
+    from tierstore.apps import tune_views
+
     if options.save_record is not None:
-        write_object(options.save_record, record.to_json(), "--save-record")
-    return outcome
+        write_object(options.save_record, outcome.record.to_json(), "--save-record")
+    if options.write is not None:
+        write_object(options.write, as_train_options(options.train, outcome.tuning), "--write")
+    if options.json is not None:
+        write_object(options.json, tune_views.as_json(outcome), "--json")
+    if options.plot is not None:
+        tune_views.draw(outcome, options.plot)
 
 
 def rates_for(train: TrainOptions) -> Rates:

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import directory, say, size, told
+from tierstore.cli.common import directory, size, told
+from tierstore.cli.interrupts import interruptible
 
 
 def probe(
@@ -49,7 +50,7 @@ def probe(
     from rich.console import Console
 
     from tierstore.apps.launch import Launch
-    from tierstore.apps.probe import ProbeOptions
+    from tierstore.apps.probe import ProbeOptions, save
     from tierstore.apps.probe import probe as run
     from tierstore.apps.probe_report import progress, show
 
@@ -58,11 +59,9 @@ def probe(
                                against=against, json=json, plot=plot)  # fmt: skip
         launch = Launch.of(os.environ)
         console = Console() if launch.rank == 0 else Console(quiet=True, force_terminal=False)
-        try:
+        with interruptible("interrupted; the files that were measured on are gone" if launch.rank == 0 else ""):
             with progress(console) as tell:
                 outcome = run(options, tell, launch)
-        except KeyboardInterrupt:
-            say("interrupted; the files that were measured on are gone")
-            raise typer.Exit(130) from None
-        if outcome is not None:
-            show(console, outcome)
+            if outcome is not None:
+                show(console, outcome)
+                save(options, outcome)

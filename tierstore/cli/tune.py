@@ -12,6 +12,7 @@ import typer
 
 from tierstore.apps.options import Precision, Preset, TrainOptions
 from tierstore.cli.common import directory, say, size, told
+from tierstore.cli.interrupts import interruptible
 from tierstore.config import UpdateSchedule
 
 
@@ -65,7 +66,7 @@ def tune(
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
 ) -> None:
     """Predict the time of a training step for every prefetch depth, choose, say what bounds it, and check if asked."""
-    with told(debug):
+    with told(debug), interruptible("interrupted; its files in --nvme are gone"):
         train = TrainOptions(
             preset=preset, config=config, checkpoint=checkpoint, gpu_memory=gpu_memory, cpu_memory=cpu_memory,
             nvme=tuple(nvme or ()), dtype=dtype, batch=batch, sequence=sequence, clip=clip, update=update, chunk=chunk,
@@ -75,8 +76,7 @@ def tune(
         from rich.console import Console
 
         from tierstore.apps import tune_views
-        from tierstore.apps.files import write_object
-        from tierstore.apps.tune import TuneOptions, rates_for, run
+        from tierstore.apps.tune import TuneOptions, rates_for, run, save
 
         options = TuneOptions(
             train=train, record=record, save_record=save_record, measure=measure, rounds=rounds,
@@ -87,7 +87,4 @@ def tune(
         console = Console()
         console.print(tune_views.as_table(outcome))
         console.print(tune_views.as_words(outcome), highlight=False, markup=False)
-        if plot is not None:
-            tune_views.draw(outcome, plot)
-        if json is not None:
-            write_object(json, tune_views.as_json(outcome), "--json")
+        save(options, outcome)

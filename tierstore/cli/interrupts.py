@@ -1,0 +1,51 @@
+"""Ctrl-C and SIGTERM during a command that leaves nothing behind: it cleans up, says a sentence and ends.
+
+Scope: one exception for both signals, one exit code each. Not here: `train`, which ends its step first
+    (`apps/stopping.py`).
+Owner: the main thread, for the duration of a `with` block; elsewhere nothing is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import typer
+
+from tierstore.cli.common import say
+
+
+@contextlib.contextmanager
+def interruptible(last_words: str) -> Iterator[None]:
+    """In here both signals raise KeyboardInterrupt; it ends as `last_words` and exit code 130 or 143.
+
+    A second SIGTERM changes nothing: what the first one began is being cleaned up. A second Ctrl-C raises again.
+    """
+    seen: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        is_repeated = number == signal.SIGTERM and bool(seen)
+        seen.append(number)
+        if not is_repeated:
+            raise KeyboardInterrupt
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, or a job in the background
+                previous[number] = signal.signal(number, handle)
+    try:
+        yield
+    except BaseException as error:
+        # What was interrupted may put it in other words: a runtime that closes, an import that failed.
+        if not seen and not isinstance(error, KeyboardInterrupt):
+            raise
+        say(last_words)
+        raise typer.Exit(128 + (seen[0] if seen else signal.SIGINT)) from None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
