@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tierstore.apps import pipeline
 from tierstore.cli import app
+from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.cost_model import CostModel
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +68,32 @@ def test_ranks_read_a_part_and_gather_the_rest(tmp_path: Path) -> None:
     assert found["visits"] == 48
 
 
+def test_other_traffic_is_not_called_a_fetch() -> None:
+    words = " ".join(step("--other", "1GB", "--depth", "1").output.split())
+    assert "busy all the time, 1080.0 ms a visit with all its traffic beside 50.0 ms of computing" in words
+
+
+def test_rates_of_a_probe_stand_in_for_what_is_not_given(tmp_path: Path) -> None:
+    table = BandwidthTable(2.5e9, 2e9, 1.8e9, 1e10, 1e10, 1e10, 1e9)
+    rates = tmp_path / "rates.json"
+    rates.write_text(json.dumps(table.to_json()))
+    given = ["--bandwidth", str(rates), "--ranks", "2", "--depth", "1"]
+    assert [link["bytes_per_s"] for link in figures(tmp_path, *given)["links"]] == [2.5e9, 1e10]
+    rates.write_text(json.dumps(replace(table, collective=CostModel(1e-4, 3e9)).to_json()))
+    assert [link["bytes_per_s"] for link in figures(tmp_path, *given)["links"]] == [2.5e9, 3e9]
+    said = [*given, "--disk", "1GB", "--gather", "4GB"]
+    assert [link["bytes_per_s"] for link in figures(tmp_path, *said)["links"]] == [1e9, 4e9]
+
+
+def test_an_interrupt_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(options: pipeline.PipelineOptions) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "run", interrupted)
+    result = step()
+    assert (result.exit_code, result.stderr) == (130, "tierstore: interrupted\n")
+
+
 @pytest.mark.parametrize(("name", "magic"), [("chart.png", b"\x89PNG\r\n\x1a\n"), ("chart.svg", b"<?xml")])
 def test_the_chart_is_a_picture(name: str, magic: bytes, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -90,8 +120,12 @@ def test_the_text_timeline_shows_who_waits_for_whom() -> None:
         (["--steps", "0"], "--steps must be at least 1"),
         (["--backward", "-1"], "--backward must be at least 0"),
         (["--jitter", "-1"], "a jitter is a part of a time"),
-        (["--memory", "1MB"], "the device tier holds 1000000 B of weights"),
-        (["--json", "/nowhere/x.json"], "cannot write --json /nowhere/x.json: No such file"),
+        (["--depth", "-1", "--depth", "2"], "--depth is 0 to 64 layers, not -1"),
+        (["--layer", "80MB:0x4"], "a step that computes nothing hides nothing: give a --layer some milliseconds"),
+        (["--memory", "10MB"], "--memory 10 MB cannot hold the largest layer, 80 MB: give more"),
+        (["--json", "/nowhere/x.json"], "cannot write --json /nowhere/x.json: its directory is missing"),
+        (["--plot", "/"], "cannot write --plot /: it is a directory"),
+        (["--bandwidth", "/nowhere/rates.json"], "cannot read the bandwidth table /nowhere/rates.json: No such file"),
     ],
 )
 def test_what_cannot_be_asked(arguments: list[str], sentence: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.buckets import size_text
 from tierstore.apps.files import write_object
+from tierstore.apps.output_files import check_outputs
 from tierstore.errors import ConfigError
 from tierstore.plan.buckets import Layer
 from tierstore.plan.simulate import Link, Span, Track, Visit, run_steps
@@ -58,13 +59,21 @@ class PipelineOptions:
     json: Path | None
 
     def __post_init__(self) -> None:
-        if not all(0 <= depth <= _DEEPEST for depth in self.depths):
-            raise ConfigError(f"--depth is 0 to {_DEEPEST} layers, not {max(self.depths)}")
+        if wrong := [depth for depth in self.depths if not 0 <= depth <= _DEEPEST]:
+            raise ConfigError(f"--depth is 0 to {_DEEPEST} layers, not {wrong[0]}")
         for name, value, least in (("ranks", self.ranks, 1), ("steps", self.steps, 1), ("backward", self.backward, 0)):
             if not (math.isfinite(value) and value >= least):
                 raise ConfigError(f"--{name} must be at least {least}, not {value}")
         if not all(rate > 0 for rate in (*self.disks, self.gather_bytes_per_s)):
             raise ConfigError("a rate of 0 bytes per second moves nothing: give --disk and --gather a positive one")
+
+        if not any(layer.compute_s for layer in self.layers):
+            raise ConfigError("a step that computes nothing hides nothing: give a --layer some milliseconds")
+        largest = max(layer.nbytes for layer in self.layers)
+        if self.memory is not None and self.memory < largest:
+            raise ConfigError(
+                f"--memory {size_text(self.memory)} cannot hold the largest layer, {size_text(largest)}: give more"
+            )
 
     @property
     def order(self) -> tuple[Visit, ...]:
@@ -99,19 +108,25 @@ class DepthRow:
 
 
 def run(options: PipelineOptions) -> tuple[DepthRow, ...]:
-    """A row per depth; writes the files that are asked for.
+    """A row per depth, once the files that are asked for can be written (`save`).
 
     Raises:
-        BudgetError: a layer exceeds the memory.
-        ConfigError: a plot is asked for, and there is no matplotlib.
-        StorageError: a file cannot be written.
+        ConfigError: they cannot.
     """
-    rows = tuple(_row(options, depth) for depth in options.depths)
+    check_outputs(json=options.json, plot=options.plot)
+    return tuple(_row(options, depth) for depth in options.depths)
+
+
+def save(options: PipelineOptions, rows: Sequence[DepthRow]) -> None:
+    """Writes the files that are asked for.
+
+    Raises:
+        StorageError: one cannot be written.
+    """
     if options.json is not None:
         write_object(options.json, as_json(options, rows), "--json")
     if options.plot is not None:
         draw(options, rows, options.plot)
-    return rows
 
 
 def _row(options: PipelineOptions, depth: int) -> DepthRow:
@@ -161,15 +176,17 @@ def verdict(options: PipelineOptions, rows: Sequence[DepthRow]) -> str:
     best = min(row.seconds for row in rows)
     chosen = next(row for row in rows if row.seconds <= best * (1 + _SAME))
     visits = len(options.order)
-    per_fetch_ms = chosen.link_s / max(chosen.loads, 1) * 1e3
     compute_ms, step_ms = chosen.compute_s / visits * 1e3, chosen.seconds / visits * 1e3
     if not chosen.loads and not options.other_bytes:
         return "All layers stay on the device: nothing is fetched, at any depth."
     if chosen.stall_s <= _SAME * chosen.seconds:
         text = f"Compute-bound: depth {chosen.depth} hides the transfers ({step_ms:.1f} ms a visit, all computing)."
     elif chosen.link_s >= (1 - _SAME) * chosen.seconds:
+        each = f"{chosen.link_s / max(chosen.loads, 1) * 1e3:.1f} ms a fetch"
+        if options.other_bytes:
+            each = f"{chosen.link_s / visits * 1e3:.1f} ms a visit with all its traffic"
         text = (
-            f"Bandwidth-bound: the slowest link is busy all the time, {per_fetch_ms:.1f} ms a fetch beside "
+            f"Bandwidth-bound: the slowest link is busy all the time, {each} beside "
             f"{compute_ms:.1f} ms of computing a visit; no depth hides that. What would: a link "
             f"{chosen.link_s / chosen.compute_s:.1f} times as fast, or as much more computing a visit (a larger batch)."
         )

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from tierstore.cli.common import told
+from tierstore.cli.interrupts import interruptible
 from tierstore.config import parse_size
 
 simulate = typer.Typer(no_args_is_help=True, help="A step on paper: fetched layers, or gradient buckets.")
@@ -35,13 +36,19 @@ def step(
     ] = None,
     disk: Annotated[
         list[str] | None,
-        typer.Option(metavar="SIZE", help="Bytes per second of a disk; repeat it to stripe over several [1GB]."),
+        typer.Option(metavar="SIZE", help="Bytes per second of a disk; repeat it to stripe over them [default: 1GB]."),
     ] = None,
     other: Annotated[
         str, typer.Option(metavar="SIZE", help="Other traffic of the disks per visit of a layer: state, gradients.")
     ] = "0",
     ranks: Annotated[int, typer.Option(help="Each reads 1/N of a layer, and gathers the rest from the others.")] = 1,
-    gather: Annotated[str, typer.Option(metavar="SIZE", help="Bytes per second between the ranks.")] = "10GB",
+    gather: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes per second between the ranks [default: 10GB].")
+    ] = None,
+    bandwidth: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Rates for --disk and --gather where not given, as `probe --json` writes."),
+    ] = None,
     jitter: Annotated[
         float, typer.Option(metavar="PART", help="Standard deviation of every time, as a part of it.")
     ] = 0.0,
@@ -54,17 +61,24 @@ def step(
     from rich.console import Console
 
     from tierstore.apps.buckets import parse_layers
-    from tierstore.apps.pipeline import PipelineOptions, as_table, as_text, run, verdict
+    from tierstore.apps.pipeline import PipelineOptions, as_table, as_text, run, save, verdict
+    from tierstore.measure.table_file import read_table
 
     def rate(text: str) -> float:
         return float(parse_size(text.removesuffix("/s")))
 
-    with told():
+    with told(), interruptible("interrupted"):
+        disks, between_ranks = tuple(map(rate, disk or ["1GB"])), rate(gather or "10GB")
+        if bandwidth is not None:
+            table = read_table(bandwidth)
+            disks = disks if disk else (table.read_bytes_per_s,)
+            if gather is None and table.collective is not None:
+                between_ranks = table.collective.beta_bytes_per_s
         options = PipelineOptions(
             layers=tuple(one for text in layer or ["80MB:50x24"] for one in parse_layers(text)),
             depths=tuple(sorted({*(depth or range(5))})), backward=backward,
-            memory=None if memory is None else parse_size(memory), disks=tuple(map(rate, disk or ["1GB"])),
-            other_bytes=parse_size(other), ranks=ranks, gather_bytes_per_s=rate(gather),
+            memory=None if memory is None else parse_size(memory), disks=disks,
+            other_bytes=parse_size(other), ranks=ranks, gather_bytes_per_s=between_ranks,
             jitter=jitter, seed=seed, steps=steps, plot=plot, json=json,
         )  # fmt: skip
         rows = run(options)
@@ -72,6 +86,7 @@ def step(
         console.print(as_table(options, rows))
         console.print(as_text(options, rows, console.width), highlight=False, markup=False, soft_wrap=True)
         console.print(verdict(options, rows), highlight=False, markup=False)
+        save(options, rows)
 
 
 @simulate.command()
@@ -101,7 +116,7 @@ def buckets(
     from tierstore.apps.buckets import simulate as run
     from tierstore.plan.cost_model import CostModel
 
-    with told():
+    with told(), interruptible("interrupted"):
         options = SweepOptions(
             layers=tuple(one for text in layer or ["25MB:3x48"] for one in parse_layers(text)),
             link=CostModel(alpha / 1e6, parse_size(beta.removesuffix("/s")), launch / 1e6), before_s=before / 1e3,
