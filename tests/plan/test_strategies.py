@@ -108,6 +108,38 @@ def test_where_the_update_hides() -> None:
     assert seconds[UpdateSchedule.DELAYED] == [3]
 
 
+def test_of_several_micro_batches_one_pass_hides_the_update() -> None:
+    work = {"forward": Work(compute_s=4), "backward": Work(compute_s=8), "update": Work(read_bytes=5 * 28e9)}
+    single = {"forward": Work(compute_s=1), "backward": Work(compute_s=2), "update": Work(read_bytes=5 * 28e9)}
+    seconds = {
+        schedule: [phase.seconds for phase in phases_of(work, ONE_LINK, schedule, single)]
+        for schedule in UpdateSchedule
+    }
+    assert seconds[UpdateSchedule.FORWARD] == seconds[UpdateSchedule.AUTO] == [5, 3, 8]
+    assert seconds[UpdateSchedule.BACKWARD] == seconds[UpdateSchedule.SPECULATIVE] == [4, 6, 5]
+    assert seconds[UpdateSchedule.STEP] == [4, 8, 5]
+
+
+def test_six_micro_batches_by_hand() -> None:
+    job = Job(from_parameters(7e9), batch=1, accumulate=6, checkpointing=True)
+    here = Situation(job, Layout(), NODES["rtx-4090"], UpdateSchedule.FORWARD)
+    option = options_of(here, [Strategy.STATE_CPU])[0]
+    # 7e9 updates of 26 B at 89.6 GB/s; five more forwards and six backwards at 82.5e12 flop/s.
+    assert [phase.seconds for phase in option.phases] == pytest.approx([2.031, 5 * 0.375, 6.75], rel=1e-3)
+    assert sum(phase.compute_s for phase in option.phases) == pytest.approx(option.compute_s)
+
+
+def test_fp32_weights_are_updated_at_their_own_rate() -> None:
+    job = Job(from_parameters(1e9), "fp32")
+    node = NODES["rtx-4090"]
+    measured = replace(node, rates=replace(node.rates, adam_fp32_elements_per_s=node.rates.adam_elements_per_s / 2))
+    slow, other = (
+        options_of(Situation(replace(job, dtype=dtype), Layout(), measured), [Strategy.STATE_CPU])[0]
+        for dtype in ("fp32", "bf16")
+    )
+    assert slow.work["update"].optimizer_s == pytest.approx(2 * other.work["update"].optimizer_s)
+
+
 def test_wear() -> None:
     chosen = options_of(situation(), [Strategy.WEIGHTS_NVME])[0]
     assert chosen.written_bytes == pytest.approx(6e12, rel=1e-3)
@@ -162,6 +194,7 @@ def test_tensor_and_pipeline_degrees_wait() -> None:
     )
     assert sum(phase.sync_s for phase in plain.phases) == 0
     assert sum(phase.sync_s for phase in tensor.phases) > 0
+    assert (tensor.bottleneck, staged.bottleneck) == (Link.SUMS, Link.BUBBLE)
     assert staged.efficiency == pytest.approx(1 / 4, rel=0.01)  # one micro-batch goes through four stages
 
 

@@ -92,7 +92,7 @@ def _variations(situation: Situation, now: Option | None) -> Iterator[tuple[str,
 
 def _larger_batch(situation: Situation, now: Option) -> Iterator[tuple[str, Situation]]:
     """As many times the batch as hides the rest behind computing, or as many as fit; likewise of micro-batches."""
-    wanted = min(math.ceil(math.log2(_GOOD / now.efficiency)), _MOST_DOUBLINGS)
+    wanted = min(math.ceil(math.log2(_GOOD / max(now.efficiency, 2.0**-_MOST_DOUBLINGS))), _MOST_DOUBLINGS)
     for name in ("batch", "accumulate"):
         for doublings in range(wanted, 0, -1):
             value = getattr(situation.job, name) * 2**doublings

@@ -28,6 +28,8 @@ class Link(enum.StrEnum):
     D2H = "GPU to CPU"
     OPTIMIZER = "CPU Adam"
     PEERS = "GPU to GPU"
+    BUBBLE = "pipeline bubble"
+    SUMS = "tensor sums"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +38,44 @@ class Work:
 
     Attributes:
         peers_s: collectives that run beside the compute.
-        sync_s: what nothing hides: tensor-parallel sums, the bubble of a pipeline.
-        updated: elements of the CPU optimizer.
+        bubble_s, sums_s: what nothing hides: the bubble of a pipeline, tensor-parallel sums.
+        optimizer_s: of the CPU optimizer, were the ranks of a node to update one after another.
     """
 
     compute_s: float = 0.0
     peers_s: float = 0.0
-    sync_s: float = 0.0
+    bubble_s: float = 0.0
+    sums_s: float = 0.0
     read_bytes: float = 0.0
     written_bytes: float = 0.0
     h2d_bytes: float = 0.0
     d2h_bytes: float = 0.0
-    updated: float = 0.0
+    optimizer_s: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other))))
 
+    def __sub__(self, other: Work) -> Work:
+        return Work(*(max(0.0, mine - theirs) for mine, theirs in zip(astuple(self), astuple(other))))
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a step in which everything overlaps."""
+    """A part of a step in which everything overlaps.
+
+    Attributes:
+        waits_s: what nothing hides, by what it is.
+    """
 
     name: str
     compute_s: float
-    sync_s: float
+    waits_s: Mapping[Link, float]
     links_s: Mapping[Link, float]
+
+    @property
+    def sync_s(self) -> float:
+        """What nothing hides."""
+        return sum(self.waits_s.values())
 
     @property
     def seconds(self) -> float:
@@ -71,17 +86,23 @@ class Phase:
         return efficiency(self.compute_s, self.seconds)
 
     @property
-    def bottleneck(self) -> Link | None:
-        """The link that computing waits for; None where it waits for none."""
+    def losses_s(self) -> Mapping[Link, float]:
+        """Seconds without computing, by what is waited for: of the links, the one that takes longest."""
         link = max(self.links_s, key=lambda link: self.links_s[link])
-        return link if self.links_s[link] > self.compute_s else None
+        return {**self.waits_s, link: max(0.0, self.links_s[link] - self.compute_s)}
 
 
-def phases_of(work: Mapping[str, Work], node: Node, schedule: UpdateSchedule) -> tuple[Phase, ...]:
+def phases_of(
+    work: Mapping[str, Work], node: Node, schedule: UpdateSchedule, single: Mapping[str, Work] | None = None
+) -> tuple[Phase, ...]:
     """The phases of a step, in its order; the update hides where the schedule puts it.
+
+    Of several micro-batches only one pass hides the update: the first forward, in which a layer waits for its own
+    update at its first visit; or the last backward, which completes the gradients. The other passes are a phase apart.
 
     Args:
         work: of "forward", "backward" and "update".
+        single: likewise, of a step with one micro-batch; None: this one has no more.
     """
     forward, backward, update = work["forward"], work["backward"], work["update"]
     if schedule is UpdateSchedule.STEP:
@@ -89,8 +110,16 @@ def phases_of(work: Mapping[str, Work], node: Node, schedule: UpdateSchedule) ->
     if schedule is UpdateSchedule.DELAYED:
         return (_phase("forward, backward, update", forward + backward + update, node),)
     if schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE):
-        return (_phase("forward", forward, node), _phase("backward, update", backward + update, node))
-    return (_phase("forward, update", forward + update, node), _phase("backward", backward, node))
+        if single is None:
+            return (_phase("forward", forward, node), _phase("backward, update", backward + update, node))
+        last = single["backward"]
+        return (_phase("forward", forward, node), _phase("other backwards", backward - last, node),
+                _phase("last backward, update", last + update, node))  # fmt: skip
+    if single is None:
+        return (_phase("forward, update", forward + update, node), _phase("backward", backward, node))
+    first = single["forward"]
+    return (_phase("first forward, update", first + update, node), _phase("other forwards", forward - first, node),
+            _phase("backward", backward, node))  # fmt: skip
 
 
 def _phase(name: str, work: Work, node: Node) -> Phase:
@@ -98,12 +127,12 @@ def _phase(name: str, work: Work, node: Node) -> Phase:
     return Phase(
         name,
         work.compute_s,
-        work.sync_s,
+        {Link.BUBBLE: work.bubble_s, Link.SUMS: work.sums_s},
         {
             Link.DISKS: rates.disk_seconds(work.read_bytes, work.written_bytes),
             Link.H2D: work.h2d_bytes / (node.links * rates.h2d_bytes_per_s),
             Link.D2H: work.d2h_bytes / (node.links * rates.d2h_bytes_per_s),
-            Link.OPTIMIZER: work.updated / rates.adam_elements_per_s,
+            Link.OPTIMIZER: work.optimizer_s,
             Link.PEERS: work.peers_s,
         },
     )
@@ -129,9 +158,15 @@ def step_work(
         parts["backward"] += Work(peers_s=gathered_s[1] + reduced_s)
     if placement is not None:
         pattern = step_pattern(job, schedule, commits_per_step, loads)
-        for name, work in _offload_work(placement, pattern, loads).items():
+        for name, work in _offload_work(placement, pattern, loads, _adam_elements_per_s(job, node)).items():
             parts[name] += Work(*(layout.gpus * value for value in astuple(work)))
     return parts
+
+
+def _adam_elements_per_s(job: Job, node: Node) -> float:
+    """Of the CPU optimizer, for the dtype of the weights as far as that was measured."""
+    measured = node.rates.adam_fp32_elements_per_s if job.dtype == "fp32" else None
+    return measured or node.rates.adam_elements_per_s
 
 
 def step_pattern(
@@ -170,15 +205,16 @@ def _gpu_work(job: Job, layout: Layout, node: Node, forwards: float) -> Work:
     tokens = job.batch * job.sequence * job.accumulate
     compute_s = forwards * job.shape.forward_flop(tokens, job.sequence) / layout.count / node.flop_per_s
     # Narayanan et al. (2021), section 2.2: (stages - 1) / micro-batches of the ideal time.
-    sync_s = compute_s * (layout.pipeline - 1) / job.accumulate
+    bubble_s = compute_s * (layout.pipeline - 1) / job.accumulate
+    sums_s = 0.0
     if layout.tensor > 1:
         # Two all-reduces per block and forward, each moves 2 (t - 1) / t of the activations (Shoeybi et al., 2019).
         activations = tokens / layout.data * job.shape.hidden * job.bytes.weights
         blocks = -(-job.shape.layers // layout.pipeline)
         passes = forwards - 1 if forwards > 1 else 1  # of backward one, and the forward that checkpointing repeats
         moved = passes * 2 * blocks * activations * 2 * (layout.tensor - 1) / layout.tensor
-        sync_s += moved / _peer_bytes_per_s(node)
-    return Work(compute_s=compute_s, sync_s=sync_s)
+        sums_s = moved / _peer_bytes_per_s(node)
+    return Work(compute_s=compute_s, bubble_s=bubble_s, sums_s=sums_s)
 
 
 def _peer_bytes_per_s(node: Node) -> float:
@@ -211,8 +247,10 @@ def _loads(job: Job, placement: Placement | None, layout: Layout) -> list[tuple[
     return loads
 
 
-def _offload_work(placement: Placement, pattern: StepPattern, loads: Sequence[tuple[int, int]]) -> dict[str, Work]:
-    """Bytes of one rank on disks and links, by part of the step."""
+def _offload_work(
+    placement: Placement, pattern: StepPattern, loads: Sequence[tuple[int, int]], adam_elements_per_s: float
+) -> dict[str, Work]:
+    """Bytes of one rank on disks and links, by part of the step, and seconds of its update."""
     traffic = step_traffic(placement, pattern)
     grids = [Grid(need, placement.chunk_elements).total(need.weight_bytes) for need in placement.groups]
     on_nvme = [home is Tier.NVME for home in placement.weights_home]
@@ -230,6 +268,6 @@ def _offload_work(placement: Placement, pattern: StepPattern, loads: Sequence[tu
         "update": Work(
             read_bytes=traffic.read_bytes - sum(read) - added,
             written_bytes=traffic.written_bytes - traffic.written[Kind.GRADIENTS],
-            updated=traffic.trained_parameters,
+            optimizer_s=traffic.trained_parameters / adam_elements_per_s,
         ),
     }  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierstore.config import Tier, UpdateSchedule, format_decimal
 from tierstore.errors import BudgetError
@@ -124,10 +124,13 @@ class Option:
 
     @property
     def bottleneck(self) -> Link | None:
-        """The link of the phase that loses most; None where computing waits for none."""
-        if not self.phases:
-            return None
-        return max(self.phases, key=lambda phase: phase.seconds - phase.sync_s - phase.compute_s).bottleneck
+        """What computing waits for longest, over all phases; None where it waits for nothing."""
+        losses_s: dict[Link, float] = {}
+        for phase in self.phases:
+            for link, seconds in phase.losses_s.items():
+                losses_s[link] = losses_s.get(link, 0.0) + seconds
+        longest = max(losses_s, key=lambda link: losses_s[link], default=None)
+        return longest if longest is not None and losses_s[longest] > 0 else None
 
     @property
     def read_bytes(self) -> float:
@@ -217,8 +220,12 @@ def _placement(situation: Situation, strategy: Strategy) -> Placement:
 
 def _phases(situation: Situation, placement: Placement | None) -> tuple[Mapping[str, Work], tuple[Phase, ...]]:
     commits = 1 / situation.commit_every if placement is not None and _has_store(placement) else 0.0
-    work = step_work(situation.job, situation.layout, situation.node, placement, situation.schedule, commits)
-    return work, phases_of(work, situation.node, situation.schedule)
+    job, layout, node, schedule = situation.job, situation.layout, situation.node, situation.schedule
+    work = step_work(job, layout, node, placement, schedule, commits)
+    single = None
+    if job.accumulate > 1:
+        single = step_work(replace(job, accumulate=1), layout, node, placement, schedule, commits)
+    return work, phases_of(work, node, schedule, single)
 
 
 def _has_store(placement: Placement) -> bool:
