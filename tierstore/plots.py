@@ -32,12 +32,16 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Writes an SVG file if it is named so, otherwise a PNG file.
+    """Writes a PNG or an SVG file, as its name ends.
 
     Raises:
+        ConfigError: it ends otherwise.
         StorageError: it cannot be written.
     """
+    ending = os.path.splitext(os.fspath(path))[1].lower()
+    if ending not in (".png", ".svg"):
+        raise ConfigError(f"a plot is a .png or .svg file, and {os.fspath(path)} is named as neither")
     try:
-        figure.savefig(path, format="svg" if os.fspath(path).lower().endswith(".svg") else "png")
+        figure.savefig(path, format=ending.removeprefix("."))
     except OSError as error:
         raise StorageError(f"cannot write the plot {os.fspath(path)}: {error.strerror or error}") from error

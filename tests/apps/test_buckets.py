@@ -115,8 +115,8 @@ def test_what_cannot_be_asked(arguments: list[str], sentence: str) -> None:
 def test_a_file_that_cannot_be_written(option: str, tmp_path: Path) -> None:
     if option == "plot":
         pytest.importorskip("matplotlib")
-    path = tmp_path / "missing" / "file"
-    with pytest.raises(StorageError, match=r"cannot write .*missing/file: No such file or directory"):
+    path = tmp_path / "missing" / "file.png"
+    with pytest.raises(StorageError, match=r"cannot write .*missing/file\.png: No such file or directory"):
         simulate(SweepOptions(layers=(Layer(1, 1),), link=CostModel(0, 1), **{option: path}))  # type: ignore[arg-type]
 
 
