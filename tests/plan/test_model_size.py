@@ -105,6 +105,8 @@ def test_streaming_a_block_hides_behind_enough_tokens() -> None:
         ({}, "model_type None"),
         ({"model_type": "llama"}, "hidden_size = None; it must be a whole number"),
         ({"model_type": "gpt2", "n_layer": 0}, "n_layer = 0"),
+        ({"model_type": "gpt2", "n_layer": 300_000}, "n_layer = 300000; a plan is for at most 10000 layers"),
+        ({"model_type": "gpt2", "n_embd": 10**9}, "more than 1e[+]16 parameters"),
         ({"model_type": "gpt2", "n_embd": "wide"}, "n_embd = 'wide'"),
         ({"model_type": "gpt2", "tie_word_embeddings": 1}, "tie_word_embeddings = 1; it must be true or false"),
     ],
@@ -114,7 +116,7 @@ def test_what_cannot_be_counted(values: dict[str, Any], message: str) -> None:
         from_config(values)
 
 
-@pytest.mark.parametrize("count", [0.0, -1.0, float("nan"), float("inf"), 1000.0])
+@pytest.mark.parametrize("count", [0.0, -1.0, float("nan"), float("inf"), 1000.0, 1.1e16])
 def test_no_size_of_a_model(count: float) -> None:
     with pytest.raises(ConfigError, match="give --params from 1e6"):
         from_parameters(count)

@@ -16,7 +16,8 @@ from tierstore.errors import ConfigError
 
 _ASPECT = 128  # width over depth of a model of which only the size is known: GPT-3 175B has 12288 / 96
 _VOCABULARY = 50257  # GPT-2's
-_LEAST_PARAMETERS = 10**6
+_LEAST_PARAMETERS, _MOST_PARAMETERS = 10**6, 10**16
+_MOST_LAYERS = 10**4
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,12 @@ def from_parameters(count: float) -> ModelShape:
     """A plausible decoder of exactly so many parameters: blocks of 12 H^2, as wide as models of its size are.
 
     Raises:
-        ConfigError: below a million, or no number.
+        ConfigError: below a million, above 1e16, or no number.
     """
-    if not (math.isfinite(count) and count >= _LEAST_PARAMETERS):
-        raise ConfigError(f"a model of {count:g} parameters is not one to plan for: give --params from 1e6, as 70e9")
+    if not _LEAST_PARAMETERS <= count <= _MOST_PARAMETERS:  # which is false of nan
+        raise ConfigError(
+            f"a model of {count:g} parameters is not one to plan for: give --params from 1e6 to 1e16, as 70e9"
+        )
     total = round(count)
     ideal = (total * _ASPECT / 12) ** (1 / 3)
     hidden = max(128, round(ideal / 128) * 128)
@@ -111,7 +114,8 @@ def from_config(values: Mapping[str, Any], name: str = "") -> ModelShape:
     """The decoder that a Hugging Face configuration describes, counted as `transformers` would build it.
 
     Raises:
-        ConfigError: another architecture, or a field that is missing or no positive number.
+        ConfigError: another architecture, more than can be planned for, or a field that is missing or no positive
+            number.
     """
     kind = values.get("model_type")
     if kind not in _COUNTS:
@@ -120,7 +124,10 @@ def from_config(values: Mapping[str, Any], name: str = "") -> ModelShape:
         raise ConfigError(
             f"model_type {kind!r} cannot be counted from its configuration ({advice}); give its size: --params 7e9"
         )
-    return _COUNTS[kind](_Fields(values), name or str(kind))
+    shape = _COUNTS[kind](_Fields(values), name or str(kind))
+    if shape.parameters > _MOST_PARAMETERS:
+        raise ConfigError(f"the configuration describes more than {_MOST_PARAMETERS:g} parameters; check its numbers")
+    return shape
 
 
 def size_name(parameters: float) -> str:
@@ -145,6 +152,12 @@ class _Fields:
             raise ConfigError(f"the configuration says {name} = {value!r}; it must be a whole number of at least 1")
         return value
 
+    def layers(self, name: str, default: int | None = None) -> int:
+        count = self.number(name, default)
+        if count > _MOST_LAYERS:
+            raise ConfigError(f"the configuration says {name} = {count}; a plan is for at most {_MOST_LAYERS} layers")
+        return count
+
     def flag(self, name: str, default: bool) -> bool:
         value = self._values.get(name, default)
         if not isinstance(value, bool):
@@ -153,7 +166,7 @@ class _Fields:
 
 
 def _gpt2(fields: _Fields, name: str) -> ModelShape:
-    hidden, layers, heads = (fields.number(*given) for given in (("n_embd", 768), ("n_layer", 12), ("n_head", 12)))
+    hidden, layers, heads = fields.number("n_embd", 768), fields.layers("n_layer", 12), fields.number("n_head", 12)
     vocabulary, context = fields.number("vocab_size", 50257), fields.number("n_positions", 1024)
     inner = fields.number("n_inner", 4 * hidden)
     attention = hidden * 3 * hidden + 3 * hidden + hidden * hidden + hidden
@@ -191,7 +204,7 @@ def _gated(
     experts: int = 0, chosen: int = 0,
 ) -> ModelShape:  # fmt: skip
     """Llama's kin: grouped-query attention, a gated MLP (or a router and `experts` of them), two norms without bias."""
-    hidden, layers = fields.number("hidden_size"), fields.number("num_hidden_layers")
+    hidden, layers = fields.number("hidden_size"), fields.layers("num_hidden_layers")
     inner, heads = fields.number("intermediate_size"), fields.number("num_attention_heads")
     key_heads = fields.number("num_key_value_heads", heads)
     width = fields.number("head_dim", max(1, hidden // heads))
