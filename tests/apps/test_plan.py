@@ -73,6 +73,15 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(PNG)
 
 
+def test_a_plot_says_by_its_name_what_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.foo"
+    result = run("--params", "13B", "--plot", str(path))
+    assert result.exit_code == 2
+    assert "a plot is a .png or .svg file" in result.stderr
+    assert not path.exists()
+
+
 def test_a_configuration_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "gpt2", "n_layer": 2, "n_positions": 512}')
@@ -105,6 +114,25 @@ def test_measured_rates(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     path.write_text(json.dumps(NODES["laptop"].rates.scaled(disk=0.5).to_json()))
     assert situation_of(PlanOptions(params="7e9", bandwidth=path)).node.rates.read_bytes_per_s == 3.5e9
+    assert "flop/s are those of the data sheet of dgx-h100" in plan(PlanOptions(params="7e9", bandwidth=path)).notes[0]
+
+
+def test_measured_flops_are_those_of_a_machine_without_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps({**NODES["laptop"].rates.to_json(), "matmul_flop_per_s": 3e13}))
+    flops = {
+        machine: situation_of(PlanOptions(params="7e9", bandwidth=path, machine=machine)).node.flop_per_s
+        for machine in (None, "laptop")
+    }
+    assert flops == {None: 3e13, "laptop": NODES["laptop"].flop_per_s}
+    found = plan(PlanOptions(params="7e9", bandwidth=path))
+    assert not found.notes
+
+
+def test_what_a_pipeline_waits_for() -> None:
+    output = run("--params", "7e9", "--pipeline-parallel", "8").output
+    assert "12% of the time computing; it waits for the bubble of the pipeline" in " ".join(output.split())
+    assert "…" not in output
 
 
 def test_no_disks_no_strategy_on_them() -> None:
@@ -135,8 +163,14 @@ def test_nothing_fits_and_why() -> None:
         (["--params", "7e9", "--zero", "4"], "ZeRO stage of 0 to 3"),
         (["--params", "7e9", "--commit-every", "0"], "--commit-every must be at least 1"),
         (["--params", "7e9", "--tensor-parallel", "3"], "8 GPUs cannot be divided"),
-        (["--params", "7e9", "--flops", "-1"], "cannot have"),
-        (["--params", "7e9", "--link", "0"], "rate"),
+        (["--params", "7e9", "--flops", "-1"], "--flops must be from 1e+06 to 1e+20, not -1"),
+        (["--params", "7e9", "--flops", "0"], "--flops must be from"),
+        (["--params", "7e9", "--flops", "inf"], "--flops must be from"),
+        (["--params", "7e9", "--flops", "nan"], "--flops must be from"),
+        (["--params", "7e9", "--link", "0"], "--link must be above 0, not 0"),
+        (["--params", "7e9", "--cpu-memory", "0"], "--cpu-memory must be above 0, not 0"),
+        (["--params", "7e9", "--gpus", "1" * 400], "--gpus must be at most 1000000"),
+        (["--params", "1e30"], "give --params from 1e6 to 1e16"),
         (["--params", "7e9", "--gpu-memory", "8GX"], "not a size: '8GX'"),
         (["--config", "no/such.json"], "cannot read the configuration no/such.json"),
         (["--params", "7e9", "--write", "x"], "--write belongs to --deepspeed"),

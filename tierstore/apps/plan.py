@@ -27,6 +27,9 @@ from tierstore.plan.strategies import Option, Situation, fastest, options_of, si
 _COUNT = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmbt]?)\s*", re.IGNORECASE)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _LONGEST_DEFAULT_SEQUENCE = 2048
+_DEFAULT_MACHINE = "dgx-h100"
+_MOST = 10**6  # of anything that is counted in a cluster
+_FLOPS = 1e6, 1e20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +39,8 @@ class PlanOptions:
     Attributes:
         params, config, preset: where the model comes from; exactly one.
         gpus: of each node; without `nodes`, of as many nodes as that takes.
-        machine: a node by name; the options below it replace its figures.
+        machine: a node by name; the options below it replace its figures. None is a dgx-h100, whose GPUs then compute
+            as fast as `bandwidth` measured.
         batch: samples of a micro-batch, of all GPUs together; None is one for each data-parallel rank.
     """
 
@@ -45,7 +49,7 @@ class PlanOptions:
     preset: Preset | None = None
     gpus: int | None = None
     nodes: int | None = None
-    machine: str = "dgx-h100"
+    machine: str | None = None
     gpu_memory: int | None = None
     cpu_memory: int | None = None
     nvme_capacity: int | None = None
@@ -78,6 +82,7 @@ class Plan:
         options: every strategy, the engine's own split last.
         simplest, fastest: of those that fit; None if none does.
         changes: what would help, the cheapest first.
+        notes: on figures that are not what they may be taken for.
     """
 
     situation: Situation
@@ -85,6 +90,7 @@ class Plan:
     simplest: Option | None
     fastest: Option | None
     changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
 
 
 def plan(asked: PlanOptions) -> Plan:
@@ -97,7 +103,14 @@ def plan(asked: PlanOptions) -> Plan:
     situation = situation_of(asked)
     options = options_of(situation)
     best = fastest(options)
-    return Plan(situation, options, simplest(options), best, changes(situation, best))
+    return Plan(situation, options, simplest(options), best, changes(situation, best), _notes(asked, situation))
+
+
+def _notes(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
+    machine = node_called(asked.machine or _DEFAULT_MACHINE)
+    if asked.bandwidth is None or asked.flops is not None or situation.node.flop_per_s != machine.flop_per_s:
+        return ()
+    return (f"the GPUs' {machine.flop_per_s:g} flop/s are those of the data sheet of {machine.name}: give --flops",)
 
 
 def situation_of(asked: PlanOptions) -> Situation:
@@ -149,11 +162,8 @@ def _count(text: str) -> float:
 
 def _node(asked: PlanOptions) -> tuple[Node, int]:
     """The node and how many of it."""
-    node = node_called(asked.machine)
-    for name, least in (("gpus", 1), ("nodes", 1), ("disks", 1), ("links", 1)):
-        value = getattr(asked, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name} must be at least {least}, not {value}")
+    node = node_called(asked.machine or _DEFAULT_MACHINE)
+    _check_figures(asked)
     gpus, nodes = asked.gpus or node.gpus, asked.nodes or 1
     if asked.nodes is None and gpus > node.gpus:
         nodes, left = divmod(gpus, node.gpus)
@@ -175,12 +185,33 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
             gpu_bytes=_or(asked.gpu_memory, node.gpu_bytes),
             cpu_bytes=_or(asked.cpu_memory, node.cpu_bytes),
             nvme_bytes=_or(asked.nvme_capacity, node.nvme_bytes),
-            flop_per_s=_or(asked.flops, node.flop_per_s),
+            flop_per_s=_or(asked.flops, _measured_flop_per_s(asked, rates) or node.flop_per_s),
             links=asked.links or node.links,
             endurance_bytes=_or(asked.endurance, node.endurance_bytes),
             rates=rates,
         )
     return node, nodes
+
+
+def _check_figures(asked: PlanOptions) -> None:
+    for name in ("gpus", "nodes", "disks", "links"):
+        value = getattr(asked, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {value}")
+        if value is not None and value > _MOST:
+            raise ConfigError(f"--{name} must be at most {_MOST}, not {value}")
+    for name in ("gpu_memory", "cpu_memory", "link"):
+        value = getattr(asked, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+    least, most = _FLOPS
+    if asked.flops is not None and not least <= asked.flops <= most:  # which is false of nan
+        raise ConfigError(f"--flops must be from {least:g} to {most:g}, not {asked.flops:g}; an H100 reaches 5e14")
+
+
+def _measured_flop_per_s(asked: PlanOptions, rates: BandwidthTable) -> float | None:
+    """As the table has it, of 16 bits; a machine by name computes as its data sheet says."""
+    return rates.matmul_flop_per_s if asked.machine is None and asked.dtype is not Precision.FP32 else None
 
 
 def _or(given: float | None, otherwise: float) -> float:

@@ -15,12 +15,14 @@ from tierstore.config import Tier, format_decimal
 from tierstore.plan.advice import cheapest, tokens_per_s
 from tierstore.plan.memory import activation_bytes, components, gpu_bytes
 from tierstore.plan.model_size import size_name, streaming_hides_from_tokens
+from tierstore.plan.step_time import Link
 from tierstore.plan.strategies import Option, Situation, usable_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _SHORT_LIFE_DAYS = 2 * 365
+_IN_WORDS = {Link.BUBBLE: "the bubble of the pipeline", Link.SUMS: "tensor-parallel sums"}
 _NAMES = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
 
 
@@ -157,6 +159,7 @@ def sentences(plan: Plan) -> Iterator[str]:
             yield f"fastest that fits: {best.strategy.value}, {_speed(situation, best)}"
         yield from _wear(situation, best)
     yield from _advice(plan)
+    yield from plan.notes
     tokens = situation.job.batch * situation.job.sequence
     layout, node = situation.layout, situation.node
     # Ranks that share nothing out stream the same weights side by side.
@@ -182,7 +185,9 @@ def _why_nothing_fits(plan: Plan) -> Iterator[str]:
 
 
 def _speed(situation: Situation, option: Option) -> str:
-    waits = f"it waits for {option.bottleneck}" if option.bottleneck else "computing hides everything else"
+    waits = "computing hides everything else"
+    if option.bottleneck is not None:
+        waits = f"it waits for {_IN_WORDS.get(option.bottleneck, option.bottleneck.value)}"
     return (
         f"{_seconds(option.step_s)} s a step, {tokens_per_s(situation, option):,.0f} tokens/s, "
         f"{option.efficiency:.0%} of the time computing; {waits}"

@@ -34,8 +34,12 @@ def plan(
     ] = None,
     preset: Annotated[Preset | None, typer.Option(help="A model of `tierstore train`.")] = None,
     machine: Annotated[
-        str, typer.Option(metavar="NAME", help=f"A node by name, which the next options change: {', '.join(NODES)}.")
-    ] = "dgx-h100",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"A node by name, which the next options change: {', '.join(NODES)} [default: dgx-h100].",
+        ),
+    ] = None,
     gpus: Annotated[
         int | None, typer.Option(help="GPUs of each node; without --nodes, of as many nodes as that takes.")
     ] = None,
@@ -51,7 +55,7 @@ def plan(
     ] = None,
     links: Annotated[int | None, typer.Option(help="Such links of a node.")] = None,
     flops: Annotated[
-        float | None, typer.Option(help="Flop/s of a GPU, as training reaches it [default: half its data sheet's].")
+        float | None, typer.Option(help="Flop/s of a GPU, as training reaches it [default: of --bandwidth without --machine, or half its data sheet's].")
     ] = None,
     bandwidth: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measured rates, as `tierstore probe --json` writes them.")
@@ -88,7 +92,7 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Of --deepspeed: the arguments of tierstore as JSON.")
     ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Bytes by tier, seconds by phase.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Bytes by tier, seconds by phase.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
 ) -> None:
     """Will it fit, and how fast: bytes per tier and component, step time by phase, every strategy, what would help."""

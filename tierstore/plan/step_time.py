@@ -28,8 +28,8 @@ class Link(enum.StrEnum):
     D2H = "GPU to CPU"
     OPTIMIZER = "CPU Adam"
     PEERS = "GPU to GPU"
-    BUBBLE = "pipeline bubble"
-    SUMS = "tensor sums"
+    BUBBLE = "bubble"
+    SUMS = "sums"
 
 
 @dataclass(frozen=True, slots=True)
