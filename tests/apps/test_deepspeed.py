@@ -85,7 +85,8 @@ def test_all_auto_of_hugging_face(tmp_path: Path) -> None:
         "bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto",
+                                                           "warmup_max_lr": "auto"}},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}},
     }  # fmt: skip
     found = of(auto, tmp_path)
@@ -93,6 +94,80 @@ def test_all_auto_of_hugging_face(tmp_path: Path) -> None:
     assert found.optimizer == {"eps": 1e-8, "decoupled": True}
     assert found.engine == {"zero": 3}
     assert "lr_scheduler" in dict(found.notes)["scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "lr", "warmup"),
+    [
+        ({"type": "WarmupLR"}, 1e-3, 1000),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}, 3e-4, None),
+        ({"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 5}}, 1e-3, 5),
+        ({"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}, 3e-4, 100),
+        ({"type": "OneCycle"}, 3e-4, None),
+    ],
+)
+def test_schedules(scheduler: dict[str, Any], lr: float, warmup: int | None, tmp_path: Path) -> None:
+    found = of({"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "scheduler": scheduler}, tmp_path)
+    assert (found.train["lr"], found.optimizer["lr"], found.train.get("warmup")) == (lr, lr, warmup)
+    for name in scheduler.get("params", {}):
+        if name not in ("warmup_max_lr", "warmup_num_steps") or warmup is None:
+            assert f"scheduler.params.{name}" in dict(found.notes)
+    assert "scheduler" in dict(found.notes)
+
+
+def test_what_a_schedule_has_and_train_has_not_is_named(tmp_path: Path) -> None:
+    params = {"warmup_min_lr": 1e-5, "warmup_type": "log", "last_batch_iteration": 3}
+    notes = dict(of({"scheduler": {"type": "WarmupLR", "params": params}}, tmp_path).notes)
+    assert {f"scheduler.params.{name}" for name in params} <= notes.keys()
+    assert notes["scheduler.params.warmup_min_lr"] == "train warms up linearly, from 0"
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "expected"),
+    [
+        ("AdamW", {}, (0.0, True)),
+        ("AdamW", {"torch_adam": True}, (0.01, True)),
+        ("AdamW", {"adam_w_mode": False}, (0.0, True)),
+        ("Adam", {}, (0.0, True)),
+        ("Adam", {"adam_w_mode": False, "torch_adam": True}, (0.0, False)),
+    ],
+)
+def test_decay_is_deepspeeds(kind: str, params: dict[str, Any], expected: tuple[float, bool], tmp_path: Path) -> None:
+    values = of({"optimizer": {"type": kind, "params": params}}, tmp_path).optimizer
+    assert (values["weight_decay"], values["decoupled"]) == expected
+
+
+def test_stage_0_offloads_nothing(tmp_path: Path) -> None:
+    offload = {"device": "nvme", "nvme_path": "/a"}
+    found = of({"zero_optimization": {"stage": 0, "offload_optimizer": offload}}, tmp_path)
+    assert "nvme" not in found.train
+    assert "stage 0" in dict(found.notes)["zero_optimization.offload_optimizer.device"]
+
+
+def test_several_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}')
+    result = CliRunner().invoke(app, ["plan", "--deepspeed", str(path), "--nodes", "2", "--gpus", "8"])
+    command = result.output.splitlines()[0]
+    assert command.startswith("torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --nproc-per-node 8 ")
+    assert "--batch 32" in command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpus", "-1", "--cpu-memory", "10GB"], "--gpus and --nodes must be at least 1, not -1 and None"),
+        (["--nodes", "0"], "--gpus and --nodes must be at least 1"),
+        (["--json", "x", "--plot", "y.png", "--zero", "3"], "--zero, --json, --plot cannot be used with --deepspeed"),
+        (["--nvme-capacity", "1TB"], "--nvme-capacity cannot be used with --deepspeed"),
+    ],
+)
+def test_options_that_a_translation_does_not_take(arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text("{}")
+    result = CliRunner().invoke(app, ["plan", "--deepspeed", str(path), *arguments])
+    assert result.exit_code == 2
+    assert sentence in result.stderr
 
 
 def test_batches_of_two_factors(tmp_path: Path) -> None:
@@ -105,6 +180,8 @@ def test_batches_of_two_factors(tmp_path: Path) -> None:
     [
         ({"zero_optimization": 3}, "zero_optimization = 3 must be an object"),
         ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage = '3' must be a whole number"),
+        ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage = 7 must be at most 3"),
+        ({"optimizer": {"params": {"betas": [2, -1]}}}, r"betas\.0: must be less than 1"),
         ({"gradient_clipping": True}, "gradient_clipping = True must be a number"),
         ({"gradient_clipping": -1}, "gradient_clipping = -1 must be a number that is not negative"),
         ({"bf16": {"enabled": 1}}, "bf16.enabled = 1 must be true or false"),

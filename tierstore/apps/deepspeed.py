@@ -17,6 +17,8 @@ from typing import Any
 
 from tierstore.apps.deepspeed_keys import NEEDLESS
 from tierstore.apps.files import read_object
+from tierstore.apps.options import TrainOptions, options_of_object
+from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import ConfigError
 
 _AUTO = "auto"  # of the Hugging Face integration: the trainer fills it in
@@ -32,10 +34,11 @@ _TRANSLATED = {
     "train_micro_batch_size_per_gpu", "optimizer.type", "scheduler.type",
     *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "adam_w_mode",
                                               "bias_correction", "amsgrad")),
-    *(f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type",
-                                              "total_num_steps", "last_batch_iteration")),
+    "scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps",
 }  # fmt: skip
 _BETAS, _EPS = [0.9, 0.999], 1e-8
+_WARMUP_LR = 1e-3  # of WarmupLR and WarmupDecayLR, whatever the optimizer's own
+_WARMUP_STEPS = {"WarmupLR": 1000, "WarmupDecayLR": 1000, "WarmupCosineLR": 100}
 _ADAMS = {"adam", "adamw", "cpuadam", "deepspeedcpuadam", "fusedadam"}
 
 
@@ -76,7 +79,7 @@ def translate(path: Path, *, ranks: int, gpu_memory: int | None = None, cpu_memo
         gpu_memory, cpu_memory: budgets of a rank, in bytes, which DeepSpeed has no word for.
 
     Raises:
-        ConfigError: no such file, a value of another type, an optimizer that is no Adam.
+        ConfigError: no such file, a value of another type or that no engine takes, an optimizer that is no Adam.
         FormatError: not a JSON object.
     """
     given = _Given(read_object(path, "DeepSpeed configuration"), str(path))
@@ -91,6 +94,9 @@ def translate(path: Path, *, ranks: int, gpu_memory: int | None = None, cpu_memo
         found.engine["max_grad_norm"] = clip or None
         found.train["clip"] = clip
     found.notes.extend(given.unused())
+    TierConfig(**found.tiers)
+    AdamWConfig(**found.optimizer)
+    TrainOptions(**options_of_object(found.train, str(path)))
     return found
 
 
@@ -108,6 +114,10 @@ class _Given:
         """Whether the value is left to the run, so that tierstore's own default holds."""
         return bool(self._values.get(key) == _AUTO)
 
+    def has(self, section: str) -> bool:
+        """Whether anything of a section is given."""
+        return any(key.split(".")[0] == section for key in self._values)
+
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
@@ -120,11 +130,15 @@ class _Given:
             self._refuse(key, "a number that is not negative")
         return float(value)
 
-    def whole(self, key: str, default: int | None, least: int = 1) -> int | None:
+    def whole(self, key: str, default: int | None, least: int = 1, most: int = 2**40) -> int | None:
         value = self._get(key, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self._refuse(key, f"a whole number of at least {least}")
-        return None if value is None else int(value)
+        if value > most:
+            self._refuse(key, f"at most {most}")
+        return int(value)
 
     def text(self, key: str, default: str) -> str:
         value = self._get(key, default)
@@ -168,7 +182,8 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _tiers(given: _Given, found: Translation, gpu_memory: int | None, cpu_memory: int | None) -> None:
-    found.engine["zero"] = found.train["zero"] = given.whole("zero_optimization.stage", 0, least=0)
+    stage = given.whole("zero_optimization.stage", 0, least=0, most=3)
+    found.engine["zero"] = found.train["zero"] = stage
     directories: list[str] = []
     for section in ("zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
         device = given.text(f"{section}.device", "none")
@@ -177,7 +192,10 @@ def _tiers(given: _Given, found: Translation, gpu_memory: int | None, cpu_memory
         path = given.text(f"{section}.nvme_path", "")
         if device == "nvme" and not path:
             raise ConfigError(f"{section}.device is nvme, so it needs an nvme_path")
-        if device == "nvme" and path not in directories:
+        if device != "none" and not stage:
+            found.notes.append((f"{section}.device", "not used: at stage 0 DeepSpeed offloads nothing"))
+            continue
+        if device == "nvme" and Path(path) not in map(Path, directories):
             directories.append(path)
         if device == "cpu":
             found.notes.append((f"{section}.device", "what is in CPU memory follows from cpu_memory"))
@@ -207,6 +225,9 @@ def _precision(given: _Given, found: Translation) -> None:
 
 
 def _optimizer(given: _Given, found: Translation) -> None:
+    if not given.has("optimizer"):
+        found.notes.append(("optimizer", "none is given: the defaults of tierstore hold, as --lr and --weight-decay"))
+        return
     kind = given.text("optimizer.type", "AdamW")
     if kind.lower() not in _ADAMS:
         raise ConfigError(f"optimizer.type {kind!r} has no counterpart: tierstore trains with Adam or AdamW")
@@ -218,8 +239,10 @@ def _optimizer(given: _Given, found: Translation) -> None:
     values["lr"] = given.number("optimizer.params.lr", 1e-3)
     values["betas"] = given.rates("optimizer.params.betas", _BETAS)
     values["eps"] = given.number("optimizer.params.eps", _EPS)
-    values["weight_decay"] = given.number("optimizer.params.weight_decay", 0.01 if kind.lower() == "adamw" else 0.0)
-    values["decoupled"] = given.flag("optimizer.params.adam_w_mode", True)
+    # As DeepSpeed's engine: AdamW by its name or its mode; its own Adams decay by 0, only torch's AdamW by 0.01.
+    values["decoupled"] = given.flag("optimizer.params.adam_w_mode", True) or kind.lower() == "adamw"
+    decay = 0.01 if values["decoupled"] and given.flag("optimizer.params.torch_adam") else 0.0
+    values["weight_decay"] = given.number("optimizer.params.weight_decay", decay)
     for name in [name for name in values if given.is_auto(f"optimizer.params.{name}")]:
         del values[name]
     found.train.update({name: values[name] for name in ("lr", "weight_decay") if name in values})
@@ -231,16 +254,15 @@ def _schedule(given: _Given, found: Translation) -> None:
     kind = given.text("scheduler.type", "")
     if not kind:
         return
-    steps = given.whole("scheduler.params.warmup_num_steps", None, least=0)
+    if kind in ("WarmupLR", "WarmupDecayLR") and not given.is_auto("scheduler.params.warmup_max_lr"):
+        found.optimizer["lr"] = found.train["lr"] = given.number("scheduler.params.warmup_max_lr", _WARMUP_LR)
+    if kind in _WARMUP_STEPS and not given.is_auto("scheduler.params.warmup_num_steps"):
+        found.train["warmup"] = given.whole("scheduler.params.warmup_num_steps", _WARMUP_STEPS[kind], least=0)
     if kind == "WarmupLR":
-        if "lr" in found.optimizer:
-            found.optimizer["lr"] = found.train["lr"] = given.number(
-                "scheduler.params.warmup_max_lr", found.optimizer["lr"]
-            )
-        found.train["warmup"] = steps or 0
-        found.notes.append(("scheduler", "in a loop of your own: Engine(lr_scheduler=...); train warms up linearly"))
+        advice = "in a loop of your own: Engine(lr_scheduler=...); train warms up linearly, DeepSpeed by default by log"
     else:
-        found.notes.append(("scheduler", f"{kind}: give Engine(lr_scheduler=optimizer -> a scheduler of torch)"))
+        advice = f"{kind}: give Engine(lr_scheduler=optimizer -> a scheduler of torch); train does not decay the rate"
+    found.notes.append(("scheduler", advice))
 
 
 def _batch(given: _Given, found: Translation, ranks: int) -> None:

@@ -77,6 +77,9 @@ _SECTIONS = (
     | _each("bf16.", "bf16_master_weights_and_grads bf16_optimizer_states", _PRECISE)
     | _each("bf16.", "immediate_grad_update", "gradients are always taken as they come")
     | _each("bf16.", "check_grad_overflow", "a step with gradients that are not finite is reported")
+    | _each("scheduler.params.", "warmup_min_lr warmup_min_ratio warmup_type", "train warms up linearly, from 0")
+    | _each("scheduler.params.", "total_num_steps cos_min_ratio", "train keeps the rate after its warm-up")
+    | _each("scheduler.params.", "last_batch_iteration", "the store knows at which step it is")
     | _each(
         "activation_checkpointing.",
         "partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints "

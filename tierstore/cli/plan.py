@@ -17,6 +17,10 @@ from tierstore.errors import ConfigError
 from tierstore.plan.machine import NODES
 from tierstore.plan.memory import Attention
 
+_NOT_OF_A_PLAN = ("context", "deepspeed", "write", "json", "plot", "debug")
+
+_OF_DEEPSPEED = ("deepspeed", "write", "gpus", "nodes", "gpu_memory", "cpu_memory", "debug")
+
 
 def _rate(text: int | str) -> int:
     return size(text.removesuffix("/s") if isinstance(text, str) else text)
@@ -27,6 +31,7 @@ def _size(help: str, metavar: str = "SIZE", parser: Any = size) -> Any:
 
 
 def plan(
+    context: typer.Context,
     params: Annotated[str | None, typer.Option(metavar="COUNT", help="Parameters: 70e9, 70B, 1.5T.")] = None,
     config: Annotated[
         Path | None,
@@ -55,7 +60,11 @@ def plan(
     ] = None,
     links: Annotated[int | None, typer.Option(help="Such links of a node.")] = None,
     flops: Annotated[
-        float | None, typer.Option(help="Flop/s of a GPU, as training reaches it [default: of --bandwidth without --machine, or half its data sheet's].")
+        float | None,
+        typer.Option(
+            help="Flop/s of a GPU, as training reaches it [default: of --bandwidth without --machine, or half its "
+            "data sheet's]."
+        ),
     ] = None,
     bandwidth: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measured rates, as `tierstore probe --json` writes them.")
@@ -85,7 +94,8 @@ def plan(
     deepspeed: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Translate a ds_config.json instead; --gpus, --gpu-memory, --cpu-memory count."
+            metavar="FILE",
+            help="Translate a ds_config.json instead; --gpus, --nodes, --gpu-memory and --cpu-memory count.",
         ),
     ] = None,
     write: Annotated[
@@ -96,11 +106,12 @@ def plan(
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
 ) -> None:
     """Will it fit, and how fast: bytes per tier and component, step time by phase, every strategy, what would help."""
-    values = {
-        name: value for name, value in locals().items() if name not in ("deepspeed", "write", "json", "plot", "debug")
-    }
+    values = {name: value for name, value in locals().items() if name not in _NOT_OF_A_PLAN}
     with told(debug):
         if deepspeed is not None:
+            _refuse_options_of_a_plan(context)
+            if min(1 if gpus is None else gpus, 1 if nodes is None else nodes) < 1:
+                raise ConfigError(f"--gpus and --nodes must be at least 1, not {gpus} and {nodes}")
             _translate(deepspeed, write, (gpus or 1) * (nodes or 1), nodes or 1, gpu_memory, cpu_memory)
             return
         if write is not None:
@@ -126,6 +137,18 @@ def plan(
             console.print(f"* {sentence}")
 
 
+def _refuse_options_of_a_plan(context: typer.Context) -> None:
+    names = [parameter.name or "" for parameter in context.command.params]
+    sources = {name: context.get_parameter_source(name) for name in names if name not in _OF_DEEPSPEED}
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    ]
+    if given:
+        raise ConfigError(f"{', '.join(given)} cannot be used with --deepspeed: a translation is no plan")
+
+
 def _translate(
     path: Path, write: Path | None, ranks: int, nodes: int, gpu_memory: int | None, cpu_memory: int | None
 ) -> None:
@@ -144,8 +167,11 @@ def _translate(
     if write is not None:
         write_object(write, found.as_json(), "--write")
     console = Console(highlight=False, soft_wrap=True)
-    launcher = "" if ranks == 1 else f"torchrun --nproc-per-node {ranks // nodes} -m tierstore.cli train "
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 " if nodes > 1 else ""
+    launcher = "" if ranks == 1 else f"torchrun {several}--nproc-per-node {ranks // nodes} -m tierstore.cli train "
     command = found.command()
     console.print(launcher + command.removeprefix("tierstore train ") if launcher else command, markup=False)
+    if several:
+        console.print("* HOST: the name of the first node; the same command on every node", markup=False)
     for key, reason in found.notes:
         console.print(f"* {key}: {reason}", markup=False)

@@ -7,7 +7,6 @@ Not here: bytes (`plan/memory.py`), and models of other architectures (a model t
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
