@@ -156,8 +156,8 @@ def test_several_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpus", "-1", "--cpu-memory", "10GB"], "--gpus and --nodes must be at least 1, not -1 and None"),
-        (["--nodes", "0"], "--gpus and --nodes must be at least 1"),
+        (["--gpus", "-1", "--cpu-memory", "10GB"], "--gpus must be at least 1, not -1"),
+        (["--nodes", "0"], "--nodes must be at least 1, not 0"),
         (["--json", "x", "--plot", "y.png", "--zero", "3"], "--zero, --json, --plot cannot be used with --deepspeed"),
         (["--nvme-capacity", "1TB"], "--nvme-capacity cannot be used with --deepspeed"),
     ],

@@ -170,6 +170,8 @@ def test_nothing_fits_and_why() -> None:
         (["--params", "7e9", "--link", "0"], "--link must be above 0, not 0"),
         (["--params", "7e9", "--cpu-memory", "0"], "--cpu-memory must be above 0, not 0"),
         (["--params", "7e9", "--gpus", "1" * 400], "--gpus must be at most 1000000"),
+        (["--params", "7e9", "--batch", "8" + "0" * 330], "--batch must be at most 1000000000"),
+        (["--params", "7e9", "--accumulate", "0"], "--accumulate must be at least 1, not 0"),
         (["--params", "1e30"], "give --params from 1e6 to 1e16"),
         (["--params", "7e9", "--gpu-memory", "8GX"], "not a size: '8GX'"),
         (["--config", "no/such.json"], "cannot read the configuration no/such.json"),

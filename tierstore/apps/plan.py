@@ -28,7 +28,9 @@ _COUNT = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmbt]?)\s*", re.IGNORECA
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _LONGEST_DEFAULT_SEQUENCE = 2048
 _DEFAULT_MACHINE = "dgx-h100"
-_MOST = 10**6  # of anything that is counted in a cluster
+_MOST = dict.fromkeys(("gpus", "nodes", "disks", "links"), 10**6) | dict.fromkeys(
+    ("batch", "sequence", "accumulate", "commit_every"), 10**9
+)
 _FLOPS = 1e6, 1e20
 
 
@@ -118,8 +120,6 @@ def situation_of(asked: PlanOptions) -> Situation:
     shape = model_of(asked)
     node, nodes = _node(asked)
     layout = Layout(nodes, node.gpus, asked.tensor_parallel, asked.pipeline_parallel, asked.zero)
-    if asked.commit_every < 1:
-        raise ConfigError(f"--commit-every must be at least 1, not {asked.commit_every}")
     batch = layout.data if asked.batch is None else asked.batch
     if batch % layout.data:
         more = -(-batch // layout.data) * layout.data
@@ -194,19 +194,19 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
 
 
 def _check_figures(asked: PlanOptions) -> None:
-    for name in ("gpus", "nodes", "disks", "links"):
+    for name, most in _MOST.items():
         value = getattr(asked, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name} must be at least 1, not {value}")
-        if value is not None and value > _MOST:
-            raise ConfigError(f"--{name} must be at most {_MOST}, not {value}")
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if value is not None and value > most:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at most {most}, not {value}")
     for name in ("gpu_memory", "cpu_memory", "link"):
         value = getattr(asked, name)
         if value is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value}")
-    least, most = _FLOPS
-    if asked.flops is not None and not least <= asked.flops <= most:  # which is false of nan
-        raise ConfigError(f"--flops must be from {least:g} to {most:g}, not {asked.flops:g}; an H100 reaches 5e14")
+    least, highest = _FLOPS
+    if asked.flops is not None and not least <= asked.flops <= highest:  # which is false of nan
+        raise ConfigError(f"--flops must be from {least:g} to {highest:g}, not {asked.flops:g}; an H100 reaches 5e14")
 
 
 def _measured_flop_per_s(asked: PlanOptions, rates: BandwidthTable) -> float | None:

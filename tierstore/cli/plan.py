@@ -110,8 +110,9 @@ def plan(
     with told(debug):
         if deepspeed is not None:
             _refuse_options_of_a_plan(context)
-            if min(1 if gpus is None else gpus, 1 if nodes is None else nodes) < 1:
-                raise ConfigError(f"--gpus and --nodes must be at least 1, not {gpus} and {nodes}")
+            for name, count in (("gpus", gpus), ("nodes", nodes)):
+                if count is not None and count < 1:
+                    raise ConfigError(f"--{name} must be at least 1, not {count}")
             _translate(deepspeed, write, (gpus or 1) * (nodes or 1), nodes or 1, gpu_memory, cpu_memory)
             return
         if write is not None:
