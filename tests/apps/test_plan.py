@@ -196,8 +196,9 @@ def test_a_configuration_that_is_none(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     result = run("--params", "7e9", "--json", str(tmp_path / "no" / "file"))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "cannot write --json" in result.stderr
+    assert not result.stdout
 
 
 def test_batches_default_to_one_sample_a_rank() -> None:

@@ -372,6 +372,14 @@ def test_an_unusable_path_is_refused_before_anything_is_built(
     assert not (tmp_path / "steps.jsonl").exists()
 
 
+def test_weights_are_exported_into_a_directory_that_is_there(
+    options: Callable[..., TrainOptions], tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    run(options(steps=1, export=tmp_path / "out"))
+    assert (tmp_path / "out" / "config.json").exists()
+
+
 @pytest.mark.parametrize("resume", [Resume.NEVER, Resume.AUTO])
 def test_a_new_run_does_not_take_the_lines_of_another(options: Callable[..., TrainOptions], resume: Resume) -> None:
     chosen = options(steps=1)

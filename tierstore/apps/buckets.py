@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.files import write_object
+from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size, parse_size
 from tierstore.errors import ConfigError
 from tierstore.plan.buckets import Gradient, Layer, SweepRow, backward, best_bucket_bytes, candidate_caps, sweep
@@ -106,6 +107,7 @@ def simulate(options: SweepOptions) -> Outcome:
         ConfigError: a plot is asked for, and there is no matplotlib.
         StorageError: a file cannot be written.
     """
+    check_outputs(json=options.json, plot=options.plot)
     gradients = backward(options.layers, options.before_s)
     sizes = [layer.nbytes for layer in options.layers]
     first = options.first_bucket

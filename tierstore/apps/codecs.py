@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.codec_samples import Sample, read_samples
 from tierstore.apps.files import write_object
+from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
@@ -81,6 +82,7 @@ def compare(options: CodecOptions, tell: Callable[[str, float], None] = lambda w
     Raises:
         ConfigError, FormatError, StorageError: nothing to try, or files that cannot be read.
     """
+    check_outputs(json=options.json)
     samples = read_samples(options.path, options.sample)
     tried = []
     for number, sample in enumerate(samples):

@@ -26,11 +26,8 @@ def check_outputs(**files: Path | None) -> None:
             continue
         name = field.replace("_", "-")
         if path.is_dir():
-            raise ConfigError(f"cannot write --{name} {path}: it is a directory")
-        parent = path.absolute().parent
-        is_writable = os.access(path, os.W_OK) if path.exists() else parent.is_dir() and os.access(parent, os.W_OK)
-        if not is_writable:
-            raise ConfigError(f"cannot write --{name} {path}: its directory is missing or not writable")
+            raise ConfigError(f"cannot write --{name} {path}: it is a directory; give the name of a file")
+        check_writable(name, path)
         other = seen.setdefault(path.resolve(), name)
         if other != name:
             raise ConfigError(f"--{other} and --{name} would both write {path}: name two files")
@@ -38,3 +35,15 @@ def check_outputs(**files: Path | None) -> None:
         from tierstore.plots import new_figure
 
         new_figure(1, 1)  # matplotlib is there
+
+
+def check_writable(name: str, path: Path) -> None:
+    """A file or a directory of this path can be written.
+
+    Raises:
+        ConfigError: names the option and the path.
+    """
+    parent = path.absolute().parent
+    is_writable = os.access(path, os.W_OK) if path.exists() else parent.is_dir() and os.access(parent, os.W_OK)
+    if not is_writable:
+        raise ConfigError(f"cannot write --{name} {path}: its directory is missing or not writable")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.apps.options import TrainOptions
+from tierstore.apps.output_files import check_outputs, check_writable
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_error
 from tierstore.store.commit import Manifests
@@ -38,12 +39,9 @@ def check_paths(options: TrainOptions, *, writes: bool = True) -> None:
         return
     if options.export is not None:
         _check_directory("export", options.export)
-        check_parent("export", options.export)
-    for name, path in (("json", options.json), ("trace", options.trace)):
-        if path is not None:
-            check_parent(name, path)
-            if path.is_dir():
-                raise ConfigError(f"cannot write --{name} {path}: it is a directory")
+        check_writable("export", options.export)
+    check_outputs(json=options.json)
+    check_outputs(trace=options.trace)  # apart: both may be /dev/null
     for name in ("export", "json", "trace"):
         path = getattr(options, name)
         for store in options.nvme:
@@ -92,17 +90,3 @@ def _check_directory(name: str, path: Path) -> None:
         raise ConfigError(f"cannot use --{name} {path}: {there} is not a directory")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"cannot use --{name} {path}: no permission to write in {there}")
-
-
-def check_parent(name: str, path: Path) -> None:
-    """A file can be written there.
-
-    Raises:
-        ConfigError: names the option and the path.
-    """
-    parent = path.absolute().parent
-    if path.is_dir():
-        raise ConfigError(f"cannot write --{name} {path}: it is a directory; give the name of a file")
-    is_writable = os.access(path, os.W_OK) if path.exists() else parent.is_dir() and os.access(parent, os.W_OK)
-    if not is_writable:
-        raise ConfigError(f"cannot write --{name} {path}: its directory is missing or not writable")

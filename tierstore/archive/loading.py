@@ -52,13 +52,14 @@ def load_pack(path: Paths, names: Iterable[str] | None = None) -> dict[str, torc
     paths = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(one) for one in path]
     files = open_archive(paths)
     wanted = _wanted(files, names)
+    stored = set(wanted.values())
     memory = {
         group.position: _mapping(group)
         for file in files
         for group in file.archive.groups
-        if any(entry.name in wanted.values() for entry in group.tensors)
+        if any(entry.name in stored for entry in group.tensors)
     }
-    _fill(files, set(wanted.values()), memory)
+    _fill(files, stored, memory)
     entries = {
         entry.name: (entry, memory[group.position])
         for file in files

@@ -31,7 +31,9 @@ def inspect(
     with told(debug):
         from tierstore.apps import inspect as app
         from tierstore.apps.files import write_object
+        from tierstore.apps.output_files import check_outputs
 
+        check_outputs(json=json, plot=plot)
         content = app.look(paths)
         if json is not None:
             write_object(json, app.as_json(content), "--json")
@@ -60,10 +62,9 @@ def verify(
     with told(debug):
         from tierstore.apps import verify as app
         from tierstore.apps.files import write_object
-        from tierstore.apps.outputs import check_parent
+        from tierstore.apps.output_files import check_outputs
 
-        if json is not None:
-            check_parent("json", json)
+        check_outputs(json=json)
         console = Console()
         verdict = app.run_verify(paths, memory, console)
         if verdict.damages:

@@ -61,7 +61,7 @@ def pack(
 
     with told(debug):
         from tierstore.apps.files import write_object
-        from tierstore.apps.outputs import check_parent
+        from tierstore.apps.output_files import check_outputs
         from tierstore.apps.pack import pack_json, pack_table, run_pack
         from tierstore.archive.packing import PackOptions
 
@@ -69,8 +69,7 @@ def pack(
         options = PackOptions(
             tuple(destinations), shards=shards, memory_bytes=memory, chunk_bytes=chunk, overwrite=overwrite
         )
-        if json is not None:
-            check_parent("json", json)
+        check_outputs(json=json)
         summary = run_pack(source, options, codec, read_rate, console)
         console.print(pack_table(summary))
         if json is not None:
@@ -100,7 +99,7 @@ def unpack(
 
     with told(debug):
         from tierstore.apps.files import write_object
-        from tierstore.apps.outputs import check_parent
+        from tierstore.apps.output_files import check_outputs
         from tierstore.apps.pack import run_unpack
         from tierstore.archive.unpacking import UnpackOptions
         from tierstore.errors import ConfigError
@@ -108,8 +107,7 @@ def unpack(
         *packs, destination = sources
         if not packs:
             raise ConfigError("give a pack and a destination: tierstore unpack SRC DST")
-        if json is not None:
-            check_parent("json", json)
+        check_outputs(json=json)
         console = Console()
         written, seconds = run_unpack(packs, UnpackOptions(destination, shard_size, memory), console)
         if json is not None:

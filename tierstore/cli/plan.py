@@ -120,11 +120,13 @@ def plan(
         from rich.console import Console
 
         from tierstore.apps.files import write_object
+        from tierstore.apps.output_files import check_outputs
         from tierstore.apps.plan import PlanOptions
         from tierstore.apps.plan import plan as run
         from tierstore.apps.plan_picture import draw
         from tierstore.apps.plan_report import as_json, heading, sentences, tables
 
+        check_outputs(json=json, plot=plot)
         found = run(PlanOptions(**values))
         if json is not None:
             write_object(json, as_json(found), "--json")
