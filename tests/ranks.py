@@ -71,7 +71,7 @@ def outcomes_of(
     Args:
         grace_s: for the others, when one has ended.
     """
-    context = _context()
+    context = fork_server()
     outcomes = [Outcome() for _ in range(ranks)]
     with tempfile.TemporaryDirectory() as directory:
         meeting, processes, ends = f"file://{directory}/meeting", [], {}
@@ -103,7 +103,7 @@ def outcomes_of(
     return outcomes
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
+def fork_server() -> multiprocessing.context.ForkServerContext:
     """Processes are forks of one that has loaded what they need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks_preload"])

@@ -1,8 +1,9 @@
 """What every rank needs, loaded once: a new rank is a fork of the process that has imported this."""
 
 import torch._dynamo  # noqa: F401  # every optimizer imports it, for two seconds
+from transformers import GPT2LMHeadModel  # noqa: F401  # the model of `tierstore train`, for as long
 
-import tierstore.train.engine  # noqa: F401
+import tierstore.apps.train  # noqa: F401  # and the engine
 from tierstore.kernels import warm_up
 
 warm_up({"fp32", "bf16"})

@@ -1,16 +1,23 @@
-"""The train command as a process of its own: the real engine, a real disk, real kills."""
+"""The train command as a process of its own: the real engine, a real disk, real kills.
+
+Where neither the start nor the end of the interpreter matters, the process is a fork that has imported everything.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import commands
 import peak_memory
 import pytest
 import torch
@@ -49,6 +56,11 @@ def run(folder: Path, name: str, *options: str, steps: int = 30) -> subprocess.C
     )
 
 
+def forked(folder: Path, name: str, *options: str, steps: int = 30) -> AbstractContextManager[BaseProcess]:
+    """What it says is in the files `output` and `errors`."""
+    return commands.forked(command(folder, name, *options, steps=steps)[3:], folder / "output", folder / "errors")
+
+
 def here(folder: Path, name: str, *options: str, steps: int = 30) -> Any:
     """The same in this process, where what is asked is not of processes: it need not import anything again."""
     return CliRunner().invoke(app, command(folder, name, *options, steps=steps)[3:])
@@ -69,11 +81,12 @@ def test_a_person_trains_is_killed_goes_on_and_exports(folder: Path) -> None:
 
     for last_line in (7, 19):  # killed when the line is there: before, within or after the commit of its step
         resume = ["--resume", "auto"]
-        with subprocess.Popen(command(folder, "killed", *resume), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-            _wait_for_line(process, folder / "killed.jsonl", last_line)
-            process.send_signal(signal.SIGKILL)
-    ended = run(folder, "killed", "--resume", "must", "--export", f"{folder}/out")
-    assert ended.returncode == 0, ended.stderr
+        with forked(folder, "killed", *resume) as process:
+            _wait_for_line(process.pid, folder / "killed.jsonl", last_line)
+            process.kill()
+    with forked(folder, "killed", "--resume", "must", "--export", f"{folder}/out") as process:
+        process.join(WAITING_S)
+    assert process.exitcode == 0, (folder / "errors").read_text()
     losses: dict[int, float] = {}
     for line in lines(folder, "killed"):
         assert losses.setdefault(line["step"], line["loss"]) == line["loss"]  # twice is fine, when it is the same
@@ -84,10 +97,14 @@ def test_a_person_trains_is_killed_goes_on_and_exports(folder: Path) -> None:
     _check_equal_models(folder / "out", folder / "reference")
 
 
-def _wait_for_line(process: subprocess.Popen[Any], path: Path, count: int) -> None:
-    while not (path.exists() and f'"step": {count},' in path.read_text()):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            raise AssertionError(f"ended with {process.wait(timeout=0.01)} before step {count}")
+def _wait_for_line(pid: int, path: Path, count: int) -> None:
+    descriptor = os.pidfd_open(pid)
+    try:
+        while not (path.exists() and f'"step": {count},' in path.read_text()):
+            ended, _, _ = select.select([descriptor], [], [], 0.01)
+            assert not ended, f"ended before step {count}"
+    finally:
+        os.close(descriptor)
 
 
 def _check_trace(path: Path) -> None:
@@ -111,7 +128,7 @@ def test_an_interrupt_ends_after_a_committed_step(folder: Path) -> None:
     with subprocess.Popen(
         command(folder, "run", steps=10**6), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        _wait_for_line(process, folder / "run.jsonl", 3)
+        _wait_for_line(process.pid, folder / "run.jsonl", 3)
         locked = here(folder, "run", "--resume", "auto")
         assert (locked.exit_code, str(process.pid) in locked.stderr) == (1, True), locked.stderr
         process.send_signal(signal.SIGINT)
@@ -124,17 +141,14 @@ def test_an_interrupt_ends_after_a_committed_step(folder: Path) -> None:
 
 
 def test_a_second_interrupt_says_its_sentence_and_nothing_else(folder: Path) -> None:
-    with subprocess.Popen(
-        command(folder, "run", steps=10**6), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        _wait_for_line(process, folder / "run.jsonl", 3)
-        process.send_signal(signal.SIGSTOP)  # both are there when it goes on: the second before the step's end
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGCONT)
-        _, errors = process.communicate(timeout=WAITING_S)
-    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-    assert errors == (
+    with forked(folder, "run", steps=10**6) as process:
+        _wait_for_line(process.pid, folder / "run.jsonl", 3)
+        # Both are there when it goes on: the second before the step's end.
+        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+            os.kill(process.pid, number)
+        process.join(WAITING_S)
+    assert process.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert (folder / "errors").read_text() == (
         "tierstore: stopping after this step; Ctrl-C again stops at once\n"
         "tierstore: interrupted at once; the store holds the last committed step: go on with --resume auto\n"
     )
