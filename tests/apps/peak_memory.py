@@ -1,7 +1,7 @@
 """Peak resident memory of `tierstore train`, and its bound: `python tests/apps/peak_memory.py 1.5b 320MiB 256MiB`.
 
-Each figure comes from a process of its own: what imports and compiled kernels take; what a pass takes in plain torch
-on top of weights and gradients; what the command takes until its engine is there, and until its end.
+One process tells what imports and compiled kernels take, and then what a pass takes in plain torch on top of weights
+and gradients; another one what the command takes until its engine is there, and until its end.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def _base(preset: str) -> dict[str, int]:
+def _plain(preset: str) -> dict[str, int]:
+    return _base() | _activations(preset)
+
+
+def _base() -> dict[str, int]:
     from transformers.models.gpt2 import GPT2LMHeadModel  # noqa: F401  # what presets are made of
 
     from tierstore.apps import train  # noqa: F401
     from tierstore.kernels import warm_up
 
-    del preset
     warm_up({"bf16"})
     return {"base": status("VmRSS")}
 
@@ -78,7 +81,7 @@ def _train(preset: str, gpu: str, cpu: str, folder: str) -> dict[str, int]:
 def measure(preset: str, gpu: str, cpu: str, folder: Path) -> dict[str, int]:
     """All figures in bytes; `bound` is that of the trained model, `bound_built` that of the built one."""
     figures: dict[str, int] = {}
-    for arguments in (["base", preset], ["activations", preset], ["train", preset, gpu, cpu, str(folder)]):
+    for arguments in (["plain", preset], ["train", preset, gpu, cpu, str(folder)]):
         command = [sys.executable, __file__, *arguments]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600).stdout
         figures |= json.loads(output)
@@ -88,7 +91,7 @@ def measure(preset: str, gpu: str, cpu: str, folder: Path) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    parts = {"base": _base, "activations": _activations, "train": _train}
+    parts = {"plain": _plain, "train": _train}
     if sys.argv[1] in parts:
         print(json.dumps(parts[sys.argv[1]](*sys.argv[2:])))
     else:
