@@ -10,7 +10,9 @@ import random
 import signal
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -36,6 +38,12 @@ def moments(waits: tuple[int, int], count: int, seed: int) -> list[int]:
     return sorted(chosen.sample(early, count // 8)) + sorted(chosen.sample(late, count - count // 8))
 
 
+@cache
+def whole_run(ranks: int) -> list[dict[str, Any]]:
+    """In memory, and nobody is killed."""
+    return run_ranks(ranks, train, None, STEPS, memory={"gpu_memory": "32MiB", "cpu_memory": "64MiB"})
+
+
 def lose_and_resume(directory: Path, moment: int, ranks: int = 2, victim: int = 1) -> str:
     """Kill a rank at a moment; check what the others say and that all go on as if nothing had happened."""
     outcomes = outcomes_of(ranks, lose, str(directory), STEPS, moment, signal.SIGKILL, TIMEOUT_S, victim, grace_s=10.0)
@@ -46,11 +54,10 @@ def lose_and_resume(directory: Path, moment: int, ranks: int = 2, victim: int = 
         assert f"rank {victim} does not answer" in outcome.value["told"]
         assert outcome.value["raised_s"] < TIMEOUT_S
     memory = {"gpu_memory": "10MiB", "cpu_memory": "4MiB"}
-    whole = run_ranks(ranks, train, None, STEPS, memory={"gpu_memory": "32MiB", "cpu_memory": "64MiB"})
-    begun = run_ranks(ranks, train, str(directory), 0, resume="auto", seed=0, memory=memory)[0]["begun_at"]
-    resumed = run_ranks(ranks, train, str(directory), STEPS - begun, start=begun, resume="auto", memory=memory)
-    for rank, expected in zip(resumed, whole):
-        assert rank["losses"] == expected["losses"][begun:], moment
+    resumed = run_ranks(ranks, train, str(directory), until=STEPS, resume="auto", memory=memory)
+    begun = resumed[0]["begun_at"]
+    for rank, expected in zip(resumed, whole_run(ranks)):
+        assert (rank["begun_at"], rank["losses"]) == (begun, expected["losses"][begun:]), moment
         assert all((rank["weights"][name] == value).all() for name, value in expected["weights"].items())
     return f"resumed at step {begun}; {outcomes[0].value['told']}"
 

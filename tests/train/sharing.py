@@ -28,7 +28,11 @@ def batches(steps: int, rank: int, ranks: int) -> list[torch.Tensor]:
 def train(
     rank: int, ranks: int, directory: str | None, steps: int = 3, model: dict[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Train, and tell the losses, the norms, the first step's gradients and the final weights."""
+    """Train, and tell the losses, the norms, the first step's gradients and the final weights.
+
+    Args:
+        options: of the engine; and `start`, how many steps there have been, or `until`, how many there are to be.
+    """
     options = {"zero": 3, "update": "forward", "max_grad_norm": 1.0} | options
     memory = options.pop("memory", {"gpu_memory": "4MiB", "cpu_memory": "24MiB"})
     if nodes := options.pop("nodes", 0):
@@ -36,12 +40,13 @@ def train(
         options |= {"device_mesh": mesh}
         directory = f"{directory}/{rank // (ranks // nodes)}"
     tiers = TierConfig(nvme=[directory] if directory else [], timeout_s=20.0, **memory)
-    start = options.pop("start", 0)
+    start, until = options.pop("start", 0), options.pop("until", None)
     built = tiny(seed=options.pop("seed", 0), **(model or {}))
     told: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}}
     with Engine(built, tiers, AdamWConfig(lr=1e-2), **options) as engine:
         told["begun_at"] = engine.step_count
-        for batch in batches(start + steps, rank, ranks)[start:]:
+        first = engine.step_count if until is not None else start
+        for batch in batches(until or start + steps, rank, ranks)[first:]:
             loss = next_token_loss(engine, batch)
             engine.backward(loss)
             if not told["gradients"] and options["update"] != "backward":
