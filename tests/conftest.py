@@ -1,6 +1,6 @@
 """Fixtures for all rooms: leaks are failures, and GPU tests need a GPU.
 
-Scope: `no_leaks` (use it by `pytestmark = pytest.mark.usefixtures("no_leaks")`), `runtime`.
+Scope: `no_leaks` (use it by `pytestmark = pytest.mark.usefixtures("no_leaks")`), `runtime`; the order of the files.
 Not here: faulty storage (see `tests/faults.py`).
 """
 
@@ -18,9 +18,22 @@ import pytest
 from tierstore.io.runtime import Runtime
 
 JOIN_S = 5.0
+LONGEST = (
+    "apps/test_ranks.py", "apps/test_for_real.py", "train/test_zero_models.py", "train/test_zero.py",
+    "train/test_lost_ranks.py", "train/test_clean.py", "store/test_faults.py", "train/test_reducer_hooks.py",
+    "train/test_reducer.py", "train/test_never_lost.py", "train/test_two_hosts.py",
+)  # fmt: skip
+"""Files with few tests that take long: begun first, or one worker ends with them while the other has nothing to do."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist's own order is by the number of tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
