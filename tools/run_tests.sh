@@ -25,6 +25,7 @@ check "import floors (import-linter)" "$venv/bin/lint-imports"
 if [ ${#failed[@]} -gt 0 ]; then say "failed so far: ${failed[*]}"; fi
 
 status=0
-"$python" -m pytest -n 2 --dist loadfile "$@" || status=$?  # -n 0 for a debugger
+# Two workers fill two cores: torch with a team of threads in each would only make them wait for each other.
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -n 2 --dist loadfile "$@" || status=$?  # -n 0 for a debugger
 if [ "$status" -eq 0 ] && [ ${#failed[@]} -gt 0 ]; then status=1; fi
 exit "$status"
