@@ -22,6 +22,7 @@ from tierstore.apps.train import Parts, assemble, engine_arguments, return_freed
 from tierstore.config import UpdateSchedule
 from tierstore.plan.placement import Placement
 from tierstore.plan.step_record import StepRecord
+from tierstore.plan.tuning import USUAL_DEPTH
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
 from tierstore.train.report import StepReport
@@ -65,10 +66,17 @@ class Trial:
         report = self._engine.step()
         return time.perf_counter() - began_s, report
 
-    def record(self) -> StepRecord:
-        """A typical step without an update beside it."""
+    def record(self) -> tuple[StepRecord, float]:
+        """A typical step without an update beside it; and seconds of both passes beside one, at `USUAL_DEPTH`.
+
+        The second is without waiting for weights, and of the schedule that the options of the trial ask for.
+        """
         self.step()  # shows the order
-        return StepRecord.typical([self._recorded() for _ in range(_RECORDED_STEPS)])
+        record = StepRecord.typical([self._recorded() for _ in range(_RECORDED_STEPS)])
+        self._engine.fix_prefetch_depth(USUAL_DEPTH)
+        self.step()
+        reports = [self.step()[1].seconds for _ in range(_RECORDED_STEPS)]
+        return record, statistics.median(one["forward"] + one["backward"] - one["wait"] for one in reports)
 
     def _recorded(self) -> StepRecord:
         """One step that begins when everything of the last is at rest."""

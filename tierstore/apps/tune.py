@@ -26,7 +26,7 @@ from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 from tierstore.plan.tiers import place
-from tierstore.plan.tuning import DEPTHS, Candidate, Tuning, tune
+from tierstore.plan.tuning import DEPTHS, Candidate, Tuning, calibrated, tune
 from tierstore.train.budgets import request_for
 
 if TYPE_CHECKING:
@@ -92,13 +92,16 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
         BudgetError, ConfigError, FormatError, StorageError: a file, a budget or the model cannot be used.
     """
     check_outputs(save_record=options.save_record, write=options.write, plot=options.plot, json=options.json)
-    record = _record(options, say)
+    record, computing_s = _record(options, say)
     seen = [rates()]
+    if computing_s is not None:
+        record = _calibrated(options.train, record, seen[0], computing_s)
     tuning = _tune(options, record, seen[0])
     measured: Mapping[int, Measured] = {}
     if options.measure:
         say(f"measuring {options.rounds} rounds of {options.steps} steps of several depths")
-        measured, record = _measure(options, tuning, lambda: seen.append(rates()))
+        measured, later_record = _measure(options, tuning, lambda: seen.append(rates()))
+        record = replace(later_record, contention=record.contention)
         # What is compared with the measurement is predicted from the rates and the computing of its own time; the
         # choice was made before.
         later = _tune(options, record, _median(seen), tuning.choice.candidate)
@@ -184,9 +187,10 @@ def _schedules(record: StepRecord, train: TrainOptions) -> list[UpdateSchedule]:
     return list(dict.fromkeys(found))
 
 
-def _record(options: TuneOptions, say: Callable[[str], None]) -> StepRecord:
+def _record(options: TuneOptions, say: Callable[[str], None]) -> tuple[StepRecord, float | None]:
+    """The record, and what it has to be calibrated to, unless it was."""
     if options.record is not None:
-        return StepRecord.from_json(read_object(options.record, "recorded step"))
+        return StepRecord.from_json(read_object(options.record, "recorded step")), None
     from tierstore.apps.trial import trial
 
     say("recording steps of the real engine")
@@ -194,11 +198,19 @@ def _record(options: TuneOptions, say: Callable[[str], None]) -> StepRecord:
         return real.record()
 
 
+def _calibrated(train: TrainOptions, record: StepRecord, machine: Machine, computing_s: float) -> StepRecord:
+    usual = next(candidates(record, train))
+    return calibrated(record, usual, machine, computing_s, commit_every=train.commit_every, commits=_commits(train))
+
+
+def _commits(train: TrainOptions) -> bool:
+    return bool(train.nvme) and train.durability is Durability.COMMIT
+
+
 def _tune(options: TuneOptions, record: StepRecord, machine: Machine, first: Candidate | None = None) -> Tuning:
     train = options.train
-    commits = bool(train.nvme) and train.durability is Durability.COMMIT
     found = list(candidates(record, train)) if first is None else [first]
-    return tune(record, found, machine, commit_every=train.commit_every, commits=commits)
+    return tune(record, found, machine, commit_every=train.commit_every, commits=_commits(train))
 
 
 def _measure(

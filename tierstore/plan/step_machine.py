@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierstore.errors import ConfigError
 from tierstore.plan.bandwidth import Activity, BandwidthTable
@@ -38,6 +38,13 @@ class Machine:
             raise ConfigError(f"I/O and updates need a thread each, not {self.io_threads} and {self.update_threads}")
         if min(self.slower.values(), default=1.0) < 1 or self.sync_s < 0:
             raise ConfigError(f"what runs beside something else does not get faster, and time is not negative: {self}")
+
+    def with_contention(self, strength: float) -> Machine:
+        """The same, where a model's computing is slowed so many times as much as matrix products; 0 is not at all."""
+        slowed = {
+            pair: 1 + strength * (factor - 1) for pair, factor in self.slower.items() if pair[0] is Activity.MATMUL
+        }
+        return replace(self, slower={**self.slower, **slowed})
 
     def speeds(self, running: Mapping[str, int]) -> dict[str, float]:
         """Of each job that runs: compute (1 is alone), Adam in elements/s, the others in bytes/s."""

@@ -7,7 +7,8 @@ Not here: where bytes live (`plan/tiers.py`), the comparison of choices (`apps/t
 [Note: what is modelled] The disks serve as many jobs at once as they have threads, all at one speed, which the measured
 rates give for the mix of reads and writes that is running. Demanded reads go first, then writes, then reads ahead.
 A thread of the disks computes the checksum of what it has moved. Adam, checksums, the model's arithmetic, reads and
-writes slow each other down as measured in pairs. What waits for what is as in the engine.
+writes slow each other down as measured in pairs; how much that is for this model's own kernels, a recorded step shows
+(`StepRecord.contention`). What waits for what is as in the engine.
 
 [Note: what is not] Codecs, several ranks, a speculation that turns out wrong, other processes, and the time that Python
 takes between jobs.
@@ -66,6 +67,11 @@ class StepForecast:
     gpu_peak_bytes: int
     waiting_s: float
 
+    @property
+    def computing_s(self) -> float:
+        """Of both passes, beside the update: without waiting for weights."""
+        return self.forward_s + self.backward_s - self.stall_s
+
 
 def forecast(
     record: StepRecord,
@@ -89,7 +95,8 @@ def forecast(
     period = min(policy.commit_every, _LONGEST_PERIOD) if policy.commits else 1
     count = period * max(1, min(steps, _LONGEST_PERIOD // period))
     clock = Clock()
-    run = _Trainer(clock, record, Store(clock, placement, machine), replace(policy, commit_every=period))
+    store = Store(clock, placement, machine.with_contention(record.contention))
+    run = _Trainer(clock, record, store, replace(policy, commit_every=period))
     clock.run(clock.spawn(run.train(warm_up_steps + count, warm_up_steps)))
     mean = _mean(run.marks[warm_up_steps:], policy.commit_every if period == _LONGEST_PERIOD else count)
     return StepForecast(

@@ -27,6 +27,8 @@ class StepRecord:
         forward, backward: groups in the order of their visits, with the seconds of each.
         completed: groups in the order in which backward completed their gradients.
         between_s: from the end of backward to the next forward: deciding the step, data, what the loop itself does.
+        contention: how many times as much the rest slows this computing as it slows matrix products. See
+            `plan/tuning.calibrated`.
     """
 
     groups: tuple[GroupNeed, ...]
@@ -34,12 +36,13 @@ class StepRecord:
     backward: tuple[tuple[int, float], ...]
     completed: tuple[int, ...]
     between_s: float = 0.0
+    contention: float = 1.0
 
     def __post_init__(self) -> None:
         visited = [group for group, _ in (*self.forward, *self.backward)]
         if not self.forward or not all(0 <= group < len(self.groups) for group in (*visited, *self.completed)):
             raise ConfigError(f"a recorded step visits at least one of its {len(self.groups)} groups, and no other")
-        times_s = (self.between_s, *(seconds for _, seconds in (*self.forward, *self.backward)))
+        times_s = (self.between_s, self.contention, *(seconds for _, seconds in (*self.forward, *self.backward)))
         if not all(0 <= seconds < math.inf for seconds in times_s):
             raise ConfigError("the times of a recorded step are seconds, finite and not negative")
 
@@ -112,7 +115,8 @@ class StepRecord:
             }
             groups = tuple(GroupNeed(**need) for need in value["groups"])
             completed = tuple(_index(group) for group in value["completed"])
-            record = cls(groups, visits["forward"], visits["backward"], completed, _seconds(value["between_s"]))
+            between_s, contention = _seconds(value["between_s"]), _seconds(value.get("contention", 1.0))
+            record = cls(groups, visits["forward"], visits["backward"], completed, between_s, contention)
             record.check_gradients()
         except FormatError:
             raise

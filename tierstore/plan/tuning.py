@@ -24,7 +24,9 @@ _HIDDEN = 0.05  # part of a step that may be waiting where nothing is to be gain
 _BUSY = 0.8  # part of a step in which disks work that bound it
 _GAIN = 0.8  # and what is left of it with disks twice as fast
 _BATCHES = (1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_USUAL_DEPTH = 2  # at which candidates are compared; depth changes far less than they do
+USUAL_DEPTH = 2  # at which candidates are compared; depth changes far less than they do
+_MOST_CONTENTION = 16.0
+_HALVINGS = 10
 
 
 class Regime(enum.Enum):
@@ -46,7 +48,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A candidate, its forecasts by depth, and the depth to take: the smallest that is as good as the best."""
+    """A candidate, its forecasts by depth, and the depth to take: the smallest that is as good as the best.
+
+    Not 0, unless that is better than all others: on paper it costs nothing that a load crosses to the loop and back
+    while compute waits.
+    """
 
     candidate: Candidate
     forecasts: tuple[StepForecast, ...]
@@ -74,6 +80,41 @@ class Tuning:
     reason: str
 
 
+def calibrated(
+    record: StepRecord,
+    candidate: Candidate,
+    machine: Machine,
+    computing_s: float,
+    *,
+    commit_every: int = 1,
+    commits: bool = True,
+) -> StepRecord:
+    """The record with the contention at which the forecast computes as long as steps that run beside their update did.
+
+    What is measured in pairs is matrix products beside Adam, copies and the disk; a model's own kernels, with the norms
+    and the Python between them, are slowed more or less than that. One number stands for the difference.
+
+    Args:
+        candidate: how those steps ran, at `USUAL_DEPTH`.
+        computing_s: both passes of such a step, without waiting for weights.
+    """
+
+    def at(contention: float) -> StepRecord:
+        return replace(record, contention=contention)
+
+    def is_less(contention: float) -> bool:
+        policy = StepPolicy(USUAL_DEPTH, candidate.schedule, commit_every, commits)
+        return forecast(at(contention), candidate.placement, machine, policy).computing_s < computing_s
+
+    low, high = 0.0, 1.0
+    while high < _MOST_CONTENTION and is_less(high):
+        low, high = high, 2 * high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_less(middle) else (low, middle)
+    return at((low + high) / 2)
+
+
 def tune(
     record: StepRecord,
     candidates: Sequence[Candidate],
@@ -94,7 +135,7 @@ def tune(
         policy = StepPolicy(depth, candidate.schedule, commit_every, commits)
         return forecast(recorded, candidate.placement, on, policy)
 
-    ranked = sorted(((one, run(one, _USUAL_DEPTH)) for one in candidates), key=lambda item: item[1].seconds)
+    ranked = sorted(((one, run(one, USUAL_DEPTH)) for one in candidates), key=lambda item: item[1].seconds)
     first_s = next(step.seconds for one, step in ranked if one is candidates[0])
     candidate = ranked[0][0] if ranked[0][1].seconds < (1 - _WORTH_IT) * first_s else candidates[0]
     others = [item for item in ranked if item[0] is not candidate]
@@ -109,7 +150,7 @@ def tune(
 
 def _choose(candidate: Candidate, forecasts: Sequence[StepForecast]) -> Choice:
     limit_s = (1 + _SAME) * min(one.seconds for one in forecasts)
-    depth = next(depth for depth, one in zip(DEPTHS, forecasts) if one.seconds <= limit_s)
+    depth = next(depth for depth in (*DEPTHS[1:], 0) if forecasts[depth].seconds <= limit_s)
     return Choice(candidate, tuple(forecasts), depth)
 
 
