@@ -1,0 +1,90 @@
+"""Adam on the CPU: our one-pass kernel, torch's fused AdamW, DeepSpeedCPUAdam; fp32, and bf16 in and out.
+
+Scope: contestants and rows; `contend` is our own side. Not here: the peers' (`tools/peers/adam_*.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tierstore.apps.bench.case import Bar, BenchOptions, Case, Contestant, Results, Row, ours, peer, ratio, row_of
+from tierstore.apps.bench.serve import Round
+
+BYTES_PER_PARAMETER = 28
+"""What the fastest way with an fp32 master moves: p, m and v both ways, and the gradient."""
+_OURS, _TORCH, _DEEPSPEED, _MEMORY = "tierstore", "torch fused AdamW", "DeepSpeedCPUAdam", "memory"
+_PASSES = 5
+
+
+def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
+    """All at once: 64M parameters take each of them about a GiB."""
+    given = {"params": options.params, "passes": _PASSES}
+    contestants = [ours(_OURS, "adam", **given), ours(_MEMORY, "floors", what="memory")]
+    if options.wants("torch"):
+        contestants.append(peer(_TORCH, "adam_torch", options.peer_python, **given))
+    if options.wants("deepspeed"):
+        contestants.append(peer(_DEEPSPEED, "adam_deepspeed", options.peer_python, **given))
+    return [contestants]
+
+
+def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
+    """Parameters per second."""
+    memory = results[_MEMORY].median("triad_gb_per_s")
+    floor = None if memory is None else memory / BYTES_PER_PARAMETER
+    own = results[_OURS].median("bf16")
+
+    def against(name: str, figure: str) -> float | None:
+        return ratio(own, results[name].median(figure)) if name in results else None
+
+    bars = [
+        Bar(1.8, "x DeepSpeedCPUAdam with casts", against(_DEEPSPEED, "bf16")),
+        Bar(1.0, "x torch's fused AdamW on fp32 alone", against(_TORCH, "fp32")),
+    ]
+    table = []
+    for figure, what in (("bf16", "bf16 in and out"), ("fp32", "fp32")):
+        work = f"Adam, {what}, {options.params / 2**20:g}M parameters"
+        for name, result in results.items():
+            if name != _MEMORY:
+                table.append(row_of(
+                    result, figure, work, "Gparam/s", floor=floor,
+                    floor_of=f"{BYTES_PER_PARAMETER} B per parameter over the memory triad",
+                    bars=bars if name == _OURS and figure == "bf16" else (),
+                ))  # fmt: skip
+    table.append(row_of(results[_MEMORY], "triad_gb_per_s", "memory triad", "GB/s"))
+    return table
+
+
+@contextlib.contextmanager
+def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
+    """Our own optimizer on one large parameter of each dtype."""
+    import torch
+
+    from tierstore.train.cpu_adam import CPUAdam
+
+    optimizers = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        parameter = torch.nn.Parameter(torch.randn(options["params"]).to(dtype))
+        parameter.grad = torch.full_like(parameter, 1e-2)
+        optimizers[name] = CPUAdam([parameter], lr=1e-3, weight_decay=0.01)
+
+    def run_round(number: int) -> tuple[float, dict[str, float]]:
+        begun_s, rates = time.perf_counter(), {}
+        for name, optimizer in optimizers.items():
+            start_s = time.perf_counter()
+            for _ in range(options["passes"]):
+                optimizer.step()
+            rates[name] = options["params"] * options["passes"] / (time.perf_counter() - start_s) / 1e9
+        return time.perf_counter() - begun_s, rates
+
+    try:
+        yield {"versions": {"torch": torch.__version__}}, run_round
+    finally:
+        for optimizer in optimizers.values():
+            optimizer.close()
+
+
+CASE = Case("adam", heats, rows)

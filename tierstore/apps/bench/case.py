@@ -1,0 +1,236 @@
+"""What a benchmark consists of: options, contestants, their results, and rows with their bars.
+
+Scope: plain records, and how contestants are started. Not here: running them (`arena.py`), tables (`report.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tierstore
+from tierstore.apps.output_files import check_outputs
+from tierstore.config import format_size
+from tierstore.errors import ConfigError
+from tierstore.plan.bandwidth import Rate
+
+PEERS = ("deepspeed", "fio", "torch", "safetensors")
+_ROOT = Path(tierstore.__file__).parent.parent
+_DRIVERS = _ROOT / "tools" / "peers"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    """All options of one run; every field is the command-line option of the same name.
+
+    Attributes:
+        peer: those to compare with; none given is all of a case.
+        peer_python: the interpreter that has the peers.
+        nvme: a directory on the disk; files are made in a fresh one below it and removed.
+        size: bytes of the file of `disk` and of the checkpoint of `load`.
+        params: of `adam`.
+    """
+
+    peer: tuple[str, ...] = ()
+    peer_python: Path = Path(sys.executable)
+    nvme: Path = Path()
+    rounds: int = 5
+    size: int = 2**32
+    params: int = 2**26
+    device: str = "cpu"
+    json: Path | None = None
+    markdown: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.peer:
+            if name not in PEERS:
+                raise ConfigError(f"--peer knows {', '.join(PEERS)}, not {name!r}")
+        if not 1 <= self.rounds <= 1000:
+            raise ConfigError(f"--rounds must be at least 1 and at most 1000, not {self.rounds}")
+        if not 2**26 <= self.size <= 2**44:
+            raise ConfigError(f"--size must be at least 64MiB and at most 16TiB, not {format_size(self.size)}")
+        if not 2**16 <= self.params <= 2**34:
+            raise ConfigError(f"--params must be at least 65536 and at most {2**34}, not {self.params}")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device must be cpu or cuda, not {self.device!r}")
+        if not self.peer_python.is_file():
+            raise ConfigError(f"--peer-python {self.peer_python} is not there; give the path of a Python interpreter")
+        if not self.nvme.is_dir():
+            raise ConfigError(f"--nvme {self.nvme} is not a directory; make it, or name one on the disk to measure")
+        check_outputs(json=self.json, markdown=self.markdown)
+
+    def wants(self, peer: str) -> bool:
+        """Whether to compare with it."""
+        return not self.peer or peer in self.peer
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A command that answers as `serve.py` does.
+
+    Attributes:
+        missing: why it cannot even be started.
+        start_timeout_s: until it is ready; a peer may have to compile its operators first.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    is_peer: bool
+    environment: Mapping[str, str] = field(default_factory=dict)
+    missing: str | None = None
+    start_timeout_s: float = 900.0
+    round_timeout_s: float = 600.0
+
+
+def ours(name: str, module: str, **options: Any) -> Contestant:
+    """A contestant of our own: `contend` of a module of this package, in a process of its own."""
+    command = (sys.executable, "-m", "tierstore.apps.bench.worker", module, json.dumps(options))
+    return Contestant(name, command, False, {"PYTHONPATH": str(_ROOT)})
+
+
+def peer(name: str, driver: str, python: Path, **options: Any) -> Contestant:
+    """A peer: a script of `tools/peers`, run by the interpreter that has what it needs."""
+    path = _DRIVERS / f"{driver}.py"
+    missing = None if path.is_file() else f"no {path.name} in {_DRIVERS}: the drivers of peers come with the repository"
+    return Contestant(name, (str(python), str(path), json.dumps(options)), True, missing=missing)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a contestant said of one round."""
+
+    seconds: float
+    figures: Mapping[str, float]
+    peak_rss_bytes: int
+
+
+@dataclass(slots=True)
+class Result:
+    """All that is known of one contestant.
+
+    Attributes:
+        facts: what it said of itself: versions, sizes.
+        answers: of the rounds that count.
+        trouble: why there are no more: `missing: ...` or `failed: ...`.
+    """
+
+    contestant: Contestant
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    trouble: str | None = None
+
+    def rate(self, figure: str) -> Rate | None:
+        """Median and quartiles of a figure, or of `seconds`; None where there is none."""
+        samples = [one.seconds if figure == "seconds" else one.figures.get(figure) for one in self.answers]
+        found = [sample for sample in samples if sample is not None]
+        return Rate.of(found) if found else None
+
+    def median(self, figure: str) -> float | None:
+        """As `rate`."""
+        found = self.rate(figure)
+        return None if found is None else found.per_s
+
+    @property
+    def peak_rss_bytes(self) -> int | None:
+        """Of the process, over all rounds."""
+        return max((one.peak_rss_bytes for one in self.answers), default=None)
+
+
+Results = Mapping[str, Result]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a row must reach.
+
+    Attributes:
+        of: what it is measured against, in words: `of fio's best`.
+        measured: the ratio; None where the other side is missing.
+        at_most: met from below, as a time is.
+    """
+
+    bound: float
+    of: str
+    measured: float | None
+    at_most: bool = False
+
+    @property
+    def is_met(self) -> bool | None:
+        """None where nothing was measured."""
+        if self.measured is None:
+            return None
+        return self.measured <= self.bound if self.at_most else self.measured >= self.bound
+
+    def __str__(self) -> str:
+        bar = f"bar {'at most ' if self.at_most else ''}{self.bound:g} {self.of}"
+        if self.measured is None:
+            return f"{bar}: not measured"
+        return f"{bar}: {self.measured:.3g}, {'met' if self.is_met else 'short'}"
+
+
+def ratio(value: float | None, other: float | None) -> float | None:
+    """None where either is missing."""
+    return None if value is None or not other else value / other
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        value: median and quartiles, in `unit`.
+        floor: what the machine allows, in the same unit.
+        floor_of: how that was found, in words.
+        trouble: why there is no value, or not of all rounds.
+    """
+
+    work: str
+    contestant: str
+    unit: str
+    value: Rate | None
+    floor: float | None = None
+    floor_of: str = ""
+    bars: tuple[Bar, ...] = ()
+    peak_rss_bytes: int | None = None
+    trouble: str | None = None
+
+
+def row_of(
+    result: Result,
+    figure: str,
+    work: str,
+    unit: str,
+    *,
+    floor: float | None = None,
+    floor_of: str = "",
+    bars: Sequence[Bar] = (),
+) -> Row:
+    """The row of a contestant's figure."""
+    return Row(work, result.contestant.name, unit, result.rate(figure), floor, floor_of, tuple(bars),
+               result.peak_rss_bytes, result.trouble)  # fmt: skip
+
+
+Heat = Sequence[Contestant]
+"""Contestants that are alive at the same time and take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One benchmark.
+
+    Attributes:
+        heats: contestants, by options and a scratch directory that is removed afterwards. Names differ between heats.
+        rows: the table, from all results by name of the contestant.
+        disk_bytes: what it writes at most.
+        prepare: makes in the scratch directory what contestants read.
+    """
+
+    name: str
+    heats: Callable[[BenchOptions, Path], Sequence[Heat]]
+    rows: Callable[[BenchOptions, Results], Sequence[Row]]
+    disk_bytes: Callable[[BenchOptions], int] = lambda options: 0
+    prepare: Callable[[BenchOptions, Path], None] = lambda options, scratch: None

@@ -1,0 +1,135 @@
+"""What a person sees of a benchmark: a table, the same in Markdown, everything in JSON.
+
+Scope: cells and files. Not here: what is measured (the cases).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tierstore.apps.bench.case import BenchOptions, Row
+from tierstore.apps.bench.run import Outcome
+from tierstore.apps.files import write_object
+from tierstore.config import format_size
+from tierstore.errors import StorageError
+
+_COLUMNS = ("work", "contestant", "median (quartiles)", "of floor", "peak memory", "bar")
+
+
+def show(console: Console, outcome: Outcome) -> None:
+    """The table of a case."""
+    table = Table(title=f"bench {outcome.name}", title_justify="left")
+    for column in _COLUMNS:
+        table.add_column(column, justify="right" if column in _COLUMNS[2:5] else "left")
+    for row in outcome.rows:
+        table.add_row(*map(escape, _cells(row)))
+    console.print(table)
+    for note in _notes(outcome.rows):
+        console.print(escape(note))
+
+
+def markdown(outcomes: Sequence[Outcome], context: dict[str, Any]) -> str:
+    """The tables, with machine, date, versions and command."""
+    parts = [f"{_machine_line(context)}\n\n    {context['command']}\n"]
+    for outcome in outcomes:
+        lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(_cells(row) for row in outcome.rows)]
+        table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+        parts.append("\n\n".join([table, *_notes(outcome.rows)]) + "\n")
+    return "\n".join(parts)
+
+
+def save(options: BenchOptions, outcomes: Sequence[Outcome], context: dict[str, Any]) -> None:
+    """Writes the files that are asked for.
+
+    Raises:
+        StorageError: one cannot be written.
+    """
+    if options.json is not None:
+        write_object(options.json, context | {"cases": [_as_json(one) for one in outcomes]}, "--json")
+    if options.markdown is not None:
+        try:
+            options.markdown.write_text(markdown(outcomes, context), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot write --markdown {options.markdown}: {error.strerror}") from error
+
+
+def context_of(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> dict[str, Any]:
+    """Machine, date, versions and command."""
+    versions: dict[str, str] = {"python": platform.python_version()}
+    for outcome in outcomes:
+        for result in outcome.results.values():
+            versions |= result.facts.get("versions", {})
+    return {
+        "machine": {
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": psutil.virtual_memory().total,
+            "system": f"{platform.system()} {platform.release()}",
+        },
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+        "command": shlex.join(["tierstore", "bench", *arguments]),
+    }
+
+
+def _machine_line(context: dict[str, Any]) -> str:
+    machine, versions = context["machine"], context["versions"]
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {format_size(machine['memory_bytes'])}, "
+        f"{machine['system']}; {context['date'][:10]}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    trouble = [row.trouble] if row.trouble else []
+    if row.value is None:
+        return (row.work, row.contestant, "", "", "", "; ".join(trouble + [str(bar) for bar in row.bars]))
+    value = row.value
+    return (
+        row.work,
+        row.contestant,
+        f"{value.per_s:.3g} {row.unit} ({value.low:.3g}, {value.high:.3g})",
+        "" if row.floor is None else f"{value.per_s / row.floor:.2f} x {row.floor:.3g}",
+        "" if row.peak_rss_bytes is None else format_size(row.peak_rss_bytes),
+        "; ".join([str(bar) for bar in row.bars] + trouble),
+    )
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    floors = dict.fromkeys(row.floor_of for row in rows if row.floor_of)
+    return [f"Floor: {one}." for one in floors]
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "name": outcome.name,
+        "rows": [asdict(row) | {"bars": [asdict(bar) | {"is_met": bar.is_met} for bar in row.bars]}
+                 for row in outcome.rows],
+        "contestants": {
+            name: {"facts": dict(result.facts), "trouble": result.trouble,
+                   "rounds": [asdict(answer) for answer in result.answers]}
+            for name, result in outcome.results.items()
+        },
+    }  # fmt: skip
+
+

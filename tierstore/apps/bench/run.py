@@ -1,0 +1,77 @@
+"""One run of `tierstore bench`: its cases one after the other.
+
+Scope: room on the disk, a scratch directory, heats, rows. Not here: what a person sees of it (`report.py`).
+Owner: the scratch directory goes at the end of a case, whatever that end is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.apps.bench.arena import Tell, contest
+from tierstore.apps.bench.case import BenchOptions, Case, Results, Row
+from tierstore.config import format_size
+from tierstore.errors import ConfigError, StorageFull
+
+CASES = ("disk", "adam", "step", "load", "reduce")
+_LEFT_FREE_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A case, its table, and all answers behind it."""
+
+    name: str
+    rows: Sequence[Row]
+    results: Results
+
+
+def cases_of(name: str) -> list[Case]:
+    """The case of a name, or `all` of them.
+
+    Raises:
+        ConfigError: no such case.
+    """
+    if name not in (*CASES, "all"):
+        raise ConfigError(f"bench knows {', '.join(CASES)} and all, not {name!r}")
+    names = CASES if name == "all" else (name,)
+    return [importlib.import_module(f"tierstore.apps.bench.{one}").CASE for one in names]
+
+
+def check_room(options: BenchOptions, cases: Sequence[Case]) -> None:
+    """Refuses what does not fit, before anything is written.
+
+    Raises:
+        StorageFull: says how much is needed, and by which case.
+    """
+    free_bytes = shutil.disk_usage(options.nvme).free
+    for case in cases:
+        writes_bytes = case.disk_bytes(options)
+        if writes_bytes and free_bytes < writes_bytes + _LEFT_FREE_BYTES:
+            raise StorageFull(
+                f"bench {case.name} writes {format_size(writes_bytes)} ({writes_bytes} B) in {options.nvme} and leaves "
+                f"{format_size(_LEFT_FREE_BYTES)} free, but only {format_size(free_bytes)} ({free_bytes} B) are free; "
+                f"give a smaller --size, or --nvme on another disk"
+            )
+
+
+def run_case(case: Case, options: BenchOptions, tell: Tell) -> Outcome:
+    """All heats of a case."""
+    results: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(prefix=".tierstore-bench-", dir=options.nvme) as name:
+        scratch = Path(name)
+        tell(f"{case.name}: makes ready", 0.0)
+        case.prepare(options, scratch)
+        heats = case.heats(options, scratch)
+        for index, heat in enumerate(heats):
+
+            def tell_of(what: str, done: float, index: int = index) -> None:
+                tell(f"{case.name}: {what}", (index + done) / len(heats))
+
+            results |= contest(heat, options.rounds, tell_of)
+    return Outcome(case.name, case.rows(options, results), results)  # type: ignore[arg-type]

@@ -1,0 +1,67 @@
+"""`tierstore bench`: its options, the progress bar, the tables.
+
+Not here: the run (`apps/bench/run.py`). Nothing heavy is imported here, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.cli.common import directory, size, told
+from tierstore.cli.interrupts import interruptible
+
+
+def bench(
+    case: Annotated[str, typer.Argument(metavar="disk|adam|step|load|reduce|all", help="What is measured.")],
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="deepspeed, fio, torch or safetensors; repeat it [default: all of a case]."),
+    ] = None,
+    peer_python: Annotated[
+        Path, typer.Option(metavar="PYTHON", help="The interpreter that has the peers [default: this one].")
+    ] = Path(sys.executable),
+    nvme: Annotated[
+        Path, typer.Option(parser=directory, metavar="DIR", help="A directory on the disk to measure [default: this].")
+    ] = Path(),
+    rounds: Annotated[int, typer.Option(metavar="N", help="Rounds that count; one more warms up.")] = 5,
+    size_: Annotated[
+        int, typer.Option("--size", parser=size, metavar="SIZE", help="Of the file of disk, the checkpoint of load.")
+    ] = 2**32,
+    params: Annotated[int, typer.Option(metavar="N", help="Of adam.")] = 2**26,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="cuda: `all` runs the gpu tests too.")] = "cpu",
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All answers, machine, versions, command.")] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="The tables, with machine and command.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+) -> None:  # fmt: skip
+    """Measure tierstore, its peers and the limits of this machine in one run, in turns."""
+    from rich.console import Console
+
+    from tierstore.apps.bench.case import BenchOptions
+    from tierstore.apps.bench.report import context_of, save, show
+    from tierstore.apps.bench.run import cases_of, check_room, run_case
+    from tierstore.apps.probe_report import progress
+
+    with told(debug):
+        options = BenchOptions(
+            peer=tuple(peer or ()), peer_python=peer_python, nvme=nvme, rounds=rounds, size=size_, params=params,
+            device=device, json=json, markdown=markdown,
+        )  # fmt: skip
+        cases = cases_of(case)
+        check_room(options, cases)
+        console, outcomes = Console(), []
+        with interruptible("interrupted; contestants are ended and their files are gone"):
+            for one in cases:
+                with progress(console) as tell:
+                    outcome = run_case(one, options, tell)
+                show(console, outcome)
+                outcomes.append(outcome)
+                save(options, outcomes, context_of(outcomes, [case, *_arguments(options)]))
+
+
+def _arguments(options: object) -> list[str]:
+    """The options as given: those that are not the default."""
+    return [argument for argument in sys.argv[1:] if argument != "bench"][1:]

@@ -1,0 +1,51 @@
+"""The side of a contestant: it makes ready, then does a round for each line that it is sent.
+
+Scope: JSON lines on stdin and the first stdout. The same code serves our own workers and, copied to `tools/peers/`,
+    drivers in the peers' Python, which knows nothing of tierstore: standard library only.
+Not here: the side that asks (`arena.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+# A number of the round goes in; what was timed (seconds), and figures by name, come out.
+Round = Callable[[int], "tuple[float, dict[str, float]]"]
+Contend = Callable[["dict[str, Any]"], AbstractContextManager["tuple[dict[str, Any], Round]"]]
+
+
+class Missing(Exception):
+    """What this contestant needs is not here; said in words."""
+
+
+def serve(contend: Contend) -> None:
+    """Answers until stdin ends.
+
+    Args:
+        contend: takes the options of the command line; what it gives is facts (`versions` among them), and a round.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+
+    def tell(**answer: Any) -> None:
+        answers.write(json.dumps(answer) + "\n")
+
+    try:
+        with contend(json.loads(sys.argv[-1])) as (facts, run_round):
+            tell(ready=facts)
+            for line in sys.stdin:
+                try:
+                    seconds, figures = run_round(json.loads(line)["round"])
+                except Exception as error:
+                    tell(error=f"{type(error).__name__}: {error}")
+                    raise
+                peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                tell(seconds=seconds, figures=figures, peak_rss=peak_rss)
+    except (Missing, ModuleNotFoundError) as error:
+        tell(missing=str(error))
