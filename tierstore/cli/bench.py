@@ -59,9 +59,4 @@ def bench(
                     outcome = run_case(one, options, tell)
                 show(console, outcome)
                 outcomes.append(outcome)
-                save(options, outcomes, context_of(outcomes, [case, *_arguments(options)]))
-
-
-def _arguments(options: object) -> list[str]:
-    """The options as given: those that are not the default."""
-    return [argument for argument in sys.argv[1:] if argument != "bench"][1:]
+                save(options, outcomes, context_of(case, options, outcomes))

@@ -49,28 +49,34 @@ def contest(contestants: Sequence[Contestant], rounds: int, tell: Tell) -> dict[
         for contestant in contestants:
             tell_of(f"{contestant.name}: starts")
             result = results[contestant.name]
-            with _kept(result):
-                process = ended.enter_context(_Process(contestant))
-                result.facts = process.facts(contestant.start_timeout_s)
-                running.append((result, process))
+            try:
+                running.append((result, ended.enter_context(_started(result))))
+            except _Lost as error:
+                result.trouble = str(error)
         for number in range(rounds + 1):
             for result, process in running if number % 2 == 0 else running[::-1]:
                 tell_of(f"{result.contestant.name}: {f'round {number} of {rounds}' if number else 'warm-up'}")
-                with _kept(result):
+                try:
                     answer = process.ask({"round": number}, result.contestant.round_timeout_s)
-                    if number:
-                        result.answers.append(answer)
+                except _Lost as error:
+                    result.trouble = str(error)
+                    process.end(at_once=True)  # nothing of it may run into another's round
+                    continue
+                if number:
+                    result.answers.append(answer)
             running = [(result, process) for result, process in running if result.trouble is None]
     return results
 
 
-@contextlib.contextmanager
-def _kept(result: Result) -> Any:
-    """What goes wrong with one contestant is told of it."""
+def _started(result: Result) -> _Process:
+    """The process of a contestant, ready; its facts are kept."""
+    process = _Process(result.contestant)
     try:
-        yield
-    except _Lost as error:
-        result.trouble = str(error)
+        result.facts = process.facts(result.contestant.start_timeout_s)
+    except BaseException:
+        process.end(at_once=True)
+        raise
+    return process
 
 
 class _Process:
@@ -97,11 +103,17 @@ class _Process:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end(at_once=kind is not None)
+
+    def end(self, *, at_once: bool) -> None:
+        """Lets it clean up, unless `at_once`; then nothing of it runs any more. Again does nothing."""
         process = self._process
+        if self._stdin.closed:
+            return
         with contextlib.suppress(OSError):
             self._stdin.close()
         try:
-            if kind is None:
+            if not at_once:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_CLOSE_S)
         finally:

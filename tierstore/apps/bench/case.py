@@ -6,6 +6,7 @@ Scope: plain records, and how contestants are started. Not here: running them (`
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,8 +52,10 @@ class BenchOptions:
                 raise ConfigError(f"--peer knows {', '.join(PEERS)}, not {name!r}")
         if not 1 <= self.rounds <= 1000:
             raise ConfigError(f"--rounds must be at least 1 and at most 1000, not {self.rounds}")
-        if not 2**26 <= self.size <= 2**44:
-            raise ConfigError(f"--size must be at least 64MiB and at most 16TiB, not {format_size(self.size)}")
+        if not 2**26 <= self.size <= 2**44 or self.size % 2**26:
+            raise ConfigError(
+                f"--size must be a multiple of 64 MiB, at most 16 TiB, not {format_size(self.size)} ({self.size} B)"
+            )
         if not 2**16 <= self.params <= 2**34:
             raise ConfigError(f"--params must be at least 65536 and at most {2**34}, not {self.params}")
         if self.device not in ("cpu", "cuda"):
@@ -61,6 +64,8 @@ class BenchOptions:
             raise ConfigError(f"--peer-python {self.peer_python} is not there; give the path of a Python interpreter")
         if not self.nvme.is_dir():
             raise ConfigError(f"--nvme {self.nvme} is not a directory; make it, or name one on the disk to measure")
+        if not os.access(self.nvme, os.W_OK | os.X_OK):
+            raise ConfigError(f"cannot use --nvme {self.nvme}: no permission to write in it")
         check_outputs(json=self.json, markdown=self.markdown)
 
     def wants(self, peer: str) -> bool:
@@ -141,6 +146,18 @@ class Result:
 
 
 Results = Mapping[str, Result]
+
+
+def best(results: Results, whose: str, figure: str) -> Result | None:
+    """The one with the highest median among those whose name begins so."""
+    found = [result for name, result in results.items() if name.startswith(whose) and result.rate(figure) is not None]
+    return max(found, key=lambda result: result.median(figure) or 0.0, default=None)
+
+
+def best_median(results: Results, whose: str, figure: str) -> float | None:
+    """Of those whose name begins so; None where there is none."""
+    found = best(results, whose, figure)
+    return None if found is None else found.median(figure)
 
 
 @dataclass(frozen=True, slots=True)

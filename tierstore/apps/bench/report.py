@@ -9,7 +9,7 @@ import os
 import platform
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,26 @@ from rich.table import Table
 from tierstore.apps.bench.case import BenchOptions, Row
 from tierstore.apps.bench.run import Outcome
 from tierstore.apps.files import write_object
-from tierstore.config import format_size
+from tierstore.config import format_size, parse_size
 from tierstore.errors import StorageError
 
 _COLUMNS = ("work", "contestant", "median (quartiles)", "of floor", "peak memory", "bar")
 
 
 def show(console: Console, outcome: Outcome) -> None:
-    """The table of a case."""
-    table = Table(title=f"bench {outcome.name}", title_justify="left")
-    for column in _COLUMNS:
-        table.add_column(column, justify="right" if column in _COLUMNS[2:5] else "left")
-    for row in outcome.rows:
-        table.add_row(*map(escape, _cells(row)))
-    console.print(table)
-    for note in _notes(outcome.rows):
-        console.print(escape(note))
+    """A table for each work of a case, its floor and its bars below."""
+    works = dict.fromkeys(row.work for row in outcome.rows)
+    for work in works:
+        rows = [row for row in outcome.rows if row.work == work]
+        table = Table(title=escape(work), title_justify="left")
+        for column in _COLUMNS[1:-1]:
+            table.add_column(column, justify="left" if column == "contestant" else "right")
+        for row in rows:
+            table.add_row(*map(escape, _cells(row)[1:-1]))
+        console.print(table)
+        said = [f"{row.contestant}: {part}" for row in rows for part in (*map(str, row.bars), row.trouble) if part]
+        for sentence in (*said, *_notes(rows)):
+            console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def markdown(outcomes: Sequence[Outcome], context: dict[str, Any]) -> str:
@@ -65,7 +69,7 @@ def save(options: BenchOptions, outcomes: Sequence[Outcome], context: dict[str, 
             raise StorageError(f"cannot write --markdown {options.markdown}: {error.strerror}") from error
 
 
-def context_of(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> dict[str, Any]:
+def context_of(case: str, options: BenchOptions, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Machine, date, versions and command."""
     versions: dict[str, str] = {"python": platform.python_version()}
     for outcome in outcomes:
@@ -80,8 +84,23 @@ def context_of(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> dict[st
         },
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions,
-        "command": shlex.join(["tierstore", "bench", *arguments]),
+        "command": _command(case, options),
     }
+
+
+def _command(case: str, options: BenchOptions) -> str:
+    """What gives the same run: every option that is not the default."""
+    words = ["tierstore", "bench", case]
+    for one in fields(options):
+        given = getattr(options, one.name)
+        for value in (given if isinstance(given, tuple) else (given,)) if given != one.default else ():
+            words += [f"--{one.name.replace('_', '-')}", *([] if value is True else [_text(one.name, value)])]
+    return shlex.join(words)
+
+
+def _text(name: str, value: Any) -> str:
+    short = format_size(value).replace(" ", "") if name == "size" else ""
+    return short if short and parse_size(short) == value else str(value)
 
 
 def _machine_line(context: dict[str, Any]) -> str:
@@ -101,17 +120,16 @@ def _processor() -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    trouble = [row.trouble] if row.trouble else []
-    if row.value is None:
-        return (row.work, row.contestant, "", "", "", "; ".join(trouble + [str(bar) for bar in row.bars]))
-    value = row.value
+    value, bars = row.value, "; ".join([*map(str, row.bars), *([row.trouble] if row.trouble else [])])
+    if value is None:
+        return (row.work, row.contestant, "", "", "", bars)
     return (
         row.work,
         row.contestant,
         f"{value.per_s:.3g} {row.unit} ({value.low:.3g}, {value.high:.3g})",
         "" if row.floor is None else f"{value.per_s / row.floor:.2f} x {row.floor:.3g}",
         "" if row.peak_rss_bytes is None else format_size(row.peak_rss_bytes),
-        "; ".join([str(bar) for bar in row.bars] + trouble),
+        bars,
     )
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.apps.bench.arena import Tell, contest
-from tierstore.apps.bench.case import BenchOptions, Case, Results, Row
+from tierstore.apps.bench.case import BenchOptions, Case, Result, Results, Row
 from tierstore.config import format_size
-from tierstore.errors import ConfigError, StorageFull
+from tierstore.errors import ConfigError, StorageError, StorageFull
 
 CASES = ("disk", "adam", "step", "load", "reduce")
 _LEFT_FREE_BYTES = 2**28
@@ -62,11 +62,14 @@ def check_room(options: BenchOptions, cases: Sequence[Case]) -> None:
 
 def run_case(case: Case, options: BenchOptions, tell: Tell) -> Outcome:
     """All heats of a case."""
-    results: dict[str, object] = {}
+    results: dict[str, Result] = {}
     with tempfile.TemporaryDirectory(prefix=".tierstore-bench-", dir=options.nvme) as name:
         scratch = Path(name)
         tell(f"{case.name}: makes ready", 0.0)
-        case.prepare(options, scratch)
+        try:
+            case.prepare(options, scratch)
+        except (OSError, RuntimeError) as error:  # torch.save says a full disk so
+            raise StorageError(f"bench {case.name} cannot make its files in {options.nvme}: {error}") from error
         heats = case.heats(options, scratch)
         for index, heat in enumerate(heats):
 
@@ -74,4 +77,4 @@ def run_case(case: Case, options: BenchOptions, tell: Tell) -> Outcome:
                 tell(f"{case.name}: {what}", (index + done) / len(heats))
 
             results |= contest(heat, options.rounds, tell_of)
-    return Outcome(case.name, case.rows(options, results), results)  # type: ignore[arg-type]
+    return Outcome(case.name, case.rows(options, results), results)

@@ -1,0 +1,124 @@
+"""Contestants take turns; one that is missing, errs, dies or hangs is told of, and the others go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tierstore.apps.bench.arena import contest
+from tierstore.apps.bench.case import Contestant, Result
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+SERVED = """
+import contextlib, os, subprocess, sys
+from tierstore.apps.bench.serve import Missing, serve
+
+@contextlib.contextmanager
+def contend(options):
+    print("noise of a library")
+    {ready}
+    def run_round(number):
+        with open(options["log"], "a") as log:
+            log.write(options["name"] + str(number) + " ")
+        {body}
+        return 2.0, {{"figure": 10.0 + number}}
+    yield {{"versions": {{"toy": "1"}}}}, run_round
+    open(options["log"] + options["name"], "w").close()
+
+serve(contend)
+"""
+
+
+def contestant(log: Path, name: str, *, ready: str = "pass", body: str = "pass", timeout_s: float = 60.0) -> Contestant:
+    script = SERVED.format(ready=ready, body=body)
+    options = json.dumps({"log": str(log), "name": name})
+    return Contestant(name, (sys.executable, "-c", script, options), False, round_timeout_s=timeout_s)
+
+
+def run(*contestants: Contestant, rounds: int = 2) -> dict[str, Result]:
+    return contest(contestants, rounds, lambda what, done: None)
+
+
+def test_they_take_turns_and_the_warm_up_does_not_count(tmp_path: Path) -> None:
+    log, said = tmp_path / "log", list[tuple[str, float]]()
+    found = contest([contestant(log, "a"), contestant(log, "b")], 2, lambda what, done: said.append((what, done)))
+    assert log.read_text() == "a0 b0 b1 a1 a2 b2 "
+    assert [answer.figures["figure"] for answer in found["a"].answers] == [11.0, 12.0]
+    assert (found["a"].median("figure"), found["a"].median("seconds"), found["a"].median("other")) == (11.5, 2.0, None)
+    assert found["a"].facts == {"versions": {"toy": "1"}}
+    assert 2**20 < (found["a"].peak_rss_bytes or 0) < 2**28
+    assert said[0] == ("a: starts", 0.0)
+    assert said[-1] == ("b: round 2 of 2", 7 / 8)
+    assert (tmp_path / "loga").exists()  # it was asked to end, and cleaned up
+
+
+@pytest.mark.parametrize(
+    ("ready", "body", "trouble", "answers"),
+    [
+        ("raise Missing('no toys here')", "pass", "missing: no toys here", 0),
+        ("import no_such_package", "pass", "missing: No module named 'no_such_package'", 0),
+        ("sys.exit('no')", "pass", "failed: it ended with exit code 1; last words: noise of a library | no", 0),
+        ("pass", "if number == 2: raise ValueError('bad luck')", "failed: ValueError: bad luck", 1),
+        ("pass", "if number == 1: os.kill(os.getpid(), 9)", "failed: it ended by signal 9; last words: noise", 0),
+        ("pass", "os.write(answers_fd, b'nonsense\\n')", "failed: its answer is no JSON object: b'nonsense'", 0),
+    ],
+)  # fmt: skip
+def test_trouble_is_told_and_the_others_go_on(
+    tmp_path: Path, ready: str, body: str, trouble: str, answers: int
+) -> None:
+    body = body.replace("answers_fd", "3")  # the first that serve() opens
+    found = run(contestant(tmp_path / "log", "bad", ready=ready, body=body), contestant(tmp_path / "log", "good"))
+    assert found["good"].trouble is None
+    assert len(found["good"].answers) == 2
+    assert (found["bad"].trouble or "").startswith(trouble)
+    assert len(found["bad"].answers) == answers
+
+
+def test_what_cannot_be_started_is_told() -> None:
+    found = run(
+        Contestant("gone", ("/no/such/python",), True), Contestant("none", ("x",), True, missing="no driver"), rounds=1
+    )
+    assert [found[name].trouble for name in ("gone", "none")] == [
+        "failed: cannot be started: No such file or directory", "missing: no driver",
+    ]  # fmt: skip
+
+
+def test_one_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    start = "child = subprocess.Popen(['sleep', '600'])"
+    body = f"{start}; open(options['log'] + 'pid', 'w').write(str(child.pid)); child.wait()"
+    found = run(contestant(tmp_path / "log", "bad", body=body, timeout_s=1.0), rounds=1)
+    assert (found["bad"].trouble or "").startswith("failed: no answer within 1 s; last words: noise of a library")
+    assert_ended(int((tmp_path / "logpid").read_text()))
+
+
+def test_an_interrupt_ends_all_at_once(tmp_path: Path) -> None:
+    pids = list[int]()
+
+    def tell(what: str, done: float) -> None:
+        if what == "a: round 1 of 1":
+            pids.append(int((tmp_path / "pid").read_text()))
+            raise KeyboardInterrupt
+
+    body = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+    with pytest.raises(KeyboardInterrupt):
+        contest([contestant(tmp_path / "log", "a", body=body)], 1, tell)
+    assert_ended(pids[0])
+
+
+def assert_ended(pid: int) -> None:
+    """It is gone, or a zombie that its new parent has yet to fetch."""
+    deadline_s = time.monotonic() + 10.0
+    while time.monotonic() < deadline_s:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except FileNotFoundError:
+            return
+        os.sched_yield()
+    pytest.fail(f"process {pid} goes on")

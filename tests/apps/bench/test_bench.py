@@ -1,0 +1,155 @@
+"""`tierstore bench`: real runs in small without peers, its files, and what cannot be asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import tierstore
+from tierstore.apps.bench import run as bench_run
+from tierstore.apps.bench.case import Answer, Bar, BenchOptions, Case, Contestant, Result, ratio
+from tierstore.apps.bench.report import context_of, markdown
+from tierstore.apps.bench.run import Outcome, cases_of, run_case
+from tierstore.cli import app
+from tierstore.errors import ConfigError, StorageError
+
+ROOT = Path(tierstore.__file__).parent.parent
+
+
+def bench(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "120"})
+
+
+def result(name: str, trouble: str | None = None, **figures: float) -> Result:
+    answers = [Answer(1.0, figures, 2**20)] if figures else []
+    return Result(Contestant(name, (), False), {"versions": {name: "1"}}, answers, trouble)
+
+
+def test_disk_in_small(disk_path: Path) -> None:
+    files = disk_path / "out.json", disk_path / "out.md"
+    done = bench("disk", "--peer", "torch", "--size", "64MiB", "--rounds", "1", "--nvme", str(disk_path),
+                 "--json", str(files[0]), "--markdown", str(files[1]))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert sorted(os.listdir(disk_path)) == ["out.json", "out.md"]
+    found = json.loads(files[0].read_text())
+    assert found["command"].startswith("tierstore bench disk --peer torch --nvme ")
+    assert "--size 64MiB --rounds" not in found["command"]  # in the order of the record
+    (case,) = found["cases"]
+    assert {row["work"] for row in case["rows"]} == {"read 64 MiB", "write 64 MiB"}
+    assert all(row["value"]["per_s"] > 0 and row["trouble"] is None for row in case["rows"])
+    assert "bar 0.95 of fio's best: not measured" in files[1].read_text()
+    assert "tierstore 32 MiB x 4" in done.output
+
+
+def test_load_in_small(disk_path: Path) -> None:
+    done = bench("load", "--peer", "safetensors", "--size", "64MiB", "--rounds", "1", "--nvme", str(disk_path))
+    assert done.exit_code == 0, done.output
+    assert "safetensors.torch.load_file: 0" in done.output or "safetensors.torch.load_file: 1" in done.output
+    assert os.listdir(disk_path) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["memory"], "bench knows disk, adam, step, load, reduce and all, not 'memory'"),
+        (["adam", "--peer", "horovod"], "--peer knows deepspeed, fio, torch, safetensors, not 'horovod'"),
+        (["adam", "--peer-python", "/no/python"], "--peer-python /no/python is not there"),
+        (["adam", "--rounds", "0"], "--rounds must be at least 1 and at most 1000, not 0"),
+        (["adam", "--params", "5"], "--params must be at least 65536"),
+        (["disk", "--size", "100MB"], "--size must be a multiple of 64 MiB"),
+        (["disk", "--nvme", "/no/disk"], "--nvme /no/disk is not a directory"),
+        (["disk", "--json", "/no/file"], "cannot write --json /no/file"),
+        (["adam", "--device", "tpu"], "--device must be cpu or cuda, not 'tpu'"),
+    ],
+)
+def test_what_cannot_be_asked(arguments: list[str], sentence: str) -> None:
+    done = bench(*arguments)
+    assert (done.exit_code, sentence in done.output) == (2, True), done.output
+
+
+def test_room_is_asked_before_anything_is_written(tmp_path: Path) -> None:
+    done = bench("load", "--size", "16TiB", "--nvme", str(tmp_path))
+    assert done.exit_code == 1
+    assert f"bench load writes 48 TiB ({3 * 2**44 + 2**26} B)" in done.output
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_left_of_a_case_that_fails(tmp_path: Path) -> None:
+    def prepare(options: BenchOptions, scratch: Path) -> None:
+        (scratch / "half").write_text("a file")
+        raise OSError(28, "No space left on device")
+
+    case = Case("toy", lambda options, scratch: [], lambda options, results: [], prepare=prepare)
+    with pytest.raises(StorageError, match=r"bench toy cannot make its files in .*: .*No space left"):
+        run_case(case, BenchOptions(nvme=tmp_path), lambda what, done: None)
+    assert os.listdir(tmp_path) == []
+
+
+def test_bars_and_floors_of_adam() -> None:
+    (case,) = cases_of("adam")
+    results = {
+        one.contestant.name: one
+        for one in (
+            result("tierstore", bf16=1.5, fp32=1.5), result("memory", triad=30.0, **{"in place": 42.0}),
+            result("torch fused AdamW", bf16=0.8, fp32=1.6), result("DeepSpeedCPUAdam", "missing: no compiler"),
+        )
+    }  # fmt: skip
+    outcome = Outcome("adam", case.rows(BenchOptions(), results), results)
+    said = markdown([outcome], context_of("adam", BenchOptions(peer=("torch", "deepspeed"), rounds=3), [outcome]))
+    assert "    tierstore bench adam --peer torch --peer deepspeed --rounds 3\n" in said
+    assert "| 1.5 Gparam/s (1.5, 1.5) | 1.00 x 1.5 | 1 MiB | bar 1.8 x DeepSpeedCPUAdam with casts: not measured; "\
+           "bar 1 x torch's fused AdamW on fp32 alone: 0.938, short |" in said  # fmt: skip
+    assert "| DeepSpeedCPUAdam |  |  |  | missing: no compiler |" in said
+    assert "| memory, triad | memory | 30 GB/s (30, 30) |" in said
+
+
+def test_the_bars_of_disk_stand_at_our_best_setting() -> None:
+    (case,) = cases_of("disk")
+    results = {
+        one.contestant.name: one
+        for one in (
+            result("tierstore a", read=1.9, write=2.0), result("tierstore b", read=1.8, write=2.1),
+            result("fio c", read=2.0, write=2.0), result("fio d", read=1.0, write=1.0),
+            result("DeepSpeed aio", read=1.9),
+        )
+    }  # fmt: skip
+    rows = case.rows(BenchOptions(), results)
+    found = {(row.work, row.contestant): [str(bar) for bar in row.bars] for row in rows if row.bars}
+    assert found == {
+        ("read 4 GiB", "tierstore a"): ["bar 0.95 of fio's best: 0.95, met",
+                                        "bar 1 of DeepSpeed's aio with locked buffers: 1, met"],
+        ("write 4 GiB", "tierstore b"): ["bar 0.95 of fio's best: 1.05, met",
+                                         "bar 1 of DeepSpeed's aio with locked buffers: not measured"],
+    }  # fmt: skip
+
+
+def test_a_bar() -> None:
+    assert str(Bar(1.1, "x memory", 1.2, at_most=True)) == "bar at most 1.1 x memory: 1.2, short"
+    assert (ratio(1.0, None), ratio(None, 1.0), ratio(3.0, 2.0)) == (None, None, 1.5)
+
+
+def test_drivers_carry_our_own_code() -> None:
+    for name in ("serve.py", "cold.py"):
+        assert (ROOT / "tools/peers" / name).read_text() == (ROOT / "tierstore/apps/bench" / name).read_text()
+
+
+@pytest.mark.parametrize("driver", sorted(path.name for path in (ROOT / "tools/peers").glob("*_*.py")))
+def test_a_driver_without_its_peer_says_so(driver: str, tmp_path: Path) -> None:
+    # An interpreter without site-packages has no peer; fio is not on an empty PATH.
+    done = subprocess.run(
+        [sys.executable, "-S", ROOT / "tools/peers" / driver, "{}"], capture_output=True, text=True, timeout=60,
+        env={"PATH": str(tmp_path)}, input="",
+    )  # fmt: skip
+    assert json.loads(done.stdout)["missing"], done.stderr
+
+
+def test_an_unknown_case_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not 'tape'"):
+        bench_run.cases_of("tape")
