@@ -32,7 +32,7 @@ def bench(
         int, typer.Option("--size", parser=size, metavar="SIZE", help="Of the file of disk, the checkpoint of load.")
     ] = 2**32,
     params: Annotated[int, typer.Option(metavar="N", help="Of adam.")] = 2**26,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="cuda: `all` runs the gpu tests too.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="cuda: all is what needs a GPU, tests too.")] = "cpu",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All answers, machine, versions, command.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="The tables, with machine and command.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
@@ -50,7 +50,7 @@ def bench(
             peer=tuple(peer or ()), peer_python=peer_python, nvme=nvme, rounds=rounds, size=size_, params=params,
             device=device, json=json, markdown=markdown,
         )  # fmt: skip
-        cases = cases_of(case)
+        cases = cases_of(case, device)
         check_room(options, cases)
         console, outcomes = Console(), []
         with interruptible("interrupted; contestants are ended and their files are gone"):

@@ -153,3 +153,18 @@ def test_a_driver_without_its_peer_says_so(driver: str, tmp_path: Path) -> None:
 def test_an_unknown_case_is_refused() -> None:
     with pytest.raises(ConfigError, match="not 'tape'"):
         bench_run.cases_of("tape")
+
+
+def test_all_on_cuda_is_what_a_gpu_shows() -> None:
+    (case,) = cases_of("all", "cuda")
+    results = {
+        one.contestant.name: one
+        for one in (
+            result("pytest -m gpu", "missing: no CUDA device here"),
+            result("link", h2d=23.0, d2h=20.0, **{"h2d pinned": 25.0, "d2h pinned": 25.0}),
+            result("tierstore 124m", efficiency=0.95, step=0.2), result("tierstore 1.5b", efficiency=0.8, step=1.0),
+        )
+    }  # fmt: skip
+    heats = case.heats(BenchOptions(), Path())
+    assert {one.name for heat in heats for one in heat} == set(results)
+    assert [bar.is_met for row in case.rows(BenchOptions(), results) for bar in row.bars] == [True, False, True, False]

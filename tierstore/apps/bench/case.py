@@ -20,8 +20,8 @@ from tierstore.errors import ConfigError
 from tierstore.plan.bandwidth import Rate
 
 PEERS = ("deepspeed", "fio", "torch", "safetensors")
-_ROOT = Path(tierstore.__file__).parent.parent
-_DRIVERS = _ROOT / "tools" / "peers"
+ROOT = Path(tierstore.__file__).parent.parent
+_DRIVERS = ROOT / "tools" / "peers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class Contestant:
 def ours(name: str, module: str, **options: Any) -> Contestant:
     """A contestant of our own: `contend` of a module of this package, in a process of its own."""
     command = (sys.executable, "-m", "tierstore.apps.bench.worker", module, json.dumps(options))
-    return Contestant(name, command, False, {"PYTHONPATH": str(_ROOT)})
+    return Contestant(name, command, False, {"PYTHONPATH": str(ROOT)})
 
 
 def peer(name: str, driver: str, python: Path, **options: Any) -> Contestant:

@@ -31,15 +31,15 @@ class Outcome:
     results: Results
 
 
-def cases_of(name: str) -> list[Case]:
-    """The case of a name, or `all` of them.
+def cases_of(name: str, device: str = "cpu") -> list[Case]:
+    """The case of a name, or `all` of them; on CUDA that is what needs a GPU, within minutes.
 
     Raises:
         ConfigError: no such case.
     """
     if name not in (*CASES, "all"):
         raise ConfigError(f"bench knows {', '.join(CASES)} and all, not {name!r}")
-    names = CASES if name == "all" else (name,)
+    names = (name,) if name != "all" else ("cuda",) if device == "cuda" else CASES
     return [importlib.import_module(f"tierstore.apps.bench.{one}").CASE for one in names]
 
 

@@ -1,0 +1,178 @@
+"""A machine with a GPU: its tests, the link, and steps whose optimizer state lies in CPU memory.
+
+Scope: contestants and rows of `bench all --device cuda`, made to end within 8 minutes on one GPU.
+Not here: the cases that need none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tierstore.apps.bench.case import (
+    ROOT,
+    Bar,
+    BenchOptions,
+    Case,
+    Contestant,
+    Results,
+    Row,
+    best_median,
+    ours,
+    ratio,
+    row_of,
+)
+from tierstore.apps.bench.serve import Missing, Round
+
+_TESTS, _LINK = "pytest -m gpu", "link"
+_TESTS_TIMEOUT_S = 200.0
+_COPY_BYTES, _COPIES = 2**25, 32
+_COPY_S = 0.5
+_STEPS = 2  # of a round
+# gpu_memory holds weights, gradients and what is under way, so that the optimizer's state lies in CPU memory.
+_MODELS: dict[str, dict[str, Any]] = {
+    "124m": {"gpu_memory": "1GiB", "cpu_memory": "4GiB", "batch": 16},
+    "1.5b": {"gpu_memory": "8GiB", "cpu_memory": "32GiB", "batch": 8},
+}
+_SEQUENCE = 1024
+
+
+def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
+    """Tests first; then link and steps, a heat each, for they share one GPU's memory."""
+    steps = [[ours(_step_name(preset), "cuda", what="step", preset=preset, **given)]
+             for preset, given in _MODELS.items()]  # fmt: skip
+    return [[ours(_TESTS, "cuda", what="tests")], [ours(_LINK, "cuda", what="link")], *steps]
+
+
+def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
+    """Tests, GB/s of the link, share of a step in which the model computes."""
+    table = [row_of(results[_TESTS], "seconds", "tests marked gpu", "s")]
+    for way in ("h2d", "d2h"):
+        pinned = best_median(results, _LINK, f"{way} pinned")
+        bar = Bar(0.9, "of the pinned copy rate", ratio(best_median(results, _LINK, way), pinned))
+        table.append(row_of(results[_LINK], way, way, "GB/s", floor=pinned, floor_of="torch's copies of pinned memory",
+                            bars=[bar]))  # fmt: skip
+    for preset, given in _MODELS.items():
+        result = results[_step_name(preset)]
+        work = f"GPT-2 {preset}, bf16, {given['batch']} x {_SEQUENCE}, optimizer state in CPU memory"
+        bar = Bar(0.9, "of the step computes", result.median("efficiency"))
+        table.append(row_of(result, "efficiency", f"{work}: efficiency", "", floor=1.0,
+                            floor_of="a step that only computes", bars=[bar]))  # fmt: skip
+        table.append(row_of(result, "step", f"{work}: step", "s"))
+    return table
+
+
+@contextlib.contextmanager
+def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
+    """The part that `what` names.
+
+    Raises:
+        Missing: no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Missing("no CUDA device here")
+    facts = {"versions": {"torch": torch.__version__}, "gpu": torch.cuda.get_device_name()}
+    with {"tests": _tests, "link": _link, "step": _step}[options["what"]](options) as run_round:
+        yield facts, run_round
+
+
+@contextlib.contextmanager
+def _tests(options: dict[str, Any]) -> Iterator[Round]:
+    """Run once, at the start; every round repeats how long it took."""
+    if not (ROOT / "tests").is_dir():
+        raise Missing(f"no tests in {ROOT}: they come with the repository")
+    begun_s = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "tests"], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_TESTS_TIMEOUT_S,
+    )  # fmt: skip
+    seconds = time.perf_counter() - begun_s
+    if done.returncode:
+        raise RuntimeError(" | ".join(done.stdout.strip().splitlines()[-5:]))
+    yield lambda number: (seconds, {})
+
+
+@contextlib.contextmanager
+def _link(options: dict[str, Any]) -> Iterator[Round]:
+    """Copies as the engine makes them, and torch's own between pinned memory and the device."""
+    import torch
+
+    from tierstore.device.streams import open_device
+    from tierstore.io.memory import Arena
+    from tierstore.io.runtime import Runtime
+    from tierstore.measure import links
+
+    device = open_device("cuda")
+    arena = Arena(4 * _COPY_BYTES, device.pin, device.unpin)
+    with contextlib.closing(arena), Runtime("tierstore-bench", timeout_s=600.0) as runtime:
+        lease = runtime.call(arena.pool("bench", arena.capacity_bytes).reserve, arena.capacity_bytes)
+        loads = {"h2d": links.h2d(device, lease.array[: 2 * _COPY_BYTES]),
+                 "d2h": links.d2h(device, lease.array[2 * _COPY_BYTES :])}  # fmt: skip
+        there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+        here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+
+        def pinned(to: torch.Tensor, source: torch.Tensor) -> float:
+            torch.cuda.synchronize()
+            begun_s = time.perf_counter()
+            for _ in range(_COPIES):
+                to.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            return _COPIES * _COPY_BYTES / (time.perf_counter() - begun_s) / 1e9
+
+        def run_round(number: int) -> tuple[float, dict[str, float]]:
+            begun_s = time.perf_counter()
+            rates = {way: runtime.call(load.run, _COPY_S) / 1e9 for way, load in loads.items()}
+            rates |= {"h2d pinned": pinned(there, here), "d2h pinned": pinned(here, there)}
+            return time.perf_counter() - begun_s, rates
+
+        async def free() -> None:
+            lease.free()
+
+        try:
+            yield run_round
+        finally:
+            runtime.call(free, raises_kept=False)
+
+
+@contextlib.contextmanager
+def _step(options: dict[str, Any]) -> Iterator[Round]:
+    """A few steps of a preset; nothing on a disk."""
+    import torch
+
+    from tierstore import AdamWConfig, Engine, TierConfig
+    from tierstore.apps import presets
+    from tierstore.apps.options import Precision, Preset
+    from tierstore.apps.report import efficiency
+
+    configuration = presets.prepare(presets.preset_configuration(Preset(options["preset"])), dropout=0.0)
+    torch.manual_seed(0)
+    model = presets.build(configuration, Precision.BF16)
+    tokens = torch.randint(0, presets.vocabulary_size(configuration), (options["batch"], _SEQUENCE)).cuda()
+    tiers = TierConfig(device="cuda", gpu_memory=options["gpu_memory"], cpu_memory=options["cpu_memory"], nvme=())
+    with Engine(model, tiers, AdamWConfig(lr=1e-4, weight_decay=0.01), max_grad_norm=1.0) as engine:
+
+        def run_round(number: int) -> tuple[float, dict[str, float]]:
+            begun_s, shares = time.perf_counter(), []
+            for _ in range(_STEPS):
+                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                shares.append(efficiency(engine.step().seconds))
+            engine.flush()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - begun_s
+            return seconds, {"efficiency": sum(shares) / _STEPS, "step": seconds / _STEPS}
+
+        yield run_round
+
+
+def _step_name(preset: str) -> str:
+    return f"tierstore {preset}"
+
+
+CASE = Case("cuda", heats, rows)
