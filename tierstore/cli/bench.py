@@ -32,6 +32,9 @@ def bench(
         int, typer.Option("--size", parser=size, metavar="SIZE", help="Of the file of disk, the checkpoint of load.")
     ] = 2**32,
     params: Annotated[int, typer.Option(metavar="N", help="Of adam.")] = 2**26,
+    steps: Annotated[int, typer.Option(metavar="N", help="Of step in a round, after one that does not count.")] = 2,
+    curve: Annotated[bool, typer.Option("--curve", help="Only the curve of step over CPU budgets.")] = False,
+    large: Annotated[bool, typer.Option("--large", help="Only step with 1.5B parameters; writes 48 GB.")] = False,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="cuda: all is what needs a GPU, tests too.")] = "cpu",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All answers, machine, versions, command.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="The tables, with machine and command.")] = None,
@@ -48,7 +51,7 @@ def bench(
     with told(debug):
         options = BenchOptions(
             peer=tuple(peer or ()), peer_python=peer_python, nvme=nvme, rounds=rounds, size=size_, params=params,
-            device=device, json=json, markdown=markdown,
+            steps=steps, curve=curve, large=large, device=device, json=json, markdown=markdown,
         )  # fmt: skip
         cases = cases_of(case, device)
         check_room(options, cases)

@@ -34,6 +34,9 @@ class BenchOptions:
         nvme: a directory on the disk; files are made in a fresh one below it and removed.
         size: bytes of the file of `disk` and of the checkpoint of `load`.
         params: of `adam`.
+        steps: of `step` in a round, after one that does not count.
+        curve: `step` at many CPU budgets, and nothing else of it.
+        large: `step` with 1.5B parameters, and nothing else of it.
     """
 
     peer: tuple[str, ...] = ()
@@ -42,6 +45,9 @@ class BenchOptions:
     rounds: int = 5
     size: int = 2**32
     params: int = 2**26
+    steps: int = 2
+    curve: bool = False
+    large: bool = False
     device: str = "cpu"
     json: Path | None = None
     markdown: Path | None = None
@@ -58,6 +64,10 @@ class BenchOptions:
             )
         if not 2**16 <= self.params <= 2**34:
             raise ConfigError(f"--params must be at least 65536 and at most {2**34}, not {self.params}")
+        if not 1 <= self.steps <= 1000:
+            raise ConfigError(f"--steps must be at least 1 and at most 1000, not {self.steps}")
+        if self.curve and self.large:
+            raise ConfigError("--curve and --large exclude each other: each is a run of its own")
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"--device must be cpu or cuda, not {self.device!r}")
         if not self.peer_python.is_file():

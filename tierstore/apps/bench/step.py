@@ -1,0 +1,260 @@
+"""Steps of GPT-2 in bf16, 1 x 64 tokens, clipped: state on disk, in CPU memory, on the GPU tier; torch and DeepSpeed.
+
+Scope: contestants, which of them are compared with each other, rows. Not here: their steps (`step_worker.py`,
+    `tools/peers/step_*.py`), rates (`rates.py`), the engine's own cost (`step_cost.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierstore.apps.bench import rates
+from tierstore.apps.bench.case import (
+    Bar,
+    BenchOptions,
+    Case,
+    Contestant,
+    Heat,
+    Result,
+    Results,
+    Row,
+    ours,
+    peer,
+    ratio,
+    row_of,
+)
+from tierstore.apps.options import Preset, TrainOptions, options_of_object
+from tierstore.apps.preset_sizes import PRESET_FIELDS
+from tierstore.config import format_size
+from tierstore.plan.bandwidth import Rate
+from tierstore.plan.step_machine import Machine
+from tierstore.plan.step_record import StepRecord
+
+GPU_MEMORY = "256MiB"
+CURVE = ("256MiB", "384MiB", "512MiB", "768MiB", "1GiB", "1536MiB", "2GiB", "4GiB")
+_SEQUENCE = 64
+_RARE = 50
+_MICRO_BATCHES = 8
+_GRADIENT_BYTES = 4
+"""What a parameter's bf16 gradient costs the disk if it does not fit in CPU memory: written and read."""
+_STORE_BYTES = 2**33  # of all stores of one heat, 124M parameters
+_LARGE_STORE_BYTES = 48 * 10**9  # two slots of 14 B for 1.56e9 parameters, and some room
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """One of our contestants: how it trains, and the bars of its row.
+
+    Attributes:
+        options: of `TrainOptions`, apart from those that all have.
+        heat: what it takes turns with.
+        vs_torch, vs_all: most of the step in memory; least speed against DeepSpeed with all state on disk.
+        vs_floor: most of its own floor.
+        disk_bytes: most per parameter, without gradients that are spilled.
+    """
+
+    name: str
+    heat: str
+    options: dict[str, Any]
+    stored: bool = True
+    vs_torch: float | None = None
+    vs_all: float | None = None
+    vs_floor: float | None = None
+    disk_bytes: float | None = None
+    most_rss: int | None = None
+
+
+_OWN = (
+    Own("tierstore, all state on disk", "disk", {"cpu_memory": "128MiB"}, vs_all=2.5, vs_floor=1.15, disk_bytes=26),
+    Own("tierstore, 512MiB", "disk", {"cpu_memory": "512MiB"}, vs_all=2.0, disk_bytes=22),
+    Own("tierstore, CPU memory, a commit every 50", "memory", {"cpu_memory": "4GiB", "commit_every": _RARE},
+        vs_torch=1.10),
+    Own("tierstore, CPU memory, a commit each step", "memory", {"cpu_memory": "4GiB"}, vs_torch=1.25),
+    Own("tierstore, GPU tier, no commits", "memory", {"cpu_memory": "512MiB", "gpu_memory": "4GiB"}, stored=False,
+        vs_torch=1.03),
+    Own("tierstore, 8 micro-batches", "accumulate", {"cpu_memory": "128MiB", "accumulate": _MICRO_BATCHES}),
+)  # fmt: skip
+_LARGE = Own("tierstore, 1.5b, 4GiB", "1.5b", {"cpu_memory": "4GiB", "preset": "1.5b"}, vs_floor=1.25,
+             most_rss=int(5.5 * 2**30))  # fmt: skip
+
+
+def _own(options: BenchOptions) -> list[Own]:
+    if options.large:
+        return [_LARGE]
+    if options.curve:
+        return [Own(f"tierstore, {budget}", "curve", {"cpu_memory": budget}) for budget in CURVE]
+    return list(_OWN)
+
+
+def _torch(heat: str) -> str:
+    return f"torch in memory, beside {heat}"
+
+
+def _rates(heat: str) -> str:
+    return f"rates, beside {heat}"
+
+
+_ALL = "DeepSpeed, all state on disk"
+_MODES = {"disk": {"all": _ALL}, "memory": {"cpu": "DeepSpeed, CPU memory"},
+          "accumulate": {"optimizer": "DeepSpeed, optimizer state on disk"}}  # fmt: skip
+
+
+def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
+    """Those that are compared are alive together; not all are, for DeepSpeed alone takes 10 GB."""
+    found: dict[str, list[Contestant]] = {}
+    for index, own in enumerate(_own(options)):
+        train = train_options(own, options, scratch / f"store-{index}")
+        heat = found.setdefault(own.heat, [])
+        heat.append(ours(own.name, "step_worker", train=train, steps=options.steps))
+    shared: dict[str, Any] = {"device": options.device, "steps": options.steps, "batch": 1, "sequence": _SEQUENCE}
+    shared["fields"] = {name: value for name, value in PRESET_FIELDS[Preset.P124M].items() if name != "model_type"}
+    for name, heat in found.items():
+        heat.append(ours(_rates(name), "rates", directory=str(scratch / f"rates-{name}"), device=options.device))
+        if options.wants("torch") and not options.large:
+            heat.append(peer(_torch(name), "step_torch", options.peer_python, **shared))
+        for mode, called in _MODES.get(name, {}).items() if options.wants("deepspeed") else ():
+            store = str(scratch / f"deepspeed-{mode}")
+            heat.append(peer(called, "step_deepspeed", options.peer_python, mode=mode, store=store, **shared))
+    if not options.large and not options.curve:
+        found["cost"] = [ours(_COST, "step_cost", directory=str(scratch))]
+    return list(found.values())
+
+
+def train_options(own: Own, options: BenchOptions, store: Path) -> dict[str, Any]:
+    """The options of `train`, as its file of options has them."""
+    common = {"preset": "124m", "batch": 1, "sequence": _SEQUENCE, "lr": 1e-4, "weight_decay": 0.01,
+              "gpu_memory": GPU_MEMORY, "device": options.device, "evaluate": 0}  # fmt: skip
+    return common | own.options | ({"nvme": [str(store)]} if own.stored else {})
+
+
+_COST = "tierstore, tiny groups"
+
+
+def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
+    """Seconds of a step; what they are made of; whether they were predicted."""
+    return [*_step_rows(options, results), *_bytes_rows(options, results), *_cost_rows(results),
+            *_prediction_rows(options, results)]  # fmt: skip
+
+
+def _step_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
+    work = f"step, GPT-2 {'1.5B' if options.large else '124M'}"
+    own_names = {own.name for own in _own(options)}
+    for own in _own(options):
+        result = results[own.name]
+        machine = rates.machine_of(results[_rates(own.heat)])
+        memory = _median(results, _torch(own.heat)) if not own.options.get("accumulate") else None
+        floor, floor_of = floor_of_step(result, machine, memory)
+        yield row_of(result, "seconds", work, "s", floor=floor, floor_of=floor_of,
+                     bars=list(_bars(own, result, results, memory, floor)))  # fmt: skip
+    for name, result in results.items():
+        if name not in own_names and not name.startswith("rates") and name != _COST:
+            yield row_of(result, "seconds", work, "s")
+
+
+def _bars(
+    own: Own, result: Result, results: Results, memory: float | None, floor: float | None
+) -> Iterator[Bar]:
+    seconds = result.median("seconds")
+    if own.vs_all is not None:
+        yield Bar(own.vs_all, f"x {_ALL}", ratio(_median(results, _ALL), seconds))
+        theirs = results[_ALL].peak_rss_bytes if _ALL in results else None
+        if own.heat == "disk" and own.vs_floor is not None:
+            yield Bar(0.25, "of its peak memory", ratio(result.peak_rss_bytes, theirs), at_most=True)
+    if own.vs_torch is not None:
+        yield Bar(own.vs_torch, "x torch in memory", ratio(seconds, memory), at_most=True)
+    if own.vs_floor is not None:
+        yield Bar(own.vs_floor, "x the floor", ratio(seconds, floor), at_most=True)
+    if own.most_rss is not None:
+        yield Bar(1.0, f"of {format_size(own.most_rss)} peak memory", ratio(result.peak_rss_bytes, own.most_rss),
+                  at_most=True)  # fmt: skip
+
+
+def floor_of_step(result: Result, machine: Machine | None, memory: float | None) -> tuple[float | None, str]:
+    """The longer of computing and what the step itself moved, at the rates of the same run.
+
+    Args:
+        memory: seconds of the step in memory; None is what our own forward and backward took without waiting.
+    """
+    computing = memory if memory is not None else result.median("computing_s")
+    read, written = result.median("read_bytes"), result.median("written_bytes")
+    if machine is None or computing is None or read is None or written is None:
+        return None, ""
+    disk_s = machine.table.disk_seconds(read, written)
+    return max(computing, disk_s), (
+        "the longer of the step in memory (torch's; else our own computing) and the bytes that the disk moved at its "
+        "measured rates, reads and writes together"
+    )
+
+
+def _bytes_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
+    for own in _own(options):
+        result = results[own.name]
+        if not own.stored or own.options.get("commit_every", 1) > 1:
+            continue
+        spilled = _GRADIENT_BYTES * float(result.facts.get("spilled_share", 0))
+        found = result.median("bytes_per_parameter")
+        bars = []
+        if own.disk_bytes is not None:
+            kept = None if found is None else found - spilled
+            bars = [Bar(own.disk_bytes, f"B without {spilled:.1f} B of spilled gradients", kept, at_most=True)]
+        yield row_of(result, "bytes_per_parameter", "disk bytes per parameter and step", "B", bars=bars)
+
+
+def _cost_rows(results: Results) -> Iterator[Row]:
+    if _COST in results:
+        cost = results[_COST]
+        yield row_of(cost, "us_per_group_and_pass", "Python of the engine per group and pass", "us",
+                     bars=[Bar(150, "us", cost.median("us_per_group_and_pass"), at_most=True)])  # fmt: skip
+    for own in _OWN[:1]:
+        if own.name in results:
+            lag = results[own.name]
+            yield row_of(lag, "lag_p99_ms", "loop lag, 99th percentile", "ms",
+                         bars=[Bar(5, "ms", lag.median("lag_p99_ms"), at_most=True)])  # fmt: skip
+
+
+def _prediction_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
+    for own in _own(options):
+        machine = rates.machine_of(results[_rates(own.heat)])
+        result = results[own.name]
+        train = TrainOptions(**options_of_object(train_options(own, options, Path("store")), "bench step"))
+        measured = result.median("seconds")
+        if train.accumulate > 1 or not own.stored or train.commit_every > 1:
+            continue
+        seconds = None if machine is None or measured is None else predicted_s(result, machine, train)
+        off = None if seconds is None or measured is None else abs(seconds / measured - 1)
+        value = None if seconds is None else Rate.of([seconds])
+        yield Row("step as tune predicts it", own.name, "s", value, measured, "measured step",
+                  (Bar(0.10, "off the measured step", off, at_most=True),), trouble=result.trouble)  # fmt: skip
+
+
+def predicted_s(result: Result, machine: Machine, train: TrainOptions) -> float:
+    """The forecast of `tune`, from the step that this contestant recorded at its start and the rates of the run.
+
+    Its computing is scaled to that of the first steps of the rounds: they have no update beside them either, and the
+    machine is not as fast in every minute.
+    """
+    from tierstore.apps.tune import candidates
+    from tierstore.plan.step_model import StepPolicy, forecast
+
+    record = StepRecord.from_json(result.facts["record"])
+    own_s = record.forward_s + record.backward_s
+    record = record.scaled((result.median("computing_s") or own_s) / own_s)
+    usual = next(iter(candidates(record, train)))
+    policy = StepPolicy(int(result.median("depth") or 0), usual.schedule, train.commit_every, bool(train.nvme))
+    return forecast(record, usual.placement, machine, policy).seconds
+
+
+def _median(results: Results, name: str) -> float | None:
+    return results[name].median("seconds") if name in results else None
+
+
+def _disk_bytes(options: BenchOptions) -> int:
+    if options.large:
+        return _LARGE_STORE_BYTES
+    return len(CURVE) * _STORE_BYTES // 2 if options.curve else 2 * _STORE_BYTES
+
+
+CASE = Case("step", heats, rows, _disk_bytes)

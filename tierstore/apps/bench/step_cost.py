@@ -1,0 +1,80 @@
+"""What the engine itself takes per group and pass: steps of very many very small groups, with and without it.
+
+Scope: `contend`. The groups do not all fit on the GPU tier, so each is fetched, acquired and released; they compute
+    almost nothing, so what the engine's passes take beyond those of the bare model is its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierstore.apps.bench.serve import Round
+from tierstore.apps.bench.step_worker import SameTokens
+from tierstore.apps.crew import Crew
+from tierstore.apps.options import TrainOptions
+from tierstore.apps.train import assemble, engine_arguments
+from tierstore.trace import Tracer
+from tierstore.train.engine import Engine
+
+_BLOCKS, _WIDTH, _SEQUENCE, _STEPS = 96, 32, 8, 5
+_MODEL = {"model_type": "gpt2", "vocab_size": 256, "n_layer": _BLOCKS, "n_embd": _WIDTH, "n_head": 1,
+          "n_positions": _SEQUENCE, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+_BLOCK_BYTES = 2 * (12 * _WIDTH**2 + 13 * _WIDTH)
+
+
+@contextlib.contextmanager
+def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
+    """Options: `directory`, for the configuration of the model."""
+    config = Path(options["directory"]) / "tiny-groups.json"
+    config.write_text(json.dumps(_MODEL), encoding="utf-8")
+    train = TrainOptions(
+        config=config, batch=1, sequence=_SEQUENCE, gpu_memory=_BLOCKS * _BLOCK_BYTES, cpu_memory=2**28, evaluate=0
+    )  # fmt: skip
+    parts, bare = assemble(train), assemble(train)
+    for one in (parts, bare):
+        one.batches.close()
+    model = bare.model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    tokens = SameTokens(1, _SEQUENCE, _MODEL["vocab_size"]).next()  # type: ignore[arg-type]
+    tracer = Tracer(time.perf_counter, enabled=False)
+    with Engine(**(engine_arguments(train, parts, tracer, Crew()) | {"registered": {}})) as engine:
+        groups = len(engine.placement.groups)
+
+        def by_engine() -> float:
+            began_s = time.perf_counter()
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            seconds = time.perf_counter() - began_s
+            engine.step()
+            engine.flush()  # the update is no part of a pass
+            return seconds
+
+        def by_torch() -> float:
+            began_s = time.perf_counter()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            seconds = time.perf_counter() - began_s
+            model.zero_grad()
+            return seconds
+
+        def run_round(number: int) -> tuple[float, dict[str, float]]:
+            seconds = _in_turn(by_engine, by_torch)
+            own_s = seconds[0] - seconds[1]
+            return seconds[0], {"us_per_group_and_pass": 1e6 * own_s / (2 * groups)}
+
+        yield {"groups": groups}, run_round
+
+
+def _in_turn(*steps: Callable[[], float]) -> list[float]:
+    seconds: list[list[float]] = [[] for _ in steps]
+    for _ in range(_STEPS):
+        for kept, step in zip(seconds, steps):
+            kept.append(step())
+    return [statistics.median(kept) for kept in seconds]

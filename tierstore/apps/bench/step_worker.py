@@ -1,0 +1,183 @@
+"""Training steps of our own engine, as one contestant.
+
+Scope: `contend`: an engine as `tierstore train` makes it, and rounds of steps. Not here: what follows (`step.py`).
+Owner: the store goes when the contestant ends.
+
+[Note: a step's time] Work of a step runs on after `step()` has returned: its update under the next forward, its commit
+until the manifest is durable. A round is a step to get going, K steps that are timed, one more, then `flush()`; so what
+is timed has neighbours on both sides and stands for any step of a long run.
+* A commit each step: the time from a commit that is durable to the K-th one after it, over K. K whole updates and
+  commits lie in between, no more and no less, and it ends with a durable one.
+* Rare commits: from the start of the first timed step to the start of the one after the last, over K, and what the
+  flush at the end takes, a commit that nothing hides, over the number of steps that share a commit.
+* No commits: as before, without the flush.
+`drained_s` is the other figure: from an idle engine through `flush()`, over all K + 2 steps. It is longer, for the
+first step has nothing to hide behind and the last update and commit hide behind nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tierstore.apps.bench.serve import Round
+from tierstore.apps.crew import Crew
+from tierstore.apps.options import TrainOptions, options_of_object
+from tierstore.apps.train import Parts, assemble, engine_arguments, return_freed_memory
+from tierstore.apps.trial import Trial
+from tierstore.config import Durability, Tier
+from tierstore.plan.placement import Kind
+from tierstore.trace import Tracer
+from tierstore.train.engine import Engine
+from tierstore.train.report import StepReport
+
+_TICK_S = 0.005
+_PERCENTILE = 99
+
+
+class Commits(Tracer):
+    """Notes when commits have become durable, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(time.perf_counter)
+        self.ends_s: list[float] = []
+
+    def span(self, track: str, name: str, start: float, end: float, **args: Any) -> None:
+        if track == "commit":
+            self.ends_s.append(end)
+
+    def counter(self, track: str, name: str, value: float) -> None:
+        pass
+
+
+class SameTokens:
+    """Batches that are the same each time, as the peers' are."""
+
+    def __init__(self, batch: int, sequence: int, vocabulary: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._tokens = torch.randint(0, vocabulary, (batch, sequence), generator=generator)
+
+    def next(self) -> torch.Tensor:
+        return self._tokens
+
+    def close(self) -> None:
+        pass
+
+
+class LoopLag:
+    """How late a timer of the engine's loop is: what a completion waits there for its turn."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.late_s: list[float] = []
+        self._loop = engine._parts.runtime.loop
+        self._loop.call_soon_threadsafe(self._again)
+
+    def take_ms(self) -> float:
+        """The 99th percentile since the last call."""
+        late_s, self.late_s = self.late_s, []
+        return 1e3 * statistics.quantiles(late_s, n=100)[_PERCENTILE - 1] if len(late_s) > 1 else math.nan
+
+    def _again(self) -> None:
+        due_s = self._loop.time() + _TICK_S
+        self._loop.call_at(due_s, self._tick, due_s)
+
+    def _tick(self, due_s: float) -> None:
+        self.late_s.append(self._loop.time() - due_s)
+        self._again()
+
+
+@contextlib.contextmanager
+def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
+    """Options: `train`, of `TrainOptions`; `steps` of a round that are timed."""
+    train = TrainOptions(**options_of_object(options["train"], "bench step"))
+    commits = Commits()
+    with contextlib.ExitStack() as stack:
+        for directory in train.nvme:
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        return_freed_memory()
+        parts = assemble(train)
+        parts.batches.close()
+        tokens = SameTokens(train.batch, parts.sequence, parts.configuration.vocab_size)
+        arguments = engine_arguments(train, parts, commits, Crew()) | {"registered": {}}
+        engine = stack.enter_context(Engine(**arguments))
+        same = replace(parts, batches=tokens)  # type: ignore[arg-type]  # has all that a trial asks of batches
+        yield _facts(engine, same, train), _rounds(engine, tokens, train, options["steps"], commits)
+
+
+def _facts(engine: Engine, parts: Parts, train: TrainOptions) -> dict[str, Any]:
+    placement = engine.placement
+    usage = {(row.kind, row.tier): row.bytes for row in placement.usage()}
+    gradients = sum(usage.get((Kind.GRADIENTS, tier), 0) for tier in (Tier.CPU, Tier.NVME))
+    facts: dict[str, Any] = {
+        "versions": {"torch": torch.__version__},
+        "parameters": sum(need.elements for need in placement.groups),
+        "groups": len(placement.groups),
+        "usage": {f"{kind.value} {tier.value}": nbytes for (kind, tier), nbytes in usage.items()},
+        "spilled_share": usage.get((Kind.GRADIENTS, Tier.NVME), 0) / max(gradients, 1),
+    }
+    if train.accumulate == 1:
+        facts["record"] = Trial(engine, parts, train.device).record().to_json()
+    return facts
+
+
+def _rounds(engine: Engine, tokens: SameTokens, train: TrainOptions, steps: int, commits: Commits) -> Round:
+    batch = {"input_ids": tokens.next().to(train.device), "labels": tokens.next().to(train.device)}
+    lag = LoopLag(engine)
+    parameters = sum(need.elements for need in engine.placement.groups)
+
+    def run_round(number: int) -> tuple[float, dict[str, float]]:
+        engine.flush()
+        commits.ends_s.clear()
+        lag.take_ms()
+        starts_s, reports = [], []
+        for _ in range(steps + 2):
+            starts_s.append(time.perf_counter())
+            reports.append(engine.train_step([batch] * train.accumulate))
+        starts_s.append(time.perf_counter())
+        engine.flush()
+        rested_s = time.perf_counter()
+        step_s = _step_s(train, steps, starts_s, rested_s, commits.ends_s)
+        figures = _figures(reports, parameters)
+        figures |= {"drained_s": (rested_s - starts_s[0]) / (steps + 2), "lag_p99_ms": lag.take_ms()}
+        return step_s, {name: value for name, value in figures.items() if math.isfinite(value)}
+
+    return run_round
+
+
+def _step_s(
+    train: TrainOptions, steps: int, starts_s: Sequence[float], rested_s: float, ends_s: Sequence[float]
+) -> float:
+    """See [Note: a step's time]."""
+    loops_s = (starts_s[steps + 1] - starts_s[1]) / steps
+    if not train.nvme or train.durability is Durability.NONE:
+        return loops_s
+    if train.commit_every > 1:
+        return loops_s + (rested_s - starts_s[-1]) / train.commit_every
+    if len(ends_s) != steps + 2:
+        raise RuntimeError(f"{steps + 2} steps made {len(ends_s)} commits")
+    return (ends_s[steps] - ends_s[0]) / steps
+
+
+def _figures(reports: Sequence[StepReport], parameters: int) -> dict[str, float]:
+    """Of the timed steps; `computing_s` of the first, which has no update beside it."""
+    timed = reports[1:-1]
+
+    def mean(values: Iterator[float]) -> float:
+        return statistics.fmean(values)
+
+    read, written = (mean(float(one.bytes[link]) for one in timed) for link in ("nvme_read", "nvme_write"))
+    first = reports[0].seconds
+    figures = {f"{name}_s": mean(one.seconds[name] for one in timed) for name in ("forward", "backward", "wait")}
+    return figures | {
+        "read_bytes": read, "written_bytes": written, "bytes_per_parameter": (read + written) / parameters,
+        "depth": float(timed[-1].prefetch_depth),
+        "computing_s": first["forward"] + first["backward"] - first["wait"],
+    }  # fmt: skip
