@@ -31,7 +31,8 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
 
     with tempfile.TemporaryDirectory() as directory:
         meeting = f"file://{directory}/meeting"
-        other = subprocess.Popen([sys.executable, __file__, "--rank-1", json.dumps(options | {"meeting": meeting})])
+        command = [sys.executable, __file__, "--rank-1", json.dumps(options | {"meeting": meeting})]
+        other = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:
             together = _join(options, meeting, 0)
 

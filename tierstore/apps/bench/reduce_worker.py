@@ -40,7 +40,8 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     """Options: `layers`, `width` and `batch` of the model; `bucket` in bytes; `delayed`; `steps` of a round."""
     with tempfile.TemporaryDirectory() as directory:
         meeting = f"file://{directory}/meeting"
-        other = subprocess.Popen([sys.executable, "-m", __name__, json.dumps(options | {"meeting": meeting})])
+        command = [sys.executable, "-m", __name__, json.dumps(options | {"meeting": meeting})]
+        other = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:
             with _joined(options, meeting, 0) as (facts, together):
 

@@ -137,7 +137,7 @@ def _rounds(engine: Engine, tokens: SameTokens, train: TrainOptions, steps: int,
         engine.flush()
         commits.ends_s.clear()
         lag.take_ms()
-        starts_s, reports = [], []
+        starts_s, reports, before = [], [], engine.statistics()["bytes"]
         for _ in range(steps + 2):
             starts_s.append(time.perf_counter())
             reports.append(engine.train_step([batch] * train.accumulate))
@@ -145,7 +145,11 @@ def _rounds(engine: Engine, tokens: SameTokens, train: TrainOptions, steps: int,
         engine.flush()
         rested_s = time.perf_counter()
         step_s = _step_s(train, steps, starts_s, rested_s, commits.ends_s)
-        figures = _figures(reports, parameters)
+        # Of the whole round, at rest on both sides: a report counts what moved meanwhile, not what its step caused.
+        after = engine.statistics()["bytes"]
+        moved = [(after[link] - before[link]) / (steps + 2) for link in ("nvme_read", "nvme_write")]
+        figures = _figures(reports) | {"read_bytes": moved[0], "written_bytes": moved[1]}
+        figures |= {"bytes_per_parameter": sum(moved) / parameters}
         figures |= {"drained_s": (rested_s - starts_s[0]) / (steps + 2), "lag_p99_ms": lag.take_ms()}
         return step_s, {name: value for name, value in figures.items() if math.isfinite(value)}
 
@@ -166,18 +170,11 @@ def _step_s(
     return (ends_s[steps] - ends_s[0]) / steps
 
 
-def _figures(reports: Sequence[StepReport], parameters: int) -> dict[str, float]:
+def _figures(reports: Sequence[StepReport]) -> dict[str, float]:
     """Of the timed steps; `computing_s` of the first, which has no update beside it."""
-    timed = reports[1:-1]
-
-    def mean(values: Iterator[float]) -> float:
-        return statistics.fmean(values)
-
-    read, written = (mean(float(one.bytes[link]) for one in timed) for link in ("nvme_read", "nvme_write"))
-    first = reports[0].seconds
-    figures = {f"{name}_s": mean(one.seconds[name] for one in timed) for name in ("forward", "backward", "wait")}
-    return figures | {
-        "read_bytes": read, "written_bytes": written, "bytes_per_parameter": (read + written) / parameters,
+    timed, first = reports[1:-1], reports[0].seconds
+    phases = ("forward", "backward", "wait")
+    return {f"{name}_s": statistics.fmean(one.seconds[name] for one in timed) for name in phases} | {
         "depth": float(timed[-1].prefetch_depth),
         "computing_s": first["forward"] + first["backward"] - first["wait"],
-    }  # fmt: skip
+    }
