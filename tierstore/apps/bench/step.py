@@ -241,11 +241,13 @@ def predicted_s(result: Result, machine: Machine, train: TrainOptions) -> float:
     """
     from tierstore.apps.tune import candidates
     from tierstore.plan.step_model import StepPolicy, forecast
+    from tierstore.plan.tuning import calibrated
 
     record = StepRecord.from_json(result.facts["record"])
+    usual = next(iter(candidates(record, train)))
+    record = calibrated(record, usual, machine, result.facts["computing_beside_s"], commits=bool(train.nvme))
     own_s = record.forward_s + record.backward_s
     record = record.scaled((result.median("computing_s") or own_s) / own_s)
-    usual = next(iter(candidates(record, train)))
     policy = StepPolicy(int(result.median("depth") or 0), usual.schedule, train.commit_every, bool(train.nvme))
     return forecast(record, usual.placement, machine, policy).seconds
 

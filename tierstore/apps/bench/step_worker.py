@@ -124,7 +124,8 @@ def _facts(engine: Engine, parts: Parts, train: TrainOptions) -> dict[str, Any]:
         "spilled_share": usage.get((Kind.GRADIENTS, Tier.NVME), 0) / max(gradients, 1),
     }
     if train.accumulate == 1:
-        facts["record"] = Trial(engine, parts, train.device).record().to_json()
+        record, beside_s = Trial(engine, parts, train.device).record()
+        facts |= {"record": record.to_json(), "computing_beside_s": beside_s}
     return facts
 
 
