@@ -209,8 +209,12 @@ def test_memory_that_is_too_small_is_said_with_what_would_do(tmp_path: Path) -> 
 
 def test_threads_are_as_many_as_memory_allows() -> None:
     used = flow.psutil.Process().memory_info().rss + flow._SLACK_BYTES
-    assert flow.room(used + 2**31, 2**29).threads <= 4
-    assert flow.room(2**50, 2**20).threads == flow.THREADS
+    small = flow.room(used + 2**31, 2**29)
+    assert small.threads <= 4
+    assert small.queued == 0
+    assert flow.room(2**50, 2**20) == flow.Room(flow.THREADS, 2**20, flow.QUEUED)
+    tight = flow.room(used + 2**31, 2**31 // (flow.THREADS + 2))
+    assert tight.buffer_bytes <= 2**31
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ R = TypeVar("R")
 
 THREADS = 8
 """Chunks in flight: while some threads compute checksums, others keep the disk busy."""
+QUEUED = 4
+"""Chunks that wait for a thread: one that has ended its chunk goes on without waiting for the loop."""
 _CLOSE_S = 60.0
 _SLACK_BYTES = 48 * 2**20
 """Interpreter and libraries grow by about this while they work."""
@@ -37,14 +39,19 @@ _SLACK_BYTES = 48 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What jobs may use: `threads` of them at once, each with `job_bytes` of buffer."""
+    """What jobs may use: `threads` of them at once and `queued` that wait, each with `job_bytes` of buffer."""
 
     threads: int
     job_bytes: int
+    queued: int = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        return (self.threads + self.queued) * self.job_bytes
 
 
 def room(memory_bytes: int, job_bytes: int, *, beside_bytes: int = 0, threads: int = THREADS) -> Room:
-    """As many threads as the memory allows, which is that of the whole process.
+    """As many threads as the memory allows, which is that of the whole process; what is left lets jobs queue.
 
     Args:
         job_bytes: buffer of one job.
@@ -61,7 +68,8 @@ def room(memory_bytes: int, job_bytes: int, *, beside_bytes: int = 0, threads: i
             f"--memory {format_size(memory_bytes)} is too small: this process takes {format_size(used)} and one chunk "
             f"{format_size(job_bytes + beside_bytes)}; give at least {format_size(math.ceil(smallest / 2**20) * 2**20)}"
         )
-    return Room(min(threads, count), job_bytes)
+    threads = min(threads, count)
+    return Room(threads, job_bytes, min(QUEUED, count - threads))
 
 
 def run(
@@ -77,7 +85,7 @@ def run(
         done: told of each result; from one thread, not in order.
 
     Raises:
-        BaseException: the first failure; nothing was started after it, and nothing runs any more.
+        BaseException: the first failure; no item was taken after it, and nothing runs any more.
     """
     with Runtime("archive", timeout_s=math.inf) as runtime:
         runtime.call(_Flow(work, done, room).run, items)
@@ -93,8 +101,8 @@ class _Flow:
 
     async def run(self, items: Iterable[Any]) -> None:
         """Blocks: until all is done. Cancellation: held back until the jobs in flight have ended."""
-        arena = Arena(self._room.threads * self._room.job_bytes)
-        pool = arena.pool("chunks", self._room.threads * self._room.job_bytes)
+        arena = Arena(self._room.buffer_bytes)
+        pool = arena.pool("chunks", self._room.buffer_bytes)
         workers = WorkerPool("archive", self._room.threads)
         try:
             await self._submit_all(items, pool, workers)

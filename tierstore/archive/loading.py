@@ -5,20 +5,22 @@ Owner: each tensor keeps the memory of its group; that goes when the last of the
 
 [Note: in place] A group's memory is one mapping that asks for huge pages, and its raw chunks are read straight into
 their places there: no second copy, and no buffer. Encoded ones are read into a buffer and decoded to their places.
+New memory is zeroed by the kernel when it is first touched, and a direct read is not issued before all its pages are
+there. So each chunk's pages are touched before the chunk is handed to a thread, while all threads are busy.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierstore.alignment import padded
+from tierstore.alignment import ALIGNMENT, padded
 from tierstore.archive import flow
 from tierstore.archive.dtypes import torch_dtype
 from tierstore.archive.gather import OpenFiles
@@ -113,7 +115,14 @@ def _fill(files: Sequence[ArchiveFile], wanted: Collection[str], memory: Mapping
                 buffer = memory[placed.group.position][placed.begin : padded(end)]
             read_content(opened, placed, buffer, destination)
 
-        flow.run(chunks, read, flow.Room(flow.THREADS, padded(largest)))
+        flow.run(_touched(chunks, memory), read, flow.Room(flow.THREADS, padded(largest), flow.QUEUED))
+
+
+def _touched(chunks: Iterable[PlacedChunk], memory: Mapping[int, Bytes]) -> Iterator[PlacedChunk]:
+    """The same chunks, the pages of each one's place in memory just before it. See [Note: in place]."""
+    for placed in chunks:
+        memory[placed.group.position][placed.begin : placed.begin + placed.chunk.content_bytes : ALIGNMENT] = 0
+        yield placed
 
 
 def _tensor(entry: TensorEntry, memory: Bytes) -> torch.Tensor:
