@@ -46,6 +46,10 @@ Bytes = npt.NDArray[np.uint8]
 
 CHUNK_BYTES = 8 * 2**20
 _CODEC_ROOM = {Codec.NONE: 0}
+_THREADS = 2 * flow.THREADS
+"""While half of them read, the other half write."""
+_ESTIMATE_MARGIN = 1.05
+"""Of the bytes that a codec leaves, over what it left of the samples."""
 """Chunks that a codec allocates while it works; 2 unless said here."""
 
 
@@ -187,7 +191,8 @@ def _room(options: PackOptions, groups: Sequence[ArchiveGroup]) -> flow.Room:
     largest = max((stored for group in groups for stored, _ in group.chunks), default=0)
     chunk_bytes = padded(max(largest, 1))
     beside = max((_CODEC_ROOM.get(group.codec, 2) for group in groups), default=0) * chunk_bytes
-    return flow.room(options.memory_bytes, 2 * chunk_bytes + 2 * ALIGNMENT, beside_bytes=beside)
+    job_bytes = 2 * chunk_bytes + 2 * ALIGNMENT
+    return flow.room(options.memory_bytes, job_bytes, beside_bytes=beside, threads=_THREADS)
 
 
 def _aliases_in(archive: Archive, source: Source) -> dict[str, str]:
