@@ -170,6 +170,14 @@ def test_a_checkpoint_of_somebody_else_is_never_touched(tmp_path: Path) -> None:
 
 
 def test_files_that_no_index_names_are_not_written_over(tmp_path: Path) -> None:
+def test_unpack_names_no_option_that_it_does_not_have(tmp_path: Path) -> None:
+    before = foreign(tmp_path / "b")
+    packed(tmp_path / "b", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    with pytest.raises(ConfigError, match=r"is there already; give another destination$"):
+        unpacked(tmp_path / "b", tmp_path / "p.safetensors")
+    assert contents(tmp_path / "b") == before
+
+
     before = foreign(tmp_path / "b")
     (tmp_path / "b" / INDEX).unlink()
     del before[INDEX]

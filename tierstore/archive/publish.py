@@ -38,10 +38,11 @@ class Publication(contextlib.ExitStack):
 
     Args:
         destination: a file, or the directories over which `files` files are striped; the index stands in the first.
+        overwrite: None where the person who writes has no such option.
     """
 
     def __init__(
-        self, destination: Path | Sequence[Path], files: int, backend: Backend, *, overwrite: bool = False
+        self, destination: Path | Sequence[Path], files: int, backend: Backend, *, overwrite: bool | None = None
     ) -> None:
         super().__init__()
         self._backend = backend
@@ -123,7 +124,8 @@ class Publication(contextlib.ExitStack):
             if path.is_dir():
                 raise ConfigError(f"{path} is a directory; a file was to be written")
             if path.exists() and not self._overwrite:
-                raise ConfigError(f"{path} is there already; give another destination, or --overwrite to replace it")
+                option = "" if self._overwrite is None else ", or --overwrite to replace it"
+                raise ConfigError(f"{path} is there already; give another destination{option}")
         for path in (directory / name for directory in others for name in (INDEX, SINGLE)):
             if path.exists():
                 raise ConfigError(f"{path.parent} holds a checkpoint of its own, {path.name}; give another destination")
