@@ -205,7 +205,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
     small_checkpoint(tmp_path / "a")
     monkeypatch.setattr(publish, "free_bytes", lambda path: 1000)
     with pytest.raises(StorageFull, match=r"too small: \d+ B \(.* KiB\) are needed, 1000 B \(1000 B\) are free"):
-        packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+        packed(tmp_path / "a", tmp_path / "new" / "p", memory_bytes=MEMORY)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

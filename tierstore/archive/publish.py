@@ -68,8 +68,7 @@ class Publication(contextlib.ExitStack):
         """
         self._refuse_existing()
         for directory in self.directories:
-            with _mapped("making", directory):
-                directory.mkdir(parents=True, exist_ok=True)
+            self._make_directory(directory)
         self._clear_leftovers()
         check_room(dict(zip(self.temporaries, sizes)))
         for path, size in zip(self.temporaries, sizes):
@@ -132,6 +131,14 @@ class Publication(contextlib.ExitStack):
         for directory in self.directories:
             if directory.exists() and not directory.is_dir():
                 raise ConfigError(f"{directory} is not a directory")
+
+    def _make_directory(self, directory: Path) -> None:
+        """With those above it; what is empty in the end is removed again."""
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        with _mapped("making", directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        for path in reversed(missing):  # the deepest goes first
+            self.callback(_remove_empty, path)
 
     def _clear_leftovers(self) -> None:
         """See [Note: publication]."""
@@ -214,6 +221,11 @@ def free_bytes(directory: Path) -> int:
 
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
+
+
+def _remove_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def _is_abandoned(path: Path) -> bool:
