@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierstore.archive import flow, publish
+from tierstore.archive.choosing import measure
 from tierstore.archive.opening import open_archive
-from tierstore.archive.packing import PackOptions
+from tierstore.archive.packing import PackOptions, pack
 from tierstore.archive.reading import verify
 from tierstore.archive.sources import INDEX, SINGLE, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
@@ -169,7 +170,6 @@ def test_a_checkpoint_of_somebody_else_is_never_touched(tmp_path: Path) -> None:
         assert contents(tmp_path / "p") == pack_before
 
 
-def test_files_that_no_index_names_are_not_written_over(tmp_path: Path) -> None:
 def test_unpack_names_no_option_that_it_does_not_have(tmp_path: Path) -> None:
     before = foreign(tmp_path / "b")
     packed(tmp_path / "b", tmp_path / "p.safetensors", memory_bytes=MEMORY)
@@ -210,6 +210,29 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
 
 
 def test_memory_that_is_too_small_is_said_with_what_would_do(tmp_path: Path) -> None:
+def test_a_coded_pack_asks_for_the_room_that_it_is_expected_to_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source(write_safetensors(tmp_path / "a", {"x": ("U8", (10**6,), bytes(10**6))}))
+    options = PackOptions((tmp_path / "p.safetensors",), Codec.LZ4, memory_bytes=MEMORY)
+    (rates,) = measure(source, options.chunk_bytes, (Codec.LZ4,))["U8"]
+    assert rates.ratio > 100
+    monkeypatch.setattr(publish, "free_bytes", lambda path: 20000)
+    with pytest.raises(StorageFull, match="too small"):
+        pack(source, options, {"U8": Codec.LZ4})
+    pack(source, options, {"U8": Codec.LZ4}, ratios={"U8": rates.ratio})
+    assert not verify(open_archive(options.destinations), MEMORY)
+
+
+def test_a_coded_pack_may_take_more_than_was_expected(tmp_path: Path) -> None:
+    tensors = {"x": random_tensor("U8", (10**6,))}
+    source = open_source(write_safetensors(tmp_path / "a", tensors))
+    options = PackOptions((tmp_path / "p.safetensors",), Codec.LZ4, memory_bytes=MEMORY, chunk_bytes=2**16)
+    pack(source, options, {"U8": Codec.LZ4}, ratios={"U8": 1000.0})
+    assert not verify(open_archive(options.destinations), MEMORY)
+    assert unpacked(tmp_path / "b.safetensors", *options.destinations) == tensors
+
+
     small_checkpoint(tmp_path / "a")
     with pytest.raises(BudgetError, match=r"--memory 1 MiB is too small: .* give at least"):
         packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=2**20)

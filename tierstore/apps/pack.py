@@ -20,14 +20,17 @@ from rich.table import Table
 
 from tierstore.apps.outputs import copy_companions
 from tierstore.apps.progress import byte_bar
-from tierstore.archive.choosing import choose, codec_named
+from tierstore.archive.choosing import choose, codec_named, measure
 from tierstore.archive.opening import open_archive
 from tierstore.archive.packing import Packed, PackOptions, pack
 from tierstore.archive.sources import Source, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.config import Codec, format_size
+from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.errors import ConfigError
 from tierstore.plan.archive_codec import Choice
+_TRIED: dict[Codec, tuple[Codec, ...]] = {Codec.NONE: (), Codec.AUTO: COMPRESSING}
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +63,17 @@ def run_pack(
     if read_bytes_per_s is not None and read_bytes_per_s <= 0:
         raise ConfigError("--read-rate 0 reads nothing: give bytes per second, such as 2GB")
     source = open_source(path)
-    choices: dict[str, Choice] = {}
-    if wanted is Codec.AUTO:
-        with console.status("measuring codecs on the checkpoint's own tensors"):
-            choices = choose(source, options.chunk_bytes, read_bytes_per_s)
-    dtypes = {tensor.spec.dtype for tensor in source.tensors.values()}
-    codecs: dict[str, Codec] = {dtype: choices[dtype].codec if wanted is Codec.AUTO else wanted for dtype in dtypes}
+    with console.status("measuring codecs on the checkpoint's own tensors"):
+        measured = measure(source, options.chunk_bytes, _TRIED.get(wanted, (wanted,)))
+    choices = choose(measured, read_bytes_per_s) if wanted is Codec.AUTO else {}
+    codecs = {dtype: choices[dtype].codec if choices else wanted for dtype in measured}
+    ratios = {
+        dtype: rates.ratio for dtype, tried in measured.items() for rates in tried if rates.codec is codecs[dtype]
+    }
     total_bytes = sum(piece.nbytes for tensor in source.tensors.values() for piece in tensor.pieces)
     start = time.perf_counter()
     with byte_bar(console, "packing", total_bytes) as advance:
-        packed = pack(source, options, codecs, progress=advance)
+        packed = pack(source, options, codecs, ratios=ratios, progress=advance)
     seconds = time.perf_counter() - start
     if not options.names_a_file:
         copy_companions(path if path.is_dir() else path.parent, options.destinations[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from tierstore.io.backend import Backend
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
 from tierstore.pack.layout import item_bytes
 from tierstore.plan.archive_codec import Choice, choose_for_archive
+from tierstore.plan.bandwidth import CodecRates
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,19 +43,24 @@ def codec_named(name: str) -> Codec:
         raise ConfigError(f"there is no codec {name!r}; the codecs are {known}") from None
 
 
-def choose(source: Source, chunk_bytes: int, read_bytes_per_s: float | None) -> dict[str, Choice]:
-    """For each dtype of a checkpoint, the codec that pays. Reads a few chunks of each."""
+def measure(source: Source, chunk_bytes: int, codecs: Sequence[Codec] = COMPRESSING) -> dict[str, list[CodecRates]]:
+    """What codecs make of each dtype of a checkpoint. Reads a few chunks of each."""
     by_dtype: dict[str, list[SourceTensor]] = defaultdict(list)
     for tensor in source.tensors.values():
         by_dtype[tensor.spec.dtype].append(tensor)
-    choices = {}
+    measured = {}
     with OpenFiles(Backend()) as files:
         for dtype, tensors in by_dtype.items():
-            samples = _samples(tensors, files, chunk_bytes)
-            codecs = COMPRESSING if samples else ()
-            measured = [measure_codec(codec, item_bytes(dtype), samples, dtype) for codec in codecs]
-            choices[dtype] = choose_for_archive(measured, read_bytes_per_s, os.cpu_count() or 1)
-    return choices
+            samples = _samples(tensors, files, chunk_bytes) if codecs else []
+            tried = codecs if samples else ()
+            measured[dtype] = [measure_codec(codec, item_bytes(dtype), samples, dtype) for codec in tried]
+    return measured
+
+
+def choose(measured: Mapping[str, Sequence[CodecRates]], read_bytes_per_s: float | None) -> dict[str, Choice]:
+    """For each dtype, the codec that pays."""
+    cores = os.cpu_count() or 1
+    return {dtype: choose_for_archive(rates, read_bytes_per_s, cores) for dtype, rates in measured.items()}
 
 
 def _samples(tensors: Sequence[SourceTensor], files: OpenFiles, chunk_bytes: int) -> list[Bytes]:

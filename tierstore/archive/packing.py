@@ -11,11 +11,13 @@ before it, so they run or have ended: nobody waits in a circle. The file is the 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +46,12 @@ from tierstore.plan.order import execution_order, share_out
 
 Bytes = npt.NDArray[np.uint8]
 
-CHUNK_BYTES = 8 * 2**20
-_CODEC_ROOM = {Codec.NONE: 0}
 _THREADS = 2 * flow.THREADS
 """While half of them read, the other half write."""
 _ESTIMATE_MARGIN = 1.05
 """Of the bytes that a codec leaves, over what it left of the samples."""
+CHUNK_BYTES = 8 * 2**20
+_CODEC_ROOM = {Codec.NONE: 0}
 """Chunks that a codec allocates while it works; 2 unless said here."""
 
 
@@ -141,6 +143,7 @@ def pack(
     options: PackOptions,
     codecs: Codecs,
     *,
+    ratios: Mapping[str, float] = MappingProxyType({}),
     backend: Backend | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Packed:
@@ -148,11 +151,13 @@ def pack(
 
     Args:
         codecs: for each dtype that is not to be stored raw.
+        ratios: content to stored bytes of a dtype, as measured on samples: so much room is asked for, and a little
+            more. Of a dtype without one it is that of the raw bytes.
         progress: told of content bytes as they are written, from another thread.
 
     Raises:
         ConfigError: a destination cannot be used; nothing was changed.
-        StorageFull: a disk is too small; said before anything is written.
+        StorageFull: a disk is too small; said before anything is written, if the ratios hold.
         FormatError, StorageError: the source is damaged, or the system refused; nothing is left behind.
     """
     backend = backend or Backend()
@@ -169,7 +174,7 @@ def pack(
         writers = [
             _Writer(archive, dict(source.metadata), path) for archive, path in zip(archives, publication.temporaries)
         ]
-        publication.begin([writer.file_bytes for writer in writers])
+        publication.begin([writer.expected_bytes(ratios) for writer in writers])
         with OpenFiles(backend) as sources, OpenFiles(backend, writable=True) as targets:
             job = _Job(source, sources, targets)
             flow.run(_in_execution_order(writers), job, jobs_room, done=lambda task, _: progress(task.content_bytes))
@@ -221,7 +226,6 @@ class _Writer:
     def __post_init__(self) -> None:
         layout = archive_layout(self.archive, self.metadata)
         self.data_start = layout.data_start
-        self.file_bytes = layout.file_bytes
         self._end = self.data_start
         self._next = 0
         self._turn = threading.Condition()
@@ -230,6 +234,15 @@ class _Writer:
     @property
     def data_bytes(self) -> int:
         return self._end - self.data_start
+
+    def expected_bytes(self, ratios: Mapping[str, float]) -> int:
+        """Of the whole file; exact where nothing is encoded."""
+        total = self.data_start
+        for group in self.archive.groups:
+            ratio = ratios.get(group.tensors[0].dtype, 1.0) if group.codec is not Codec.NONE else 1.0
+            share = min(1.0, _ESTIMATE_MARGIN / ratio)
+            total += sum(padded(math.ceil(length * share)) for length, _ in group.chunks)
+        return total
 
     def place(self, number: int, stored_bytes: int) -> int:
         """Where chunk `number` of the file is written. Blocks: see [Note: turns]."""
