@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 from checkpoints import read_safetensors, small_checkpoint, write_safetensors
 from typer.testing import CliRunner
 
+from tierstore.archive.publish import PARTIAL
 from tierstore.cli import app
+from tierstore.io.backend import BlockFile
 
 
 def run(*arguments: object, code: int = 0) -> Any:
@@ -44,6 +48,33 @@ def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str) -> None:
     run("unpack", tmp_path / "p", out, *memory)
     assert read_safetensors(out / "model.safetensors") == tensors
     assert (out / "config.json").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("command", ["pack", "unpack"])
+def test_a_signal_is_one_sentence_and_leaves_nothing(
+    command: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_checkpoint(tmp_path / "a")
+    run("pack", tmp_path / "a", tmp_path / "p.safetensors", "--memory", "1TiB")
+    seen: list[str] = []
+    once = threading.Lock()  # a second Ctrl-C would end the cleaning up
+
+    def interrupted(file: BlockFile, *_: object) -> None:
+        seen.append(file.path.name)
+        if once.acquire(blocking=False):
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    monkeypatch.setattr(BlockFile, "write_from", interrupted)
+    usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, usual)  # a shell that starts tests in the background has SIGINT ignored
+    source = tmp_path / {"pack": "a", "unpack": "p.safetensors"}[command]
+    result = run(command, source, tmp_path / "out", "--memory", "1TiB", code=128 + number)
+    assert result.stderr == "tierstore: interrupted; what was not finished is removed\n"
+    assert seen
+    assert all(name.endswith(PARTIAL) for name in seen)
+    assert not (tmp_path / "out").exists()
+    assert signal.signal(number, before) is usual
 
 
 def test_names_are_no_markup(tmp_path: Path) -> None:

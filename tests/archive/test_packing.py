@@ -178,6 +178,7 @@ def test_unpack_names_no_option_that_it_does_not_have(tmp_path: Path) -> None:
     assert contents(tmp_path / "b") == before
 
 
+def test_files_that_no_index_names_are_not_written_over(tmp_path: Path) -> None:
     before = foreign(tmp_path / "b")
     (tmp_path / "b" / INDEX).unlink()
     del before[INDEX]
@@ -209,7 +210,6 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_memory_that_is_too_small_is_said_with_what_would_do(tmp_path: Path) -> None:
 def test_a_coded_pack_asks_for_the_room_that_it_is_expected_to_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +233,7 @@ def test_a_coded_pack_may_take_more_than_was_expected(tmp_path: Path) -> None:
     assert unpacked(tmp_path / "b.safetensors", *options.destinations) == tensors
 
 
+def test_memory_that_is_too_small_is_said_with_what_would_do(tmp_path: Path) -> None:
     small_checkpoint(tmp_path / "a")
     with pytest.raises(BudgetError, match=r"--memory 1 MiB is too small: .* give at least"):
         packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=2**20)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tierstore.apps.outputs import copy_companions
@@ -26,11 +25,11 @@ from tierstore.archive.packing import Packed, PackOptions, pack
 from tierstore.archive.sources import Source, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.config import Codec, format_size
-from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.errors import ConfigError
+from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.plan.archive_codec import Choice
-_TRIED: dict[Codec, tuple[Codec, ...]] = {Codec.NONE: (), Codec.AUTO: COMPRESSING}
 
+_TRIED: dict[Codec, tuple[Codec, ...]] = {Codec.NONE: (), Codec.AUTO: COMPRESSING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +92,32 @@ def run_unpack(paths: Sequence[Path], options: UnpackOptions, console: Console) 
     return written, seconds
 
 
-def pack_table(summary: PackSummary) -> Table:
-    """Bytes, codec and ratio of each dtype."""
+def show_pack(summary: PackSummary, console: Console) -> None:
+    """Bytes, codec and ratio of each dtype, the reasons, and the files, whose names are never broken."""
     groups = summary.packed.groups
     content_bytes = sum(group.content_bytes for group in groups)
     rate = content_bytes / summary.seconds if summary.seconds else 0.0
-    reasons = [f"{dtype} {choice.codec.value}: {choice.reason}" for dtype, choice in sorted(summary.choices.items())]
-    table = Table(
-        title=escape(
-            f"{summary.source.kind} {summary.source.path}: {len(summary.source.tensors)} tensors in "
-            f"{len(groups)} groups, {format_size(content_bytes)} in {summary.seconds:.2f} s ({rate / 1e9:.2f} GB/s)"
-        ),
-        caption=escape(
-            "\n".join([f"order {summary.packed.archives[0].order}", *reasons, *map(str, summary.packed.files)])
-        ),
-        title_justify="left", caption_justify="left",
-    )  # fmt: skip
+    table = Table()
     for name in ("dtype", "codec", "tensors", "bytes", "stored", "ratio"):
         table.add_column(name, justify="left" if name in ("dtype", "codec") else "right")
     for dtype, row in _by_dtype(summary.packed).items():
         cells = [dtype, row["codec"], str(row["tensors"]), format_size(row["content_bytes"]),
                  format_size(row["stored_bytes"]), f"{row['ratio']:.3f}"]  # fmt: skip
         table.add_row(*cells)
-    return table
+
+    def tell(line: object) -> None:
+        console.print(str(line), soft_wrap=True, markup=False, highlight=False)
+
+    tell(
+        f"{summary.source.kind} {summary.source.path}: {len(summary.source.tensors)} tensors in "
+        f"{len(groups)} groups, {format_size(content_bytes)} in {summary.seconds:.2f} s ({rate / 1e9:.2f} GB/s)"
+    )
+    console.print(table)
+    tell(f"order {summary.packed.archives[0].order}")
+    for dtype, choice in sorted(summary.choices.items()):
+        tell(f"{dtype} {choice.codec.value}: {choice.reason}")
+    for path in summary.packed.files:
+        tell(path)
 
 
 def pack_json(summary: PackSummary) -> dict[str, Any]:

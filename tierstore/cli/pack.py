@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tierstore.cli.common import directory, say, size, told
+from tierstore.cli.interrupts import interruptible
 from tierstore.config import Codec
 
 _MEMORY = typer.Option(
@@ -18,6 +19,7 @@ _MEMORY = typer.Option(
 )
 _JSON = typer.Option(metavar="FILE", help="What was done, in bytes and seconds.")
 _DEBUG = typer.Option("--debug", help="Show where an error was raised.")
+_INTERRUPTED = "interrupted; what was not finished is removed"
 
 
 def pack(
@@ -62,7 +64,7 @@ def pack(
     with told(debug):
         from tierstore.apps.files import write_object
         from tierstore.apps.output_files import check_outputs
-        from tierstore.apps.pack import pack_json, pack_table, run_pack
+        from tierstore.apps.pack import pack_json, run_pack, show_pack
         from tierstore.archive.packing import PackOptions
 
         console = Console()
@@ -70,8 +72,9 @@ def pack(
             tuple(destinations), shards=shards, memory_bytes=memory, chunk_bytes=chunk, overwrite=overwrite
         )
         check_outputs(json=json)
-        summary = run_pack(source, options, codec, read_rate, console)
-        console.print(pack_table(summary))
+        with interruptible(_INTERRUPTED):
+            summary = run_pack(source, options, codec, read_rate, console)
+        show_pack(summary, console)
         if json is not None:
             write_object(json, pack_json(summary), "--json")
         if left_out := summary.source.left_out:
@@ -109,7 +112,8 @@ def unpack(
             raise ConfigError("give a pack and a destination: tierstore unpack SRC DST")
         check_outputs(json=json)
         console = Console()
-        written, seconds = run_unpack(packs, UnpackOptions(destination, shard_size, memory), console)
+        with interruptible(_INTERRUPTED):
+            written, seconds = run_unpack(packs, UnpackOptions(destination, shard_size, memory), console)
         if json is not None:
             write_object(json, {"files": [str(path) for path in written], "seconds": seconds}, "--json")
         for path in written:
