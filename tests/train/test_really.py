@@ -102,6 +102,20 @@ def test_bytes_per_step_are_the_plan_s(tmp_path_factory: Any, update: str, clip:
     assert (read, written) == (plan.read_bytes, plan.written_bytes + kept_bytes), loads
 
 
+@pytest.mark.parametrize(
+    ("clip", "cpu_memory", "schedule"),
+    [(1.0, "64MiB", "step"), (1.0, "12MiB", "forward"), (None, "64MiB", "backward"), (None, "12MiB", "backward")],
+)
+def test_auto_hides_an_update_only_where_there_is_something_to_hide(
+    tmp_path: Path, clip: float | None, cpu_memory: str, schedule: str
+) -> None:
+    tiers = TierConfig(
+        gpu_memory=4 * GROUP_BYTES, cpu_memory=cpu_memory, nvme=[tmp_path / "store"], bandwidth=RATES, prefetch_depth=1
+    )
+    with Engine(model(), tiers, max_grad_norm=clip) as engine:
+        assert {report.schedule for report in steps(engine, 2)} == {schedule}
+
+
 def test_files_are_not_in_the_page_cache(disk_path: Path) -> None:
     tiers = TierConfig(gpu_memory=4 * GROUP_BYTES, cpu_memory="6MiB", nvme=[disk_path / "store"], bandwidth=RATES)
     with Engine(model(), tiers, update="forward", max_grad_norm=1.0) as engine:

@@ -40,7 +40,7 @@ from tierstore.train.groups import ModelGroups, find_groups
 from tierstore.train.hooks import ModelHooks
 from tierstore.train.opening import check_same_store, find_generation, open_generation
 from tierstore.train.optimizer import AdamStepper, TieredOptimizer
-from tierstore.train.options import Options
+from tierstore.train.options import Options, settled
 from tierstore.train.partition import Partition
 from tierstore.train.reduction import Buckets, Reductions
 from tierstore.train.rounds import RoundDriver
@@ -189,7 +189,7 @@ def assemble(
             open_generation(runtime, store, generation, is_previous=options.resume is Resume.PREVIOUS)
             _bind(groups, store, device)
         _move_buffers(model, device)
-        driver = RoundDriver(options.schedule, store, runtime)
+        driver = RoundDriver(settled(options, store.placement, device.kind), store, runtime)
         return _hook_up(
             model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, partition, generation
         )

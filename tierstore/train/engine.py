@@ -101,6 +101,7 @@ class Engine:
             commit_every=commit_every,
             max_grad_norm=max_grad_norm,
             overlap=overlap,
+            is_auto=update == UpdateSchedule.AUTO.value,
         )
         self.model = model
         self._options = options
