@@ -35,6 +35,9 @@ def bench(
     steps: Annotated[int, typer.Option(metavar="N", help="Of step in a round, after one that does not count.")] = 2,
     curve: Annotated[bool, typer.Option("--curve", help="Only the curve of step over CPU budgets.")] = False,
     large: Annotated[bool, typer.Option("--large", help="Only step with 1.5B parameters; writes 48 GB.")] = False,
+    heat: Annotated[
+        str | None, typer.Option(metavar="disk|memory|accumulate|cost", help="Only this part of step.")
+    ] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="cuda: all is what needs a GPU, tests too.")] = "cpu",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All answers, machine, versions, command.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="The tables, with machine and command.")] = None,
@@ -51,7 +54,7 @@ def bench(
     with told(debug):
         options = BenchOptions(
             peer=tuple(peer or ()), peer_python=peer_python, nvme=nvme, rounds=rounds, size=size_, params=params,
-            steps=steps, curve=curve, large=large, device=device, json=json, markdown=markdown,
+            steps=steps, curve=curve, large=large, heat=heat, device=device, json=json, markdown=markdown,
         )  # fmt: skip
         cases = cases_of(case, device)
         check_room(options, cases)

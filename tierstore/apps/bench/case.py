@@ -20,6 +20,7 @@ from tierstore.errors import ConfigError
 from tierstore.plan.bandwidth import Rate
 
 PEERS = ("deepspeed", "fio", "torch", "safetensors")
+HEATS = ("disk", "memory", "accumulate", "cost")
 ROOT = Path(tierstore.__file__).parent.parent
 _DRIVERS = ROOT / "tools" / "peers"
 
@@ -37,6 +38,7 @@ class BenchOptions:
         steps: of `step` in a round, after one that does not count.
         curve: `step` at many CPU budgets, and nothing else of it.
         large: `step` with 1.5B parameters, and nothing else of it.
+        heat: of `step`, one of `HEATS` and nothing else; None is all of them, which takes a quarter of an hour.
     """
 
     peer: tuple[str, ...] = ()
@@ -48,6 +50,7 @@ class BenchOptions:
     steps: int = 2
     curve: bool = False
     large: bool = False
+    heat: str | None = None
     device: str = "cpu"
     json: Path | None = None
     markdown: Path | None = None
@@ -68,6 +71,10 @@ class BenchOptions:
             raise ConfigError(f"--steps must be at least 1 and at most 1000, not {self.steps}")
         if self.curve and self.large:
             raise ConfigError("--curve and --large exclude each other: each is a run of its own")
+        if self.heat is not None and self.heat not in HEATS:
+            raise ConfigError(f"--heat knows {', '.join(HEATS)}, not {self.heat!r}")
+        if self.heat is not None and (self.curve or self.large):
+            raise ConfigError("--heat is a part of the usual run, which --curve and --large replace")
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"--device must be cpu or cuda, not {self.device!r}")
         if not self.peer_python.is_file():

@@ -92,7 +92,7 @@ def _own(options: BenchOptions) -> list[Own]:
         return [_LARGE]
     if options.curve:
         return [Own(f"tierstore, {budget}", "curve", {"cpu_memory": budget}) for budget in CURVE]
-    return list(_OWN)
+    return [own for own in _OWN if options.heat in (None, own.heat)]
 
 
 def _torch(heat: str) -> str:
@@ -124,7 +124,7 @@ def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
         for mode, called in _MODES.get(name, {}).items() if options.wants("deepspeed") else ():
             store = str(scratch / f"deepspeed-{mode}")
             heat.append(peer(called, "step_deepspeed", options.peer_python, mode=mode, store=store, **shared))
-    if not options.large and not options.curve:
+    if not options.large and not options.curve and options.heat in (None, "cost"):
         found["cost"] = [ours(_COST, "step_cost", directory=str(scratch))]
     return list(found.values())
 
