@@ -20,13 +20,14 @@ from serve import Round, serve
 
 @contextlib.contextmanager
 def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
+    import torch  # before the options are read: what is missing is said first
+
     device, store, steps = options["device"], options["store"], options["steps"]
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), RANK="0", LOCAL_RANK="0",
                       WORLD_SIZE="1", LOCAL_SIZE="1")  # fmt: skip
     import deepspeed
-    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
