@@ -23,11 +23,12 @@ from tierstore.config import Durability, TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
+from tierstore.plan.placement import Placement
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 from tierstore.plan.tiers import place
 from tierstore.plan.tuning import DEPTHS, Candidate, Tuning, calibrated, tune
-from tierstore.train.budgets import request_for
+from tierstore.train.budgets import request_for, settled
 
 if TYPE_CHECKING:
     from tierstore.apps.trial import Measured
@@ -172,19 +173,18 @@ def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
         device=train.device, gpu_memory=train.gpu_memory, cpu_memory=train.cpu_memory, nvme=train.nvme,
         chunk_bytes=train.chunk,
     )  # fmt: skip
-    for schedule in _schedules(record, train):
-        yield Candidate(schedule, train.chunk, place(request_for(record.groups, tiers, schedule, None, is_coded=False)))
 
+    def placed(schedule: UpdateSchedule) -> Placement:
+        return place(request_for(record.groups, tiers, schedule, None, is_coded=False))
 
-def _schedules(record: StepRecord, train: TrainOptions) -> list[UpdateSchedule]:
-    if train.update is not UpdateSchedule.AUTO:
-        return [train.update]
-    is_half = train.dtype is Precision.FP16
-    needs_whole_backward = train.max_grad_norm is not None or is_half
-    usual = UpdateSchedule.FORWARD if needs_whole_backward else UpdateSchedule.BACKWARD
-    found = [usual, UpdateSchedule.FORWARD, UpdateSchedule.STEP]
-    # Speculation is not chosen by itself: how often it is wrong is not known before training.
-    return list(dict.fromkeys(found))
+    found = [train.update]
+    if train.update is UpdateSchedule.AUTO:
+        needs_whole_backward = train.max_grad_norm is not None or train.dtype is Precision.FP16
+        usual = UpdateSchedule.FORWARD if needs_whole_backward else UpdateSchedule.BACKWARD
+        # Speculation is not chosen by itself: how often it is wrong is not known before training.
+        found = [settled(usual, placed(usual), train.device), usual, UpdateSchedule.FORWARD, UpdateSchedule.STEP]
+    for schedule in dict.fromkeys(found):
+        yield Candidate(schedule, train.chunk, placed(schedule))
 
 
 def _record(options: TuneOptions, say: Callable[[str], None]) -> tuple[StepRecord, float | None]:

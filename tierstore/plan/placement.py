@@ -211,6 +211,12 @@ class Placement:
         gradient = 0 if self.gradient_home[group] is Tier.CPU else self.gradient_bytes(group, chunk)
         return state + weights + gradient
 
+    @property
+    def updates_in_memory(self) -> bool:
+        """Whether the update of a step reads and writes nothing but memory; what it changes is written for commits."""
+        chunks = ((group, chunk) for group in range(len(self.groups)) for chunk in range(self.chunk_count(group)))
+        return not any(self.trip_bytes(*key) for key in chunks)
+
     def usage(self) -> tuple[UsageRow, ...]:
         """Padded bytes per kind and tier; of the GPU tier its budgets, as far as there is something to fill them."""
         everywhere: dict[tuple[Kind, Tier], list[int]] = {}

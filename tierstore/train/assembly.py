@@ -31,7 +31,7 @@ from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer
 from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
-from tierstore.train.budgets import request_for
+from tierstore.train.budgets import request_for, settled
 from tierstore.train.codec_trial import codecs_of
 from tierstore.train.depth import DepthChooser
 from tierstore.train.filling import Piece, fill, weights_of
@@ -40,7 +40,7 @@ from tierstore.train.groups import ModelGroups, find_groups
 from tierstore.train.hooks import ModelHooks
 from tierstore.train.opening import check_same_store, find_generation, open_generation
 from tierstore.train.optimizer import AdamStepper, TieredOptimizer
-from tierstore.train.options import Options, settled
+from tierstore.train.options import Options
 from tierstore.train.partition import Partition
 from tierstore.train.reduction import Buckets, Reductions
 from tierstore.train.rounds import RoundDriver
@@ -189,7 +189,8 @@ def assemble(
             open_generation(runtime, store, generation, is_previous=options.resume is Resume.PREVIOUS)
             _bind(groups, store, device)
         _move_buffers(model, device)
-        driver = RoundDriver(settled(options, store.placement, device.kind), store, runtime)
+        schedule = settled(options.schedule, store.placement, device.kind) if options.is_auto else options.schedule
+        driver = RoundDriver(schedule, store, runtime)
         return _hook_up(
             model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, partition, generation
         )

@@ -1,6 +1,7 @@
 """What the planner is asked for: the groups, the budgets of the tiers, and what of them is not to be placed.
 
-Scope: from options to a `Request`. Not here: the decision (`plan/tiers.py`).
+Scope: from options to a `Request`, and from its placement to a schedule that was left open.
+Not here: the decision (`plan/tiers.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 from tierstore.alignment import padded
 from tierstore.config import TierConfig, UpdateSchedule
-from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GradientMode, GroupNeed, Request
+from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GradientMode, GroupNeed, Placement, Request
 from tierstore.plan.tiers import smallest_budgets
 
 _GRADIENTS: dict[UpdateSchedule, GradientMode] = {
@@ -58,3 +59,16 @@ def _scratch_bytes(request: Request, threads: int) -> int:
     least = max(padded(min(n.elements, block) * max(n.weight_bytes, n.state_bytes)) for n in request.groups)
     spare = request.cpu_bytes - smallest_budgets(request).cpu_bytes
     return max(least, min(request.cpu_bytes // 8, spare, threads * MAX_CHUNK_BYTES))
+
+
+def settled(usual: UpdateSchedule, placement: Placement, device: str) -> UpdateSchedule:
+    """What `auto` is: on a CPU a whole update in memory has nothing to hide, and runs by itself.
+
+    Beside the next forward it would take turns with it on the same cores, and slow it by more than it gains.
+
+    Args:
+        usual: what `auto` is without knowing the placement.
+    """
+    if usual is UpdateSchedule.FORWARD and device == "cpu" and placement.updates_in_memory:
+        return UpdateSchedule.STEP
+    return usual

@@ -12,7 +12,6 @@ from torch import nn
 
 from tierstore.config import Durability, Resume, UpdateSchedule
 from tierstore.errors import ConfigError
-from tierstore.plan.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class Options:
     """What the user chose, validated.
 
     Attributes:
-        is_auto: the schedule was left open; `settled` may change it when the placement is known.
+        is_auto: the schedule was left open, and may change when the placement is known (`budgets.settled`).
     """
 
     schedule: UpdateSchedule
@@ -61,15 +60,3 @@ def schedule_for(
     if schedule is UpdateSchedule.AUTO:
         schedule = UpdateSchedule.FORWARD if needs_whole_backward else UpdateSchedule.BACKWARD
     return schedule if overlap else UpdateSchedule.STEP
-
-
-def settled(options: Options, placement: Placement, device: str) -> UpdateSchedule:
-    """The schedule for a placement: on a CPU a whole update that reads nothing has nothing to hide, and runs by itself.
-
-    Beside the next forward it would take turns with it on the same cores, and slow it by more than it gains.
-    """
-    chunks = ((group, chunk) for group in range(len(placement.groups)) for chunk in range(placement.chunk_count(group)))
-    is_in_memory = not any(placement.trip_bytes(*key) for key in chunks)
-    if options.is_auto and options.schedule is UpdateSchedule.FORWARD and device == "cpu" and is_in_memory:
-        return UpdateSchedule.STEP
-    return options.schedule
