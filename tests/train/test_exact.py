@@ -14,6 +14,7 @@ from runs import Run, disk, next_token_loss, smallest_budgets, tiny, tokens, tra
 from tierstore.config import Tier, TierConfig
 from tierstore.plan.placement import Placement
 from tierstore.store.updates import UpdatePipeline
+from tierstore.train.rounds import Speculation
 
 STEPS = 20
 CLIP = 10.0
@@ -117,12 +118,13 @@ def wrong_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("clip", "wrong"), [(CLIP, 9), (1e-2, 4), (1e4, 0)])
+@pytest.mark.parametrize(("clip", "enough", "wrong"), [(CLIP, 0, 9), (1e-2, 0, 19), (1e-2, 1, 0), (1e4, 4, 0)])
 def test_speculation_is_exact_however_often_it_fails(
-    clip: float, wrong: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clip: float, enough: int, wrong: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every other guess is wrong; every one, so that guessing rests; none. The first step is never guessed."""
+    """Every other guess is wrong; every one; each would be, so none is made; none is. The first is never made."""
     redone = wrong_guesses(monkeypatch)
+    monkeypatch.setattr(Speculation, "enough", enough)
     tiers = tiers_for("disk", dtype, "speculative", tmp_path)
     run = train(model_of(dtype), batches(STEPS), tiers, loss_of, update="speculative", max_grad_norm=clip)
     run.check_equal(reference(dtype, clip))

@@ -41,6 +41,14 @@ class _Part:
     __slots__ = ()
 
 
+def middle(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The median and the quartiles; those of few are the smallest and the largest."""
+    if len(samples) < 4:
+        return statistics.median(samples), min(samples), max(samples)
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return median, low, high
+
+
 @dataclass(frozen=True, slots=True)
 class Rate(_Part):
     """A rate that was measured several times: the median and the quartiles, per second."""
@@ -55,10 +63,7 @@ class Rate(_Part):
     @classmethod
     def of(cls, samples: Sequence[float]) -> Rate:
         """Of at least one sample; the quartiles of few are the smallest and the largest."""
-        if len(samples) < 4:
-            return cls(statistics.median(samples), min(samples), max(samples))
-        low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(middle, low, high)
+        return cls(*middle(samples))
 
     @property
     def spread(self) -> float:

@@ -306,8 +306,7 @@ class Engine:
                 for group in parts.groups.groups
                 if group.spec.trainable
             }
-        was_guessed = parts.driver.is_streaming and parts.driver.is_speculating
-        parts.driver.decide(updates, is_redo=was_guessed and (clip != 1.0 or not is_finite))
+        parts.driver.decide(updates, is_plain=clip == 1.0 and is_finite)
         if now is not None:
             parts.stepper.count(now.touched)
         parts.collector.forget()

@@ -26,28 +26,23 @@ Updates = dict[int, Sequence[ParameterUpdate]]
 
 
 class Speculation:
-    """Whether speculating still pays: after two wrong guesses in a row it rests, each time twice as long."""
+    """Whether to guess that a step needs no clipping: at first, then after so many steps in a row that needed none.
+
+    A wrong guess costs a second update. Steps without a guess count, too: what it would have been is known in the end.
+    """
+
+    enough = 4
 
     def __init__(self) -> None:
-        self.wrong_in_a_row = 0
-        self.rest_steps = 0
-        self._next_rest = 8
+        self._right_in_a_row = self.enough
 
     def should_try(self) -> bool:
         """Whether the next step speculates."""
-        if self.rest_steps:
-            self.rest_steps -= 1
-            return False
-        return True
+        return self._right_in_a_row >= self.enough
 
     def was(self, right: bool) -> None:
-        """How the last guess turned out."""
-        self.wrong_in_a_row = 0 if right else self.wrong_in_a_row + 1
-        if right:
-            self._next_rest = 8
-        elif self.wrong_in_a_row == 2:
-            self.rest_steps, self._next_rest = self._next_rest, min(2 * self._next_rest, 512)
-            self.wrong_in_a_row = 0
+        """How the guess turned out, or would have."""
+        self._right_in_a_row = self._right_in_a_row + 1 if right else 0
 
 
 class RoundDriver:
@@ -117,17 +112,17 @@ class RoundDriver:
         """Forward is over: updates of the step before need not wait for it any more."""
         self._runtime.post(self._store.updates.allow_through, None)
 
-    def decide(self, updates: Updates, *, is_redo: bool) -> Round | None:
+    def decide(self, updates: Updates, *, is_plain: bool = True) -> Round | None:
         """The step is complete; these are its updates, empty if it is skipped.
 
         Args:
-            is_redo: what was decided group by group was wrong.
+            is_plain: gradients were finite and not clipped, so what was decided group by group was right.
         """
         round_ = self._round
         if round_ is None:
             return None
-        if self.is_speculating:
-            self.speculation.was(not is_redo)
+        self.speculation.was(is_plain)
+        is_redo = self.is_streaming and self.is_speculating and not is_plain
         decided = self._runtime.call(self._decide, round_, updates, is_redo)
         self._round = None  # not before: a round that nobody decides would wait for ever
         if self.schedule is UpdateSchedule.STEP:
@@ -147,4 +142,4 @@ class RoundDriver:
     def give_up(self) -> None:
         """No step will follow: what was read ahead is let go."""
         if self._round is not None:
-            self.decide({}, is_redo=False)
+            self.decide({})

@@ -43,7 +43,7 @@ def test_disk_in_small(disk_path: Path) -> None:
     assert "--size 64MiB --rounds" not in found["command"]  # in the order of the record
     (case,) = found["cases"]
     assert {row["work"] for row in case["rows"]} == {"read 64 MiB", "write 64 MiB"}
-    assert all(row["value"]["per_s"] > 0 and row["trouble"] is None for row in case["rows"])
+    assert all(row["value"]["median"] > 0 and row["trouble"] is None for row in case["rows"])
     assert "bar 0.95 of fio's best: not measured" in files[1].read_text()
     assert "tierstore 32 MiB x 4" in done.output
 

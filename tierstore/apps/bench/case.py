@@ -17,7 +17,7 @@ import tierstore
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
-from tierstore.plan.bandwidth import Rate
+from tierstore.plan.bandwidth import middle
 
 PEERS = ("deepspeed", "fio", "torch", "safetensors")
 HEATS = ("disk", "memory", "accumulate", "cost")
@@ -130,6 +130,20 @@ class Answer:
     peak_rss_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of some figure over the rounds, and its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """Of at least one."""
+        return cls(*middle(samples))
+
+
 @dataclass(slots=True)
 class Result:
     """All that is known of one contestant.
@@ -145,16 +159,16 @@ class Result:
     answers: list[Answer] = field(default_factory=list)
     trouble: str | None = None
 
-    def rate(self, figure: str) -> Rate | None:
+    def spread(self, figure: str) -> Spread | None:
         """Median and quartiles of a figure, or of `seconds`; None where there is none."""
         samples = [one.seconds if figure == "seconds" else one.figures.get(figure) for one in self.answers]
         found = [sample for sample in samples if sample is not None]
-        return Rate.of(found) if found else None
+        return Spread.of(found) if found else None
 
     def median(self, figure: str) -> float | None:
-        """As `rate`."""
-        found = self.rate(figure)
-        return None if found is None else found.per_s
+        """As `spread`."""
+        found = self.spread(figure)
+        return None if found is None else found.median
 
     @property
     def peak_rss_bytes(self) -> int | None:
@@ -167,7 +181,7 @@ Results = Mapping[str, Result]
 
 def best(results: Results, whose: str, figure: str) -> Result | None:
     """The one with the highest median among those whose name begins so."""
-    found = [result for name, result in results.items() if name.startswith(whose) and result.rate(figure) is not None]
+    found = [result for name, result in results.items() if name.startswith(whose) and result.spread(figure) is not None]
     return max(found, key=lambda result: result.median(figure) or 0.0, default=None)
 
 
@@ -225,7 +239,7 @@ class Row:
     work: str
     contestant: str
     unit: str
-    value: Rate | None
+    value: Spread | None
     floor: float | None = None
     floor_of: str = ""
     bars: tuple[Bar, ...] = ()
@@ -244,7 +258,7 @@ def row_of(
     bars: Sequence[Bar] = (),
 ) -> Row:
     """The row of a contestant's figure."""
-    return Row(work, result.contestant.name, unit, result.rate(figure), floor, floor_of, tuple(bars),
+    return Row(work, result.contestant.name, unit, result.spread(figure), floor, floor_of, tuple(bars),
                result.peak_rss_bytes, result.trouble)  # fmt: skip
 
 

@@ -9,9 +9,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tierstore.apps.bench.case import Bar, BenchOptions, Case, Heat, Result, Results, Row, ours, peer, ratio, row_of
+from tierstore.apps.bench.case import (
+    Bar,
+    BenchOptions,
+    Case,
+    Heat,
+    Result,
+    Results,
+    Row,
+    Spread,
+    ours,
+    peer,
+    ratio,
+    row_of,
+)
 from tierstore.config import format_size
-from tierstore.plan.bandwidth import Rate
 from tierstore.plan.buckets import Gradient, best_bucket_bytes, sweep
 from tierstore.plan.cost_model import CostModel
 
@@ -60,18 +72,19 @@ def _optimum(results: Results) -> Iterator[Row]:
     if best is None or "model" not in usual.facts:
         return
     at_default = measured.get("25 MiB")
-    yield Row("optimum, measured", best, "s", Rate.of([measured[best]]), at_default, "the step with buckets of 25 MiB")
+    fastest = Spread.of([measured[best]])
+    yield Row("optimum, measured", best, "s", fastest, at_default, "the step with buckets of 25 MiB")
     gradients, model = _as_the_model_sees(usual)
     cap_bytes = best_bucket_bytes(gradients, model)
     (row,) = sweep(gradients, model, [cap_bytes])
     (at_25,) = sweep(gradients, model, [_DEFAULT])
-    yield Row("optimum of the model", format_size(cap_bytes), "s", Rate.of([row.seconds]), at_25.seconds,
+    yield Row("optimum of the model", format_size(cap_bytes), "s", Spread.of([row.seconds]), at_25.seconds,
               "the step with buckets of 25 MiB")  # fmt: skip
     for cap, nbytes in _CAPS.items():
         if cap in measured:
             (row,) = sweep(gradients, model, [nbytes])
             off = abs(row.seconds / measured[cap] - 1)
-            yield Row("step as the model predicts it", cap, "s", Rate.of([row.seconds]), measured[cap],
+            yield Row("step as the model predicts it", cap, "s", Spread.of([row.seconds]), measured[cap],
                       "the measured step", (Bar(0.10, "off the measured step", off, at_most=True),))  # fmt: skip
 
 

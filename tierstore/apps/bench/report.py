@@ -126,11 +126,16 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.work,
         row.contestant,
-        f"{value.per_s:.3g} {row.unit} ({value.low:.3g}, {value.high:.3g})",
-        "" if row.floor is None else f"{value.per_s / row.floor:.2f} x {row.floor:.3g}",
+        f"{_short(value.median)} {row.unit} ({_short(value.low)}, {_short(value.high)})",
+        "" if row.floor is None else f"{value.median / row.floor:.2f} x {_short(row.floor)}",
         "" if row.peak_rss_bytes is None else format_size(row.peak_rss_bytes),
         bars,
     )
+
+
+def _short(value: float) -> str:
+    """Three digits, and never an exponent for what is large."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
