@@ -36,6 +36,7 @@ from tierstore.plan.step_record import StepRecord
 GPU_MEMORY = "256MiB"
 CURVE = ("256MiB", "384MiB", "512MiB", "768MiB", "1GiB", "1536MiB", "2GiB", "4GiB")
 _SEQUENCE = 64
+_ROOMY = {"cpu_memory": "4GiB", "gpu_memory": "1GiB"}  # weights and gradients stay on the device
 _RARE = 50
 _MICRO_BATCHES = 8
 _GRADIENT_BYTES = 4
@@ -76,11 +77,9 @@ _OWN = (
         vs_floor=1.15),
     Own("tierstore, 512MiB", "disk", {"cpu_memory": "512MiB", "update": "speculative"}, vs_all=2.0, vs_floor=1.15,
         disk_bytes=22),
-    Own("tierstore, CPU memory, a commit every 50", "memory", {"cpu_memory": "4GiB", "commit_every": _RARE},
-        vs_torch=1.10),
-    Own("tierstore, CPU memory, a commit each step", "memory", {"cpu_memory": "4GiB"}, vs_torch=1.25),
-    Own("tierstore, GPU tier, no commits", "memory", {"cpu_memory": "512MiB", "gpu_memory": "4GiB"}, stored=False,
-        vs_torch=1.03),
+    Own("tierstore, CPU memory, a commit every 50", "memory", _ROOMY | {"commit_every": _RARE}, vs_torch=1.10),
+    Own("tierstore, CPU memory, a commit each step", "memory", _ROOMY, vs_torch=1.25),
+    Own("tierstore, no store", "memory", _ROOMY, stored=False, vs_torch=1.03),
     Own("tierstore, 128MiB", "accumulate", {"cpu_memory": "128MiB"}, disk_bytes=26),
     Own("tierstore, 8 micro-batches", "accumulate", {"cpu_memory": "128MiB", "accumulate": _MICRO_BATCHES}),
 )  # fmt: skip
