@@ -115,7 +115,6 @@ def test_with_the_real_engine(disk_path: Path) -> None:
     assert visited[0] == visited[-1] == 0  # the embedding, and the head that is tied to it
     assert set(outcome.record.completed) == set(range(len(placement.groups)))
     assert outcome.record.backward_s > 0 < outcome.record.between_s
-    assert 0 <= outcome.record.contention != 1.0  # calibrated
     assert "Measured at depth" in tune_views.as_words(outcome)
     assert list((disk_path / "store").iterdir()) == []  # the store of the trial is gone
     assert as_train_options(train, outcome.tuning)["config"] == str(disk_path / "config.json")

@@ -256,6 +256,10 @@ class TestTuning:
         assert forecast(found, usual.placement, machine, policy).seconds == pytest.approx(seen.seconds, rel=0.01)
         assert found.contention == pytest.approx(contention, abs=0.02)
 
+    def test_steps_beside_which_nothing_ran_do_not_tell_of_contention(self) -> None:
+        (usual,) = self.candidates(UpdateSchedule.FORWARD)
+        assert calibrated(record(), usual, Machine(RATES, io_threads=2), 99.0) == record()
+
     def test_nothing_to_choose_from(self) -> None:
         with pytest.raises(ConfigError, match="nothing to choose from"):
             tune(record(), [], Machine(RATES))

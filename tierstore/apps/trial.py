@@ -69,7 +69,8 @@ class Trial:
     def record(self) -> tuple[StepRecord, float]:
         """A typical step without an update beside it; and seconds of both passes beside one, at `USUAL_DEPTH`.
 
-        The second is without waiting for weights, and of the schedule that the options of the trial ask for.
+        The second is without waiting for weights, and of the schedule that the options of the trial ask for (a
+        speculation that rests is `forward`). The depth stays at that.
         """
         self.step()  # shows the order
         record = StepRecord.typical([self._recorded() for _ in range(_RECORDED_STEPS)])

@@ -135,10 +135,10 @@ class Publication(contextlib.ExitStack):
     def _make_directory(self, directory: Path) -> None:
         """With those above it; what is empty in the end is removed again."""
         missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        for path in reversed(missing):  # before they are made, for that may end half way; the deepest goes first
+            self.callback(_remove_empty, path)
         with _mapped("making", directory):
             directory.mkdir(parents=True, exist_ok=True)
-        for path in reversed(missing):  # the deepest goes first
-            self.callback(_remove_empty, path)
 
     def _clear_leftovers(self) -> None:
         """See [Note: publication]."""

@@ -97,15 +97,23 @@ def calibrated(
     Args:
         candidate: how those steps ran, at `USUAL_DEPTH`.
         computing_s: both passes of such a step, without waiting for weights.
+
+    Returns:
+        The record as it is, if next to nothing ran beside those steps: then they do not tell.
     """
 
     def at(contention: float) -> StepRecord:
         return replace(record, contention=contention)
 
-    def is_less(contention: float) -> bool:
+    def forecast_s(contention: float) -> float:
         policy = StepPolicy(USUAL_DEPTH, candidate.schedule, commit_every, commits)
-        return forecast(at(contention), candidate.placement, machine, policy).computing_s < computing_s
+        return forecast(at(contention), candidate.placement, machine, policy).computing_s
 
+    def is_less(contention: float) -> bool:
+        return forecast_s(contention) < computing_s
+
+    if forecast_s(_MOST_CONTENTION) < (1 + _WORTH_IT) * forecast_s(0.0):
+        return record
     low, high = 0.0, 1.0
     while high < _MOST_CONTENTION and is_less(high):
         low, high = high, 2 * high

@@ -29,7 +29,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     import torch
     from torch import distributed
 
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=options["scratch"]) as directory:
         meeting = f"file://{directory}/meeting"
         command = [sys.executable, __file__, "--rank-1", json.dumps(options | {"meeting": meeting})]
         other = subprocess.Popen(command, stdin=subprocess.DEVNULL)

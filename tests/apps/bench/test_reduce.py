@@ -26,15 +26,16 @@ def converse(command: list[str], given: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-def test_two_ranks_of_ours_answer_and_end() -> None:
-    ready, *answers = converse([sys.executable, "-m", "tierstore.apps.bench.worker", "reduce_worker"], TINY)
+def test_two_ranks_of_ours_answer_and_end(tmp_path: Path) -> None:
+    tiny = TINY | {"scratch": str(tmp_path)}
+    ready, *answers = converse([sys.executable, "-m", "tierstore.apps.bench.worker", "reduce_worker"], tiny)
     assert sum(nbytes for nbytes, _ in ready["ready"]["gradients"]) == 4 * 4 * (64 * 64 + 64)
     assert [answer["figures"]["buckets"] for answer in answers] == [2, 2]  # two layers of 16,640 B reach 20,000 B
     assert answers[-1]["figures"]["extra_bytes"] == 0
 
 
-def test_two_ranks_of_ddp_answer_and_end() -> None:
-    _, *answers = converse([sys.executable, str(DRIVERS / "reduce_ddp.py")], TINY)
+def test_two_ranks_of_ddp_answer_and_end(tmp_path: Path) -> None:
+    _, *answers = converse([sys.executable, str(DRIVERS / "reduce_ddp.py")], TINY | {"scratch": str(tmp_path)})
     assert [0 <= answer["figures"]["hidden_share"] <= 1 for answer in answers] == [True, True]
 
 

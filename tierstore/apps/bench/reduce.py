@@ -42,7 +42,7 @@ def _called(cap: str) -> str:
 
 def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
     """All at once: idle ranks only wait."""
-    shared: dict[str, Any] = {**MODEL, "steps": _STEPS}
+    shared: dict[str, Any] = {**MODEL, "steps": _STEPS, "scratch": str(scratch)}
     heat = [ours(_called(name), "reduce_worker", bucket=cap, delayed=False, **shared) for name, cap in _CAPS.items()]
     heat.append(ours(_DELAYED, "reduce_worker", bucket=_DEFAULT, delayed=True, **shared))
     if options.wants("torch"):

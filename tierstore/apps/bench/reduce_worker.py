@@ -37,8 +37,8 @@ _WARM_UP = 3  # the reducer makes its buckets anew after the first one
 
 @contextlib.contextmanager
 def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
-    """Options: `layers`, `width` and `batch` of the model; `bucket` in bytes; `delayed`; `steps` of a round."""
-    with tempfile.TemporaryDirectory() as directory:
+    """Options: `layers`, `width`, `batch` of the model; `bucket` in bytes; `delayed`; `steps` of a round; `scratch`."""
+    with tempfile.TemporaryDirectory(dir=options["scratch"]) as directory:
         meeting = f"file://{directory}/meeting"
         command = [sys.executable, "-m", __name__, json.dumps(options | {"meeting": meeting})]
         other = subprocess.Popen(command, stdin=subprocess.DEVNULL)

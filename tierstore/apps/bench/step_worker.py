@@ -11,6 +11,7 @@ is timed has neighbours on both sides and stands for any step of a long run.
 * Rare commits: from the start of the first timed step to the start of the one after the last, over K, and what the
   flush at the end takes, a commit that nothing hides, over the number of steps that share a commit.
 * No commits: as before, without the flush.
+All run at prefetch depth 2, which the steps that are recorded at the start leave behind (`Trial.record`).
 `drained_s` is the other figure: from an idle engine through `flush()`, over all K + 2 steps. It is longer, for the
 first step has nothing to hide behind and the last update and commit hide behind nothing.
 """
