@@ -24,6 +24,7 @@ from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.placement import GroupNeed
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
+from tierstore.train.report import StepReport
 
 ROOT = Path(__file__).parents[2]
 RATES = BandwidthTable(0.5e9, 0.7e9, 0.6e9, 1e12, 1e12, 1e12, 1e10)  # the disks bound
@@ -118,6 +119,30 @@ def test_with_the_real_engine(disk_path: Path) -> None:
     assert "Measured at depth" in tune_views.as_words(outcome)
     assert list((disk_path / "store").iterdir()) == []  # the store of the trial is gone
     assert as_train_options(train, outcome.tuning)["config"] == str(disk_path / "config.json")
+
+
+def test_what_is_recorded_has_no_update_inside_backward(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (disk_path / "config.json").write_text(json.dumps(TINY))
+    train = TrainOptions(
+        config=disk_path / "config.json", nvme=(disk_path / "store",), batch=2, sequence=32, clip=0,
+        update=UpdateSchedule.BACKWARD, gpu_memory=2 * MIB, cpu_memory=6 * MIB, threads=1,
+    )  # fmt: skip
+    schedules: list[str] = []
+    step = Trial.step
+
+    def seen(trial: Trial) -> tuple[float, StepReport]:
+        taken = step(trial)
+        schedules.append(taken[1].schedule)
+        return taken
+
+    monkeypatch.setattr(Trial, "step", seen)
+    kept: list[StepRecord] = []
+    monkeypatch.setattr(apps_tune, "calibrated_to", lambda recorded, *_: kept.append(recorded.step) or recorded.step)
+    outcome = run(TuneOptions(train=train, measure=True, depths=(1,), rounds=1, steps=2), lambda: Machine(RATES),
+                  lambda said: None)  # fmt: skip
+    assert schedules[:8] == ["forward"] * 8  # recorded
+    assert set(schedules[8:]) == {"backward"}  # measured
+    assert outcome.record == kept[0]  # no step of `backward` took its place
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -252,13 +252,14 @@ class TestTuning:
         machine = Machine(RATES, io_threads=2, slower=slower)
         policy = StepPolicy(USUAL_DEPTH, UpdateSchedule.FORWARD)
         seen = forecast(replace(record(), contention=contention), usual.placement, machine, policy)
-        found = calibrated(record(), usual, machine, seen.computing_s)
+        found = calibrated(record(), usual.placement, machine, policy, seen.computing_s)
         assert forecast(found, usual.placement, machine, policy).seconds == pytest.approx(seen.seconds, rel=0.01)
         assert found.contention == pytest.approx(contention, abs=0.02)
 
     def test_steps_beside_which_nothing_ran_do_not_tell_of_contention(self) -> None:
         (usual,) = self.candidates(UpdateSchedule.FORWARD)
-        assert calibrated(record(), usual, Machine(RATES, io_threads=2), 99.0) == record()
+        policy = StepPolicy(USUAL_DEPTH, UpdateSchedule.FORWARD)
+        assert calibrated(record(), usual.placement, Machine(RATES, io_threads=2), policy, 99.0) == record()
 
     def test_nothing_to_choose_from(self) -> None:
         with pytest.raises(ConfigError, match="nothing to choose from"):

@@ -22,12 +22,25 @@ from tierstore.apps.train import Parts, assemble, engine_arguments, return_freed
 from tierstore.config import UpdateSchedule
 from tierstore.plan.placement import Placement
 from tierstore.plan.step_record import StepRecord
-from tierstore.plan.tuning import USUAL_DEPTH
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
 from tierstore.train.report import StepReport
 
 _RECORDED_STEPS = 3
+_IN_BACKWARD = (UpdateSchedule.BACKWARD.value, UpdateSchedule.SPECULATIVE.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A typical step with no update beside it, and both passes of one that has: what the model's computing takes.
+
+    Attributes:
+        computing_s: of the passes beside an update, without waiting for weights; at prefetch `depth`.
+    """
+
+    step: StepRecord
+    computing_s: float
+    depth: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +79,16 @@ class Trial:
         report = self._engine.step()
         return time.perf_counter() - began_s, report
 
-    def record(self) -> tuple[StepRecord, float]:
-        """A typical step without an update beside it; and seconds of both passes beside one, at `USUAL_DEPTH`.
-
-        The second is without waiting for weights, and of the schedule that the options of the trial ask for (a
-        speculation that rests is `forward`). The depth stays at that.
-        """
+    def record(self) -> Recorded:
+        """Steps of an engine whose updates do not run inside backward: there no pass is free of them."""
         self.step()  # shows the order
-        record = StepRecord.typical([self._recorded() for _ in range(_RECORDED_STEPS)])
-        self._engine.fix_prefetch_depth(USUAL_DEPTH)
+        typical = StepRecord.typical([self._recorded() for _ in range(_RECORDED_STEPS)])
         self.step()
-        reports = [self.step()[1].seconds for _ in range(_RECORDED_STEPS)]
-        return record, statistics.median(one["forward"] + one["backward"] - one["wait"] for one in reports)
+        reports = [self.step()[1] for _ in range(_RECORDED_STEPS)]
+        computing_s = statistics.median(
+            one.seconds["forward"] + one.seconds["backward"] - one.seconds["wait"] for one in reports
+        )
+        return Recorded(typical, computing_s, reports[-1].prefetch_depth)
 
     def _recorded(self) -> StepRecord:
         """One step that begins when everything of the last is at rest."""
@@ -92,8 +103,10 @@ class Trial:
 
     def measure(
         self, depths: Sequence[int], rounds: int, steps: int, between: Callable[[], None]
-    ) -> tuple[dict[int, Measured], StepRecord]:
+    ) -> tuple[dict[int, Measured], StepRecord | None]:
         """Steps of every depth in turns, a step recorded after each: a machine is not the same all the time.
+
+        No record, if updates run inside backward.
 
         Args:
             between: called before each round, when the disks are idle.
@@ -112,9 +125,10 @@ class Trial:
                     taken_s, report = self.step()
                     seconds[depth].append(taken_s)
                     stalls_s[depth].append(report.seconds["wait"])
-                records.append(self._recorded())
+                if report.schedule not in _IN_BACKWARD:
+                    records.append(self._recorded())
         measured = {depth: Measured.of(seconds[depth], stalls_s[depth]) for depth in depths}
-        return measured, StepRecord.typical(records)
+        return measured, StepRecord.typical(records) if records else None
 
 
 @contextlib.contextmanager

@@ -25,13 +25,14 @@ from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
 from tierstore.plan.placement import Placement
 from tierstore.plan.step_machine import Machine
+from tierstore.plan.step_model import StepPolicy
 from tierstore.plan.step_record import StepRecord
 from tierstore.plan.tiers import place
 from tierstore.plan.tuning import DEPTHS, Candidate, Tuning, calibrated, tune
 from tierstore.train.budgets import request_for, settled
 
 if TYPE_CHECKING:
-    from tierstore.apps.trial import Measured
+    from tierstore.apps.trial import Measured, Recorded
 
 _PROBED_BYTES, _PROBED_S = 2**28, 2.0
 _PAIRS = tuple(itertools.permutations(Activity, 2))
@@ -93,16 +94,16 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
         BudgetError, ConfigError, FormatError, StorageError: a file, a budget or the model cannot be used.
     """
     check_outputs(save_record=options.save_record, write=options.write, plot=options.plot, json=options.json)
-    record, computing_s = _record(options, say)
+    found = _recorded(options, say)
     seen = [rates()]
-    if computing_s is not None:
-        record = _calibrated(options.train, record, seen[0], computing_s)
+    record = found if isinstance(found, StepRecord) else calibrated_to(found, _as_recorded(options.train), seen[0])
     tuning = _tune(options, record, seen[0])
     measured: Mapping[int, Measured] = {}
     if options.measure:
         say(f"measuring {options.rounds} rounds of {options.steps} steps of several depths")
         measured, later_record = _measure(options, tuning, lambda: seen.append(rates()))
-        record = replace(later_record, contention=record.contention)
+        if later_record is not None:
+            record = replace(later_record, contention=record.contention)
         # What is compared with the measurement is predicted from the rates and the computing of its own time; the
         # choice was made before.
         later = _tune(options, record, _median(seen), tuning.choice.candidate)
@@ -187,20 +188,31 @@ def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
         yield Candidate(schedule, train.chunk, placed(schedule))
 
 
-def _record(options: TuneOptions, say: Callable[[str], None]) -> tuple[StepRecord, float | None]:
-    """The record, and what it has to be calibrated to, unless it was."""
+def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | Recorded:
+    """The record of the file, which was calibrated when it was made; or steps of now."""
     if options.record is not None:
-        return StepRecord.from_json(read_object(options.record, "recorded step")), None
+        return StepRecord.from_json(read_object(options.record, "recorded step"))
     from tierstore.apps.trial import trial
 
     say("recording steps of the real engine")
-    with trial(options.train) as real:
+    with trial(_as_recorded(options.train)) as real:
         return real.record()
 
 
-def _calibrated(train: TrainOptions, record: StepRecord, machine: Machine, computing_s: float) -> StepRecord:
-    usual = next(candidates(record, train))
-    return calibrated(record, usual, machine, computing_s, commit_every=train.commit_every, commits=_commits(train))
+def _as_recorded(train: TrainOptions) -> TrainOptions:
+    """With updates beside the next forward: a record is of the model's computing, whatever the schedule to come."""
+    return replace(train, update=UpdateSchedule.FORWARD)
+
+
+def calibrated_to(recorded: Recorded, train: TrainOptions, machine: Machine) -> StepRecord:
+    """The recorded step with the contention that the steps beside their update show.
+
+    Args:
+        train: under which they ran.
+    """
+    usual = next(candidates(recorded.step, train))
+    policy = StepPolicy(recorded.depth, usual.schedule, train.commit_every, _commits(train))
+    return calibrated(recorded.step, usual.placement, machine, policy, recorded.computing_s)
 
 
 def _commits(train: TrainOptions) -> bool:
@@ -215,7 +227,7 @@ def _tune(options: TuneOptions, record: StepRecord, machine: Machine, first: Can
 
 def _measure(
     options: TuneOptions, tuning: Tuning, between: Callable[[], None]
-) -> tuple[dict[int, Measured], StepRecord]:
+) -> tuple[dict[int, Measured], StepRecord | None]:
     from tierstore.apps.trial import trial
 
     depths = sorted({*options.depths, tuning.choice.depth})

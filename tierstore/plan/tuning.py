@@ -81,13 +81,7 @@ class Tuning:
 
 
 def calibrated(
-    record: StepRecord,
-    candidate: Candidate,
-    machine: Machine,
-    computing_s: float,
-    *,
-    commit_every: int = 1,
-    commits: bool = True,
+    record: StepRecord, placement: Placement, machine: Machine, policy: StepPolicy, computing_s: float
 ) -> StepRecord:
     """The record with the contention at which the forecast computes as long as steps that run beside their update did.
 
@@ -95,7 +89,7 @@ def calibrated(
     and the Python between them, are slowed more or less than that. One number stands for the difference.
 
     Args:
-        candidate: how those steps ran, at `USUAL_DEPTH`.
+        placement, policy: with which those steps ran.
         computing_s: both passes of such a step, without waiting for weights.
 
     Returns:
@@ -106,8 +100,7 @@ def calibrated(
         return replace(record, contention=contention)
 
     def forecast_s(contention: float) -> float:
-        policy = StepPolicy(USUAL_DEPTH, candidate.schedule, commit_every, commits)
-        return forecast(at(contention), candidate.placement, machine, policy).computing_s
+        return forecast(at(contention), placement, machine, policy).computing_s
 
     def is_less(contention: float) -> bool:
         return forecast_s(contention) < computing_s

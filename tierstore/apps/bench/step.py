@@ -242,13 +242,14 @@ def predicted_s(result: Result, machine: Machine, train: TrainOptions) -> float:
     Its computing is scaled to that of the first steps of the rounds: they have no update beside them either, and the
     machine is not as fast in every minute.
     """
-    from tierstore.apps.tune import candidates
+    from tierstore.apps.trial import Recorded
+    from tierstore.apps.tune import calibrated_to, candidates
     from tierstore.plan.step_model import StepPolicy, forecast
-    from tierstore.plan.tuning import calibrated
 
-    record = StepRecord.from_json(result.facts["record"])
-    usual = next(iter(candidates(record, train)))
-    record = calibrated(record, usual, machine, result.facts["computing_beside_s"], commits=bool(train.nvme))
+    given = result.facts["recorded"]
+    recorded = Recorded(StepRecord.from_json(given["step"]), given["computing_s"], given["depth"])
+    record = calibrated_to(recorded, train, machine)
+    usual = next(candidates(record, train))
     own_s = record.forward_s + record.backward_s
     record = record.scaled((result.median("computing_s") or own_s) / own_s)
     policy = StepPolicy(int(result.median("depth") or 0), usual.schedule, train.commit_every, bool(train.nvme))

@@ -8,10 +8,7 @@ until the manifest is durable. A round is a step to get going, K steps that are 
 is timed has neighbours on both sides and stands for any step of a long run.
 * A commit each step: the time from a commit that is durable to the K-th one after it, over K. K whole updates and
   commits lie in between, no more and no less, and it ends with a durable one.
-* Rare commits: from the start of the first timed step to the start of the one after the last, over K, and what the
-  flush at the end takes, a commit that nothing hides, over the number of steps that share a commit.
-* No commits: as before, without the flush.
-All run at prefetch depth 2, which the steps that are recorded at the start leave behind (`Trial.record`).
+* No commits: from the start of the first timed step to the start of the one after the last, over K.
 `drained_s` is the other figure: from an idle engine through `flush()`, over all K + 2 steps. It is longer, for the
 first step has nothing to hide behind and the last update and commit hide behind nothing.
 """
@@ -125,8 +122,8 @@ def _facts(engine: Engine, parts: Parts, train: TrainOptions) -> dict[str, Any]:
         "spilled_share": usage.get((Kind.GRADIENTS, Tier.NVME), 0) / max(gradients, 1),
     }
     if train.accumulate == 1:
-        record, beside_s = Trial(engine, parts, train.device).record()
-        facts |= {"record": record.to_json(), "computing_beside_s": beside_s}
+        found = Trial(engine, parts, train.device).record()
+        facts["recorded"] = {"step": found.step.to_json(), "computing_s": found.computing_s, "depth": found.depth}
     return facts
 
 
