@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tierstore.apps.bench import rates, step, step_worker
+from tierstore.apps.bench import forecasts, rates, step, step_worker
 from tierstore.apps.bench.case import Answer, BenchOptions, Contestant, Result
 from tierstore.apps.options import TrainOptions
 from tierstore.plan.bandwidth import BandwidthTable
@@ -108,21 +110,64 @@ def converse(command: list[str], given: dict[str, Any], rounds: int = 2) -> list
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-def test_our_own_steps_are_measured_and_predicted(tmp_path: Path) -> None:
+WORKER = [sys.executable, "-m", "tierstore.apps.bench.worker", "step_worker"]
+
+
+def tiny(tmp_path: Path, **options: Any) -> dict[str, Any]:
     (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "gpt2"}))
-    train = {"config": str(tmp_path / "config.json"), "batch": 1, "sequence": 16, "gpu_memory": "1MiB",
-             "cpu_memory": "4MiB", "nvme": [str(tmp_path / "store")], "evaluate": 0}  # fmt: skip
-    command = [sys.executable, "-m", "tierstore.apps.bench.worker", "step_worker"]
-    ready, *answers = converse(command, {"train": train, "steps": 2})
+    return {"config": str(tmp_path / "config.json"), "batch": 1, "sequence": 16, "gpu_memory": "1MiB",
+            "cpu_memory": "4MiB", "nvme": [str(tmp_path / "store")], "evaluate": 0, **options}  # fmt: skip
+
+
+def test_our_own_steps_are_measured_and_predicted(tmp_path: Path) -> None:
+    train = tiny(tmp_path)
+    ready, *answers = converse(WORKER, {"train": train, "steps": 2})
     assert not (tmp_path / "store").exists()
     assert [answer["seconds"] > 0 for answer in answers] == [True, True]
     figures = answers[-1]["figures"]
     # State fits in CPU memory and is written for the commit of each step: 12 B for a parameter, and padding.
     assert 12 <= figures["bytes_per_parameter"] < 12.5
     own = Result(Contestant("own", (), False), ready["ready"], [Answer(answers[-1]["seconds"], figures, 1)])
-    machine = Machine(BandwidthTable(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9))
+    machine = Machine(BandwidthTable(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, matmul_flop_per_s=1e9))
     options = TrainOptions(**step_worker.options_of_object(train, "test"))
-    assert step.predicted_s(own, machine, options) > figures["computing_s"] / 2
+    record = forecasts.computing(own, options, machine)
+    assert record.forward_s + record.backward_s == pytest.approx(figures["computing_s"])
+    assert forecasts.by_tune(record, options, machine, 1) > figures["computing_s"] / 2
+
+
+def test_speculation_is_right_when_the_rounds_begin(tmp_path: Path) -> None:
+    ready, *answers = converse(WORKER, {"train": tiny(tmp_path, update="speculative", clip=1e4), "steps": 2})
+    assert "recorded" not in ready["ready"]  # updates inside backward: these passes are not the model's computing alone
+    assert [answer["figures"]["speculated"] for answer in answers] == [2, 2]
+    assert "computing_s" not in answers[-1]["figures"]
+
+
+def test_warming_up_ends_with_the_first_right_guess_or_with_an_error() -> None:
+    def stepper(norms: Iterable[float]) -> step_worker.Stepper:
+        engine = SimpleNamespace(_parts=SimpleNamespace(driver=SimpleNamespace(is_speculating=False)))
+        given = iter(norms)
+
+        def train_step(batches: object) -> SimpleNamespace:
+            norm = next(given)
+            engine._parts.driver.is_speculating = norm != 0.5  # which is a step that rests
+            return SimpleNamespace(grad_norm=norm)
+
+        engine.train_step = train_step
+        return step_worker.Stepper(engine, [], clip=1.0)  # type: ignore[arg-type]
+
+    left = iter([2.0, 0.5, 0.5, 0.9, 0.8])
+    stepper(left).warm_speculation()
+    assert list(left) == [0.8]
+    with pytest.raises(RuntimeError, match="speculation rests: gradients of 100 steps were clipped"):
+        stepper([2.0] * 100).warm_speculation()
+
+
+def test_what_speculates_is_foretold_from_what_another_recorded(options: BenchOptions, tmp_path: Path) -> None:
+    recorder = result("tierstore, 1GiB", 1.0, computing_s=0.5)
+    recorder.facts = {"recorded": {}}
+    found = results_of(options, tmp_path, recorder=recorder)
+    speculative = next(own for own in step._OWN if own.options.get("update") == "speculative")
+    assert step._recorder(speculative, options, found)[1] is recorder
 
 
 def test_plain_torch_takes_steps() -> None:

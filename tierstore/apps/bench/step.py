@@ -1,7 +1,7 @@
 """Steps of GPT-2 in bf16, 1 x 64 tokens, clipped: state on disk, in CPU memory, on the GPU tier; torch and DeepSpeed.
 
 Scope: contestants, which of them are compared with each other, rows. Not here: their steps (`step_worker.py`,
-    `tools/peers/step_*.py`), rates (`rates.py`), the engine's own cost (`step_cost.py`).
+    `tools/peers/step_*.py`), rates (`rates.py`), forecasts (`forecasts.py`), the engine's own cost (`step_cost.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierstore.apps.bench import rates
+from tierstore.apps.bench import forecasts, rates
 from tierstore.apps.bench.case import (
     Bar,
     BenchOptions,
@@ -31,7 +31,6 @@ from tierstore.apps.options import Preset, TrainOptions, options_of_object
 from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.config import format_size
 from tierstore.plan.step_machine import Machine
-from tierstore.plan.step_record import StepRecord
 
 GPU_MEMORY = "256MiB"
 CURVE = ("256MiB", "384MiB", "512MiB", "768MiB", "1GiB", "1536MiB", "2GiB", "4GiB")
@@ -52,8 +51,7 @@ class Own:
     Attributes:
         options: of `TrainOptions`, apart from those that all have.
         heat: what it takes turns with. In 512 MiB no state stays in memory, in 128 MiB no gradients either; 1 GiB is
-            what a quarter of DeepSpeed's peak leaves room for. Those of `disk` speculate: gradients of these tokens are
-            clipped in the first twelve steps only, which are over when the rounds begin.
+            what a quarter of DeepSpeed's peak leaves room for.
         vs_torch, vs_all: most of the step in memory; least speed against DeepSpeed with all state on disk.
         vs_all_rss: most of that one's peak memory.
         vs_floor: most of its own floor.
@@ -73,11 +71,13 @@ class Own:
 
 
 _OWN = (
-    Own("tierstore, 1GiB", "disk", {"cpu_memory": "1GiB", "update": "speculative"}, vs_all=2.5, vs_all_rss=0.25,
-        vs_floor=1.15),
-    Own("tierstore, 512MiB", "disk", {"cpu_memory": "512MiB", "update": "speculative"}, vs_all=2.0, vs_floor=1.15,
-        disk_bytes=22),
-    Own("tierstore, CPU memory, a commit every 50", "memory", _ROOMY | {"commit_every": _RARE}, vs_torch=1.10),
+    Own("tierstore, 1GiB, speculative", "disk", {"cpu_memory": "1GiB", "update": "speculative"}, vs_all=2.5,
+        vs_all_rss=0.25, vs_floor=1.15),
+    Own("tierstore, 512MiB, speculative", "disk", {"cpu_memory": "512MiB", "update": "speculative"}, vs_all=2.0,
+        vs_floor=1.15, disk_bytes=22),
+    Own("tierstore, 1GiB", "disk", {"cpu_memory": "1GiB"}),
+    Own("tierstore, CPU memory, a commit every 50", "memory",
+        _ROOMY | {"commit_every": _RARE}, vs_torch=1.10),
     Own("tierstore, CPU memory, a commit each step", "memory", _ROOMY, vs_torch=1.25),
     Own("tierstore, no store", "memory", _ROOMY, stored=False, vs_torch=1.03),
     Own("tierstore, 128MiB", "accumulate", {"cpu_memory": "128MiB"}, disk_bytes=26),
@@ -152,9 +152,14 @@ def _step_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
         result = results[own.name]
         machine = rates.machine_of(results[_rates(own.heat)])
         memory = _median(results, _torch(own.heat)) if not own.options.get("accumulate") else None
-        floor, floor_of = floor_of_step(result, machine, memory)
+        recorded = _recorder(own, options, results)[1]
+        computing_s = memory or result.median("computing_s") or recorded.median("computing_s")
+        floor, floor_of = floor_of_step(result, machine, computing_s)
         yield row_of(result, "seconds", work, "s", floor=floor, floor_of=floor_of,
                      bars=list(_bars(own, result, results, memory, floor)))  # fmt: skip
+        if own.options.get("update") == "speculative":
+            yield row_of(result, "speculated", f"timed steps of {options.steps} whose guess was right", "steps",
+                         bars=[Bar(options.steps, "steps", result.median("speculated"))])  # fmt: skip
     for name, result in results.items():
         if name not in own_names and not name.startswith("rates") and name != _COST:
             yield row_of(result, "seconds", work, "s")
@@ -178,18 +183,13 @@ def _bars(
                   at_most=True)  # fmt: skip
 
 
-def floor_of_step(result: Result, machine: Machine | None, memory: float | None) -> tuple[float | None, str]:
-    """The longer of computing and what the step itself moved, at the rates of the same run.
-
-    Args:
-        memory: seconds of the step in memory; None is what our own forward and backward took without waiting.
-    """
-    computing = memory if memory is not None else result.median("computing_s")
+def floor_of_step(result: Result, machine: Machine | None, computing_s: float | None) -> tuple[float | None, str]:
+    """The longer of computing and what the step itself moved, at the rates of the same run."""
     read, written = result.median("read_bytes"), result.median("written_bytes")
-    if machine is None or computing is None or read is None or written is None:
+    if machine is None or computing_s is None or read is None or written is None:
         return None, ""
     disk_s = machine.table.disk_seconds(read, written)
-    return max(computing, disk_s), (
+    return max(computing_s, disk_s), (
         "the longer of the step in memory (torch's; else our own computing) and the bytes that the disk moved at its "
         "measured rates, reads and writes together"
     )
@@ -223,37 +223,37 @@ def _cost_rows(results: Results) -> Iterator[Row]:
 
 def _prediction_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
     for own in _own(options):
-        machine = rates.machine_of(results[_rates(own.heat)])
-        result = results[own.name]
-        train = TrainOptions(**options_of_object(train_options(own, options, Path("store")), "bench step"))
-        measured = result.median("seconds")
-        if train.accumulate > 1 or not own.stored or train.commit_every > 1:
-            continue
-        seconds = None if machine is None or measured is None else predicted_s(result, machine, train)
-        off = None if seconds is None or measured is None else abs(seconds / measured - 1)
-        value = None if seconds is None else Spread.of([seconds])
-        yield Row("step as tune predicts it", own.name, "s", value, measured, "measured step",
-                  (Bar(0.10, "off the measured step", off, at_most=True),), trouble=result.trouble)  # fmt: skip
+        for command, seconds in _predicted_s(own, options, results).items():
+            result = results[own.name]
+            measured = result.median("seconds")
+            off = None if seconds is None or measured is None else abs(seconds / measured - 1)
+            value = None if seconds is None else Spread.of([seconds])
+            yield Row(f"step as {command} predicts it", own.name, "s", value, measured, "measured step",
+                      (Bar(0.10, "off the measured step", off, at_most=True),), trouble=result.trouble)  # fmt: skip
 
 
-def predicted_s(result: Result, machine: Machine, train: TrainOptions) -> float:
-    """The forecast of `tune`, from the step that this contestant recorded at its start and the rates of the run.
+def _predicted_s(own: Own, options: BenchOptions, results: Results) -> dict[str, float | None]:
+    """By the command that says so; `tune` does not know of micro-batches."""
+    machine, train = rates.machine_of(results[_rates(own.heat)]), _as_train_options(own, options)
+    found: dict[str, float | None] = {}
+    if train.accumulate == 1:
+        (recorder, recorded), depth = _recorder(own, options, results), results[own.name].median("depth")
+        found["tune"] = None
+        if machine is not None and depth is not None and "recorded" in recorded.facts:
+            record = forecasts.computing(recorded, _as_train_options(recorder, options), machine)
+            found["tune"] = forecasts.by_tune(record, train, machine, int(depth))
+    return found
 
-    Its computing is scaled to that of the first steps of the rounds: they have no update beside them either, and the
-    machine is not as fast in every minute.
-    """
-    from tierstore.apps.trial import Recorded
-    from tierstore.apps.tune import calibrated_to, candidates
-    from tierstore.plan.step_model import StepPolicy, forecast
 
-    given = result.facts["recorded"]
-    recorded = Recorded(StepRecord.from_json(given["step"]), given["computing_s"], given["depth"])
-    record = calibrated_to(recorded, train, machine)
-    usual = next(candidates(record, train))
-    own_s = record.forward_s + record.backward_s
-    record = record.scaled((result.median("computing_s") or own_s) / own_s)
-    policy = StepPolicy(int(result.median("depth") or 0), usual.schedule, train.commit_every, bool(train.nvme))
-    return forecast(record, usual.placement, machine, policy).seconds
+def _recorder(own: Own, options: BenchOptions, results: Results) -> tuple[Own, Result]:
+    """What shows how long this one computes: itself, or if it could not record that, another one of its heat."""
+    heat = [own, *(one for one in _own(options) if one.heat == own.heat)]
+    found = next((one for one in heat if "recorded" in results[one.name].facts), own)
+    return found, results[found.name]
+
+
+def _as_train_options(own: Own, options: BenchOptions) -> TrainOptions:
+    return TrainOptions(**options_of_object(train_options(own, options, Path("store")), "bench step"))
 
 
 def _median(results: Results, name: str) -> float | None:

@@ -8,7 +8,11 @@ until the manifest is durable. A round is a step to get going, K steps that are 
 is timed has neighbours on both sides and stands for any step of a long run.
 * A commit each step: the time from a commit that is durable to the K-th one after it, over K. K whole updates and
   commits lie in between, no more and no less, and it ends with a durable one.
-* No commits: from the start of the first timed step to the start of the one after the last, over K.
+* Rare commits: none falls into the timed steps, which last from the start of the first to the start of the one after
+  the last, over K; and the flush at the end, a whole commit that nothing hides, over the steps that would share it.
+* No commits: as before, without the flush.
+Speculation begins before the rounds do: steps are taken until one was guessed right. All run at the prefetch depth that
+the engine chooses.
 `drained_s` is the other figure: from an idle engine through `flush()`, over all K + 2 steps. It is longer, for the
 first step has nothing to hide behind and the last update and commit hide behind nothing.
 """
@@ -20,8 +24,8 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,9 +33,9 @@ import torch
 from tierstore.apps.bench.serve import Round
 from tierstore.apps.crew import Crew
 from tierstore.apps.options import TrainOptions, options_of_object
-from tierstore.apps.train import Parts, assemble, engine_arguments, return_freed_memory
+from tierstore.apps.train import assemble, engine_arguments, return_freed_memory
 from tierstore.apps.trial import Trial
-from tierstore.config import Durability, Tier
+from tierstore.config import Durability, Tier, UpdateSchedule
 from tierstore.plan.placement import Kind
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
@@ -39,6 +43,7 @@ from tierstore.train.report import StepReport
 
 _TICK_S = 0.005
 _PERCENTILE = 99
+_MOST_WARMING_STEPS = 100
 
 
 class Commits(Tracer):
@@ -92,6 +97,26 @@ class LoopLag:
         self._again()
 
 
+@dataclass(frozen=True, slots=True)
+class Stepper:
+    """Steps of one engine over the same tokens."""
+
+    engine: Engine
+    batches: Sequence[Mapping[str, torch.Tensor]]
+    clip: float
+
+    def step(self) -> tuple[StepReport, bool]:
+        """One step, and whether it was updated within backward because a guess was right: neither rested nor redone."""
+        report = self.engine.train_step(self.batches)
+        is_plain = report.grad_norm is not None and report.grad_norm < self.clip
+        return report, is_plain and self.engine._parts.driver.is_speculating
+
+    def warm_speculation(self) -> None:
+        """Until a guess was right."""
+        if not any(self.step()[1] for _ in range(_MOST_WARMING_STEPS)):
+            raise RuntimeError(f"speculation rests: gradients of {_MOST_WARMING_STEPS} steps were clipped")
+
+
 @contextlib.contextmanager
 def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     """Options: `train`, of `TrainOptions`; `steps` of a round that are timed."""
@@ -106,29 +131,38 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         tokens = SameTokens(train.batch, parts.sequence, parts.configuration.vocab_size)
         arguments = engine_arguments(train, parts, commits, Crew()) | {"registered": {}}
         engine = stack.enter_context(Engine(**arguments))
-        same = replace(parts, batches=tokens)  # type: ignore[arg-type]  # has all that a trial asks of batches
-        yield _facts(engine, same, train), _rounds(engine, tokens, train, options["steps"], commits)
+        facts = _facts(engine)
+        if is_recorded(train):
+            same = replace(parts, batches=tokens)  # type: ignore[arg-type]  # has all that a trial asks of batches
+            found = Trial(engine, same, train.device).record()
+            facts["recorded"] = {"step": found.step.to_json(), "computing_s": found.computing_s, "depth": found.depth}
+        on_device = tokens.next().to(train.device)
+        stepper = Stepper(engine, [{"input_ids": on_device, "labels": on_device}] * train.accumulate, train.clip)
+        if train.update is UpdateSchedule.SPECULATIVE:
+            stepper.warm_speculation()
+        yield facts, _rounds(stepper, train, options["steps"], commits)
 
 
-def _facts(engine: Engine, parts: Parts, train: TrainOptions) -> dict[str, Any]:
+def is_recorded(train: TrainOptions) -> bool:
+    """Whether its steps show what the model's computing takes: no update runs inside backward."""
+    return train.accumulate == 1 and train.update is not UpdateSchedule.SPECULATIVE
+
+
+def _facts(engine: Engine) -> dict[str, Any]:
     placement = engine.placement
     usage = {(row.kind, row.tier): row.bytes for row in placement.usage()}
     gradients = sum(usage.get((Kind.GRADIENTS, tier), 0) for tier in (Tier.CPU, Tier.NVME))
-    facts: dict[str, Any] = {
+    return {
         "versions": {"torch": torch.__version__},
         "parameters": sum(need.elements for need in placement.groups),
         "groups": len(placement.groups),
         "usage": {f"{kind.value} {tier.value}": nbytes for (kind, tier), nbytes in usage.items()},
         "spilled_share": usage.get((Kind.GRADIENTS, Tier.NVME), 0) / max(gradients, 1),
     }
-    if train.accumulate == 1:
-        found = Trial(engine, parts, train.device).record()
-        facts["recorded"] = {"step": found.step.to_json(), "computing_s": found.computing_s, "depth": found.depth}
-    return facts
 
 
-def _rounds(engine: Engine, tokens: SameTokens, train: TrainOptions, steps: int, commits: Commits) -> Round:
-    batch = {"input_ids": tokens.next().to(train.device), "labels": tokens.next().to(train.device)}
+def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits) -> Round:
+    engine = stepper.engine
     lag = LoopLag(engine)
     parameters = sum(need.elements for need in engine.placement.groups)
 
@@ -136,10 +170,10 @@ def _rounds(engine: Engine, tokens: SameTokens, train: TrainOptions, steps: int,
         engine.flush()
         commits.ends_s.clear()
         lag.take_ms()
-        starts_s, reports, before = [], [], engine.statistics()["bytes"]
+        starts_s, taken, before = [], [], engine.statistics()["bytes"]
         for _ in range(steps + 2):
             starts_s.append(time.perf_counter())
-            reports.append(engine.train_step([batch] * train.accumulate))
+            taken.append(stepper.step())
         starts_s.append(time.perf_counter())
         engine.flush()
         rested_s = time.perf_counter()
@@ -147,7 +181,7 @@ def _rounds(engine: Engine, tokens: SameTokens, train: TrainOptions, steps: int,
         # Of the whole round, at rest on both sides: a report counts what moved meanwhile, not what its step caused.
         after = engine.statistics()["bytes"]
         moved = [(after[link] - before[link]) / (steps + 2) for link in ("nvme_read", "nvme_write")]
-        figures = _figures(reports) | {"read_bytes": moved[0], "written_bytes": moved[1]}
+        figures = _figures(train, taken) | {"read_bytes": moved[0], "written_bytes": moved[1]}
         figures |= {"bytes_per_parameter": sum(moved) / parameters}
         figures |= {"drained_s": (rested_s - starts_s[0]) / (steps + 2), "lag_p99_ms": lag.take_ms()}
         return step_s, {name: value for name, value in figures.items() if math.isfinite(value)}
@@ -169,11 +203,12 @@ def _step_s(
     return (ends_s[steps] - ends_s[0]) / steps
 
 
-def _figures(reports: Sequence[StepReport]) -> dict[str, float]:
-    """Of the timed steps; `computing_s` of the first, which has no update beside it."""
-    timed, first = reports[1:-1], reports[0].seconds
+def _figures(train: TrainOptions, taken: Sequence[tuple[StepReport, bool]]) -> dict[str, float]:
+    """Of the timed steps; `computing_s` of the first, which has no update beside it unless that is in its backward."""
+    timed, (first, _) = taken[1:-1], taken[0]
     phases = ("forward", "backward", "wait")
-    return {f"{name}_s": statistics.fmean(one.seconds[name] for one in timed) for name in phases} | {
-        "depth": float(timed[-1].prefetch_depth),
-        "computing_s": first["forward"] + first["backward"] - first["wait"],
-    }
+    figures = {f"{name}_s": statistics.fmean(one.seconds[name] for one, _ in timed) for name in phases}
+    figures["depth"] = float(timed[-1][0].prefetch_depth)
+    if train.update is UpdateSchedule.SPECULATIVE:
+        return figures | {"speculated": float(sum(was_right for _, was_right in timed))}
+    return figures | {"computing_s": first.seconds["forward"] + first.seconds["backward"] - first.seconds["wait"]}
