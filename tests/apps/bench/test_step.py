@@ -133,6 +133,8 @@ def test_our_own_steps_are_measured_and_predicted(tmp_path: Path) -> None:
     record = forecasts.computing(own, options, machine)
     assert record.forward_s + record.backward_s == pytest.approx(figures["computing_s"])
     assert forecasts.by_tune(record, options, machine, 1) > figures["computing_s"] / 2
+    # 6 flop a parameter and token, of 0.13M parameters and 16 tokens.
+    assert (forecasts.by_plan(options, machine) or 0) > 0.01
 
 
 def test_speculation_is_right_when_the_rounds_begin(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-"""A step of this model as `tune` foretells it, from rates that were measured in the same run.
+"""A step of this model as `tune` and `plan` foretell it, from rates that were measured in the same run.
 
 Scope: from a contestant's options to seconds. Not here: what they are compared with (`step.py`).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from tierstore.apps.bench.case import Result
 from tierstore.apps.options import TrainOptions
@@ -38,3 +40,24 @@ def by_tune(record: StepRecord, train: TrainOptions, machine: Machine, depth: in
     usual = next(candidates(record, train))
     policy = StepPolicy(depth, usual.schedule, train.commit_every, bool(train.nvme))
     return forecast(record, usual.placement, machine, policy).seconds
+
+
+def by_plan(train: TrainOptions, machine: Machine) -> float | None:
+    """Seconds of the engine's own split on one GPU with these rates; None where the budgets are too small for any.
+
+    `plan` asks what a machine has and leaves a part of it to others; here the budgets are what a run may take.
+    """
+    from tierstore.apps.plan import PlanOptions, situation_of
+    from tierstore.plan.memory import activation_bytes
+    from tierstore.plan.strategies import USABLE, Strategy, options_of
+
+    situation = situation_of(PlanOptions(
+        preset=train.preset, config=train.config, gpus=1, nodes=1, dtype=train.dtype, batch=train.batch,
+        sequence=train.sequence, accumulate=train.accumulate, update=train.update, commit_every=train.commit_every,
+        flops=machine.table.matmul_flop_per_s, nvme_capacity=None if train.nvme else 0,
+    ))  # fmt: skip
+    activations = activation_bytes(situation.job, situation.layout)
+    node = replace(situation.node, rates=machine.table, cpu_bytes=train.cpu_memory / USABLE,
+                   gpu_bytes=(train.gpu_memory + activations) / USABLE)  # fmt: skip
+    (option,) = options_of(replace(situation, node=node), [Strategy.ENGINE])
+    return option.step_s if option.phases else None

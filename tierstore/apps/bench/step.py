@@ -235,7 +235,7 @@ def _prediction_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
 def _predicted_s(own: Own, options: BenchOptions, results: Results) -> dict[str, float | None]:
     """By the command that says so; `tune` does not know of micro-batches."""
     machine, train = rates.machine_of(results[_rates(own.heat)]), _as_train_options(own, options)
-    found: dict[str, float | None] = {}
+    found: dict[str, float | None] = {"plan": None if machine is None else forecasts.by_plan(train, machine)}
     if train.accumulate == 1:
         (recorder, recorded), depth = _recorder(own, options, results), results[own.name].median("depth")
         found["tune"] = None
