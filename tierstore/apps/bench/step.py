@@ -76,7 +76,7 @@ _OWN = (
     Own("tierstore, 512MiB, speculative", "disk", {"cpu_memory": "512MiB", "update": "speculative"}, vs_all=2.0,
         vs_floor=1.15, disk_bytes=22),
     Own("tierstore, 1GiB", "disk", {"cpu_memory": "1GiB"}),
-    Own("tierstore, CPU memory, a commit every 50", "memory",
+    Own("tierstore, CPU memory, a commit every 50 (1/50 of a flush added)", "memory",
         _ROOMY | {"commit_every": _RARE}, vs_torch=1.10),
     Own("tierstore, CPU memory, a commit each step", "memory", _ROOMY, vs_torch=1.25),
     Own("tierstore, no store", "memory", _ROOMY, stored=False, vs_torch=1.03),

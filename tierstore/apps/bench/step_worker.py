@@ -43,6 +43,7 @@ from tierstore.train.report import StepReport
 
 _TICK_S = 0.005
 _PERCENTILE = 99
+_NEVER = 10**9  # steps from commit to commit
 _MOST_WARMING_STEPS = 100
 
 
@@ -129,7 +130,8 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         parts = assemble(train)
         parts.batches.close()
         tokens = SameTokens(train.batch, parts.sequence, parts.configuration.vocab_size)
-        arguments = engine_arguments(train, parts, commits, Crew()) | {"registered": {}}
+        own = replace(train, commit_every=_NEVER) if train.commit_every > 1 else train
+        arguments = engine_arguments(own, parts, commits, Crew()) | {"registered": {}}
         engine = stack.enter_context(Engine(**arguments))
         facts = _facts(engine)
         if is_recorded(train):
