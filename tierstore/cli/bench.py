@@ -48,7 +48,7 @@ def bench(
 
     from tierstore.apps.bench.case import BenchOptions
     from tierstore.apps.bench.report import context_of, save, show
-    from tierstore.apps.bench.run import cases_of, check_room, run_case
+    from tierstore.apps.bench.run import Outcome, cases_of, check_room, run_case
     from tierstore.apps.probe_report import progress
 
     with told(debug):
@@ -58,11 +58,15 @@ def bench(
         )  # fmt: skip
         cases = cases_of(case, device)
         check_room(options, cases)
-        console, outcomes = Console(), []
+        console = Console()
+        outcomes: list[Outcome] = []
+
+        def keep(outcome: Outcome) -> None:
+            so_far = [*outcomes, outcome]
+            save(options, so_far, context_of(case, options, so_far))
+
         with interruptible("interrupted; contestants are ended and their files are gone"):
             for one in cases:
                 with progress(console) as tell:
-                    outcome = run_case(one, options, tell)
-                show(console, outcome)
-                outcomes.append(outcome)
-                save(options, outcomes, context_of(case, options, outcomes))
+                    outcomes.append(run_case(one, options, tell, keep))
+                show(console, outcomes[-1])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 import tierstore
 from tierstore.apps.bench import run as bench_run
-from tierstore.apps.bench.case import Answer, Bar, BenchOptions, Case, Contestant, Result, ratio
+from tierstore.apps.bench.case import Answer, Bar, BenchOptions, Case, Contestant, Result, ratio, row_of
 from tierstore.apps.bench.report import context_of, markdown
 from tierstore.apps.bench.run import Outcome, cases_of, run_case
 from tierstore.cli import app
@@ -88,8 +89,41 @@ def test_nothing_is_left_of_a_case_that_fails(tmp_path: Path) -> None:
 
     case = Case("toy", lambda options, scratch: [], lambda options, results: [], prepare=prepare)
     with pytest.raises(StorageError, match=r"bench toy cannot make its files in .*: .*No space left"):
-        run_case(case, BenchOptions(nvme=tmp_path), lambda what, done: None)
+        run_case(case, BenchOptions(nvme=tmp_path), lambda what, done: None, lambda outcome: None)
     assert os.listdir(tmp_path) == []
+
+
+def test_what_a_heat_has_measured_outlives_an_interrupt_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (Contestant(name, (), False) for name in ("first", "second"))
+
+    def contest(heat: Sequence[Contestant], rounds: int, tell: object) -> dict[str, Result]:
+        if heat == [second]:
+            raise KeyboardInterrupt
+        return {"first": result("first", seconds=2.0)}
+
+    case = Case("toy", lambda options, scratch: [[first], [second]], lambda options, results: [
+        row_of(one, "seconds", "toy", "s") for one in results.values()
+    ])  # fmt: skip
+    monkeypatch.setattr(bench_run, "contest", contest)
+    monkeypatch.setattr(bench_run, "cases_of", lambda *_: [case])
+    files = tmp_path / "out.json", tmp_path / "out.md"
+    done = bench("all", "--nvme", str(tmp_path), "--json", str(files[0]), "--markdown", str(files[1]))
+    assert done.exit_code == 130, done.output
+    (kept,) = json.loads(files[0].read_text())["cases"]
+    assert [(row["contestant"], row["trouble"]) for row in kept["rows"]] == [
+        ("first", None), ("second", "missing: its turn has not come")
+    ]  # fmt: skip
+    assert "| toy | first | 1 s (1, 1) |" in files[1].read_text()
+
+
+@pytest.mark.parametrize("name", [*bench_run.CASES, "cuda"])
+def test_the_table_of_a_case_stands_while_its_heats_have_yet_to_come(name: str, tmp_path: Path) -> None:
+    (case,) = cases_of("all", "cuda") if name == "cuda" else cases_of(name)
+    options = BenchOptions(nvme=tmp_path)
+    results = {one.name: result(one.name, "missing: not yet") for heat in case.heats(options, tmp_path) for one in heat}
+    assert {row.trouble for row in case.rows(options, results)} == {"missing: not yet"}
 
 
 def test_bars_and_floors_of_adam() -> None:

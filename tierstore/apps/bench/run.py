@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from tierstore.errors import ConfigError, StorageError, StorageFull
 
 CASES = ("disk", "adam", "step", "load", "reduce")
 _LEFT_FREE_BYTES = 2**28
+_NOT_YET = "missing: its turn has not come"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,12 @@ def check_room(options: BenchOptions, cases: Sequence[Case]) -> None:
             )
 
 
-def run_case(case: Case, options: BenchOptions, tell: Tell) -> Outcome:
-    """All heats of a case."""
-    results: dict[str, Result] = {}
+def run_case(case: Case, options: BenchOptions, tell: Tell, keep: Callable[[Outcome], None]) -> Outcome:
+    """All heats of a case.
+
+    Args:
+        keep: called after each heat with all that is known by then; contestants of later ones are in it as missing.
+    """
     with tempfile.TemporaryDirectory(prefix=".tierstore-bench-", dir=options.nvme) as name:
         scratch = Path(name)
         tell(f"{case.name}: makes ready", 0.0)
@@ -71,10 +75,14 @@ def run_case(case: Case, options: BenchOptions, tell: Tell) -> Outcome:
         except (OSError, RuntimeError) as error:  # torch.save says a full disk so
             raise StorageError(f"bench {case.name} cannot make its files in {options.nvme}: {error}") from error
         heats = case.heats(options, scratch)
+        results = {one.name: Result(one, trouble=_NOT_YET) for heat in heats for one in heat}
+        outcome = Outcome(case.name, (), results)
         for index, heat in enumerate(heats):
 
             def tell_of(what: str, done: float, index: int = index) -> None:
                 tell(f"{case.name}: {what}", (index + done) / len(heats))
 
             results |= contest(heat, options.rounds, tell_of)
-    return Outcome(case.name, case.rows(options, results), results)
+            outcome = Outcome(case.name, case.rows(options, results), results)
+            keep(outcome)
+        return outcome
