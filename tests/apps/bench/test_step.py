@@ -24,7 +24,8 @@ DRIVERS = Path(__file__).parents[3] / "tools" / "peers"
 
 
 def result(name: str, seconds: float, rss: int = 1000, **figures: float) -> Result:
-    return Result(Contestant(name, (), False), answers=[Answer(seconds, figures, rss)])
+    is_peer = not name.startswith(("tierstore", "rates"))
+    return Result(Contestant(name, (), is_peer), answers=[Answer(seconds, figures, rss)])
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ _PASSES = 5
 def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
     """All at once: 64M parameters take each of them about a GiB."""
     given = {"params": options.params, "passes": _PASSES}
-    contestants = [ours(_OURS, "adam", **given), ours(_MEMORY, "floors", what="memory")]
+    contestants = [ours(_OURS, "adam", **given), ours(_MEMORY, "floors")]
     if options.wants("torch"):
         contestants.append(peer(_TORCH, "adam_torch", options.peer_python, **given))
     if options.wants("deepspeed"):

@@ -32,7 +32,7 @@ from tierstore.config import format_size
 
 if TYPE_CHECKING:  # numpy comes with it
     from tierstore.io.memory import Lease
-    from tierstore.measure.disk import DiskFile
+    from tierstore.measure.disk import DiskFile, Verb
 
 FIO_SETTINGS = (("io_uring", 64, "1M"), ("io_uring", 16, "16M"), ("libaio", 32, "1M"), ("libaio", 16, "4M"),
                 ("io_uring", 16, "4M"))  # fmt: skip
@@ -40,7 +40,7 @@ _OUR_SETTINGS = ((2**25, 4), (2**23, 8))
 """Bytes of a chunk and threads: the largest chunk with the engine's usual threads, and archives' own."""
 _DEEPSPEED_DEPTHS = (32, 64)
 _MEMORY_BYTES = 2**28
-_VERBS = ("read", "write")
+_VERBS: tuple[Verb, ...] = ("read", "write")
 
 
 def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
@@ -48,7 +48,7 @@ def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
     given = {"path": str(_file(scratch)), "size": options.size}
     contestants = [
         ours(f"tierstore {format_size(block_bytes)} x {threads}", "disk", block_bytes=block_bytes, threads=threads,
-             verbs=_VERBS, **given)
+             **given)
         for block_bytes, threads in _OUR_SETTINGS
     ]  # fmt: skip
     if options.wants("fio"):
@@ -114,8 +114,7 @@ def make_file(path: Path, size_bytes: int) -> None:
 def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     """Our own side: blocks in turn through worker threads, into and from an arena of huge pages.
 
-    Options: `path` of a file that is written, its `size`, `block_bytes`, `threads`, and `verbs` among read, write and
-    both (of which the rate is the sum). Figures: GB/s by verb.
+    Options: `path` of a file that is written, its `size`, `block_bytes`, `threads`. Figures: GB/s by verb.
     """
     from tierstore.io.backend import Backend
     from tierstore.io.memory import Arena
@@ -134,7 +133,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
                 def run_round(number: int) -> tuple[float, dict[str, float]]:
                     seconds = {
                         verb: runtime.call(_one_pass, disk, verb, options["block_bytes"], options["threads"])
-                        for verb in options["verbs"]
+                        for verb in _VERBS
                     }
                     return sum(seconds.values()), {verb: size / one / 1e9 for verb, one in seconds.items()}
 
@@ -143,13 +142,13 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
             runtime.call(_free, lease, raises_kept=False)
 
 
-async def _one_pass(disk: DiskFile, verb: str, block_bytes: int, threads: int) -> float:
+async def _one_pass(disk: DiskFile, verb: Verb, block_bytes: int, threads: int) -> float:
     """Seconds for every block once, each a job that the loop submits, as in the engine."""
     from tierstore.io.workers import Priority, WorkerPool
     from tierstore.measure.loads import CLOSE_TIMEOUT_S
     from tierstore.store.tasks import together
 
-    load = disk.both(block_bytes, threads) if verb == "both" else disk.load(verb, block_bytes, threads)  # type: ignore[arg-type]
+    load = disk.load(verb, block_bytes, threads)
     workers = WorkerPool("tierstore-bench", threads)
     try:
         await workers.run(Priority.DEMAND, time.perf_counter)  # the threads are there before the clock runs

@@ -1,6 +1,6 @@
-"""What the machine allows, as contestants of their own: they take turns with what is measured against them.
+"""What the machine's memory allows, as a contestant: it takes turns with what is measured against it.
 
-Scope: memory. Not here: rates for the planner (`measure/`); a disk's floors are `disk.py` with `verbs` as wanted.
+Scope: `contend`. Not here: rates for the planner (`measure/`); a disk's floor is fio (`disk.py`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,10 @@ _ELEMENTS, _PASSES = 2**26, 5
 
 @contextlib.contextmanager
 def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
-    """The floor that `what` names."""
-    with {"memory": _memory}[options["what"]](options) as found:
-        yield found
-
-
-@contextlib.contextmanager
-def _memory(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     """STREAM's triad a = b + s c, counted with the read of `a` that a store begins with; and a = s a, in place.
 
     Adam reads nearly all that it writes, so no such read is wasted: the triad understates what it may reach, and the
-    faster of the two is its floor.
+    faster of the two is its floor. No options.
     """
     import torch
 

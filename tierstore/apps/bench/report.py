@@ -154,5 +154,3 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
             for name, result in outcome.results.items()
         },
     }  # fmt: skip
-
-

@@ -40,8 +40,9 @@ _RARE = 50
 _MICRO_BATCHES = 8
 _GRADIENT_BYTES = 4
 """What a parameter's bf16 gradient costs the disk if it does not fit in CPU memory: written and read."""
-_STORE_BYTES = 2**33  # of all stores of one heat, 124M parameters
-_LARGE_STORE_BYTES = 48 * 10**9  # two slots of 14 B for 1.56e9 parameters, and some room
+_STORE_BYTES = 2**32  # two slots of 14 B for 124M parameters, and some room
+_LARGE_STORE_BYTES = 48 * 10**9  # of 1.56e9
+_MOST_STORES = 4  # of a heat: three of ours and DeepSpeed's
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,6 @@ _OWN = (
 )  # fmt: skip
 _LARGE = Own("tierstore, 1.5b, 4GiB", "1.5b", {"cpu_memory": "4GiB", "preset": "1.5b"}, vs_floor=1.25,
              most_rss=int(5.5 * 2**30))  # fmt: skip
-
-
 _COST = "tierstore, tiny groups"
 
 
@@ -147,7 +146,6 @@ def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
 
 def _step_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
     work = f"step, GPT-2 {'1.5B' if options.large else '124M'}"
-    own_names = {own.name for own in _own(options)}
     for own in _own(options):
         result = results[own.name]
         machine = rates.machine_of(results[_rates(own.heat)])
@@ -160,14 +158,12 @@ def _step_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
         if own.options.get("update") == "speculative":
             yield row_of(result, "speculated", f"timed steps of {options.steps} whose guess was right", "steps",
                          bars=[Bar(options.steps, "steps", result.median("speculated"))])  # fmt: skip
-    for name, result in results.items():
-        if name not in own_names and not name.startswith("rates") and name != _COST:
+    for result in results.values():
+        if result.contestant.is_peer:
             yield row_of(result, "seconds", work, "s")
 
 
-def _bars(
-    own: Own, result: Result, results: Results, memory: float | None, floor: float | None
-) -> Iterator[Bar]:
+def _bars(own: Own, result: Result, results: Results, memory: float | None, floor: float | None) -> Iterator[Bar]:
     seconds = result.median("seconds")
     if own.vs_all is not None:
         yield Bar(own.vs_all, f"x {_ALL}", ratio(_median(results, _ALL), seconds))
@@ -210,15 +206,12 @@ def _bytes_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
 
 
 def _cost_rows(results: Results) -> Iterator[Row]:
-    if _COST in results:
-        cost = results[_COST]
-        yield row_of(cost, "us_per_group_and_pass", "Python of the engine per group and pass", "us",
-                     bars=[Bar(150, "us", cost.median("us_per_group_and_pass"), at_most=True)])  # fmt: skip
-    for own in _OWN[:1]:
-        if own.name in results:
-            lag = results[own.name]
-            yield row_of(lag, "lag_p99_ms", "loop lag, 99th percentile", "ms",
-                         bars=[Bar(5, "ms", lag.median("lag_p99_ms"), at_most=True)])  # fmt: skip
+    for name, figure, work, unit, most in (
+        (_COST, "us_per_group_and_pass", "Python of the engine per group and pass", "us", 150),
+        (_OWN[0].name, "lag_p99_ms", "loop lag, 99th percentile", "ms", 5),
+    ):
+        if (result := results.get(name)) is not None:
+            yield row_of(result, figure, work, unit, bars=[Bar(most, unit, result.median(figure), at_most=True)])
 
 
 def _prediction_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
@@ -263,7 +256,7 @@ def _median(results: Results, name: str) -> float | None:
 def _disk_bytes(options: BenchOptions) -> int:
     if options.large:
         return _LARGE_STORE_BYTES
-    return len(CURVE) * _STORE_BYTES // 2 if options.curve else 2 * _STORE_BYTES
+    return (len(CURVE) if options.curve else _MOST_STORES) * _STORE_BYTES
 
 
 CASE = Case("step", heats, rows, _disk_bytes)
