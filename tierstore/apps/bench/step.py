@@ -51,8 +51,7 @@ class Own:
 
     Attributes:
         options: of `TrainOptions`, apart from those that all have.
-        heat: what it takes turns with. In 512 MiB no state stays in memory, in 128 MiB no gradients either; 1 GiB is
-            what a quarter of DeepSpeed's peak leaves room for.
+        heat: what it takes turns with. In 512 MiB no state stays in memory, in 128 MiB no gradients either.
         vs_torch, vs_all: most of the step in memory; least speed against DeepSpeed with all state on disk.
         vs_all_rss: most of that one's peak memory.
         vs_floor: most of its own floor.
@@ -111,7 +110,7 @@ _MODES = {"disk": {"all": _ALL}, "memory": {"cpu": "DeepSpeed, CPU memory"},
 
 
 def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
-    """Those that are compared are alive together; not all are, for DeepSpeed alone takes 10 GB."""
+    """Those that are compared are alive together; not all are, for DeepSpeed alone takes 7 GB."""
     found: dict[str, list[Contestant]] = {}
     for index, own in enumerate(_own(options)):
         train = train_options(own, options, scratch / f"store-{index}")
