@@ -31,6 +31,7 @@ from tierstore.apps.options import Preset, TrainOptions, options_of_object
 from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.config import format_size
 from tierstore.plan.step_machine import Machine
+from tierstore.plan.step_record import StepRecord
 
 GPU_MEMORY = "256MiB"
 CURVE = ("256MiB", "384MiB", "512MiB", "768MiB", "1GiB", "1536MiB", "2GiB", "4GiB")
@@ -214,8 +215,9 @@ def _cost_rows(results: Results) -> Iterator[Row]:
 
 
 def _prediction_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
+    records: dict[str, StepRecord] = {}
     for own in _own(options):
-        for command, seconds in _predicted_s(own, options, results).items():
+        for command, seconds in _predicted_s(own, options, results, records).items():
             result = results[own.name]
             measured = result.median("seconds")
             off = None if seconds is None or measured is None else abs(seconds / measured - 1)
@@ -224,16 +226,23 @@ def _prediction_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
                       (Bar(0.10, "off the measured step", off, at_most=True),), trouble=result.trouble)  # fmt: skip
 
 
-def _predicted_s(own: Own, options: BenchOptions, results: Results) -> dict[str, float | None]:
-    """By the command that says so; `tune` does not know of micro-batches."""
+def _predicted_s(
+    own: Own, options: BenchOptions, results: Results, records: dict[str, StepRecord]
+) -> dict[str, float | None]:
+    """By the command that says so; `tune` does not know of micro-batches.
+
+    Args:
+        records: kept by who recorded them, for to calibrate one takes seconds.
+    """
     machine, train = rates.machine_of(results[_rates(own.heat)]), _as_train_options(own, options)
     found: dict[str, float | None] = {"plan": None if machine is None else forecasts.by_plan(train, machine)}
     if train.accumulate == 1:
         (recorder, recorded), depth = _recorder(own, options, results), results[own.name].median("depth")
         found["tune"] = None
         if machine is not None and depth is not None and "recorded" in recorded.facts:
-            record = forecasts.computing(recorded, _as_train_options(recorder, options), machine)
-            found["tune"] = forecasts.by_tune(record, train, machine, int(depth))
+            if recorder.name not in records:
+                records[recorder.name] = forecasts.computing(recorded, _as_train_options(recorder, options), machine)
+            found["tune"] = forecasts.by_tune(records[recorder.name], train, machine, int(depth))
     return found
 
 
