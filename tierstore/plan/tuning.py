@@ -18,8 +18,7 @@ from tierstore.plan.step_model import StepForecast, StepPolicy, forecast
 from tierstore.plan.step_record import StepRecord
 
 DEPTHS = range(9)
-_SAME = 0.01  # part of a step that is no difference between two depths
-_WORTH_IT = 0.05  # part of a step for which a candidate replaces the first one: less may be an error of the model
+_WORTH_IT = 0.05  # part of a step for which another candidate or depth is taken: less may be an error of the model
 _HIDDEN = 0.05  # part of a step that may be waiting where nothing is to be gained
 _BUSY = 0.8  # part of a step in which disks work that bound it
 _GAIN = 0.8  # and what is left of it with disks twice as fast
@@ -48,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A candidate, its forecasts by depth, and the depth to take: the smallest that is as good as the best.
+    """A candidate, its forecasts by depth, and the depth to take: the smallest that is about as good as the best.
 
     Not 0, unless that is better than all others: on paper it costs nothing that a load crosses to the loop and back
     while compute waits.
@@ -150,7 +149,7 @@ def tune(
 
 
 def _choose(candidate: Candidate, forecasts: Sequence[StepForecast]) -> Choice:
-    limit_s = (1 + _SAME) * min(one.seconds for one in forecasts)
+    limit_s = (1 + _WORTH_IT) * min(one.seconds for one in forecasts)
     depth = next(depth for depth in (*DEPTHS[1:], 0) if forecasts[depth].seconds <= limit_s)
     return Choice(candidate, tuple(forecasts), depth)
 
