@@ -32,10 +32,10 @@ def test_the_first_failure_is_raised_with_the_others_noted() -> None:
 def test_what_somebody_else_cancelled_is_not_done() -> None:
     async def main() -> None:
         others = asyncio.all_tasks()
-        task = asyncio.create_task(together([asyncio.sleep(3600)]))
+        task = asyncio.create_task(together([asyncio.sleep(3600), asyncio.sleep(3600)]))
         await asyncio.sleep(0)
-        (inner,) = asyncio.all_tasks() - others - {task}
-        inner.cancel()
+        for inner in asyncio.all_tasks() - others - {task}:
+            inner.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 

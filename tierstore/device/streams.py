@@ -112,6 +112,10 @@ class ComputeDevice(Protocol):
         """Where its storages live."""
 
     @property
+    def at_once_bytes(self) -> int:
+        """So many bytes may be copied on the loop thread: that takes less time than the way to a worker and back."""
+
+    @property
     def counters(self) -> LinkCounters:
         """What moved over the link."""
 

@@ -73,6 +73,7 @@ class CpuDevice:
     """
 
     kind: Literal["cpu", "cuda"] = "cpu"
+    at_once_bytes = 2**16
 
     def __init__(self, counters: LinkCounters | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -99,7 +100,7 @@ class CpuDevice:
         after.synchronize()
         start = self.counters.clock()
         for source, destination in zip(sources, destinations, strict=True):
-            flat = _flat_bytes(source)
+            flat = source.contiguous()
             _copy(destination.ctypes.data, flat.data_ptr(), destination.nbytes)
         moved_bytes = sum(destination.nbytes for destination in destinations)
         self.counters.add("d2h", moved_bytes, start)
@@ -150,6 +151,7 @@ class CudaDevice:
     """
 
     kind: Literal["cpu", "cuda"] = "cuda"
+    at_once_bytes = 0  # a copy waits on the host for those before it on its stream
 
     def __init__(
         self, torch_device: torch.device, counters: LinkCounters | None = None, cuda: Any = torch.cuda

@@ -129,6 +129,10 @@ class WorkerPool(ForkAware):
             job.add_done_callback(self._report)
             raise
 
+    async def perform(self, is_quick: bool, priority: Priority, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """The result of a job, of a quick one at once and right here: the way to a thread and back takes longer."""
+        return function(*args) if is_quick else await self.submit(priority, function, *args)
+
     def in_flight(self) -> list[str]:
         """One line per running job, and one for those that wait. Any thread."""
         now = self._clock()

@@ -11,7 +11,7 @@ in the future, optimal when the order is known). So one ranking per position ans
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 
 from tierstore.config import format_size
@@ -60,7 +60,7 @@ class ResidencyPolicy:
         self,
         position: int,
         resident: Collection[int],
-        in_use: Collection[int],
+        in_use: Container[int],
         loading: Collection[int],
         demand: int | None = None,
     ) -> Decision:
@@ -72,7 +72,7 @@ class ResidencyPolicy:
         Args:
             position: index in the cyclic order (any integer; taken modulo its length).
             resident: groups wholly on the device.
-            in_use: groups that may not be evicted: acquired, or still read by the device.
+            in_use: groups that may not be evicted: acquired, or still read by the device. Asked only of victims.
             loading: groups in flight; they fill memory and cannot be evicted.
             demand: the group needed, where the step left the order; None is the order's own group.
 
@@ -84,15 +84,13 @@ class ResidencyPolicy:
         present = set(resident)
         present.update(loading)
         free_bytes = self.capacity_bytes - sum([self.sizes[group] for group in present])
-        pinned = set(in_use)
-        pinned.update(loading)
         evict: list[int] = []
         load: list[int] = []
         if needed not in present:
-            self._check_fits(needed, in_use)
-            evictable = (group for group in reversed(ranked) if group in present and group not in pinned)
+            evictable = (g for g in reversed(ranked) if g in present and g not in loading and g not in in_use)
             victims = self._victims(self.sizes[needed] - free_bytes, evictable)
             if victims is None:
+                self._check_fits(needed, [group for group in present if group in in_use])
                 return Decision(wait=tuple(group for group in ranked if group in loading and group not in in_use))
             free_bytes += self._bytes(victims) - self.sizes[needed]
             evict += victims
@@ -105,8 +103,11 @@ class ResidencyPolicy:
             if candidate in present or candidate == needed:
                 continue
             farther = ranked[:rank:-1]  # farthest first, down to the candidate's own next use
-            unpinned = (g for g in farther if g in present and g not in pinned and g not in evict and g != needed)
-            victims = self._victims(self.sizes[candidate] - free_bytes, unpinned)
+            evictable = (
+                g for g in farther
+                if g in present and g not in loading and g not in evict and g != needed and g not in in_use
+            )  # fmt: skip
+            victims = self._victims(self.sizes[candidate] - free_bytes, evictable)
             if victims is None:
                 break
             free_bytes += self._bytes(victims) - self.sizes[candidate]

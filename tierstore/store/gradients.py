@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +46,7 @@ def to_float(dtype: str, elements: Array) -> npt.NDArray[np.float32]:
     return elements.view(np.float16).astype(np.float32) if dtype == "fp16" else elements.astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A parameter's gradient, 1-D, at element `start` of its group; `is_first` of this step, else added."""
 
     start: int
@@ -209,7 +208,8 @@ class Gradients:
                 square_sums(dtype, total, partials)
 
         with self._tracer.measure("reduce", self._groups[group].name):
-            await self._workers.submit(Priority.UPDATE, job)
+            is_quick = total.nbytes <= device.at_once_bytes and after.is_done()
+            await self._workers.perform(is_quick, Priority.UPDATE, job)
         state.is_filled = True
         state.is_measured = is_final
 
@@ -349,6 +349,8 @@ def _cut(piece: Piece, start: int, stop: int) -> list[Piece]:
     first, last = max(piece.start, start), min(piece.start + piece.gradient.numel(), stop)
     if first >= last:
         return []
+    if last - first == piece.gradient.numel():
+        return [piece._replace(start=first - start)]
     flat = piece.gradient[first - piece.start : last - piece.start]
     return [Piece(first - start, flat, piece.is_first)]
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from tierstore.config import Codec
 from tierstore.errors import ConfigError
 from tierstore.kernels.adam import state_bytes_per_element
@@ -41,7 +39,7 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def stop(self) -> int:

@@ -8,7 +8,7 @@ Owner: the loop thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierstore.io.memory import Lease
@@ -34,8 +34,6 @@ class Trip:
     """One chunk on its way through the update of one round.
 
     Attributes:
-        is_queued: it waits for memory.
-        is_granted: it has been given memory, and has not had its turn since.
         applied: ends when the new weights exist; True if they were put on the device too.
         task: ends when they are at rest.
         recalled: set to take back a lease that read ahead, because a trip behind it is needed sooner.
@@ -46,8 +44,6 @@ class Trip:
     chunk: int
     applied: asyncio.Future[bool]
     recalled: asyncio.Event = field(default_factory=asyncio.Event)
-    is_queued: bool = False
-    is_granted: bool = False
     lease: Lease | None = None
     task: asyncio.Task[None] | None = None
     before: tuple[ChunkRecord | None, ChunkRecord | None] = (None, None)
@@ -84,6 +80,7 @@ class Round:
         self.barrier = barrier
         self.gradients: Gradients | None = None
         self.trips: list[Trip] = []
+        self.trips_of: dict[int, list[Trip]] = {group: [] for group in self.order}
         self.is_decided = False
         self.kept: list[tuple[int, int]] = []
         self._updates: dict[int, Sequence[ParameterUpdate]] = {}
@@ -91,25 +88,31 @@ class Round:
         self._allowed = 0 if is_lazy else len(self.order)
         self._gates = {group: asyncio.Event() for group in self.order}
 
+    def add(self, trip: Trip) -> None:
+        """A trip of this round begins."""
+        self.trips.append(trip)
+        self.trips_of[trip.group].append(trip)
+
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> None:
         """What this group gets is final; its trips may go."""
         self._updates[group] = updates
-        self._refresh()
+        self._open([group])
 
     def decide(self, updates: Updates) -> None:
         """What every group gets is final: nothing for those not named and not decided before."""
         self._updates = {group: updates.get(group, ()) for group in self.order} | self._updates
         self.is_decided = True
-        self._refresh()
+        self._open(self.order)
 
     def allow_through(self, group: int | None = None) -> None:
         """Somebody needs this group: it and all before it in the order may go; None: all."""
-        self._allowed = max(self._allowed, len(self.order) if group is None else self._rank.get(group, -1) + 1)
-        self._refresh()
+        before = self._allowed
+        self._allowed = max(before, len(self.order) if group is None else self._rank.get(group, -1) + 1)
+        self._open(self.order[before : self._allowed])
 
-    def _refresh(self) -> None:
-        for group in self.order[: self._allowed]:
-            if group in self._updates:
+    def _open(self, groups: Iterable[int]) -> None:
+        for group in groups:
+            if group in self._updates and self._rank[group] < self._allowed:
                 self._gates[group].set()
 
     def is_open(self, group: int) -> bool:

@@ -19,11 +19,15 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
         BaseException: the first failure itself, not a group of them: callers and users catch the error tree.
         CancelledError: one of them was cancelled from elsewhere, so not all is done.
     """
+    works = list(coroutines)
+    if len(works) == 1:
+        await works[0]  # a task of its own would take longer than what small groups do in it
+        return
     failures: list[BaseException] = []
     tasks: list[asyncio.Task[Any]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks += [group.create_task(coroutine) for coroutine in coroutines]
+            tasks += [group.create_task(work) for work in works]
     except BaseExceptionGroup as caught:
         failures.extend(_leaves(caught))
     if failures:  # not inside `except`: the failure keeps its own cause and context

@@ -70,7 +70,9 @@ class UpdatePipeline:
         self._index = ChunkIndex(groups, placement)
         self._rounds: list[Round] = []
         self._pending: dict[tuple[int, int], Trip] = {}
-        self._starving: set[Trip] = set()
+        self._queued: dict[Trip, Round] = {}  # wait for memory
+        self._holding: dict[Trip, Round] = {}  # have it, or have been granted it
+        self._starving: set[Trip] = set()  # wait for memory, and need nothing else
         self._borrowers = 0
         self._device_jobs: dict[int, int] = {}
         self._device_idle = asyncio.Condition()
@@ -93,7 +95,7 @@ class UpdatePipeline:
         name = f"update {self._groups[trip.group].name}/{trip.chunk}"
         trip.task = self._spawn(self._guarded(round_, trip, gradients, previous, redo), name)
         self.chain[trip.key] = trip.task
-        round_.trips.append(trip)
+        round_.add(trip)
 
     def decide_group(self, round_: Round, group: int, updates: Sequence[ParameterUpdate]) -> None:
         """The gradient of a group is complete and its coefficients are known: update it now."""
@@ -148,19 +150,16 @@ class UpdatePipeline:
         return again
 
     def _make_pending(self, round_: Round, group: int) -> None:
-        for trip in round_.trips:
-            if trip.group == group:
-                self._pending[trip.key] = trip
+        for trip in round_.trips_of.get(group, ()):
+            self._pending[trip.key] = trip
 
     def _recall(self) -> None:
         """If a trip that may go has no memory and none that has some moves, take back what reads ahead.
 
         In the order of need this does not happen: what reads ahead queued behind what may go.
         """
-        trips = [(r, t) for r in self._rounds for t in r.trips]
-        self._starving = {t for r, t in trips if t.is_queued and r.may_go(t)}
-        is_moving = any((t.lease is not None or t.is_granted) and (t.applied.done() or r.will_go(t)) for r, t in trips)
-        if self._starving and not is_moving:
+        self._starving = {trip for trip, round_ in self._queued.items() if round_.may_go(trip)}
+        if self._starving and not any(t.applied.done() or r.will_go(t) for t, r in self._holding.items()):
             self.recall_all()
 
     # --- what others wait for -----------------------------------------------------------------------------------
@@ -192,9 +191,8 @@ class UpdatePipeline:
         for round_ in self._rounds:
             if not round_.reads_weights and round_.is_open(group):
                 self._recall()
-                for trip in round_.trips:
-                    if trip.group == group:
-                        await asyncio.shield(trip.applied)
+                for trip in round_.trips_of[group]:
+                    await asyncio.shield(trip.applied)
         async with self._device_idle:
             await self._device_idle.wait_for(lambda: not self._device_jobs.get(group))
 
@@ -228,10 +226,9 @@ class UpdatePipeline:
 
     def recall_all(self) -> None:
         """Take back every lease that only reads ahead."""
-        for round_ in self._rounds:
-            for trip in round_.trips:
-                if trip.lease is not None and not round_.may_go(trip):
-                    trip.recalled.set()
+        for trip, round_ in self._holding.items():
+            if trip.lease is not None and not round_.may_go(trip):
+                trip.recalled.set()
 
     # --- one trip -----------------------------------------------------------------------------------------------
 
@@ -246,18 +243,14 @@ class UpdatePipeline:
                 trip.applied.exception()  # retrieved: the task raises it, too
             raise
         finally:
-            if trip.lease is not None:
-                trip.lease.free()
-                trip.lease = None
+            self._give_back(trip)
             self._recall()
 
     async def _travel(
         self, round_: Round, trip: Trip, gradients: Gradients, previous: asyncio.Task[None] | None, redo: bool
     ) -> None:
         while not await self._read_ahead(round_, trip, previous, redo):
-            if trip.lease is not None:
-                trip.lease.free()
-                trip.lease = None
+            self._give_back(trip)
             await asyncio.sleep(0)  # who was granted memory has its turn first; until then he counts as starving
         updates = round_.updates_of(trip.group, *self._placement.chunk(trip.group, trip.chunk))
         if updates or redo:
@@ -291,19 +284,32 @@ class UpdatePipeline:
         return await _unless(trip.recalled, round_.can_go(trip))
 
     async def _reserve(self, round_: Round, trip: Trip, nbytes: int) -> None:
-        trip.is_queued = True
+        self._queued[trip] = round_
         if round_.may_go(trip):
             self._starving.add(trip)
 
         def granted() -> None:
-            trip.is_queued, trip.is_granted = False, True
-            self._starving.discard(trip)
+            self._leave_queue(trip)
+            self._holding[trip] = round_
 
         try:
             trip.lease = await self._pool.reserve(nbytes, granted)
+            self._holding[trip] = round_
+        except BaseException:
+            self._holding.pop(trip, None)
+            raise
         finally:
-            trip.is_queued = trip.is_granted = False
-            self._starving.discard(trip)
+            self._leave_queue(trip)
+
+    def _leave_queue(self, trip: Trip) -> None:
+        self._queued.pop(trip, None)
+        self._starving.discard(trip)
+
+    def _give_back(self, trip: Trip) -> None:
+        self._holding.pop(trip, None)
+        if trip.lease is not None:
+            trip.lease.free()
+            trip.lease = None
 
     async def _read_state(self, trip: Trip, redo: bool) -> None:
         if self._packs is None:

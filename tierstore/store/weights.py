@@ -141,7 +141,8 @@ class Weights:
         await self.leave_device(group)
         self._dropping.add(group)
         self._valid.discard(group)
-        await self._workers.submit(Priority.DEMAND, self._device.release, self._storages[group], after)
+        is_quick = self._is_quick(self._groups[group].device_bytes) and after.is_done()
+        await self._workers.perform(is_quick, Priority.DEMAND, self._device.release, self._storages[group], after)
         self._allocated.discard(group)
         self._dropping.discard(group)
         self.budget.give(self._groups[group].device_bytes)
@@ -153,7 +154,8 @@ class Weights:
         nbytes, device = self.raw_bytes(group, chunk), self._device
         here = self.resident(group, chunk)
         if here is not None:
-            await self._workers.submit(priority, device.copy_in, storage, offset, here[:nbytes])
+            is_quick = self._is_quick(nbytes)
+            await self._workers.perform(is_quick, priority, device.copy_in, storage, offset, here[:nbytes])
             return
         if self._pack is None:
             raise RuntimeError("weights were placed on NVMe, but there is no store")
@@ -174,6 +176,9 @@ class Weights:
             await self._workers.submit(priority, _copy, into, here)
         elif self._pack is not None:
             await self._pack.read(self._index(group, chunk), into, priority)
+
+    def _is_quick(self, nbytes: int) -> bool:
+        return nbytes <= self._device.at_once_bytes
 
     def is_home_nvme(self, group: int) -> bool:
         """Whether this group's weights live on NVMe."""

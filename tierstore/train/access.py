@@ -13,12 +13,12 @@ view of its storage (`Group.is_viewed`). The loop then waits for the device and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.errors import BudgetError, ClosedError, GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority
@@ -28,6 +28,16 @@ from tierstore.store.training import TrainingStore
 from tierstore.train.gathering import Gathers
 from tierstore.train.groups import Group
 from tierstore.train.guard import hide, show
+
+
+class _InUse(Container[int]):
+    """The groups that may not be dropped, asked one by one: most visits ask of none."""
+
+    def __init__(self, is_in_use: Callable[[int], bool]) -> None:
+        self._is_in_use = is_in_use
+
+    def __contains__(self, group: object) -> bool:
+        return isinstance(group, int) and self._is_in_use(group)
 
 
 class DeviceAccess:
@@ -99,8 +109,7 @@ class DeviceAccess:
         if self._gathers is not None and sum(self.sizes) <= self._store.placement.gpu_weight_bytes:
             for group in range(len(self._groups)):  # all, so that ranks may go different ways through the model
                 if group not in self._held:
-                    self._held.add(group)
-                    self._runtime.post(self._start_load, group)
+                    self._move((), (group,))
 
     def begin_backward(self) -> None:
         """Backward begins; the recorded order goes on after forward's visits."""
@@ -217,10 +226,7 @@ class DeviceAccess:
             if not decision.wait:
                 break
             self._wait_for(decision.wait[0])
-        self._drop(decision.evict)
-        for wanted in decision.load:
-            self._held.add(wanted)
-            self._runtime.post(self._start_load, wanted)
+        self._move(decision.evict, decision.load)
         if group not in self._ready:
             self._wait_for(group)
         show(self._groups[group])
@@ -230,18 +236,18 @@ class DeviceAccess:
         self._policy.depth = depth
         if self._gathers is not None and (viewed := self._viewed()):
             self._runtime.call(self._unviewed, viewed)  # a copy may be over at one rank and not at another
-        loading, in_use = self._loading(), self._in_use()
+        loading, in_use = self._loading(), _InUse(self._is_in_use)
         try:
             return self._policy.decide(position, self._held - loading, in_use, loading, demand=group)
         except BudgetError:
             if not (viewed := self._viewed()):
                 raise
             self._runtime.call(self._unviewed, viewed)
-        return self._policy.decide(position, self._held - loading, self._in_use(), loading, demand=group)
+        return self._policy.decide(position, self._held - loading, in_use, loading, demand=group)
 
     def _viewed(self) -> list[int]:
         """Groups that are in use only because somebody holds a view: the model, or an update that copies."""
-        return [group for group in self._in_use() if not self._users[group]]
+        return [group for group in self._held if not self._users[group] and self._is_in_use(group)]
 
     def _loading(self) -> set[int]:
         """Groups that cannot be dropped yet. With other ranks, where one may be there sooner than here, they can."""
@@ -259,8 +265,8 @@ class DeviceAccess:
             seen.add(group)
         return min(self.depth, len(seen) - 1)
 
-    def _in_use(self) -> list[int]:
-        return [g for g in self._held if self._users[g] or (g in self._ready and self._groups[g].is_viewed())]
+    def _is_in_use(self, group: int) -> bool:
+        return self._users[group] > 0 or (group in self._ready and self._groups[group].is_viewed())
 
     def _locate(self, group: int) -> int | None:
         """The next place of a group in the order, cyclically."""
@@ -283,17 +289,22 @@ class DeviceAccess:
             self._visits[-1] = (group, seconds + self._clock() - self._since)
         self._since = self._clock()
 
-    def _drop(self, groups: Iterable[int]) -> None:
-        mark: Mark | None = None
-        for group in groups:
+    def _drop(self, groups: Sequence[int]) -> None:
+        self._move(groups, ())
+
+    def _move(self, dropped: Sequence[int], loaded: Sequence[int]) -> None:
+        """Drop some, then load others, in one crossing to the loop."""
+        for group in dropped:
             if group not in self._ready:
                 self._wait_for(group)
-            mark = mark or self._device.record()
             hide(self._groups[group], self)
             self._held.discard(group)
             self._stale.discard(group)
             self._ready.discard(group)
-            self._runtime.post(self._start_drop, group, mark)
+        self._held.update(loaded)
+        if dropped or loaded:
+            mark = self._device.record() if dropped else Reached()
+            self._runtime.post(self._start_moves, dropped, mark, loaded)
 
     # --- between steps ------------------------------------------------------------------------------------------
 
@@ -323,23 +334,18 @@ class DeviceAccess:
             return  # somebody reads the weights of this step, so there is no room yet
         if decision.wait:
             return
-        self._drop(decision.evict)
-        for wanted in decision.load:
-            self._held.add(wanted)
-            self._runtime.post(self._start_load, wanted)
+        self._move(decision.evict, decision.load)
 
     def release(self, groups: Iterable[int]) -> None:
         """Drop these groups, unless somebody uses them: what was changed on the device only is gone."""
-        in_use = set(self._in_use())
-        self._drop(group for group in groups if group in self._ready and group not in in_use)
+        self._drop([group for group in groups if group in self._ready and not self._is_in_use(group)])
 
     def release_all(self) -> None:
         """Drop every group that nobody uses."""
         self._refresh_stale()
         for group in sorted(self._held - self._ready):
             self._wait_for(group)
-        in_use = set(self._in_use())
-        self._drop(sorted(self._held - in_use))
+        self._drop([group for group in sorted(self._held) if not self._is_in_use(group)])
         self._current = None
 
     def close(self) -> None:
@@ -348,6 +354,14 @@ class DeviceAccess:
         self.release_all()
 
     # --- on the loop thread -------------------------------------------------------------------------------------
+
+    def _start_moves(self, dropped: Sequence[int], mark: Mark, loaded: Sequence[int]) -> None:
+        for group in dropped:
+            self._drops[group] = self._runtime.spawn(
+                self._store.weights.drop(group, mark), f"drop {self._groups[group].spec.name}"
+            )
+        for group in loaded:
+            self._start_load(group)
 
     def _start_load(self, group: int) -> None:
         self._store.weights.announce(group)
@@ -374,11 +388,6 @@ class DeviceAccess:
             await asyncio.shield(self._drops[group])
         await self._store.weights.load(group, Priority.DEMAND)
         await self._store.updates.applied(group)
-
-    def _start_drop(self, group: int, mark: Mark) -> None:
-        self._drops[group] = self._runtime.spawn(
-            self._store.weights.drop(group, mark), f"drop {self._groups[group].spec.name}"
-        )
 
     def _start_refresh(self, group: int) -> None:
         before = self._loads.get(group)

@@ -84,6 +84,7 @@ class GradientCollector:
         }
         self._recomputed: list[int | None] = [None] * len(self._groups)
         self._waiting: set[int] = set()
+        self._gathering: dict[int, Group] = {}  # some of their gradients have come and were not handed over
         self._begun_bytes = 0
         self._done_bytes = 0
         self.peak_bytes = 0
@@ -138,6 +139,7 @@ class GradientCollector:
         self.completed = []
         self.is_streaming = is_streaming and is_final
         self._collected = [_Collected() for _ in self._groups]
+        self._gathering.clear()
         for leaf in leaves_of([loss]):
             if leaf in self._places:
                 group, position = self._places[leaf]
@@ -207,6 +209,7 @@ class GradientCollector:
             return
         if not collected.gradients:
             self._make_room(group)
+            self._gathering[group.index] = group
         if position in collected.gradients:
             collected.gradients[position].add_(gradient)
         else:
@@ -229,9 +232,8 @@ class GradientCollector:
 
     def _make_room(self, group: Group) -> None:
         """Wait until a group's gradient fits the device; what others have of theirs goes ahead if that is too much."""
-        held = [g for g in self._groups if self._collected[g.index].gradients]
-        held_bytes = sum(g.spec.device_bytes for g in held) + group.spec.device_bytes
-        for other in held:
+        held_bytes = sum(g.spec.device_bytes for g in self._gathering.values()) + group.spec.device_bytes
+        for other in list(self._gathering.values()):
             if held_bytes > self._capacity_bytes:
                 self._hand_over(other, self._pieces(other), None)
                 held_bytes -= other.spec.device_bytes
@@ -265,6 +267,7 @@ class GradientCollector:
             pieces.append(Piece(group.spec.parameters[position].start, flat, parameter not in self.touched))
             self.touched.add(parameter)
         gradients.clear()
+        self._gathering.pop(group.index, None)
         return pieces
 
     def _hand_over(self, group: Group, pieces: list[Piece], then: Callable[[], None] | None) -> None:
