@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,8 @@ from tierstore.device.streams import Bytes, LinkCounters, Mark, Reached
 from tierstore.errors import BudgetError
 
 _POLL_S = 5e-5
+_LIBC = ctypes.CDLL(None)
+_MAPPED_APART_BYTES = 2**25  # the most that glibc's threshold for that (M_MMAP_THRESHOLD) grows to by itself
 _CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts, so for all GPUs
 
 
@@ -63,6 +66,17 @@ def _copy(target: int, source: int, nbytes: int) -> None:
     # Without the GIL, and in this thread: torch's copy would start a thread team for each worker. Not by
     # `Tensor.numpy()`: that marks the storage as never to be resized again.
     ctypes.memmove(target, source, nbytes)
+
+
+def _give_back_pages(storage: torch.UntypedStorage) -> None:
+    """Empties a large storage without the GIL, which `resize_` would hold for milliseconds to do so.
+
+    Only where the allocator has certainly mapped it apart; smaller memory it may keep for the next one, pages and all.
+    """
+    if storage.nbytes() >= _MAPPED_APART_BYTES:
+        first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = (storage.data_ptr() + storage.nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
 class CpuDevice:
@@ -120,6 +134,7 @@ class CpuDevice:
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         after.synchronize()
         if storage.resizable():
+            _give_back_pages(storage)
             storage.resize_(0)
 
     def pin(self, address: int, nbytes: int) -> None:

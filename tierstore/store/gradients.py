@@ -127,6 +127,11 @@ class Gradients:
                 work.append(self._accept_chunk(state, group, chunk, parts, after, is_final, in_passing, coming))
         return together(work)
 
+    async def let_go(self, pieces: list[Piece]) -> None:
+        """Forget what was accepted, in a thread if it is large: its memory goes back to the system, page by page."""
+        nbytes = sum(piece.gradient.nbytes for piece in pieces)
+        await self._workers.perform(nbytes <= self._device.at_once_bytes, Priority.UPDATE, pieces.clear)
+
     async def _accept_chunk(
         self,
         state: _Chunk,

@@ -1,7 +1,8 @@
 """What the engine itself takes per group and pass: steps of very many very small groups, with and without it.
 
 Scope: `contend`. The groups do not all fit on the GPU tier, so each is fetched, acquired and released; they compute
-    almost nothing, so what the engine's passes take beyond those of the bare model is its own.
+    almost nothing, so what the engine's passes take beyond those of the bare model is its own. The floor is what torch
+    takes for as many hooks that do nothing: on every saved tensor, and on every gradient.
 """
 
 from __future__ import annotations
@@ -64,12 +65,28 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
             model.zero_grad()
             return seconds
 
+        def by_hooks() -> float:
+            handles = [p.register_post_accumulate_grad_hook(_take) for p in model.parameters()]  # type: ignore[no-untyped-call]
+            with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+                seconds = by_torch()
+            for handle in handles:
+                handle.remove()
+            return seconds
+
         def run_round(number: int) -> tuple[float, dict[str, float]]:
-            seconds = _in_turn(by_engine, by_torch)
-            own_s = seconds[0] - seconds[1]
-            return seconds[0], {"us_per_group_and_pass": 1e6 * own_s / (2 * groups)}
+            engine_s, torch_s, hooks_s = _in_turn(by_engine, by_torch, by_hooks)
+            us = 1e6 / (2 * groups)
+            return engine_s, {"us_per_group_and_pass": us * (engine_s - torch_s), "hooks_us": us * (hooks_s - torch_s)}
 
         yield {"groups": groups}, run_round
+
+
+def _same(saved: torch.Tensor) -> torch.Tensor:
+    return saved
+
+
+def _take(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def _in_turn(*steps: Callable[[], float]) -> list[float]:
