@@ -78,10 +78,10 @@ def test_a_peer_that_is_not_wanted_does_not_start(tmp_path: Path) -> None:
 
 
 def test_bars_compare_with_deepspeed_and_with_the_floor(options: BenchOptions, tmp_path: Path) -> None:
-    own, counted = step._OWN[0], next(one for one in step._OWN if one.disk_bytes is not None)
+    own, counted = step._OWN[:2]
     ours = result(own.name, 2.0, rss=300, read_bytes=1e9, written_bytes=1e9, bytes_per_parameter=30.0)
     spilling = result(counted.name, 2.0, read_bytes=1e9, written_bytes=1e9, bytes_per_parameter=30.0)
-    spilling.facts = {"spilled_share": 1.0}
+    spilling.facts = {"on_disk": {"weights": 0.5, "gradients": 1.0}}
     table = {"read_bytes_per_s": 2e9, "write_bytes_per_s": 2e9, "shared_bytes_per_s": 2e9, "h2d_bytes_per_s": 1e9,
              "d2h_bytes_per_s": 1e9, "memory_bytes_per_s": 1e9, "adam_elements_per_s": 1e9}  # fmt: skip
     found = results_of(
@@ -95,7 +95,9 @@ def test_bars_compare_with_deepspeed_and_with_the_floor(options: BenchOptions, t
         f"x {step._ALL}": True, "of its peak memory": False, "x the floor": False
     }  # fmt: skip
     (moved,) = [row for row in step._bytes_rows(options, found) if row.contestant == counted.name]
-    assert moved.bars[0].measured == pytest.approx(26.0)  # the gradients that are spilled are not held against it
+    bar = moved.bars[0]
+    assert bar.bound == 24.0  # between all weights in CPU memory and all on disk
+    assert bar.measured == pytest.approx(26.0)  # the gradients that are spilled are not held against it
 
 
 def test_what_is_missing_is_a_row(options: BenchOptions, tmp_path: Path) -> None:

@@ -39,8 +39,9 @@ _SEQUENCE = 64
 _ROOMY = {"cpu_memory": "4GiB", "gpu_memory": "1GiB"}  # weights and gradients stay on the device
 _RARE = 50
 _MICRO_BATCHES = 8
-_GRADIENT_BYTES = 4
-"""What a parameter's bf16 gradient costs the disk if it does not fit in CPU memory: written and read."""
+_STATE_BYTES, _WEIGHT_BYTES, _GRADIENT_BYTES = 22.0, 4.0, 4.0
+"""What a parameter costs the disk: its state read and written, and its weights written; its bf16 weights read in both
+passes, if they do not fit in CPU memory; likewise its bf16 gradient, written and read."""
 _STORE_BYTES = 2**32  # two slots of 14 B for 124M parameters, and some room
 _LARGE_STORE_BYTES = 48 * 10**9  # of 1.56e9
 _MOST_STORES = 4  # of a heat: three of ours and DeepSpeed's
@@ -56,7 +57,6 @@ class Own:
         vs_torch, vs_all: most of the step in memory; least speed against DeepSpeed with all state on disk.
         vs_all_rss: most of that one's peak memory.
         vs_floor: most of its own floor.
-        disk_bytes: most per parameter, without gradients that are spilled.
     """
 
     name: str
@@ -67,7 +67,6 @@ class Own:
     vs_all: float | None = None
     vs_all_rss: float | None = None
     vs_floor: float | None = None
-    disk_bytes: float | None = None
     most_rss: int | None = None
 
 
@@ -75,13 +74,13 @@ _OWN = (
     Own("tierstore, 1GiB, speculative", "disk", {"cpu_memory": "1GiB", "update": "speculative"}, vs_all=2.5,
         vs_all_rss=0.25, vs_floor=1.15),
     Own("tierstore, 512MiB, speculative", "disk", {"cpu_memory": "512MiB", "update": "speculative"}, vs_all=2.0,
-        vs_floor=1.15, disk_bytes=22),
+        vs_floor=1.15),
     Own("tierstore, 1GiB", "disk", {"cpu_memory": "1GiB"}),
     Own("tierstore, CPU memory, a commit every 50 (1/50 of a flush added)", "memory",
         _ROOMY | {"commit_every": _RARE}, vs_torch=1.10),
     Own("tierstore, CPU memory, a commit each step", "memory", _ROOMY, vs_torch=1.25),
     Own("tierstore, no store", "memory", _ROOMY, stored=False, vs_torch=1.03),
-    Own("tierstore, 128MiB", "accumulate", {"cpu_memory": "128MiB"}, disk_bytes=26),
+    Own("tierstore, 128MiB", "accumulate", {"cpu_memory": "128MiB"}),
     Own("tierstore, 8 micro-batches", "accumulate", {"cpu_memory": "128MiB", "accumulate": _MICRO_BATCHES}),
 )  # fmt: skip
 _LARGE = Own("tierstore, 1.5b, 4GiB", "1.5b", {"cpu_memory": "4GiB", "preset": "1.5b"}, vs_floor=1.25,
@@ -196,13 +195,13 @@ def _bytes_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
         result = results[own.name]
         if not own.stored or own.options.get("commit_every", 1) > 1:
             continue
-        spilled = _GRADIENT_BYTES * float(result.facts.get("spilled_share", 0))
+        shares = result.facts.get("on_disk", {})
+        spilled = _GRADIENT_BYTES * float(shares.get("gradients", 0))
+        most = _STATE_BYTES + _WEIGHT_BYTES * float(shares.get("weights", 0))
         found = result.median("bytes_per_parameter")
-        bars = []
-        if own.disk_bytes is not None:
-            kept = None if found is None else found - spilled
-            bars = [Bar(own.disk_bytes, f"B without {spilled:.1f} B of spilled gradients", kept, at_most=True)]
-        yield row_of(result, "bytes_per_parameter", "disk bytes per parameter and step", "B", bars=bars)
+        kept = None if found is None else found - spilled
+        bar = Bar(most, f"B, and {spilled:.1f} B of spilled gradients", kept, at_most=True)
+        yield row_of(result, "bytes_per_parameter", "disk bytes per parameter and step", "B", bars=[bar])
 
 
 def _cost_rows(results: Results) -> Iterator[Row]:

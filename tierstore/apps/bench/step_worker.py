@@ -153,13 +153,18 @@ def is_recorded(train: TrainOptions) -> bool:
 def _facts(engine: Engine) -> dict[str, Any]:
     placement = engine.placement
     usage = {(row.kind, row.tier): row.bytes for row in placement.usage()}
-    gradients = sum(usage.get((Kind.GRADIENTS, tier), 0) for tier in (Tier.CPU, Tier.NVME))
+
+    def on_disk(kind: Kind) -> float:
+        """Which part of what is at rest lives there."""
+        at_rest = [usage.get((kind, tier), 0) for tier in (Tier.CPU, Tier.NVME)]
+        return at_rest[1] / max(sum(at_rest), 1)
+
     return {
         "versions": {"torch": torch.__version__},
         "parameters": sum(need.elements for need in placement.groups),
         "groups": len(placement.groups),
         "usage": {f"{kind.value} {tier.value}": nbytes for (kind, tier), nbytes in usage.items()},
-        "spilled_share": usage.get((Kind.GRADIENTS, Tier.NVME), 0) / max(gradients, 1),
+        "on_disk": {kind.value: on_disk(kind) for kind in (Kind.WEIGHTS, Kind.GRADIENTS)},
     }
 
 
