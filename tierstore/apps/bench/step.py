@@ -41,7 +41,7 @@ _RARE = 50
 _MICRO_BATCHES = 8
 _STATE_BYTES, _WEIGHT_BYTES, _GRADIENT_BYTES = 22.0, 4.0, 4.0
 """What a parameter costs the disk: its state read and written, and its weights written; its bf16 weights read in both
-passes, if they do not fit in CPU memory; likewise its bf16 gradient, written and read."""
+passes of each micro-batch, if they do not fit in CPU memory; likewise its bf16 gradient, written and read."""
 _STORE_BYTES = 2**32  # two slots of 14 B for 124M parameters, and some room
 _LARGE_STORE_BYTES = 48 * 10**9  # of 1.56e9
 _MOST_STORES = 4  # of a heat: three of ours and DeepSpeed's
@@ -81,7 +81,7 @@ _OWN = (
     Own("tierstore, CPU memory, a commit each step", "memory", _ROOMY, vs_torch=1.25),
     Own("tierstore, no store", "memory", _ROOMY, stored=False, vs_torch=1.03),
     Own("tierstore, 128MiB", "accumulate", {"cpu_memory": "128MiB"}),
-    Own("tierstore, 8 micro-batches", "accumulate", {"cpu_memory": "128MiB", "accumulate": _MICRO_BATCHES}),
+    Own("tierstore, 384MiB, 8 micro-batches", "accumulate", {"cpu_memory": "384MiB", "accumulate": _MICRO_BATCHES}),
 )  # fmt: skip
 _LARGE = Own("tierstore, 1.5b, 4GiB", "1.5b", {"cpu_memory": "4GiB", "preset": "1.5b"}, vs_floor=1.25,
              most_rss=int(5.5 * 2**30))  # fmt: skip
@@ -197,7 +197,8 @@ def _bytes_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
             continue
         shares = result.facts.get("on_disk", {})
         spilled = _GRADIENT_BYTES * float(shares.get("gradients", 0))
-        most = _STATE_BYTES + _WEIGHT_BYTES * float(shares.get("weights", 0))
+        passes = own.options.get("accumulate", 1)
+        most = _STATE_BYTES + passes * _WEIGHT_BYTES * float(shares.get("weights", 0))
         found = result.median("bytes_per_parameter")
         kept = None if found is None else found - spilled
         bar = Bar(most, f"B, and {spilled:.1f} B of spilled gradients", kept, at_most=True)
