@@ -14,6 +14,8 @@ from pathlib import Path
 
 from tierstore.io.backend import Backend
 
+PAGE = 4096
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -72,8 +74,13 @@ class FaultyBackend(Backend):
         if fault.errno:
             raise OSError(fault.errno, os.strerror(fault.errno), str(path))
         assert fault.short_bytes is not None
-        # Moved whole, told short: the system may have done more than it says.
-        return min(call(view), fault.short_bytes)
+        if kind == "pwrite":
+            # Up to the next page, as O_DIRECT has it: the system may have done more than it says, but not much more.
+            whole_pages = -(-fault.short_bytes // PAGE) * PAGE
+            return min(call(view[:whole_pages]), fault.short_bytes) if whole_pages else 0
+        moved = min(call(view), fault.short_bytes)
+        view[moved:] = b"\xa5" * (len(view) - moved)
+        return moved
 
     def _call_open(self, path: Path, flags: int, mode: int) -> int:
         self._step("open", path)

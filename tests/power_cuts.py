@@ -1,8 +1,8 @@
 """A disk that forgets what was not fsynced, and one that watches what a committed generation needs.
 
 Scope: `ForgetfulBackend` does every call on a real directory and remembers which bytes and names are durable; at chosen
-calls it takes images of what a power cut could leave then. A killed process keeps the page cache, so a kill cannot test
-what this does.
+calls it takes images of what a power cut could leave then. `StoreBackend` knows the generations of a store, too. A
+killed process keeps the page cache, so a kill cannot test what these do.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 
 from faults import FaultyBackend
 
-PAGE = 4096
+SECTOR = 512
 _MANIFEST = re.compile(r"manifest-(\d+)\.json")
 
 
-@dataclass
+@dataclass(eq=False)
 class _File:
     """Bytes as of the last sync, and the writes since."""
 
@@ -30,15 +30,34 @@ class _File:
     pending: list[tuple[int, bytes]] = field(default_factory=list)
 
     def after_cut(self, draw: random.Random) -> bytes:
-        """The durable bytes, and any pages of what was written since."""
+        """The durable bytes, and any sectors of what was written since."""
         content, keeps = bytearray(self.durable), draw.choice((0.0, 0.5, 1.0))
-        for offset, written in self.pending:
-            for start in range(0, len(written), PAGE):
+        for offset, written in self.pending if keeps else ():
+            content.extend(bytes(max(0, offset + len(written) - len(content))))
+            for start in range(0, len(written), SECTOR if keeps < 1.0 else len(written)):
+                stop = start + SECTOR if keeps < 1.0 else len(written)
                 if draw.random() < keeps:
-                    page = written[start : start + PAGE]
-                    content.extend(bytes(max(0, offset + start + len(page) - len(content))))
-                    content[offset + start : offset + start + len(page)] = page
+                    content[offset + start : offset + min(stop, len(written))] = written[start:stop]
         return bytes(content)
+
+
+@dataclass
+class _Names:
+    """The names in a directory as of its last sync, and what has changed since: (name that went, name that came)."""
+
+    durable: dict[Path, _File] = field(default_factory=dict)
+    pending: list[tuple[Path | None, Path | None, _File]] = field(default_factory=list)
+
+    def after_cut(self, draw: random.Random) -> dict[Path, _File]:
+        """The durable names, and any of the changes since."""
+        names, keeps = dict(self.durable), draw.choice((0.0, 0.5, 1.0))
+        for gone, come, file in self.pending:
+            if draw.random() < keeps:
+                if gone is not None:
+                    names.pop(gone, None)
+                if come is not None:
+                    names[come] = file
+        return names
 
 
 @dataclass(frozen=True)
@@ -57,16 +76,12 @@ class Image:
 
 
 class ForgetfulBackend(FaultyBackend):
-    """Remembers what is durable below `root`, one call at a time.
+    """Remembers what is durable below `root`, one call at a time. What is there already is durable.
 
-    Files that are there already are durable, but for the newest manifest's name: a process that was killed between
-    its rename and the fsync of the directory leaves it so.
+    A file that is made or written past the backend is known from its own sync or its directory's.
 
     Args:
         cuts: indices of calls before which an image is taken.
-
-    Attributes:
-        overwritten: writes to what the newest durable generation needs.
     """
 
     def __init__(self, root: Path, cuts: Collection[int] = (), seed: int = 0) -> None:
@@ -74,38 +89,43 @@ class ForgetfulBackend(FaultyBackend):
         self.root = root
         self.cuts = cuts
         self.images: list[Image] = []
-        self.overwritten: list[str] = []
+        self.generation = -1
         self._draw = random.Random(seed)
         self._files: dict[Path, _File] = {}
-        self._durable_names: dict[Path, dict[Path, _File]] = defaultdict(dict)
-        self._needed: set[tuple[str, int]] = set()
-        self._generation = -1
-        for path in root.glob("*/*.*"):
-            self._files[path] = _File(path.read_bytes())
-        manifests = sorted(path for path in self._files if _MANIFEST.fullmatch(path.name))
-        for path in self._files.keys() - set(manifests[-1:]):
-            self._durable_names[path.parent][path] = self._files[path]
-        self._see_manifests()
+        self._names: dict[Path, _Names] = defaultdict(_Names)
+        for path in root.rglob("*.*"):
+            if path.is_file():
+                self._files[path] = self._names[path.parent].durable[path] = _File(path.read_bytes())
+
+    def image(self) -> Image:
+        """What a cut leaves now."""
+        names = [item for directory in self._names.values() for item in directory.after_cut(self._draw).items()]
+        files = {path.relative_to(self.root): file.after_cut(self._draw) for path, file in names}
+        return Image(len(self.calls), self.generation, files)
 
     def _cut(self, kind: str) -> None:
         """Called under the lock, before every call."""
         if len(self.calls) in self.cuts:
-            names = self._files if self._draw.random() < 0.5 else dict(self._all_durable())
-            files = {path.relative_to(self.root): file.after_cut(self._draw) for path, file in names.items()}
-            for marker in self.root.glob("*/unfinished"):
-                files[marker.relative_to(self.root)] = b""
-            self.images.append(Image(len(self.calls), self._generation, files))
+            self.images.append(self.image())
         self.calls.append(kind)
 
-    def _all_durable(self) -> list[tuple[Path, _File]]:
-        return [item for names in self._durable_names.values() for item in names.items()]
+    def _change(self, gone: Path | None, come: Path | None, file: _File) -> None:
+        path = come or gone
+        assert path is not None
+        self._names[path.parent].pending.append((gone, come, file))
+
+    def _file(self, path: Path) -> _File:
+        if path not in self._files:
+            self._files[path] = _File()
+            self._change(None, path, self._files[path])
+        return self._files[path]
 
     def _call_open(self, path: Path, flags: int, mode: int) -> int:
         with self._fault_lock:
             self._cut("open")
             descriptor = os.open(path, flags, mode)
             if flags & os.O_CREAT:
-                file = self._files.setdefault(path, _File())
+                file = self._file(path)
                 if flags & os.O_TRUNC:
                     file.durable, file.pending = b"", []
             return descriptor
@@ -123,10 +143,7 @@ class ForgetfulBackend(FaultyBackend):
     def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
         with self._fault_lock:
             self._cut("pwrite")
-            if (path.name, offset) in self._needed:
-                place = f"{offset} of {path.name}"
-                self.overwritten.append(f"call {len(self.calls)} at {place}: generation {self._generation} needs it")
-            self._files[path].pending.append((offset, bytes(view)))
+            self._file(path).pending.append((offset, bytes(view)))
             return os.pwritev(descriptor, [view], offset)
 
     def _sync(self, kind: str, path: Path, call: Callable[[], None]) -> None:
@@ -134,10 +151,13 @@ class ForgetfulBackend(FaultyBackend):
             self._cut(kind)
             call()
             if path.is_dir():
-                self._durable_names[path] = {name: file for name, file in self._files.items() if name.parent == path}
-                self._see_manifests()
+                for there in path.iterdir():
+                    if there.is_file():
+                        self._file(there)
+                self._names[path] = _Names({name: file for name, file in self._files.items() if name.parent == path})
             else:
-                self._files[path].durable, self._files[path].pending = path.read_bytes(), []
+                file = self._file(path)
+                file.durable, file.pending = path.read_bytes(), []
 
     def _call_fdatasync(self, descriptor: int, path: Path) -> None:
         self._sync("fdatasync", path, lambda: os.fdatasync(descriptor))
@@ -149,36 +169,69 @@ class ForgetfulBackend(FaultyBackend):
         with self._fault_lock:
             self._cut("allocate")
             os.posix_fallocate(descriptor, 0, size_bytes)
-            self._files[path].pending.append((0, bytes(size_bytes)))
+            self._file(path).pending.append((0, bytes(size_bytes)))
 
     def _call_replace(self, source: Path, destination: Path) -> None:
         with self._fault_lock:
             self._cut("replace")
             os.replace(source, destination)
-            self._files[destination] = self._files.pop(source)
+            file = self._files[destination] = self._file(source)
+            del self._files[source]
+            self._change(source, destination, file)
 
     def _call_unlink(self, path: Path) -> None:
         with self._fault_lock:
             self._cut("unlink")
             os.unlink(path)
-            self._files.pop(path, None)
+            self._change(path, None, self._files.pop(path, _File()))
 
     def _call_list(self, path: Path) -> list[str]:
         return os.listdir(path)  # changes nothing: no instant of its own
 
+
+class StoreBackend(ForgetfulBackend):
+    """Knows which generation of a store is durable, and what it needs.
+
+    The newest manifest that is there already has no durable name: a process that was killed between its rename and the
+    fsync of the directory leaves it so.
+
+    Attributes:
+        overwritten: writes to what the newest durable generation needs.
+    """
+
+    def __init__(self, root: Path, cuts: Collection[int] = (), seed: int = 0) -> None:
+        super().__init__(root, cuts, seed)
+        self.overwritten: list[str] = []
+        self._needed: set[tuple[str, int]] = set()
+        newest = sorted(path for path in self._files if _MANIFEST.fullmatch(path.name))[-1:]
+        for path in newest:
+            self._change(None, path, self._names[path.parent].durable.pop(path))
+        self._see_manifests()
+
+    def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        if (path.name, offset) in self._needed:
+            place = f"{offset} of {path.name}"
+            self.overwritten.append(f"call {len(self.calls)} at {place}: generation {self.generation} needs it")
+        return super()._call_pwrite(descriptor, view, offset, path)
+
+    def _sync(self, kind: str, path: Path, call: Callable[[], None]) -> None:
+        super()._sync(kind, path, call)
+        with self._fault_lock:
+            self._see_manifests()
+
     def _see_manifests(self) -> None:
         """What the newest manifest that is durable needs: the places of its chunks (codec none, one directory)."""
-        for path, file in self._all_durable():
+        for path, file in [item for names in self._names.values() for item in names.durable.items()]:
             match = _MANIFEST.fullmatch(path.name)
-            if match and int(match[1]) > self._generation:
-                self._generation = int(match[1])
+            if match and int(match[1]) > self.generation:
+                self.generation = int(match[1])
                 body = json.loads(file.durable.rpartition(b"\n")[0])
                 self._needed = {place for kind, rows in body["records"].items() for place in _places(kind, rows, path)}
 
 
 def _places(kind: str, rows: list[list[int] | None], manifest: Path) -> list[tuple[str, int]]:
     """Files and offsets of the chunks of one kind. Each is as long as it is stored, so they follow one another."""
-    with (manifest.parent / f"{kind}.a.safetensors").open("rb") as pack:
+    with next(manifest.parent.glob(f"{kind}.?.safetensors")).open("rb") as pack:  # the headers of both are equal
         offset = 8 + int.from_bytes(pack.read(8), "little")
     found = []
     for row in rows:

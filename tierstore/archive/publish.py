@@ -5,11 +5,12 @@ Not here: what the files hold (`packing.py`, `unpacking.py`).
 Owner: a `Publication` holds a lock on each of its temporary files until it is closed.
 
 [Note: publication] Everything is written as `NAME.partial` and fsynced. One file is then renamed. Of several, the index
-is written as `INDEX.partial`, fsynced, the files are renamed, the directories fsynced, and the index is renamed last:
-without it there is no checkpoint. A killed writer leaves `.partial` files, which carry no lock any more, and perhaps
-files that `INDEX.partial` names and `INDEX` does not: the next writer into the directory removes both. Names of files
-of a pack hold the identity of their content, so files of two packs never meet. Nothing else is ever removed or written
-over but, with `overwrite`, the checkpoint in the first directory: one that stands in another directory is refused.
+is written as `INDEX.partial`, fsynced with its name, the files are renamed, the directories fsynced, and the index is
+renamed last: without it there is no checkpoint. A killed writer leaves `.partial` files, which carry no lock any more,
+and perhaps files that `INDEX.partial` names and `INDEX` does not: the next writer into the directory removes both.
+Names of files of a pack hold the identity of their content, so files of two packs never meet. Nothing else is ever
+removed or written over but, with `overwrite`, the checkpoint in the first directory: one that stands in another
+directory is refused.
 """
 
 from __future__ import annotations
@@ -189,6 +190,7 @@ class Publication(contextlib.ExitStack):
             file.write(data)
             file.flush()
             self._backend.fsync_file(file.fileno(), path)
+        self._backend.sync_directory(path.parent)
 
 
 def check_room(sizes: Mapping[Path, int]) -> None:

@@ -123,10 +123,10 @@ class _Unpacking:
         whole: Path | list[Path] = destination if is_file else destination / SINGLE
         if len(shards) > 1:
             whole = [destination]
-            if there := [name for name in names if (destination / name).exists()]:
-                raise ConfigError(f"{destination / there[0]} is there already; give another destination")
         with Publication(whole, len(shards), self.backend) as publication:
-            publication.begin([shard.file_bytes for shard in shards])
+            publication.begin([shard.file_bytes for shard in shards])  # removes what a killed unpack has left
+            if len(shards) > 1 and (there := [name for name in names if (destination / name).exists()]):
+                raise ConfigError(f"{destination / there[0]} is there already; give another destination")
             for path, shard in zip(publication.temporaries, shards):
                 _write_head(path, shard.header)
             self._fill({path: shard.places for path, shard in zip(publication.temporaries, shards)})
