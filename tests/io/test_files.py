@@ -17,13 +17,23 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 def test_round_trip_and_mode(tmp_path: Path) -> None:
     async def play() -> bytes:
         await write_atomic(tmp_path / "manifest", b"one")
+        assert (tmp_path / "manifest").stat().st_mode & 0o777 == 0o600
         await write_atomic(tmp_path / "manifest", b"two", mode=0o640)
         return await read_bytes(tmp_path / "manifest")
 
     (tmp_path / "manifest.tmp").write_bytes(b"a longer leftover of a killed writer")
+    (tmp_path / "manifest.tmp").chmod(0o644)
     assert asyncio.run(play()) == b"two"
     assert (tmp_path / "manifest").stat().st_mode & 0o777 == 0o640
     assert [path.name for path in tmp_path.iterdir()] == ["manifest"]
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"somebody else's")
+    (tmp_path / "manifest.tmp").symlink_to(tmp_path / "precious")
+    with pytest.raises(StorageError, match=r"manifest\.tmp failed: .*ELOOP"):
+        asyncio.run(write_atomic(tmp_path / "manifest", b"one"))
+    assert (tmp_path / "precious").read_bytes() == b"somebody else's"
 
 
 def test_a_missing_file_names_itself(tmp_path: Path) -> None:

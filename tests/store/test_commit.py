@@ -45,17 +45,22 @@ class TestLock:
             lock = StoreLock([tmp_path])
         lock.release()
 
+    def test_a_lock_that_is_removed_meanwhile_is_taken_anew(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its owner lets go between our open and our lock: what we have locked then is no name any more."""
+        take, removals = fcntl.flock, iter([True])
 
-class SyncedBackend(Backend):
-    """Knows which directories were synced."""
+        def flock(descriptor: int, operation: int) -> None:
+            if next(removals, False):
+                (tmp_path / "lock").unlink()
+            take(descriptor, operation)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.synced: list[Path] = []
-
-    def _call_fsync(self, descriptor: int, path: Path) -> None:
-        self.synced.append(path)
-
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first = StoreLock([tmp_path])
+        with pytest.raises(StoreLocked):
+            StoreLock([tmp_path])
+        first.release()
 
     def test_a_rank_that_outlives_its_leader_keeps_the_store(self, tmp_path: Path) -> None:
         """It may still write what the next run would write."""
@@ -69,6 +74,17 @@ class SyncedBackend(Backend):
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
         following.release()
         assert not list(tmp_path.iterdir())
+
+
+class SyncedBackend(Backend):
+    """Knows which directories were synced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.synced: list[Path] = []
+
+    def _call_fsync(self, descriptor: int, path: Path) -> None:
+        self.synced.append(path)
 
 
 class TestDirectories:
