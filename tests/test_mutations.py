@@ -1,0 +1,31 @@
+"""The list of `tools/mutate.py` does not rot: each mutation still applies, and the test that it names is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_applies_and_names_a_test() -> None:
+    mutations = load("mutate").MUTATIONS
+    for mutation in mutations:
+        source = (ROOT / mutation.path).read_text()
+        assert mutation.of(source) != source
+        file, *names = mutation.test.split("::")
+        text = (ROOT / "tests" / file).read_text()
+        for name in names:
+            assert f"class {name}" in text or f"def {name}(" in text, mutation.test
+    assert len({mutation.name for mutation in mutations}) == len(mutations) >= 60

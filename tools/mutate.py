@@ -1,0 +1,413 @@
+#!/usr/bin/env python3
+"""Do the tests bite? Takes one fsync, barrier, checksum, lock or lease out of a copy at a time, and a test must fail.
+
+    python tools/mutate.py [--only PART_OF_A_NAME]... [--list]
+
+Prints a table, and exits 1 if a mutation survived, or if one does not apply any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("tierstore", "tests", "tools", "pyproject.toml", "README.md")
+LIMIT_S, LIMIT_OF_ALL_S = 60.0, 600.0
+TESTS_FAILED = 1  # pytest's exit status; others are its own troubles
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One safeguard less.
+
+    Attributes:
+        place: a file below `tierstore/`, and the function.
+        text: stands there exactly once.
+        test: below `tests/`; fails without the safeguard.
+        becomes: what stands there instead.
+    """
+
+    name: str
+    place: str
+    text: str
+    test: str
+    becomes: str = "pass"
+
+    @property
+    def path(self) -> Path:
+        return Path("tierstore", self.place.split()[0])
+
+    def of(self, source: str) -> str:
+        """The mutated source.
+
+        Raises:
+            ValueError: the text is not there exactly once, or nothing that compiles is left.
+        """
+        lines = source.splitlines(keepends=True)
+        first, last = _lines_of(ast.parse(source), self.place.split()[1])
+        function = "".join(lines[first:last])
+        if (count := function.count(self.text)) != 1:
+            raise ValueError(f"{self.name}: {count} times in {self.place}, not once: {self.text!r}")
+        mutated = "".join([*lines[:first], function.replace(self.text, self.becomes), *lines[last:]])
+        try:
+            compile(mutated, self.path, "exec")
+        except SyntaxError as error:
+            raise ValueError(f"{self.name}: {self.path} does not compile any more: {error}") from None
+        return mutated
+
+
+def _lines_of(tree: ast.AST, name: str) -> tuple[int, int]:
+    """First and last line of a function or class, counted from 0, the last one not included."""
+    lines = (0, 0)
+    for part in name.split("."):
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        found = next((node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == part), None)
+        if found is None:
+            raise ValueError(f"there is no {name} any more")
+        tree, lines = found, (found.lineno - 1, found.end_lineno or found.lineno)
+    return lines
+
+
+def never(name: str, place: str, condition: str, test: str) -> Mutation:
+    """What stands below a condition is not done."""
+    return Mutation(name, place, condition, test, "if False:")
+
+
+POWER_CUT = "store/test_power_cut.py"
+OVERWRITTEN = "store/test_power_cut.py::test_no_chunk_that_the_last_generation_needs_is_written"
+ARCHIVE_CUT = "archive/test_power_cut.py"
+TENSORS_CUT = "store/test_tensors_faults.py::test_killed_anywhere_the_last_generation_or_the_one_before_is_whole"
+
+MUTATIONS: Sequence[Mutation] = (
+    # Files, small and large.
+    Mutation(
+        "fdatasync of a file", "io/backend.py BlockFile.datasync",
+        "self._backend._call_fdatasync(descriptor, self.path)", POWER_CUT,
+    ),
+    Mutation(
+        "a failed fdatasync is remembered", "io/backend.py BlockFile.datasync", "self._sync_failure is not None",
+        "io/test_backend.py::test_a_failed_datasync_is_never_retried", "False",
+    ),
+    Mutation("fsync of a file", "io/backend.py Backend.fsync_file", "self._call_fsync(descriptor, path)", POWER_CUT),
+    Mutation(
+        "fsync of a directory", "io/backend.py Backend.sync_directory", "self.fsync_file(descriptor, path)",
+        POWER_CUT,
+    ),
+    Mutation(
+        "a short transfer goes on", "io/backend.py BlockFile._transfer", "if done + moved >= required:",
+        "io/test_backend.py::test_each_fault_at_each_transfer", "if moved:",
+    ),
+    Mutation(
+        "a new file is nobody's yet", "io/backend.py Backend.create", " | os.O_EXCL",
+        "io/test_backend.py::TestDirect", "",
+    ),
+    Mutation(
+        "space is allocated first", "io/backend.py Backend.create",
+        "self._call_allocate(descriptor, size_bytes, path)", "io/test_backend.py::TestDirect",
+    ),
+    Mutation(
+        "a file that failed is removed", "io/backend.py Backend.create", "self._call_unlink(path)",
+        "io/test_backend.py::test_each_fault_while_creating_leaves_nothing",
+    ),
+    Mutation(
+        "close waits for transfers", "io/backend.py BlockFile.close", " and self._users == 0",
+        "io/test_backend.py::test_close_waits_for_the_transfer_in_flight", "",
+    ),
+    Mutation(
+        "fsync before a rename", "io/files.py _write_atomic",
+        "await wrap(backend.fsync_file)(file.fileno(), temporary)", POWER_CUT,
+    ),
+    Mutation(
+        "fsync of the directory after a rename", "io/files.py _write_atomic",
+        "await wrap(backend.sync_directory)(path.parent)", POWER_CUT,
+    ),
+    Mutation(
+        "small files are replaced by a rename", "io/files.py _write_atomic", 'path.with_name(path.name + ".tmp")',
+        POWER_CUT, "path",
+    ),
+    Mutation(
+        "a link is not followed", "io/files.py _open_private", " | os.O_NOFOLLOW",
+        "io/test_files.py::test_a_link_is_not_followed", "",
+    ),
+    Mutation(
+        "small files are private", "io/files.py _open_private", "os.fchmod(descriptor, mode)",
+        "io/test_files.py::test_round_trip_and_mode",
+    ),
+    Mutation(
+        "a cancelled write goes to its end", "io/files.py write_atomic", "to_the_end",
+        "io/test_files.py::test_cancellation_waits_for_the_end_of_the_write", "",
+    ),
+    # Memory and threads.
+    Mutation("a lease ends once", "io/memory.py Lease.free", "self._array = None", "io/test_memory.py"),
+    Mutation(
+        "a cancelled waiter's lease goes on", "io/memory.py Pool.reserve", "waiter.future.result().free()",
+        "io/test_memory.py::test_what_was_granted_to_a_cancelled_waiter_goes_to_the_next",
+    ),
+    Mutation(
+        "leased memory stays mapped", "io/memory.py Arena.close", "not leaked and ",
+        "io/test_memory.py::test_close_names_leaks_fails_waiters_and_keeps_leased_memory", "",
+    ),
+    Mutation(
+        "a job cannot be cancelled", "io/workers.py Job.cancel", "return False",
+        "io/test_workers.py::test_awaiting_a_job_holds_cancellation_back", "return super().cancel(msg)",
+    ),
+    Mutation(
+        "lease of a codec's scratch", "store/slots.py ChunkIO.run", "scratch.free()",
+        "store/test_tensors.py::test_every_dtype_and_shape_on_every_tier_and_after_reopening",
+    ),
+    Mutation("lease of an update", "store/updates.py UpdatePipeline._guarded", "trip.lease.free()", POWER_CUT),
+    Mutation("lease of a used gradient", "store/gradients.py Gradients.drop", "state.lease.free()", POWER_CUT),
+    Mutation("lease of a spilled gradient", "store/gradients.py Gradients._accept_spilled", "lease.free()", POWER_CUT),
+    Mutation("lease of a load", "store/weights.py Weights._load_chunk", "lease.free()", POWER_CUT),
+    Mutation(
+        "lease of a copy", "store/extents.py Route._copy_chunk", "lease.free()",
+        "store/test_tensors_faults.py::test_a_cancelled_put_leaves_the_old_entry",
+    ),
+    Mutation(
+        "acquired copies are not evicted", "store/copies.py DeviceTier.pin", "self._idle.pop(copy, None)",
+        "store/test_tensors.py",
+    ),
+    # The generations of training.
+    never(
+        "checksum of a chunk", "store/slots.py SlotPack.read_here", "if found != record.checksum:",
+        "store/test_recovery.py::TestDamage",
+    ),
+    Mutation(
+        "packs are synced for a commit", "store/training.py TrainingStore._publish",
+        "await self._io_workers.submit(Priority.WRITE, pack.datasync)", POWER_CUT,
+    ),
+    Mutation("every file of a pack is synced", "store/slots.py SlotPack.datasync", "file.datasync()", POWER_CUT),
+    Mutation(
+        "the other slot is written", "store/slots.py SlotPack.write", "1 - committed.slot", OVERWRITTEN,
+        "committed.slot",
+    ),
+    Mutation(
+        "barrier of an update", "store/updates.py UpdatePipeline._write", "await asyncio.shield(round_.barrier)",
+        OVERWRITTEN,
+    ),
+    Mutation(
+        "barrier of what is in memory", "store/training.py TrainingStore._commit_resident",
+        "await asyncio.shield(previous)", OVERWRITTEN,
+    ),
+    Mutation(
+        "barrier of pending gradients", "store/gradients.py Gradients._accept_spilled",
+        "await asyncio.shield(self.kept_by)", "train/test_delayed.py",
+    ),
+    Mutation(
+        "a commit waits for its updates", "store/training.py TrainingStore._publish",
+        "await self.updates.round_ended(round_)", POWER_CUT,
+    ),
+    Mutation(
+        "a commit waits for what is in memory", "store/training.py TrainingStore._publish",
+        "await asyncio.shield(write)", POWER_CUT,
+    ),
+    Mutation(
+        "commits follow one another", "store/training.py TrainingStore._publish", "await asyncio.shield(previous)",
+        POWER_CUT,
+    ),
+    never(
+        "a chunk is on one trip at a time", "store/updates.py UpdatePipeline._read_ahead",
+        "if previous is not None and not await _unless(trip.recalled, _ended(previous)):", POWER_CUT,
+    ),
+    Mutation(
+        "names of new packs are synced", "store/training.py TrainingStore._create",
+        "self._backend.sync_directory(directory)", POWER_CUT,
+    ),
+    Mutation(
+        "names of packs made anew are synced", "store/training.py TrainingStore._open",
+        "self._backend.sync_directory(directory)",
+        "store/test_power_cut.py::test_a_pack_made_anew_is_there_after_a_cut",
+    ),
+    Mutation(
+        "names of new directories are synced", "store/commit.py claim_directory",
+        "backend.sync_directory(directory.parent)", "store/test_commit.py::TestDirectories",
+    ),
+    Mutation(
+        "an adopted manifest is synced", "store/commit.py Manifests.adopt",
+        "await wrap(self._backend.sync_directory)(self.directory)", OVERWRITTEN,
+    ),
+    Mutation(
+        "an abandoned manifest is removed", "store/commit.py Manifests.publish",
+        "await self._remove({generation.number})",
+        "store/test_faults.py::test_a_commit_that_fails_is_abandoned_and_the_next_step_raises",
+    ),
+    Mutation(
+        "two generations are kept", "store/commit.py Manifests.publish", "[:2]",
+        "store/test_recovery.py::TestPrevious", "[:1]",
+    ),
+    never(
+        "checksum of a manifest", "store/commit.py Manifests.read", "if _digest(data).encode() != digest:",
+        "store/test_recovery.py::TestDamage",
+    ),
+    Mutation(
+        "checksum of the captured state", "store/commit.py Manifests.read",
+        ' or _digest(captured) != body["captured_checksum"]', "store/test_recovery.py::TestPrevious", "",
+    ),
+    # Who may use a store.
+    Mutation(
+        "lock of a store", "store/commit.py _take", "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "store/test_recovery.py::TestLock",
+    ),
+    Mutation(
+        "a lock that was removed meanwhile", "store/commit.py StoreLock._lock", "if _is_at(path, descriptor):",
+        "store/test_commit.py::TestLock", "if True:",
+    ),
+    Mutation(
+        "ranks that outlive their leader", "store/commit.py StoreLock.add", "self._refuse_members(directory)",
+        "store/test_commit.py",
+    ),
+    Mutation(
+        "a child lets go of the lock", "io/fork.py _mark_inherited", "item.let_go()",
+        "store/test_recovery.py::TestLock",
+    ),
+    never(
+        "directories of others are refused", "store/commit.py claim_directory", "if strangers:",
+        "train/test_bad_input.py",
+    ),
+    # Stores of tensors.
+    Mutation(
+        "packs of tensors are synced", "store/shelf.py Shelf.sync", "await self._sync([pack], pack.slots.datasync)",
+        TENSORS_CUT,
+    ),
+    Mutation(
+        "names of packs of tensors are synced", "store/shelf.py Shelf.publish",
+        "await self._sync(unnamed, self._directories.sync)", TENSORS_CUT,
+    ),
+    Mutation(
+        "a failed sync is final", "store/shelf.py Shelf._sync", "pack.is_synced, pack.sync_failure = False, error",
+        "store/test_tensors_faults.py::test_a_failed_sync_is_final",
+    ),
+    never(
+        "a pack that is needed is kept", "store/shelf.py Shelf.discard", "if pack.kind in self._protected:",
+        TENSORS_CUT,
+    ),
+    # Packs and archives.
+    never(
+        "seal of a header", "pack/validate.py _checked",
+        "if seal is not None and seal != header_seal(entries, metadata):", "pack/test_validate.py",
+    ),
+    never(
+        "limit of a header", "pack/validate.py _header_length", "if length > MAX_HEADER_BYTES:",
+        "pack/test_validate.py",
+    ),
+    never(
+        "data ends in the file", "pack/validate.py _checked", "if data_start + data_bytes > file_bytes:",
+        "pack/test_validate.py",
+    ),
+    never(
+        "spelling of a header", "archive/opening.py check_header", "if found != expected:", "archive/test_verify.py",
+    ),
+    never(
+        "checksum of an archive's chunk", "archive/reading.py read_stored", "if found != chunk.checksum:",
+        "archive/test_verify.py",
+    ),
+    Mutation(
+        "seal of an index", "archive/index.py check_index", ' or seal != f"{checksum_bytes(_text(body)):016x}"',
+        "archive/test_verify.py", "",
+    ),
+    Mutation("sync of a packed file", "archive/packing.py _Writer.finish", "file.datasync()", ARCHIVE_CUT),
+    Mutation(
+        "sync of an unpacked file", "archive/unpacking.py _Unpacking._fill", "opened(path).datasync()", ARCHIVE_CUT,
+    ),
+    Mutation(
+        "sync of an index", "archive/publish.py Publication._write", "self._backend.fsync_file(file.fileno(), path)",
+        ARCHIVE_CUT,
+    ),
+    Mutation(
+        "names before their index", "archive/publish.py Publication.commit",
+        "self._backend.sync_directory(directory)", ARCHIVE_CUT,
+    ),
+    Mutation(
+        "the index before the end", "archive/publish.py Publication.commit", "self._backend.sync_directory(first)",
+        ARCHIVE_CUT,
+    ),
+    Mutation(
+        "the name of a single file", "archive/publish.py Publication.commit",
+        "self._backend.sync_directory(self.single.parent)", ARCHIVE_CUT,
+    ),
+    Mutation(
+        "lock of a file being written", "archive/publish.py _lock",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "archive/test_killed.py",
+    ),
+    Mutation(
+        "a pack that fails leaves nothing", "archive/publish.py Publication.begin",
+        "self.callback(self._discard, path)", "archive/test_killed.py",
+    ),
+)  # fmt: skip
+
+
+def run_tests(tree: Path, tests: Iterable[str], limit_s: float) -> tuple[int | None, str]:
+    """Exit status and output of pytest; no status if it did not end."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
+    command += [f"tests/{test}" for test in sorted(set(tests))]
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    with (tree / "output").open("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        status: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(limit_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what the tests have started, too
+        process.wait()
+        output.seek(0)
+        return status, output.read()
+
+
+def outcome_of(mutation: Mutation, tree: Path) -> str:
+    """`red`, or in capitals what it is instead."""
+    try:
+        (tree / mutation.path).write_text(mutation.of((ROOT / mutation.path).read_text()))
+        status, output = run_tests(tree, [mutation.test], LIMIT_S)
+    finally:
+        shutil.copy2(ROOT / mutation.path, tree / mutation.path)
+    if status in (TESTS_FAILED, None):
+        return "red" if status else "red, no end"
+    return "SURVIVED" if status == 0 else f"NO RESULT:\n{textwrap.indent(output[-2000:], '    ')}\n   "
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", action="append", metavar="TEXT", help="mutations with this in their name or place")
+    parser.add_argument("--list", action="store_true", help="tell them, and run nothing")
+    asked = parser.parse_args()
+    chosen = [m for m in MUTATIONS if not asked.only or any(text in f"{m.place} {m.name}" for text in asked.only)]
+    for mutation in chosen:
+        mutation.of((ROOT / mutation.path).read_text())
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for name in () if asked.list else COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+            copy(ROOT / name, tree / name)
+        for mutation in chosen:
+            outcome = "" if asked.list else outcome_of(mutation, tree)
+            print(f"{mutation.name:40} {mutation.place:50} {outcome:12} {mutation.test}", flush=True)
+            outcomes.append(outcome)
+        if asked.list:
+            return 0
+        status, output = run_tests(tree, (mutation.test for mutation in chosen), LIMIT_OF_ALL_S)
+    if status != 0:
+        print(f"the tests fail without a mutation, too:\n{output[-2000:]}")
+        return 1
+    red = sum(outcome.startswith("red") for outcome in outcomes)
+    print(f"{red} of {len(outcomes)} mutations turn their test red")
+    return 0 if red == len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
