@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import itertools
@@ -14,7 +15,7 @@ from faults import EIO, FaultyBackend, each_fault
 
 from tierstore.errors import StorageError, StoreLocked
 from tierstore.io.backend import Backend
-from tierstore.store.commit import Manifests, StoreLock, begin_store, claim_directory, end_store_making
+from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -111,3 +112,24 @@ class TestDirectories:
         for backend in each_fault(EIO, scenario):
             with pytest.raises(StorageError, match=f"{tmp_path}.*Input/output error"):
                 scenario(backend)
+
+
+class TestManifests:
+    def test_one_that_is_not_known_to_be_durable_is_taken_back(self, tmp_path: Path) -> None:
+        """A failed fsync is never retried: the step is told to be lost, so it must not come back."""
+        runs = itertools.count()
+
+        def scenario(backend: FaultyBackend) -> None:
+            store = tmp_path / f"{next(runs)}"
+            store.mkdir()
+            try:
+                asyncio.run(Manifests(store, backend).publish(Generation(0, {}, {}, {})))
+            finally:
+                assert Manifests(store, Backend()).numbers() == [0] * (backend.fault is None)
+
+        failed = []
+        for backend in each_fault(EIO, scenario, kinds=("open", "fsync", "replace", "close")):
+            with pytest.raises(StorageError):
+                scenario(backend)
+            failed.append(backend.calls[backend.at])
+        assert failed == 2 * ["open", "fsync", "replace", "open", "fsync", "close"]
