@@ -167,7 +167,7 @@ MUTATIONS: Sequence[Mutation] = (
         "lease of a codec's scratch", "store/slots.py ChunkIO.run", "scratch.free()",
         "store/test_tensors.py::test_every_dtype_and_shape_on_every_tier_and_after_reopening",
     ),
-    Mutation("lease of an update", "store/updates.py UpdatePipeline._guarded", "trip.lease.free()", POWER_CUT),
+    Mutation("lease of an update", "store/updates.py UpdatePipeline._give_back", "trip.lease.free()", POWER_CUT),
     Mutation("lease of a used gradient", "store/gradients.py Gradients.drop", "state.lease.free()", POWER_CUT),
     Mutation("lease of a spilled gradient", "store/gradients.py Gradients._accept_spilled", "lease.free()", POWER_CUT),
     Mutation("lease of a load", "store/weights.py Weights._load_chunk", "lease.free()", POWER_CUT),
@@ -200,10 +200,6 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "barrier of what is in memory", "store/training.py TrainingStore._commit_resident",
         "await asyncio.shield(previous)", OVERWRITTEN,
-    ),
-    Mutation(
-        "barrier of pending gradients", "store/gradients.py Gradients._accept_spilled",
-        "await asyncio.shield(self.kept_by)", "train/test_delayed.py",
     ),
     Mutation(
         "a commit waits for its updates", "store/training.py TrainingStore._publish",
@@ -241,7 +237,7 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "an abandoned manifest is removed", "store/commit.py Manifests.publish",
         "await self._remove({generation.number})",
-        "store/test_faults.py::test_a_commit_that_fails_is_abandoned_and_the_next_step_raises",
+        "store/test_commit.py::TestManifests",
     ),
     Mutation(
         "two generations are kept", "store/commit.py Manifests.publish", "[:2]",
