@@ -40,3 +40,23 @@ def test_what_somebody_else_cancelled_is_not_done() -> None:
             await task
 
     asyncio.run(main())
+
+
+def test_one_alone_is_cancelled_with_who_waits_for_it() -> None:
+    ended = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    async def main() -> None:
+        task = asyncio.create_task(together([work()]))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert ended

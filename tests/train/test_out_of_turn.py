@@ -16,6 +16,7 @@ from tierstore.config import AdamWConfig
 from tierstore.device.streams import Reached
 from tierstore.errors import ConfigError, GraphError, TierstoreError
 from tierstore.store.gradients import Piece
+from tierstore.train.access import _InUse
 from tierstore.train.engine import Engine
 
 STREAMING = ["backward", "speculative"]
@@ -380,3 +381,9 @@ def test_an_exploring_forward_costs_no_step(tmp_path: Path) -> None:
         engine(x)
     with Engine(Net(), tiers, update="backward", commit_every=5, resume="must") as engine:
         assert engine.step_count == 7
+
+
+def test_a_group_is_in_use_or_not_for_a_whole_decision() -> None:
+    answers = iter([True, False])
+    in_use = _InUse(lambda group: next(answers))
+    assert [0 in in_use, 0 in in_use] == [True, True]  # what is evicted and what fits must not disagree

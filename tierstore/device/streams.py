@@ -129,7 +129,8 @@ class ComputeDevice(Protocol):
     def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
         """Host bytes to a range of a storage; several workers may fill different ranges at once.
 
-        Threads: a worker. Blocks: until the bytes are valid for kernels launched from now on, on any stream.
+        Threads: a worker; the loop's for at most `at_once_bytes`. Blocks: until the bytes are valid for kernels
+        launched from now on, on any stream.
         """
 
     def record(self) -> Mark:
@@ -141,7 +142,8 @@ class ComputeDevice(Protocol):
     def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
         """Elements of tensors, in order, to host bytes; tensors need not be contiguous.
 
-        Threads: a worker. Blocks: until all bytes have arrived; the caller holds the sources until then.
+        Threads: a worker; the loop's for at most `at_once_bytes`. Blocks: until all bytes have arrived; the caller
+        holds the sources until then.
 
         Raises:
             ValueError: numbers or sizes differ; nothing was copied.
@@ -162,7 +164,7 @@ class ComputeDevice(Protocol):
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         """Takes a storage's memory away, once the mark is reached.
 
-        Threads: a worker. Blocks: until then.
+        Threads: a worker; the loop's for at most `at_once_bytes`. Blocks: until then.
         """
 
     def pin(self, address: int, nbytes: int) -> None:

@@ -69,7 +69,7 @@ def _copy(target: int, source: int, nbytes: int) -> None:
 
 
 def _give_back_pages(storage: torch.UntypedStorage) -> None:
-    """Empties a large storage without the GIL, which `resize_` would hold for milliseconds to do so.
+    """Gives back the pages of a large storage without the GIL, which `resize_` would hold for milliseconds.
 
     Only where the allocator has certainly mapped it apart; smaller memory it may keep for the next one, pages and all.
     """

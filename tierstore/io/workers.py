@@ -104,11 +104,9 @@ class WorkerPool(ForkAware):
         Raises:
             ClosedError: the pool is closed.
         """
-        self.check_process()
         job: Job[T] = Job(loop=asyncio.get_running_loop())
         with self._lock:
-            if self._is_closed:
-                raise ClosedError(f"worker pool {self.name!r} is closed")
+            self._check_open()
             if not self._is_started:
                 self._is_started = True
                 for thread in self._threads:
@@ -131,7 +129,10 @@ class WorkerPool(ForkAware):
 
     async def perform(self, is_quick: bool, priority: Priority, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """The result of a job, of a quick one at once and right here: the way to a thread and back takes longer."""
-        return function(*args) if is_quick else await self.submit(priority, function, *args)
+        if not is_quick:
+            return await self.submit(priority, function, *args)
+        self._check_open()
+        return function(*args)
 
     def in_flight(self) -> list[str]:
         """One line per running job, and one for those that wait. Any thread."""
@@ -163,6 +164,11 @@ class WorkerPool(ForkAware):
             raise Timeout(
                 f"worker pool {self.name!r} did not end within {timeout_s} s; in flight: {'; '.join(self.in_flight())}"
             )
+
+    def _check_open(self) -> None:
+        self.check_process()
+        if self._is_closed:
+            raise ClosedError(f"worker pool {self.name!r} is closed")
 
     def _report(self, job: asyncio.Future[Any]) -> None:
         error = job.exception()

@@ -128,9 +128,9 @@ class Gradients:
         return together(work)
 
     async def let_go(self, pieces: list[Piece]) -> None:
-        """Forget what was accepted, in a thread if it is large: its memory goes back to the system, page by page."""
+        """Forget what was accepted, in a thread unless it is little: to give back its memory may take milliseconds."""
         nbytes = sum(piece.gradient.nbytes for piece in pieces)
-        await self._workers.perform(nbytes <= self._device.at_once_bytes, Priority.UPDATE, pieces.clear)
+        await self._workers.perform(nbytes <= self._device.at_once_bytes, Priority.DEMAND, pieces.clear)
 
     async def _accept_chunk(
         self,

@@ -13,6 +13,7 @@ view of its storage (`Group.is_viewed`). The loop then waits for the device and 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Container, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,13 +32,13 @@ from tierstore.train.guard import hide, show
 
 
 class _InUse(Container[int]):
-    """The groups that may not be dropped, asked one by one: most visits ask of none."""
+    """The groups that may not be dropped, for one decision: most visits ask of none, and none gets two answers."""
 
-    def __init__(self, is_in_use: Callable[[int], bool]) -> None:
-        self._is_in_use = is_in_use
+    def __init__(self, is_in_use: Callable[[Any], bool]) -> None:
+        self._is_in_use = functools.cache(is_in_use)
 
     def __contains__(self, group: object) -> bool:
-        return isinstance(group, int) and self._is_in_use(group)
+        return self._is_in_use(group)
 
 
 class DeviceAccess:
@@ -107,9 +108,8 @@ class DeviceAccess:
         self._since = self._clock()
         self.is_inside = True
         if self._gathers is not None and sum(self.sizes) <= self._store.placement.gpu_weight_bytes:
-            for group in range(len(self._groups)):  # all, so that ranks may go different ways through the model
-                if group not in self._held:
-                    self._move((), (group,))
+            # All, so that ranks may go different ways through the model.
+            self._move((), [group for group in range(len(self._groups)) if group not in self._held])
 
     def begin_backward(self) -> None:
         """Backward begins; the recorded order goes on after forward's visits."""
@@ -236,14 +236,13 @@ class DeviceAccess:
         self._policy.depth = depth
         if self._gathers is not None and (viewed := self._viewed()):
             self._runtime.call(self._unviewed, viewed)  # a copy may be over at one rank and not at another
-        loading, in_use = self._loading(), _InUse(self._is_in_use)
+        loading = self._loading()
+        resident = self._held - loading
         try:
-            return self._policy.decide(position, self._held - loading, in_use, loading, demand=group)
+            return self._policy.decide(position, resident, _InUse(self._is_in_use), loading, demand=group)
         except BudgetError:
-            if not (viewed := self._viewed()):
-                raise
-            self._runtime.call(self._unviewed, viewed)
-        return self._policy.decide(position, self._held - loading, in_use, loading, demand=group)
+            self._runtime.call(self._unviewed, self._viewed())
+        return self._policy.decide(position, resident, _InUse(self._is_in_use), loading, demand=group)
 
     def _viewed(self) -> list[int]:
         """Groups that are in use only because somebody holds a view: the model, or an update that copies."""
@@ -266,7 +265,7 @@ class DeviceAccess:
         return min(self.depth, len(seen) - 1)
 
     def _is_in_use(self, group: int) -> bool:
-        return self._users[group] > 0 or (group in self._ready and self._groups[group].is_viewed())
+        return self._users[group] != 0 or (group in self._ready and self._groups[group].is_viewed())
 
     def _locate(self, group: int) -> int | None:
         """The next place of a group in the order, cyclically."""
@@ -297,6 +296,7 @@ class DeviceAccess:
         for group in dropped:
             if group not in self._ready:
                 self._wait_for(group)
+        for group in dropped:  # all or none: what was taken off the books is sure to be dropped
             hide(self._groups[group], self)
             self._held.discard(group)
             self._stale.discard(group)

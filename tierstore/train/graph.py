@@ -22,8 +22,8 @@ def leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:

@@ -1,7 +1,8 @@
 """What the engine itself takes per group and pass: steps of very many very small groups, with and without it.
 
 Scope: `contend`. The groups do not all fit on the GPU tier, so each is fetched, acquired and released; they compute
-    almost nothing, so what the engine's passes take beyond those of the bare model is its own. The floor is what torch
+    almost nothing, so what the engine's passes take beyond those of the bare model is its own. Updates run between
+    passes here, so theirs is not counted. The floor is what torch
     takes for as many hooks that do nothing: on every saved tensor, and on every gradient.
 """
 
@@ -25,7 +26,7 @@ from tierstore.apps.train import assemble, engine_arguments
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
 
-_BLOCKS, _WIDTH, _SEQUENCE, _STEPS = 96, 32, 8, 5
+_BLOCKS, _WIDTH, _SEQUENCE, _STEPS = 96, 64, 8, 5  # a group is more than what is copied at once, on the loop
 _MODEL = {"model_type": "gpt2", "vocab_size": 256, "n_layer": _BLOCKS, "n_embd": _WIDTH, "n_head": 1,
           "n_positions": _SEQUENCE, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 _BLOCK_BYTES = 2 * (12 * _WIDTH**2 + 13 * _WIDTH)
