@@ -194,6 +194,11 @@ MUTATIONS: Sequence[Mutation] = (
         "committed.slot",
     ),
     Mutation(
+        "barrier of pending gradients", "store/gradients.py Gradients._accept_spilled",
+        "await asyncio.shield(self.kept_by)",
+        "train/test_delayed.py::test_pending_gradients_stay_until_the_commit_that_names_them_is_published",
+    ),
+    Mutation(
         "barrier of an update", "store/updates.py UpdatePipeline._write", "await asyncio.shield(round_.barrier)",
         OVERWRITTEN,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 from pathlib import Path
@@ -11,9 +12,11 @@ import runs
 import torch
 
 from tierstore.config import AdamWConfig, TierConfig
+from tierstore.device.streams import Reached
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.store.commit import Generation, Manifests
+from tierstore.store.gradients import Piece
 from tierstore.train.engine import Engine
 
 STEPS = 8
@@ -162,3 +165,30 @@ def test_pending_gradients_are_not_lost_to_another_schedule(disk_path: Path) -> 
     with pytest.raises(ConfigError, match="resume it with update='delayed'"):
         step("forward", "must")
     assert step("delayed", "must") == 3
+
+
+def test_pending_gradients_stay_until_the_commit_that_names_them_is_published(disk_path: Path) -> None:
+    tiers = TierConfig(gpu_memory="2MiB", cpu_memory="5900KiB", nvme=[disk_path / "store"])
+    with Engine(runs.tiny(), tiers, AdamWConfig(), update="delayed") as engine:
+        parts = engine._parts
+        gradients = parts.store.gradients[0]
+        group = next(index for index, _ in enumerate(parts.store.groups) if gradients.is_spilled(index))
+
+        async def spilled_meanwhile() -> int:
+            published = asyncio.Event()
+
+            async def commit() -> None:
+                await published.wait()
+
+            gradients.kept_by = asyncio.create_task(commit())
+            pieces = [Piece(0, torch.ones(parts.store.groups[group].elements), True)]
+            accepting = asyncio.ensure_future(gradients.accept(group, pieces, Reached(), is_final=True))
+            for _ in range(5):  # turns of the loop: it begins, waits
+                await asyncio.sleep(0)
+            taken_bytes = gradients._staging.used_bytes
+            published.set()
+            await accepting
+            gradients.drop_all()
+            return taken_bytes
+
+        assert parts.runtime.call(spilled_meanwhile) == 0
