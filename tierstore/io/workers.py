@@ -104,6 +104,7 @@ class WorkerPool(ForkAware):
         Raises:
             ClosedError: the pool is closed.
         """
+        self.check_process()  # before the lock, which may have been held when this process was forked
         job: Job[T] = Job(loop=asyncio.get_running_loop())
         with self._lock:
             self._check_open()
