@@ -211,7 +211,7 @@ def main() -> None:
         run_task(given.task, given.paths, parse_size(given.memory))
         return
     folder = Path(given.paths[0]) / "pack_speed"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     try:
         measure(folder, parse_size(given.size), given.rounds, given.memory)
     finally:
