@@ -213,6 +213,19 @@ class TierConfig(_Model):
         return self
 
 
+class MicroBatchSchedule(enum.StrEnum):
+    """In which order the micro-batches of a step go through the model.
+
+    Attributes:
+        HORIZONTAL: each through all groups, forward and backward, before the next: activations of one are held.
+        VERTICAL: all of them through one group before any goes on: weights are fetched once per pass for all, and the
+            activations of all are held.
+    """
+
+    HORIZONTAL = "horizontal"
+    VERTICAL = "vertical"
+
+
 class AdamWConfig(_Model):
     """Hyper-parameters of Adam.
 

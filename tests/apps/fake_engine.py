@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,14 +74,13 @@ class FakeEngine:
         self.calls.append("forward" if torch.is_grad_enabled() else "evaluate")
         return self._model(**batch)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.calls.append("no_sync")
-        yield
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.calls.append("backward")
-        loss.backward()
+    def train_step(self, batches: Sequence[Any], loss_of: Callable[[Any], torch.Tensor], schedule: str) -> FakeReport:
+        self.calls.append(schedule)
+        for batch in batches:
+            loss = loss_of(self(**batch)) / len(batches)
+            self.calls.append("backward")
+            loss.backward()
+        return self.step()
 
     def on_step(self, callback: Callable[[Any], None]) -> None:
         self._callbacks.append(callback)

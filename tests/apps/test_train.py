@@ -20,7 +20,7 @@ from tierstore.apps.options import Precision, TrainOptions
 from tierstore.apps.recipe import parameter_groups
 from tierstore.apps.report import Reporter
 from tierstore.apps.stopping import StopRequest
-from tierstore.config import Durability, Resume
+from tierstore.config import Durability, MicroBatchSchedule, Resume
 from tierstore.errors import ConfigError
 
 TINY_GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32,
@@ -131,8 +131,14 @@ def test_accumulation_gives_the_step_of_one_large_batch(options: Callable[..., T
     whole.json.unlink()
     _, engine, _ = run(parts)
     assert [record["loss"] for record in lines(parts)] == pytest.approx(expected, rel=1e-5)
-    step = engine.calls.index("no_sync")
-    assert engine.calls[step : step + 6] == ["no_sync", "forward", "backward", "forward", "backward", "step"]
+    step = engine.calls.index("horizontal")
+    assert engine.calls[step : step + 6] == ["horizontal", "forward", "backward", "forward", "backward", "step"]
+
+
+def test_micro_batches_go_side_by_side_if_that_is_asked_for(options: Callable[..., TrainOptions]) -> None:
+    _, engine, _ = run(options(accumulate=2, micro_batches=MicroBatchSchedule.VERTICAL))
+    assert "vertical" in engine.calls
+    assert "horizontal" not in engine.calls
 
 
 @pytest.mark.parametrize("killed_at", [1, 2, 4])

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from tierstore.config import Codec, Durability, Resume, UpdateSchedule, format_size, parse_size
+from tierstore.config import Codec, Durability, MicroBatchSchedule, Resume, UpdateSchedule, format_size, parse_size
 from tierstore.errors import ConfigError
 
 
@@ -76,6 +76,7 @@ class TrainOptions:
     batch: int = 8
     sequence: int | None = None
     accumulate: int = 1
+    micro_batches: MicroBatchSchedule = MicroBatchSchedule.HORIZONTAL
     steps: int = 100
     lr: float = 3e-4
     weight_decay: float = 0.1

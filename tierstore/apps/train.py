@@ -179,6 +179,7 @@ class _Run:
         self._crew = crew
         self._agreed: signal.Signals | None = None
         self._device = torch.device(options.device)
+        self._losses: list[torch.Tensor] = []
         self._loss = float("nan")
         self._totals = Totals()
         self._tokens_per_step = options.accumulate * options.batch * (parts.sequence - 1)
@@ -223,7 +224,7 @@ class _Run:
         if self._log is not None:
             self._engine.flush()  # a line without a generation would be that of another run
             self._log.begin()
-            self._engine.on_step(self._write_line)
+        self._engine.on_step(self._step_ended)
         kept = self._options.why_nothing_is_kept or "the store holds the last committed step: go on with --resume auto"
         with self._stop.wished(kept):
             self._totals.held_out_before = self._held_out_loss()
@@ -270,16 +271,17 @@ class _Run:
             reporter.say(f"exported to {options.export}")
 
     def _step(self) -> Any:
-        losses: list[torch.Tensor] = []
-        for micro_batch in range(self._options.accumulate):
-            tokens = self._parts.batches.next().to(self._device, non_blocking=True)
-            is_last = micro_batch == self._options.accumulate - 1
-            with contextlib.nullcontext() if is_last else self._engine.no_sync():
-                loss = self._engine(input_ids=tokens, labels=tokens).loss
-                self._engine.backward(loss / self._options.accumulate)
-            losses.append(loss.detach())
-        self._loss = self._mean_of_all(float(torch.stack(losses).mean()))
-        return self._engine.step()
+        self._losses.clear()
+        tokens = [
+            self._parts.batches.next().to(self._device, non_blocking=True) for _ in range(self._options.accumulate)
+        ]
+        batches = [{"input_ids": one, "labels": one} for one in tokens]
+        return self._engine.train_step(batches, self._keep_loss, self._options.micro_batches.value)
+
+    def _keep_loss(self, output: Any) -> torch.Tensor:
+        loss: torch.Tensor = output.loss
+        self._losses.append(loss.detach())
+        return loss
 
     @property
     def _stopped_by(self) -> signal.Signals | None:
@@ -301,8 +303,9 @@ class _Run:
         told = self._exchange(loss)
         return sum(told) / len(told)
 
-    def _write_line(self, report: Any) -> None:
-        """The line of a step, inside that step and before its commit; its loss is known by then."""
+    def _step_ended(self, report: Any) -> None:
+        """Inside every step, before its commit: its loss is known, and its line is written."""
+        self._loss = self._mean_of_all(float(torch.stack(self._losses).mean()))
         if self._log is not None:
             self._log.append(step_record(report, self._loss, self._tokens_per_step))
 

@@ -16,7 +16,7 @@ from tierstore.apps.launch import Launch
 from tierstore.apps.options import Precision, Preset, TrainOptions, options_of_object
 from tierstore.apps.stopping import StopRequest
 from tierstore.cli.common import directory, say, size, told
-from tierstore.config import Codec, Durability, Resume, UpdateSchedule
+from tierstore.config import Codec, Durability, MicroBatchSchedule, Resume, UpdateSchedule
 from tierstore.errors import ConfigError
 
 
@@ -76,6 +76,10 @@ def train(
         int | None, typer.Option(help="Bytes per sample [default: the model's context, at most 1024].")
     ] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    micro_batches: Annotated[
+        MicroBatchSchedule,
+        typer.Option(help="One after the other, or side by side: weights are read once, all activations are held."),
+    ] = MicroBatchSchedule.HORIZONTAL,
     steps: Annotated[int, typer.Option(help="Step to stop at, counted from the first run.")] = 100,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 3e-4,
     weight_decay: Annotated[float, typer.Option(help="Decay of matrices; vectors do not decay.")] = 0.1,

@@ -94,6 +94,8 @@ class DeviceAccess:
         self.stops_at_step = False
         self.awaits_update: Callable[[int], bool] = lambda group: False
         """Whether a group will still be updated in this step, so that its weights are not yet those of the next."""
+        self.before_visit: Callable[[int], None] = lambda group: None
+        """Called in forward before a group is needed; it may let others of the training side go first."""
         for group in groups:
             hide(group, self)
 
@@ -157,6 +159,7 @@ class DeviceAccess:
         Raises:
             BudgetError: it does not fit beside the groups in use.
         """
+        self.before_visit(group)
         if group != self._current or group not in self._ready:
             self._go_to(group)
         self._users[group] += 1

@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
+from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
 from tierstore.measure.table_file import with_rates
@@ -39,6 +39,7 @@ from tierstore.train.options import Options, schedule_for
 from tierstore.train.partition import partition_of
 from tierstore.train.report import StepReport
 from tierstore.train.rounds import Updates
+from tierstore.train.vertical import SideBySide
 
 
 class Engine:
@@ -153,6 +154,14 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        return self._forward(lambda: self._watched(lambda: self.model(*args, **kwargs)))
+
+    def _watched(self, call: Callable[[], Any]) -> Any:
+        with self._parts.hooks.watching():
+            return call()
+
+    def _forward(self, call: Callable[[], Any]) -> Any:
+        """`call` runs the model, and is watched."""
         parts = self._whole_parts()
         self._refuse_after_backward("another forward")
         if torch.is_grad_enabled() and self._is_modifying:
@@ -164,8 +173,8 @@ class Engine:
         parts.access.stops_at_step = self._is_syncing and not parts.driver.is_streaming
         parts.access.begin_forward()
         try:
-            with self._meters.phase("forward"), parts.hooks.watching():
-                output = self.model(*args, **kwargs)
+            with self._meters.phase("forward"):
+                output = call()
             parts.access.check_unchanged()
             return output
         finally:
@@ -229,21 +238,42 @@ class Engine:
             parts.collector.forget()
             self._has_final_backward = False
 
-    def train_step(self, batches: Iterable[Any], loss_of: Callable[[Any], torch.Tensor] | None = None) -> StepReport:
+    def train_step(
+        self,
+        batches: Iterable[Any],
+        loss_of: Callable[[Any], torch.Tensor] | None = None,
+        schedule: str = MicroBatchSchedule.HORIZONTAL.value,
+    ) -> StepReport:
         """One step over all its micro-batches; the loss of each counts 1 / their number.
 
         Args:
             batches: mappings become keyword arguments of the model, anything else its first argument.
             loss_of: takes the model's output; None takes its `.loss`.
+            schedule: "horizontal": one micro-batch after the other, with the activations of one. "vertical": all of
+                them side by side, so that weights are fetched once per pass, and with the activations of all; gradients
+                agree to rounding, and dropout draws its numbers in another order.
         """
         batches = list(batches)
+        take_loss = loss_of or (lambda output: output.loss)
+        if _choice(MicroBatchSchedule, "schedule", schedule) is MicroBatchSchedule.VERTICAL:
+            outputs = self._forward(lambda: self._side_by_side(batches))
+            self.backward(torch.stack([take_loss(output) for output in outputs]).sum() / len(batches))
+            return self.step()
         for position, batch in enumerate(batches):
             is_last = position == len(batches) - 1
             with contextlib.nullcontext() if is_last else self.no_sync():
-                output = self(**batch) if isinstance(batch, Mapping) else self(batch)
-                loss = output.loss if loss_of is None else loss_of(output)
-                self.backward(loss / len(batches))
+                self.backward(take_loss(_called(self, batch)) / len(batches))
         return self.step()
+
+    def _side_by_side(self, batches: Sequence[Any]) -> list[Any]:
+        """The model's outputs, for micro-batches that pass each group together."""
+        access = self._parts.access
+        forwards = SideBySide([partial(self._watched, partial(_called, self.model, batch)) for batch in batches])
+        access.before_visit = forwards.meet
+        try:
+            return forwards.run()
+        finally:
+            access.before_visit = lambda group: None
 
     def step(self) -> StepReport:
         """Apply the gradients, and commit the step in the background.
@@ -516,6 +546,10 @@ def _close_at_exit(engine: weakref.ref[Engine]) -> None:
     left = engine()
     if left is not None and not left._parts.runtime.is_inherited:
         left.close()
+
+
+def _called(model: Callable[..., Any], batch: Any) -> Any:
+    return model(**batch) if isinstance(batch, Mapping) else model(batch)
 
 
 def _choice(kind: Any, name: str, value: Any) -> Any:

@@ -15,11 +15,13 @@ import pytest
 from tierstore.apps.bench import forecasts, rates, step, step_worker
 from tierstore.apps.bench.case import Answer, BenchOptions, Contestant, Result
 from tierstore.apps.options import TrainOptions
+from tierstore.config import MicroBatchSchedule
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.step_machine import Machine
 
 FIELDS = {"vocab_size": 512, "n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "bos_token_id": 0,
           "eos_token_id": 0}  # fmt: skip
+MACHINE = Machine(BandwidthTable(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, matmul_flop_per_s=1e9))
 DRIVERS = Path(__file__).parents[3] / "tools" / "peers"
 
 
@@ -69,6 +71,13 @@ def test_every_contestant_has_a_name_of_its_own_and_each_heat_its_rates(options:
     for own in step._OWN:
         (heat,) = [heat for heat in heats if own.name in [one.name for one in heat]]
         assert step._rates(own.heat) in [one.name for one in heat]
+
+
+@pytest.mark.parametrize("choice", [{}, {"curve": True}, {"large": True}])
+def test_every_contestant_has_the_memory_that_its_model_needs(choice: dict[str, bool], tmp_path: Path) -> None:
+    options = BenchOptions(nvme=tmp_path, **choice)
+    for own in step._own(options):
+        assert forecasts.by_plan(step._as_train_options(own, options), MACHINE) is not None, own.name
 
 
 def test_a_peer_that_is_not_wanted_does_not_start(tmp_path: Path) -> None:
@@ -131,13 +140,12 @@ def test_our_own_steps_are_measured_and_predicted(tmp_path: Path) -> None:
     # State fits in CPU memory and is written for the commit of each step: 12 B for a parameter, and padding.
     assert 12 <= figures["bytes_per_parameter"] < 12.5
     own = Result(Contestant("own", (), False), ready["ready"], [Answer(answers[-1]["seconds"], figures, 1)])
-    machine = Machine(BandwidthTable(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, matmul_flop_per_s=1e9))
     options = TrainOptions(**step_worker.options_of_object(train, "test"))
-    record = forecasts.computing(own, options, machine)
+    record = forecasts.computing(own, options, MACHINE)
     assert record.forward_s + record.backward_s == pytest.approx(figures["computing_s"])
-    assert forecasts.by_tune(record, options, machine, 1) > figures["computing_s"] / 2
+    assert forecasts.by_tune(record, options, MACHINE, 1) > figures["computing_s"] / 2
     # 6 flop a parameter and token, of 0.13M parameters and 16 tokens.
-    assert (forecasts.by_plan(options, machine) or 0) > 0.01
+    assert (forecasts.by_plan(options, MACHINE) or 0) > 0.01
 
 
 def test_speculation_is_right_when_the_rounds_begin(tmp_path: Path) -> None:
@@ -152,13 +160,13 @@ def test_warming_up_ends_with_the_first_right_guess_or_with_an_error() -> None:
         engine = SimpleNamespace(_parts=SimpleNamespace(driver=SimpleNamespace(is_speculating=False)))
         given = iter(norms)
 
-        def train_step(batches: object) -> SimpleNamespace:
+        def train_step(batches: object, schedule: str) -> SimpleNamespace:
             norm = next(given)
             engine._parts.driver.is_speculating = norm != 0.5  # which is a step that rests
             return SimpleNamespace(grad_norm=norm)
 
         engine.train_step = train_step
-        return step_worker.Stepper(engine, [], clip=1.0)  # type: ignore[arg-type]
+        return step_worker.Stepper(engine, [], MicroBatchSchedule.HORIZONTAL, clip=1.0)  # type: ignore[arg-type]
 
     left = iter([2.0, 0.5, 0.5, 0.9, 0.8])
     stepper(left).warm_speculation()

@@ -29,7 +29,7 @@ from tierstore.apps.bench.case import (
 )
 from tierstore.apps.options import Preset, TrainOptions, options_of_object
 from tierstore.apps.preset_sizes import PRESET_FIELDS
-from tierstore.config import format_size
+from tierstore.config import MicroBatchSchedule, format_size
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 
@@ -57,6 +57,7 @@ class Own:
         vs_torch, vs_all: most of the step in memory; least speed against DeepSpeed with all state on disk.
         vs_all_rss: most of that one's peak memory.
         vs_floor: most of its own floor.
+        vs_horizontal: least speed against the same micro-batches one after the other.
     """
 
     name: str
@@ -67,9 +68,12 @@ class Own:
     vs_all: float | None = None
     vs_all_rss: float | None = None
     vs_floor: float | None = None
+    vs_horizontal: float | None = None
     most_rss: int | None = None
 
 
+_HORIZONTAL = "tierstore, 384MiB, 8 micro-batches"
+_ACCUMULATING = {"cpu_memory": "384MiB", "accumulate": _MICRO_BATCHES}
 _OWN = (
     Own("tierstore, 1GiB, speculative", "disk", {"cpu_memory": "1GiB", "update": "speculative"}, vs_all=2.5,
         vs_all_rss=0.25, vs_floor=1.15),
@@ -81,10 +85,12 @@ _OWN = (
     Own("tierstore, CPU memory, a commit each step", "memory", _ROOMY, vs_torch=1.25),
     Own("tierstore, no store", "memory", _ROOMY, stored=False, vs_torch=1.03),
     Own("tierstore, 128MiB", "accumulate", {"cpu_memory": "128MiB"}),
-    Own("tierstore, 384MiB, 8 micro-batches", "accumulate", {"cpu_memory": "384MiB", "accumulate": _MICRO_BATCHES}),
+    Own(_HORIZONTAL, "accumulate", _ACCUMULATING),
+    Own("tierstore, 384MiB, 8 micro-batches, vertical", "accumulate", _ACCUMULATING | {"micro_batches": "vertical"},
+        vs_horizontal=1.5),
 )  # fmt: skip
-_LARGE = Own("tierstore, 1.5b, 4GiB", "1.5b", {"cpu_memory": "4GiB", "preset": "1.5b"}, vs_floor=1.25,
-             most_rss=int(5.5 * 2**30))  # fmt: skip
+_LARGE = Own("tierstore, 1.5b, 4GiB", "1.5b", {"cpu_memory": "4GiB", "gpu_memory": "320MiB", "preset": "1.5b"},
+             vs_floor=1.25, most_rss=int(5.5 * 2**30))  # fmt: skip
 _COST = "tierstore, tiny groups"
 
 
@@ -173,6 +179,8 @@ def _bars(own: Own, result: Result, results: Results, memory: float | None, floo
         yield Bar(own.vs_torch, "x torch in memory", ratio(seconds, memory), at_most=True)
     if own.vs_floor is not None:
         yield Bar(own.vs_floor, "x the floor", ratio(seconds, floor), at_most=True)
+    if own.vs_horizontal is not None:
+        yield Bar(own.vs_horizontal, f"x {_HORIZONTAL}", ratio(_median(results, _HORIZONTAL), seconds))
     if own.most_rss is not None:
         yield Bar(1.0, f"of {format_size(own.most_rss)} peak memory", ratio(result.peak_rss_bytes, own.most_rss),
                   at_most=True)  # fmt: skip
@@ -197,7 +205,7 @@ def _bytes_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
             continue
         shares = result.facts.get("on_disk", {})
         spilled = _GRADIENT_BYTES * float(shares.get("gradients", 0))
-        passes = own.options.get("accumulate", 1)
+        passes = own.options.get("accumulate", 1) if "micro_batches" not in own.options else 1
         most = _STATE_BYTES + passes * _WEIGHT_BYTES * float(shares.get("weights", 0))
         found = result.median("bytes_per_parameter")
         kept = None if found is None else found - spilled
@@ -232,12 +240,14 @@ def _prediction_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
 def _predicted_s(
     own: Own, options: BenchOptions, results: Results, records: dict[str, StepRecord]
 ) -> dict[str, float | None]:
-    """By the command that says so; `tune` does not know of micro-batches.
+    """By the command that says so; `tune` does not know of micro-batches, and neither of them side by side.
 
     Args:
         records: kept by who recorded them, for to calibrate one takes seconds.
     """
     machine, train = rates.machine_of(results[_rates(own.heat)]), _as_train_options(own, options)
+    if train.micro_batches is MicroBatchSchedule.VERTICAL:
+        return {}
     found: dict[str, float | None] = {"plan": None if machine is None else forecasts.by_plan(train, machine)}
     if train.accumulate == 1:
         (recorder, recorded), depth = _recorder(own, options, results), results[own.name].median("depth")

@@ -35,7 +35,7 @@ from tierstore.apps.crew import Crew
 from tierstore.apps.options import TrainOptions, options_of_object
 from tierstore.apps.train import assemble, engine_arguments, return_freed_memory
 from tierstore.apps.trial import Trial
-from tierstore.config import Durability, Tier, UpdateSchedule
+from tierstore.config import Durability, MicroBatchSchedule, Tier, UpdateSchedule
 from tierstore.plan.placement import Kind
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
@@ -104,11 +104,12 @@ class Stepper:
 
     engine: Engine
     batches: Sequence[Mapping[str, torch.Tensor]]
+    schedule: MicroBatchSchedule
     clip: float
 
     def step(self) -> tuple[StepReport, bool]:
         """One step, and whether it was updated within backward because a guess was right: neither rested nor redone."""
-        report = self.engine.train_step(self.batches)
+        report = self.engine.train_step(self.batches, schedule=self.schedule.value)
         is_plain = report.grad_norm is not None and report.grad_norm < self.clip
         return report, is_plain and self.engine._parts.driver.is_speculating
 
@@ -139,7 +140,8 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
             found = Trial(engine, same, train.device).record()
             facts["recorded"] = {"step": found.step.to_json(), "computing_s": found.computing_s, "depth": found.depth}
         on_device = tokens.next().to(train.device)
-        stepper = Stepper(engine, [{"input_ids": on_device, "labels": on_device}] * train.accumulate, train.clip)
+        batches = [{"input_ids": on_device, "labels": on_device}] * train.accumulate
+        stepper = Stepper(engine, batches, train.micro_batches, train.clip)
         if train.update is UpdateSchedule.SPECULATIVE:
             stepper.warm_speculation()
         yield facts, _rounds(stepper, train, options["steps"], commits)
