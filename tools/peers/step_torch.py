@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
-"""A GPT-2 training step of plain torch, everything in memory: fused AdamW, clipping."""
+"""A GPT-2 training step of plain torch, everything in memory: fused AdamW, clipping.
+
+AdamW on bf16 parameters keeps its moments in bf16, too, and loses every update that is less than 1/256 of a weight.
+With the option `fp32_state` weights and moments are kept in fp32 beside, as tierstore keeps them.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,23 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     tokens = torch.randint(0, config.vocab_size, (options["batch"], options["sequence"]), generator=generator)
     tokens = tokens.to(device)
     model = GPT2LMHeadModel(config).bfloat16().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    weights = list(model.parameters())
+    kept = [weight.detach().float() for weight in weights] if options.get("fp32_state") else weights
+    if kept is not weights:
+        for exact in kept:
+            exact.grad = torch.empty_like(exact)  # once: new memory in each step would cost page faults
+    optimizer = torch.optim.AdamW(kept, lr=1e-4, weight_decay=0.01, fused=True)
 
     def step() -> None:
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        if kept is not weights:
+            torch._foreach_copy_([exact.grad for exact in kept], [weight.grad for weight in weights])
         optimizer.step()
-        optimizer.zero_grad()
+        if kept is not weights:
+            torch._foreach_copy_([weight.detach() for weight in weights], kept)
+        model.zero_grad()
         loss.item()
 
     def run_round(number: int) -> tuple[float, dict[str, float]]:

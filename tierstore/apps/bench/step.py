@@ -106,6 +106,9 @@ def _torch(heat: str) -> str:
     return f"torch in memory, beside {heat}"
 
 
+_EXACT_TORCH = "torch in memory, state in fp32"
+
+
 def _rates(heat: str) -> str:
     return f"rates, beside {heat}"
 
@@ -128,6 +131,8 @@ def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
         heat.append(ours(_rates(name), "rates", directory=str(scratch / f"rates-{name}"), device=options.device))
         if options.wants("torch") and not options.large:
             heat.append(peer(_torch(name), "step_torch", options.peer_python, **shared))
+            if name == "memory":
+                heat.append(peer(_EXACT_TORCH, "step_torch", options.peer_python, fp32_state=True, **shared))
         for mode, called in _MODES.get(name, {}).items() if options.wants("deepspeed") else ():
             store = str(scratch / f"deepspeed-{mode}")
             heat.append(peer(called, "step_deepspeed", options.peer_python, mode=mode, store=store, **shared))
@@ -177,6 +182,7 @@ def _bars(own: Own, result: Result, results: Results, memory: float | None, floo
         yield Bar(own.vs_all_rss, "of its peak memory", ratio(result.peak_rss_bytes, theirs), at_most=True)
     if own.vs_torch is not None:
         yield Bar(own.vs_torch, "x torch in memory", ratio(seconds, memory), at_most=True)
+        yield Bar(own.vs_torch, f"x {_EXACT_TORCH}", ratio(seconds, _median(results, _EXACT_TORCH)), at_most=True)
     if own.vs_floor is not None:
         yield Bar(own.vs_floor, "x the floor", ratio(seconds, floor), at_most=True)
     if own.vs_horizontal is not None:
