@@ -44,7 +44,7 @@ _STATE_BYTES, _WEIGHT_BYTES, _GRADIENT_BYTES = 22.0, 4.0, 4.0
 passes of each micro-batch, if they do not fit in CPU memory; likewise its bf16 gradient, written and read."""
 _STORE_BYTES = 2**32  # two slots of 14 B for 124M parameters, and some room
 _LARGE_STORE_BYTES = 48 * 10**9  # of 1.56e9
-_MOST_STORES = 4  # of a heat: three of ours and DeepSpeed's
+_MOST_STORES = 5  # of a heat: four of ours and DeepSpeed's
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ _HORIZONTAL = "tierstore, 384MiB, 8 micro-batches"
 _ACCUMULATING = {"cpu_memory": "384MiB", "accumulate": _MICRO_BATCHES}
 _OWN = (
     Own("tierstore, 1GiB, speculative", "disk", {"cpu_memory": "1GiB", "update": "speculative"}, vs_all=2.5,
+        vs_floor=1.15),
+    Own("tierstore, 768MiB, speculative", "disk", {"cpu_memory": "768MiB", "update": "speculative"}, vs_all=2.5,
         vs_all_rss=0.25, vs_floor=1.15),
     Own("tierstore, 512MiB, speculative", "disk", {"cpu_memory": "512MiB", "update": "speculative"}, vs_all=2.0,
         vs_floor=1.15),
