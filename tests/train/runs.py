@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,7 @@ def train(
     *,
     optimizer: AdamWConfig | None = None,
     accumulate: int = 1,
+    is_vertical: bool = False,
     seed: int = 7,
     after: Callable[[Engine, int], None] | None = None,
     **options: Any,
@@ -131,12 +132,15 @@ def train(
 
     Args:
         accumulate: micro-batches per step.
+        is_vertical: they go through the model side by side.
         after: called with the engine and the step, after every step.
     """
     run = Run()
     with Engine(model, tiers, optimizer or AdamWConfig(lr=1e-3), **options) as engine:
         torch.manual_seed(seed)
-        for position, batch in enumerate(batches):
+        for begin in range(0, len(batches), accumulate) if is_vertical else ():
+            run.reports.append(_step_side_by_side(engine, batches[begin : begin + accumulate], loss_of, run.losses))
+        for position, batch in enumerate(batches if not is_vertical else ()):
             is_last = (position + 1) % accumulate == 0
             with nullcontext() if is_last else engine.no_sync():
                 loss = loss_of(engine, batch)
@@ -149,6 +153,21 @@ def train(
         run.weights = engine.state_dict()
         run.moved = engine.statistics()["bytes"]
     return run
+
+
+def _step_side_by_side(engine: Engine, batches: Sequence[Batch], loss_of: LossOf, losses: list[float]) -> StepReport:
+    inputs: list[Any] = []
+    for batch in batches:
+        with suppress(StopIteration):
+            loss_of(lambda given: next(iter(inputs.append(given) or ())), batch)  # what it gives to the model
+    left = iter(batches)
+
+    def loss_of_output(output: Any) -> torch.Tensor:
+        loss = loss_of(lambda _: output, next(left))
+        losses.append(loss.item())
+        return loss
+
+    return engine.train_step(inputs, loss_of_output, "vertical")
 
 
 def train_plain(

@@ -251,7 +251,8 @@ class Engine:
             loss_of: takes the model's output; None takes its `.loss`.
             schedule: "horizontal": one micro-batch after the other, with the activations of one. "vertical": all of
                 them side by side, so that weights are fetched once per pass, and with the activations of all; gradients
-                agree to rounding, and dropout draws its numbers in another order.
+                agree to rounding, dropout draws its numbers in another order, and a model that counts its calls finds
+                several of them begun.
         """
         batches = list(batches)
         take_loss = loss_of or (lambda output: output.loss)
