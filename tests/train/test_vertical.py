@@ -196,6 +196,7 @@ def test_one_that_goes_another_way_holds_nobody_up() -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_the_first_failure_ends_all_of_them(error: type[BaseException]) -> None:
+    went_on: list[str] = []
     ended: list[str] = []
 
     def job(name: str) -> Callable[[], None]:
@@ -203,6 +204,7 @@ def test_the_first_failure_ends_all_of_them(error: type[BaseException]) -> None:
             try:
                 side.meet("1")
                 side.meet("2")
+                went_on.append(name)
                 raise error(name)
             finally:
                 ended.append(name)
@@ -212,4 +214,5 @@ def test_the_first_failure_ends_all_of_them(error: type[BaseException]) -> None:
     side: SideBySide[None] = SideBySide([job("a"), job("b"), job("c")])
     with pytest.raises(error, match="a"):
         side.run()
+    assert went_on == ["a"]
     assert ended == ["a", "b", "c"]
