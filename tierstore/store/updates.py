@@ -276,12 +276,12 @@ class UpdatePipeline:
             await self._reserve(round_, trip, nbytes)
             if (self._starving or self._borrowers) and not round_.may_go(trip):
                 return False  # it came to the head of the queue before one that may go
-        if previous is not None and not await _unless(trip.recalled, _ended(previous)):
+        if previous is not None and not await _unless_recalled(trip, _ended(previous)):
             return False
         if round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk)) and not redo:
             return True
         await together((self._read_state(trip, redo), self._read_weights(trip, redo, round_.reads_weights)))
-        return await _unless(trip.recalled, round_.can_go(trip))
+        return await _unless_recalled(trip, round_.can_go(trip))
 
     async def _reserve(self, round_: Round, trip: Trip, nbytes: int) -> None:
         self._queued[trip] = round_
@@ -434,15 +434,18 @@ async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.shield(task)
 
 
-async def _unless(recalled: asyncio.Event, wanted: Coroutine[Any, Any, None]) -> bool:
-    """Wait for `wanted`; False if `recalled` is set first."""
+async def _unless_recalled(trip: Trip, wanted: Coroutine[Any, Any, None]) -> bool:
+    """Wait for `wanted`; False if the trip's lease is recalled first."""
+    if trip.lease is None:  # nothing to take back: no tasks for two waits
+        await wanted
+        return True
     first = asyncio.ensure_future(wanted)
     if not first.done():
         await asyncio.sleep(0)
     if first.done():
         first.result()
         return True
-    second = asyncio.ensure_future(recalled.wait())
+    second = asyncio.ensure_future(trip.recalled.wait())
     try:
         await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
         if first.done():
