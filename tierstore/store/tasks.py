@@ -20,8 +20,9 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
         CancelledError: one of them was cancelled from elsewhere, so not all is done.
     """
     works = list(coroutines)
-    if len(works) == 1:
-        await works[0]  # a task of its own would take longer than what small groups do in it
+    if len(works) <= 1:
+        for work in works:
+            await work  # a task of its own would take longer than what small groups do in it
         return
     failures: list[BaseException] = []
     tasks: list[asyncio.Task[Any]] = []

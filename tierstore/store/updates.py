@@ -17,7 +17,7 @@ before, or the write of a resident chunk for a commit).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from tierstore.device.streams import ComputeDevice, Reached
@@ -276,12 +276,14 @@ class UpdatePipeline:
             await self._reserve(round_, trip, nbytes)
             if (self._starving or self._borrowers) and not round_.may_go(trip):
                 return False  # it came to the head of the queue before one that may go
-        if previous is not None and not await _unless_recalled(trip, _ended(previous)):
+        if previous is not None and previous.done():
+            previous.result()
+        elif previous is not None and not await _unless_recalled(trip, _ended(previous)):
             return False
         if round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk)) and not redo:
             return True
-        await together((self._read_state(trip, redo), self._read_weights(trip, redo, round_.reads_weights)))
-        return await _unless_recalled(trip, round_.can_go(trip))
+        await together(self._reads(trip, redo, round_.reads_weights))
+        return round_.may_go(trip) or await _unless_recalled(trip, round_.can_go(trip))
 
     async def _reserve(self, round_: Round, trip: Trip, nbytes: int) -> None:
         self._queued[trip] = round_
@@ -311,24 +313,17 @@ class UpdatePipeline:
             trip.lease.free()
             trip.lease = None
 
-    async def _read_state(self, trip: Trip, redo: bool) -> None:
+    def _reads(self, trip: Trip, redo: bool, with_weights: bool) -> Iterator[Coroutine[Any, Any, None]]:
+        """What of a chunk is not in memory."""
         if self._packs is None:
             return
-        pack, index = self._packs[1], self._index(*trip.key)
+        (weights, state), index = self._packs, self._index(*trip.key)
         if not redo:
-            trip.before = (self._packs[0].current[index], pack.current[index])
+            trip.before = (weights.current[index], state.current[index])
         if redo or trip.key not in self._resident_state:
-            await pack.read(index, self._parts(trip)[1], Priority.PREFETCH, record=trip.before[1])
-
-    async def _read_weights(self, trip: Trip, redo: bool, with_state: bool) -> None:
-        if self._packs is None:
-            return
-        is_nvme = self._weights.is_home_nvme(trip.group)
-        if redo or (is_nvme and with_state):
-            pack, index = self._packs[0], self._index(*trip.key)
-            # Not from `trip.before` unless redone: it is set by the read of the state, side by side with this one.
-            record = trip.before[0] if redo else None
-            await pack.read(index, self._parts(trip)[0], Priority.PREFETCH, record=record)
+            yield state.read(index, self._parts(trip)[1], Priority.PREFETCH, record=trip.before[1])
+        if redo or (with_weights and self._weights.is_home_nvme(trip.group)):
+            yield weights.read(index, self._parts(trip)[0], Priority.PREFETCH, record=trip.before[0])
 
     def _parts(self, trip: Trip) -> tuple[Bytes, Bytes, Bytes]:
         """Where the weights, the state and a spilled gradient of a trip are: resident, or parts of its lease."""
