@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from faults import EIO, ENOSPC, Fault, FaultyBackend, each_fault
+from faults import EAGAIN, EINTR, EIO, ENOSPC, NOTHING, UNALIGNED, Fault, FaultyBackend, each_fault
 
-from tierstore.errors import StorageError, StorageFull
+from tierstore.errors import ShortTransfer, StorageError, StorageFull
 from tierstore.io.files import read_bytes, write_atomic
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -58,12 +58,26 @@ def test_each_fault_leaves_old_or_new(fault: Fault, tmp_path: Path) -> None:
         assert [item.name for item in tmp_path.iterdir()] == ["manifest"]
     assert outcomes == [
         ("open", b"old"),
+        ("pwrite", b"old"),
         ("fsync", b"old"),
         ("replace", b"old"),
         ("open", b"new"),
         ("fsync", b"new"),
         ("close", b"new"),
     ]
+
+
+@pytest.mark.parametrize("fault", [EINTR, EAGAIN, UNALIGNED, NOTHING], ids=str)
+def test_a_write_is_whole_or_told(fault: Fault, tmp_path: Path) -> None:
+    data = bytes(range(256)) * 20
+    writing = write_atomic(tmp_path / "manifest", data, backend=FaultyBackend(fault, kinds=("pwrite",)))
+    if fault is not NOTHING:
+        asyncio.run(writing)
+        assert (tmp_path / "manifest").read_bytes() == data
+        return
+    with pytest.raises(ShortTransfer, match=r"short write: 0 of 5120 B at offset 0 of .*manifest\.tmp"):
+        asyncio.run(writing)
+    assert not list(tmp_path.iterdir())
 
 
 def test_cancellation_waits_for_the_end_of_the_write(tmp_path: Path) -> None:
@@ -77,6 +91,6 @@ def test_cancellation_waits_for_the_end_of_the_write(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(play(backend))
     assert (tmp_path / "manifest").read_bytes() == b"new"
-    assert backend.calls == ["open", "fsync", "replace", "open", "fsync", "close"]
+    assert backend.calls == ["open", "pwrite", "fsync", "replace", "open", "fsync", "close"]
     with pytest.raises(StorageError, match="EIO"):  # a failure is not lost behind the cancellation
         asyncio.run(play(FaultyBackend(EIO, at=1)))

@@ -128,8 +128,8 @@ class TestManifests:
                 assert Manifests(store, Backend()).numbers() == [0] * (backend.fault is None)
 
         failed = []
-        for backend in each_fault(EIO, scenario, kinds=("open", "fsync", "replace", "close")):
+        for backend in each_fault(EIO, scenario, kinds=("open", "pwrite", "fsync", "replace", "close")):
             with pytest.raises(StorageError):
                 scenario(backend)
             failed.append(backend.calls[backend.at])
-        assert failed == 2 * ["open", "fsync", "replace", "open", "fsync", "close"]
+        assert failed == 2 * ["open", "pwrite", "fsync", "replace", "open", "fsync", "close"]

@@ -98,12 +98,16 @@ class BlockFile(ForkAware):
 
     Attributes:
         direct: O_DIRECT, so address, offset and length of each transfer must be multiples of 4096.
+        is_counted: its transfers are part of the backend's traffic.
     """
 
-    def __init__(self, backend: Backend, path: Path, descriptor: int, direct: bool) -> None:
+    def __init__(
+        self, backend: Backend, path: Path, descriptor: int, direct: bool, *, is_counted: bool = True
+    ) -> None:
         super().__init__()
         self.path = path
         self.direct = direct
+        self.is_counted = is_counted
         self._backend = backend
         self._descriptor = descriptor
         self._lock = threading.Lock()
@@ -200,7 +204,7 @@ class BlockFile(ForkAware):
         return buffer.data
 
     def _transfer(self, verb: str, buffer: Bytes, offset: int, required: int) -> int:
-        view, call = self._check(verb, buffer, offset), self._backend._timed(verb)
+        view, call = self._check(verb, buffer, offset), self._backend._transfer_call(verb, self.is_counted)
         done = fruitless = 0
         with self._in_use() as descriptor:
             while done < required:
@@ -303,6 +307,15 @@ class Backend:
         with self._mapped(f"rename to {destination}", source):
             self._call_replace(source, destination)
 
+    def write_small(self, descriptor: int, data: bytes, path: Path) -> None:
+        """All bytes of a small file, which is not counted: traffic is that of chunks. The descriptor stays open.
+
+        Raises:
+            StorageFull, StorageError: part of it may have been written.
+        """
+        file = BlockFile(self, path, descriptor, direct=False, is_counted=False)
+        file.write_from(np.frombuffer(data, np.uint8), 0)
+
     def fsync_file(self, descriptor: int, path: Path) -> None:
         """Makes a file's bytes and size durable. Never retried (see `BlockFile.datasync`)."""
         with self._mapped("fsync", path):
@@ -350,11 +363,13 @@ class Backend:
         except OSError as error:
             raise storage_error(error, action, path) from error
 
-    def _timed(self, verb: str) -> Callable[[int, memoryview, int, Path], int]:
+    def _transfer_call(self, verb: str, is_counted: bool) -> Callable[[int, memoryview, int, Path], int]:
         if verb == "read":
             call, count = self._call_pread, self.counters.add_read
         else:
             call, count = self._call_pwrite, self.counters.add_write
+        if not is_counted:
+            return call
         clock = self.counters.clock
 
         def timed(descriptor: int, view: memoryview, offset: int, path: Path) -> int:

@@ -52,8 +52,7 @@ async def _write_atomic(path: Path, data: bytes, mode: int, backend: Backend) ->
     try:
         try:
             async with aiofiles.open(temporary, "wb", opener=partial(_open_private, backend, mode)) as file:
-                await file.write(data)
-                await file.flush()
+                await wrap(backend.write_small)(file.fileno(), data, temporary)
                 await wrap(backend.fsync_file)(file.fileno(), temporary)
         except OSError as error:
             raise storage_error(error, f"write of {len(data)} B", temporary) from error
