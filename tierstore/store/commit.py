@@ -179,7 +179,8 @@ def claim_directory(path: Path, backend: Backend | None = None) -> bool:
 
 def _unusable(path: Path, error: OSError | StorageError) -> StorageError:
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-    return StorageError(f"cannot use {path} as a store: {getattr(cause, 'strerror', None) or error}")
+    kind = type(error) if isinstance(error, StorageError) else StorageError
+    return kind(f"cannot use {path} as a store: {getattr(cause, 'strerror', None) or error}")
 
 
 def _is_ours(name: str) -> bool:
