@@ -6,6 +6,7 @@ Scope: `FaultyBackend`, and `each_fault` to try every call index in turn.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -19,18 +20,23 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong: an errno, or a transfer of at most so many bytes."""
+    """What goes wrong: an errno, a transfer of at most so many bytes or with a wrong bit, or a call that blocks."""
 
     errno: int = 0
     short_bytes: int | None = None
+    flips: bool = False
+    hangs: bool = False
 
     def __str__(self) -> str:
-        return errno.errorcode[self.errno] if self.errno else f"short-{self.short_bytes}"
+        if self.errno:
+            return errno.errorcode[self.errno]
+        return "flip" if self.flips else "hang" if self.hangs else f"short-{self.short_bytes}"
 
 
 EIO, ENOSPC = Fault(errno.EIO), Fault(errno.ENOSPC)
 EINTR, EAGAIN = Fault(errno.EINTR), Fault(errno.EAGAIN)
 NOTHING, UNALIGNED, PART = Fault(short_bytes=0), Fault(short_bytes=100), Fault(short_bytes=8192 + 100)
+FLIP, HANG = Fault(flips=True), Fault(hangs=True)
 
 
 class FaultyBackend(Backend):
@@ -39,6 +45,8 @@ class FaultyBackend(Backend):
     Attributes:
         calls: every system call so far, by kind.
         counted: how many of them were of `kinds`.
+        hit: the kind and path of the last call that failed.
+        is_hung, goes_on: a call that hangs sets the first and waits for the second.
     """
 
     def __init__(
@@ -52,6 +60,8 @@ class FaultyBackend(Backend):
         self.direct = direct
         self.calls: list[str] = []
         self.counted = 0
+        self.hit: tuple[str, Path] | None = None
+        self.is_hung, self.goes_on = threading.Event(), threading.Event()
         self._fault_lock = threading.Lock()
 
     def _due(self, kind: str) -> Fault | None:
@@ -62,17 +72,24 @@ class FaultyBackend(Backend):
             index, self.counted = self.counted, self.counted + 1
             return self.fault if self.at <= index < self.at + self.times else None
 
-    def _step(self, kind: str, path: Path) -> None:
-        fault = self._due(kind)
-        if fault is not None and fault.errno:
-            raise OSError(fault.errno, os.strerror(fault.errno), str(path))
-
-    def _move(self, kind: str, view: memoryview, path: Path, call: Callable[[memoryview], int]) -> int:
+    def _step(self, kind: str, path: Path) -> Fault | None:
         fault = self._due(kind)
         if fault is None:
-            return call(view)
+            return None
+        self.hit = kind, path
         if fault.errno:
             raise OSError(fault.errno, os.strerror(fault.errno), str(path))
+        if fault.hangs:
+            self.is_hung.set()
+            assert self.goes_on.wait(60)
+        return fault
+
+    def _move(self, kind: str, view: memoryview, path: Path, call: Callable[[memoryview], int]) -> int:
+        fault = self._step(kind, path)
+        if fault is None or fault.hangs:
+            return call(view)
+        if fault.flips:
+            return _flipped(kind, view, call)
         assert fault.short_bytes is not None
         if kind == "pwrite":
             # Up to the next page, as O_DIRECT has it: the system may have done more than it says, but not much more.
@@ -131,6 +148,18 @@ class FaultyBackend(Backend):
     def _call_mkdir(self, path: Path, mode: int) -> None:
         self._step("mkdir", path)
         super()._call_mkdir(path, mode)
+
+
+def _flipped(kind: str, view: memoryview, call: Callable[[memoryview], int]) -> int:
+    """The call, and one bit in the middle of what it moves is wrong."""
+    if kind == "pread":
+        moved = call(view)
+        view[moved // 2] ^= 1
+        return moved
+    copy = mmap.mmap(-1, len(view))  # aligned; others may read the memory that is written
+    copy[:] = view
+    copy[len(view) // 2] ^= 1
+    return call(memoryview(copy))
 
 
 def each_fault(
