@@ -126,8 +126,7 @@ MUTATIONS: Sequence[Mutation] = (
         "io/test_backend.py::test_close_waits_for_the_transfer_in_flight", "",
     ),
     Mutation(
-        "fsync before a rename", "io/files.py _write_atomic",
-        "await wrap(backend.fsync_file)(file.fileno(), temporary)", POWER_CUT,
+        "fsync before a rename", "io/backend.py Backend.write_file", "self.fsync_file(descriptor, path)", POWER_CUT,
     ),
     Mutation(
         "fsync of the directory after a rename", "io/files.py _write_atomic",
@@ -138,11 +137,11 @@ MUTATIONS: Sequence[Mutation] = (
         POWER_CUT, "path",
     ),
     Mutation(
-        "a link is not followed", "io/files.py _open_private", " | os.O_NOFOLLOW",
+        "a link is not followed", "io/backend.py Backend.write_file", " | os.O_NOFOLLOW",
         "io/test_files.py::test_a_link_is_not_followed", "",
     ),
     Mutation(
-        "small files are private", "io/files.py _open_private", "os.fchmod(descriptor, mode)",
+        "small files are private", "io/backend.py Backend.write_file", "os.fchmod(descriptor, mode)",
         "io/test_files.py::test_round_trip_and_mode",
     ),
     Mutation(

@@ -132,4 +132,4 @@ class TestManifests:
             with pytest.raises(StorageError):
                 scenario(backend)
             failed.append(backend.calls[backend.at])
-        assert failed == 2 * ["open", "pwrite", "fsync", "replace", "open", "fsync", "close"]
+        assert failed == 2 * ["open", "pwrite", "fsync", "close", "replace", "open", "fsync", "close"]

@@ -307,14 +307,23 @@ class Backend:
         with self._mapped(f"rename to {destination}", source):
             self._call_replace(source, destination)
 
-    def write_small(self, descriptor: int, data: bytes, path: Path) -> None:
-        """All bytes of a small file, which is not counted: traffic is that of chunks. The descriptor stays open.
+    def write_file(self, path: Path, data: bytes, mode: int) -> None:
+        """A small file of these bytes, which are durable, as its name is once the directory is synced.
+
+        A leftover of that name is overwritten, a link not followed. Not counted: traffic is that of chunks.
 
         Raises:
             StorageFull, StorageError: part of it may have been written.
         """
-        file = BlockFile(self, path, descriptor, direct=False, is_counted=False)
-        file.write_from(np.frombuffer(data, np.uint8), 0)
+        descriptor = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+        try:
+            with self._mapped("setting the mode", path):
+                os.fchmod(descriptor, mode)  # a leftover keeps its own otherwise
+            file = BlockFile(self, path, descriptor, direct=False, is_counted=False)
+            file.write_from(np.frombuffer(data, np.uint8), 0)
+            self.fsync_file(descriptor, path)
+        finally:
+            self._close(descriptor, path)
 
     def fsync_file(self, descriptor: int, path: Path) -> None:
         """Makes a file's bytes and size durable. Never retried (see `BlockFile.datasync`)."""

@@ -8,8 +8,6 @@ Owner: no state; the caller sees to it that one writer at a time replaces a path
 from __future__ import annotations
 
 import contextlib
-import os
-from functools import partial
 from pathlib import Path
 
 import aiofiles
@@ -39,7 +37,7 @@ async def write_atomic(path: Path, data: bytes, mode: int = 0o600, *, backend: B
     Written to `<path>.tmp` (a leftover of that name is overwritten), fsynced, renamed, and the directory fsynced.
 
     Cancellation: held back until the write has ended, so that no thread is left writing behind the caller's back. A
-    runtime that closes stops it between two calls of the system: `path` is whole, `<path>.tmp` may be left.
+    runtime that closes stops it between these steps: `path` is whole, `<path>.tmp` may be left.
 
     Raises:
         StorageError: `path` holds the old bytes, unless it was the directory's fsync that failed: then either.
@@ -50,21 +48,10 @@ async def write_atomic(path: Path, data: bytes, mode: int = 0o600, *, backend: B
 async def _write_atomic(path: Path, data: bytes, mode: int, backend: Backend) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
-        try:
-            async with aiofiles.open(temporary, "wb", opener=partial(_open_private, backend, mode)) as file:
-                await wrap(backend.write_small)(file.fileno(), data, temporary)
-                await wrap(backend.fsync_file)(file.fileno(), temporary)
-        except OSError as error:
-            raise storage_error(error, f"write of {len(data)} B", temporary) from error
+        await wrap(backend.write_file)(temporary, data, mode)
         await wrap(backend.replace)(temporary, path)
     except StorageError:
         with contextlib.suppress(StorageError):  # the first error is the one to tell
             await wrap(backend.remove)(temporary)
         raise
     await wrap(backend.sync_directory)(path.parent)
-
-
-def _open_private(backend: Backend, mode: int, path: str, flags: int) -> int:
-    descriptor = backend._call_open(Path(path), flags | os.O_NOFOLLOW, mode)
-    os.fchmod(descriptor, mode)  # a leftover keeps its own mode otherwise
-    return descriptor
