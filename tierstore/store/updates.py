@@ -210,10 +210,11 @@ class UpdatePipeline:
 
     async def round_ended(self, round_: Round) -> None:
         """Wait for every trip of a round; all of them have ended when the first failure is raised."""
-        results = await asyncio.gather(*(t.task for t in round_.trips if t.task), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        tasks = [trip.task for trip in round_.trips if trip.task]
+        if tasks:
+            await asyncio.wait(tasks)  # not `gather`, which would cancel them with who waits
+        for task in tasks:
+            task.result()
 
     async def borrow(self, nbytes: int) -> Lease:
         """Memory for something else than a trip: what reads ahead for a step that may be far away makes room."""

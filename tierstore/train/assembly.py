@@ -120,7 +120,11 @@ class Assembly:
 async def _settled() -> None:
     """Let drops that were posted begin and end."""
     me = asyncio.current_task()
-    await asyncio.gather(*(t for t in asyncio.all_tasks() if t is not me and t.get_name().startswith("drop ")))
+    drops = [task for task in asyncio.all_tasks() if task is not me and task.get_name().startswith("drop ")]
+    if drops:
+        await asyncio.wait(drops)
+    for drop in drops:
+        drop.result()
 
 
 def assemble(
