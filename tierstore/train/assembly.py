@@ -199,9 +199,9 @@ def assemble(
             model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, partition, generation
         )
     except BaseException:
-        _take_down(runtime, store)
+        has_ended = _take_down(runtime, store)
         partition.close(tiers.timeout_s)
-        if lock is not None:
+        if lock is not None and has_ended:
             lock.release()
         raise
 
@@ -269,16 +269,18 @@ def _request(
     )
 
 
-def _take_down(runtime: Runtime, store: TrainingStore | None) -> None:
+def _take_down(runtime: Runtime, store: TrainingStore | None) -> bool:
+    """Whether all has ended; what does not end may still write, and keeps the store and its lock."""
     # Errors in here are not told: the one on its way out is.
     try:
         runtime.close()
     except Timeout:
-        return  # what does not end keeps the store
+        return False
     except TierstoreError:
         pass
     if store is not None:
         store.release()
+    return True
 
 
 def _hook_up(
