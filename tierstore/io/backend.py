@@ -157,7 +157,8 @@ class BlockFile(ForkAware):
             if self._sync_failure is not None:
                 raise StorageError(f"{self._sync_failure}; what was written since the last good sync may be lost")
             try:
-                self._backend._call_fdatasync(descriptor, self.path)
+                with self._backend._noted("fdatasync", self.path):
+                    self._backend._call_fdatasync(descriptor, self.path)
             except OSError as error:
                 self._sync_failure = storage_error(error, "fdatasync", self.path)
                 raise self._sync_failure from error
@@ -206,7 +207,8 @@ class BlockFile(ForkAware):
     def _transfer(self, verb: str, buffer: Bytes, offset: int, required: int) -> int:
         view, call = self._check(verb, buffer, offset), self._backend._transfer_call(verb, self.is_counted)
         done = fruitless = 0
-        with self._in_use() as descriptor:
+        doing = self._backend._noted(f"{verb} of {len(view)} B at offset {offset}", self.path)
+        with self._in_use() as descriptor, doing:
             while done < required:
                 try:
                     moved = call(descriptor, view[done:], offset + done, self.path)
@@ -244,6 +246,12 @@ class Backend:
     def __init__(self, counters: Counters | None = None) -> None:
         self.counters = Counters() if counters is None else counters
         self.buffered_directories: set[Path] = set()
+        self._running: dict[int, tuple[str, Path, float]] = {}
+
+    def in_flight(self) -> list[str]:
+        """One line per call of the system that has not returned. Any thread."""
+        now = self.counters.clock()
+        return [f"{action} of {path}, for {now - start:.1f} s" for action, path, start in self._running.copy().values()]
 
     def create(self, path: Path, size_bytes: int, mode: int = 0o600) -> BlockFile:
         """A new file with all its space allocated, so that a full disk is found before anything is written.
@@ -276,7 +284,8 @@ class Backend:
         if not direct:
             return BlockFile(self, path, self._open(path, flags, 0), direct=False)
         try:
-            return BlockFile(self, path, self._call_open(path, flags | os.O_DIRECT, 0), direct=True)
+            with self._noted("open", path):
+                return BlockFile(self, path, self._call_open(path, flags | os.O_DIRECT, 0), direct=True)
         except OSError as error:
             if error.errno not in _NOT_DIRECT:
                 raise storage_error(error, "open", path) from error
@@ -366,9 +375,19 @@ class Backend:
             self._call_close(descriptor, path)
 
     @contextlib.contextmanager
-    def _mapped(self, action: str, path: Path) -> Iterator[None]:
+    def _noted(self, action: str, path: Path) -> Iterator[None]:
+        me = threading.get_ident()
+        self._running[me] = (action, path, self.counters.clock())
         try:
             yield
+        finally:
+            del self._running[me]
+
+    @contextlib.contextmanager
+    def _mapped(self, action: str, path: Path) -> Iterator[None]:
+        try:
+            with self._noted(action, path):
+                yield
         except OSError as error:
             raise storage_error(error, action, path) from error
 

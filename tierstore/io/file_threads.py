@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from tierstore.io import stacks
+
 T = TypeVar("T")
 
 
@@ -28,6 +30,7 @@ class FileThreads(ThreadPoolExecutor):
         self._own_threads = [
             threading.Thread(target=self._run, name=f"{name}_{index}", daemon=True) for index in range(threads)
         ]
+        self._busy: set[threading.Thread] = set()
         self._is_open = True
         self._lock = threading.Lock()
 
@@ -56,6 +59,11 @@ class FileThreads(ThreadPoolExecutor):
             self._work.put(job)
         return future
 
+    def in_flight(self) -> list[str]:
+        """One line per thread that works. Any thread."""
+        busy = sorted(self._busy.copy(), key=lambda thread: thread.name)
+        return [f"{thread.name}: {stacks.of_thread(thread)}" for thread in busy]
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse new work and end the threads after what is queued. Twice is fine."""
         with self._lock:
@@ -69,6 +77,9 @@ class FileThreads(ThreadPoolExecutor):
         super().shutdown(wait, cancel_futures=cancel_futures)
 
     def _run(self) -> None:
+        me = threading.current_thread()
         while (job := self._work.get()) is not None:
+            self._busy.add(me)
             job()
+            self._busy.discard(me)
             del job  # an idle thread keeps nothing alive

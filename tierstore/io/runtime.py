@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 
 from tierstore.errors import ClosedError, Timeout
+from tierstore.io import stacks
 from tierstore.io.file_threads import FileThreads
 from tierstore.io.fork import ForkAware
 from tierstore.io.tasks import raise_first
@@ -27,7 +26,6 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 EXIT_TIMEOUT_S = 10.0
-_STACK_FRAMES = 3
 _TASKS_SHOWN = 20
 
 
@@ -68,6 +66,7 @@ class Runtime(ForkAware):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_open = False
+        self._lost: ClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
         self._calls: set[_Call[Any]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -87,7 +86,7 @@ class Runtime(ForkAware):
         self._file_threads = FileThreads(4, f"{self.name}-files")
         self._loop.set_default_executor(self._file_threads)
         self._loop.set_exception_handler(self._on_stray_error)
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{self.name}-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{self.name}-loop", daemon=True)
         self._thread.start()
         self._is_open = True
         atexit.register(self._close_at_exit)
@@ -126,7 +125,7 @@ class Runtime(ForkAware):
 
         Raises:
             Timeout: it did not end in time; it was cancelled, and an error of its ending is kept.
-            ClosedError: not running, or closed meanwhile.
+            ClosedError: not running, or closed meanwhile, or the loop thread was ended by something else.
             BaseException: a kept failure (before anything was started), or whatever the coroutine raised.
         """
         self.check_process()
@@ -140,8 +139,8 @@ class Runtime(ForkAware):
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         try:
             self._to_loop(self._begin, call)
-            if not call.waiting.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
-                raise self._timeout(f"{_name(function)} did not end within {limit_s} s")
+            if not self._ends_within(limit_s, call):
+                raise self._timeout(f"{stacks.named(function)} did not end within {limit_s} s")
         except BaseException:  # KeyboardInterrupt too: nobody waits any more
             with contextlib.suppress(ClosedError):
                 self._to_loop(self._abandon, call)
@@ -152,6 +151,9 @@ class Runtime(ForkAware):
             self._forget(call.error)
             raise call.error
         return cast(T, call.result)
+
+    def _ends_within(self, limit_s: float, call: _Call[Any]) -> bool:
+        return call.waiting.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX))
 
     def post(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
         """Has the loop call `function` soon; its error is kept and raised by the next `call`. Any thread."""
@@ -176,7 +178,8 @@ class Runtime(ForkAware):
 
     def keep_failure(self, error: BaseException) -> None:
         """Keeps an error whose waiter has gone. Any thread."""
-        self._failures.append(error)
+        if self._lost is None or error is not self._lost.__cause__:  # which is told with what it did
+            self._failures.append(error)
 
     def raise_failure(self) -> None:
         """Raises the first kept error, if there is one; the others are noted on it, and all are forgotten."""
@@ -191,16 +194,14 @@ class Runtime(ForkAware):
         self._descriptions.append(description)
 
     def in_flight(self) -> list[str]:
-        """Tasks with their innermost frames, the loop's own stack, and what the descriptions say. Any thread."""
+        """Tasks and threads, each with its innermost frames, and what the descriptions say. Any thread."""
         lines = []
-        if self._loop is not None:
+        if self._loop is not None and self._thread is not None:
             tasks = sorted(asyncio.all_tasks(self._loop), key=lambda task: task.get_name())
-            lines += [f"task {task.get_name()}: {_where(task)}" for task in tasks[:_TASKS_SHOWN]]
+            lines += [f"task {task.get_name()}: {stacks.of_task(task)}" for task in tasks[:_TASKS_SHOWN]]
             if len(tasks) > _TASKS_SHOWN:
                 lines.append(f"and {len(tasks) - _TASKS_SHOWN} more tasks")
-        frame = sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
-        if frame is not None:
-            lines.append(f"loop thread: {_stack(traceback.extract_stack(frame))}")
+            lines += [f"loop thread: {stacks.of_thread(self._thread)}", *self._file_threads.in_flight()]
         for description in self._descriptions:
             lines += description()
         return lines
@@ -256,7 +257,7 @@ class Runtime(ForkAware):
             self._failures.remove(error)
 
     def _closed(self) -> ClosedError:
-        return ClosedError(f"runtime {self.name!r} is closed")
+        return ClosedError(f"runtime {self.name!r} is closed" if self._lost is None else str(self._lost))
 
     def _timeout(self, what: str) -> Timeout:
         return Timeout("\n  ".join([f"{what}; in flight:", *self.in_flight()]))
@@ -267,13 +268,36 @@ class Runtime(ForkAware):
 
     # On the loop thread.
 
+    def _run(self) -> None:
+        """Tasks keep their errors; what ends the loop all the same (`SystemExit`) is told to all who wait for it."""
+        loop = cast(asyncio.AbstractEventLoop, self._loop)
+        while True:
+            try:
+                return loop.run_forever()
+            except BaseException as error:
+                self._lose(error)
+                loop.call_soon(self._begin_closing)  # its tasks end in order, and give back what they use
+
+    def _lose(self, error: BaseException) -> None:
+        self._is_open = False
+        self._lost = ClosedError(
+            f"the loop thread of runtime {self.name!r} was ended by {error!r}; close what uses it, and open it again"
+        )
+        self._lost.__cause__ = error
+        waiting = [call for call in self._calls.copy() if not call.has_ended]
+        for call in waiting:
+            call.error = self._lost
+            call.end()
+        if not waiting:
+            self.keep_failure(self._lost)
+
     def _begin(self, call: _Call[Any]) -> None:
         if not self._is_open:
             call.error = self._closed()
             call.end()
             return
         try:
-            task = asyncio.get_running_loop().create_task(call.function(*call.args), name=_name(call.function))
+            task = asyncio.get_running_loop().create_task(call.function(*call.args), name=stacks.named(call.function))
         except Exception as error:
             call.error = error
             call.end()
@@ -283,6 +307,10 @@ class Runtime(ForkAware):
 
     def _on_call_done(self, call: _Call[Any], task: asyncio.Task[Any]) -> None:
         call.task = None
+        if call.has_ended:  # the loop was lost
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.keep_failure(error)
+            return
         if task.cancelled():
             call.error = ClosedError(f"{task.get_name()} was cancelled")
         elif (error := task.exception()) is not None:
@@ -322,22 +350,3 @@ class Runtime(ForkAware):
     def _on_stray_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         self.keep_failure(error if error is not None else RuntimeError(str(context.get("message"))))
-
-
-def _name(function: Callable[..., object]) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def _where(task: asyncio.Task[Any]) -> str:
-    """The frames of a waiting task, innermost first (`Task.get_stack` stops at the outermost)."""
-    frames: list[traceback.FrameSummary] = []
-    step: Any = task.get_coro()
-    while getattr(step, "cr_frame", None) is not None:
-        frames += traceback.extract_stack(step.cr_frame, 1)
-        step = step.cr_await
-    return _stack(frames)
-
-
-def _stack(frames: list[traceback.FrameSummary]) -> str:
-    shown = [f"{frame.name} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})" for frame in frames[-_STACK_FRAMES:]]
-    return " < ".join(reversed(shown)) or "not started"

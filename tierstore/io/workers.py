@@ -13,6 +13,7 @@ where leases are freed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import threading
 import time
@@ -22,6 +23,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 from tierstore.errors import ClosedError, Timeout
+from tierstore.io import stacks
 from tierstore.io.fork import ForkAware
 
 T = TypeVar("T")
@@ -59,8 +61,7 @@ class _Work(Generic[T]):
         self.loop = job.get_loop()
 
     def __str__(self) -> str:
-        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
-        return f"{name} ({self.priority.name.lower()})"
+        return f"{stacks.named(self.function, self.args)} ({self.priority.name.lower()})"
 
 
 class WorkerPool(ForkAware):
@@ -91,6 +92,7 @@ class WorkerPool(ForkAware):
         self._running: dict[str, tuple[_Work[Any], float]] = {}
         self._lock = threading.Lock()  # no job may be queued behind the tokens that stop the threads
         self._is_closed = False
+        self._lost: ClosedError | None = None
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True) for index in range(threads)
         ]
@@ -102,7 +104,7 @@ class WorkerPool(ForkAware):
         Threads: the loop thread only.
 
         Raises:
-            ClosedError: the pool is closed.
+            ClosedError: the pool is closed, or a thread of it is gone.
         """
         self.check_process()  # before the lock, which may have been held when this process was forked
         job: Job[T] = Job(loop=asyncio.get_running_loop())
@@ -136,10 +138,12 @@ class WorkerPool(ForkAware):
         return function(*args)
 
     def in_flight(self) -> list[str]:
-        """One line per running job, and one for those that wait. Any thread."""
-        now = self._clock()
-        running = sorted(self._running.copy().items())
-        lines = [f"{thread}: {work}, for {now - start:.1f} s" for thread, (work, start) in running]
+        """One line per running job, with the stack of its thread, and one for those that wait. Any thread."""
+        now, running, lines = self._clock(), self._running.copy(), []
+        for thread in self._threads:
+            if thread.name in running:
+                work, start = running[thread.name]
+                lines.append(f"{thread.name}: {work}, for {now - start:.1f} s: {stacks.of_thread(thread)}")
         waiting = sum(len(queue) for queue in self._queues)
         return [*lines, f"{self.name}: {waiting} jobs queued"] if waiting else lines
 
@@ -168,6 +172,8 @@ class WorkerPool(ForkAware):
 
     def _check_open(self) -> None:
         self.check_process()
+        if self._lost is not None:
+            raise ClosedError(str(self._lost)) from self._lost.__cause__
         if self._is_closed:
             raise ClosedError(f"worker pool {self.name!r} is closed")
 
@@ -181,22 +187,37 @@ class WorkerPool(ForkAware):
             message = f"a job of pool {self.name!r} failed after its waiter was cancelled"
             job.get_loop().call_exception_handler({"message": message, "exception": error, "future": job})
 
-    def _next(self) -> _Work[Any]:
+    def _next(self) -> _Work[Any] | None:
+        """The most urgent job; None if all were given up with a thread that is gone."""
         while True:
             for queue in self._queues:
-                try:
+                with contextlib.suppress(IndexError):
                     return queue.popleft()
-                except IndexError:
-                    continue
+            if self._lost is not None:
+                return None
 
     def _work(self) -> None:
         name = threading.current_thread().name
-        while self._tokens.get():
-            work = self._next()
-            self._running[name] = (work, self._clock())
-            _run(work)
-            del self._running[name]
-            del work  # an idle thread keeps no buffer or tensor alive
+        try:
+            while self._tokens.get():
+                if (work := self._next()) is not None:
+                    self._running[name] = (work, self._clock())
+                    _run(work)
+                    del self._running[name]
+                del work  # an idle thread keeps no buffer or tensor alive
+        except BaseException as error:  # a job keeps its own to itself: this ends the thread
+            self._lose_thread(name, error)
+
+    def _lose_thread(self, name: str, error: BaseException) -> None:
+        """Nobody is left waiting for a thread that is gone: what it had, and all that is queued, fails."""
+        lost = ClosedError(f"thread {name} was ended by {error!r}; close what uses it, and open it again")
+        lost.__cause__ = error
+        with self._lock:
+            self._lost = lost
+        if name in self._running:
+            _end(self._running.pop(name)[0], None, lost)
+        while (work := self._next()) is not None:
+            _end(work, None, lost)
 
 
 def _run(work: _Work[Any]) -> None:
@@ -206,6 +227,10 @@ def _run(work: _Work[Any]) -> None:
         result = work.function(*work.args)
     except BaseException as caught:  # whatever it is, the waiter must hear of it
         error = caught
+    _end(work, result, error)
+
+
+def _end(work: _Work[Any], result: Any, error: BaseException | None) -> None:
     # Dropped here, in the thread, so that what a job held is gone before its waiter goes on.
     work.args = ()
     try:
@@ -217,6 +242,8 @@ def _run(work: _Work[Any]) -> None:
 
 
 def _finish(job: Job[Any], result: Any, error: BaseException | None) -> None:
+    if job.done():
+        return  # its thread ended between the job and this
     if error is None:
         job.set_result(result)
     elif isinstance(error, StopIteration):  # a future cannot carry it

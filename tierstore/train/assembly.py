@@ -154,6 +154,7 @@ def assemble(
     if options.schedule is UpdateSchedule.SPECULATIVE and not tiers.nvme:
         raise ConfigError("update='speculative' needs a store: give nvme a directory")
     runtime = Runtime(timeout_s=tiers.timeout_s).start()
+    runtime.describe(backend.in_flight)
     store: TrainingStore | None = None
     lock: StoreLock | None = None
     try:
