@@ -740,10 +740,11 @@ def test_a_close_that_takes_too_long_says_what_is_in_flight(tmp_path: Path) -> N
 
     async def main() -> None:
         with pytest.raises(Timeout, match=r"within 0.01 s; in flight: acquire 'a'"):  # noqa: PT012
-            async with opened(tmp_path, backend=StuckBackend(), timeout_s=0.01) as store:
+            async with opened(tmp_path, backend=StuckBackend()) as store:
                 await store.put("a", block(1), tier=Tier.NVME)
                 task = asyncio.create_task(value_of(store, "a"))
                 await asyncio.sleep(0)
+                store._owner._timeout_s = 0.01  # from here on: the load has its own
                 join = store._workers.close
 
                 def close(timeout_s: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 from tierstore.errors import ClosedError, Timeout
@@ -19,11 +19,17 @@ from tierstore.io.workers import Priority, WorkerPool
 
 
 class LoopOwner(ForkAware):
-    """What a store knows of the loop that runs it."""
+    """What a store knows of the loop that runs it.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_s: the deadline of its waits.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
         super().__init__()
         self.is_open = False
+        self._timeout_s = timeout_s
+        self._descriptions: list[Callable[[], list[str]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[object, str] = {}
         self._tasks: dict[asyncio.Task[Any], bool] = {}
@@ -95,24 +101,38 @@ class LoopOwner(ForkAware):
         if failures:
             raise_first(failures)
 
-    async def rest(self, timeout_s: float, in_flight: Callable[[], list[str]]) -> None:
+    def describe(self, description: Callable[[], list[str]]) -> None:
+        """Adds lines to the message of a deadline that has passed."""
+        self._descriptions.append(description)
+
+    @contextlib.asynccontextmanager
+    async def deadline(self, what: str) -> AsyncIterator[None]:
+        """What is awaited in here ends in time, or is cancelled.
+
+        Raises:
+            Timeout: `what`, and what was in flight.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError:
+            running = [*self._calls.values(), *(line for lines in self._descriptions for line in lines())]
+            raise Timeout(f"{what} within {self._timeout_s} s; in flight: {'; '.join(running)}") from None
+
+    async def rest(self) -> None:
         """Wait for the calls in progress, then end loads that nobody waits for, and wait for all tasks.
 
         Raises:
             Timeout: they did not end in time.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self._calls:
-                    self._ended.clear()
-                    await self._ended.wait()
-                for task in [task for task, is_load in self._tasks.items() if is_load]:
-                    task.cancel()
-                while self._tasks:
-                    await asyncio.wait(set(self._tasks))
-        except TimeoutError:
-            running = "; ".join([*self._calls.values(), *in_flight()])
-            raise Timeout(f"the store did not close within {timeout_s} s; in flight: {running}") from None
+        async with self.deadline("the store did not close"):
+            while self._calls:
+                self._ended.clear()
+                await self._ended.wait()
+            for task in [task for task, is_load in self._tasks.items() if is_load]:
+                task.cancel()
+            while self._tasks:
+                await asyncio.wait(set(self._tasks))
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
         is_load = self._tasks.pop(task)

@@ -87,12 +87,14 @@ class TensorStore:
         self._backend = backend
         self._clock = clock
         self._tracer = tracer
-        self._owner = LoopOwner()
+        self._owner = LoopOwner(tiers.timeout_s)
         self._entries: dict[str, Entry] = {}
         self._committed: Any = None
         self._publishing = asyncio.Lock()
         self._directories = Directories([Path(path) for path in tiers.nvme], backend)
         self._workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)), self._owner.keep_failure)
+        for description in (self._workers.in_flight, backend.in_flight):
+            self._owner.describe(description)
         self._arena: Arena | None = None
 
     @classmethod
@@ -162,11 +164,13 @@ class TensorStore:
             KeyError: there is no such entry.
             BudgetError: what is acquired already does not leave room, with the smallest budget that fits.
             ChecksumMismatch: names the damaged chunk and its file.
+            Timeout: the load did not end in time; it goes on.
         """
         with self._owner.call(f"acquire {name!r}"):
             self._owner.raise_kept()
             entry = self._find(name)
-            copy = await self._homes.acquire(entry)
+            async with self._owner.deadline(f"{name!r} was not loaded"):
+                copy = await self._homes.acquire(entry)
         copy.modifiers += modify
         try:
             yield {key: tensor.detach() for key, tensor in copy.tensors.items()}
@@ -405,10 +409,10 @@ class TensorStore:
 
     async def _finish(self, *, is_clean: bool) -> None:
         try:
-            await self._owner.rest(self._tiers.timeout_s, self._workers.in_flight)
+            await self._owner.rest()
             if is_clean and self._shelf.is_durable:
                 await self._commit()
-            await self._owner.rest(self._tiers.timeout_s, self._workers.in_flight)  # removals
+            await self._owner.rest()  # removals
             await self._workers.submit(Priority.WRITE, self._shelf.unlink, self._shelf.unnamed())
         except TierstoreError as failure:
             self._owner.keep_failure(failure)  # behind those that came first
