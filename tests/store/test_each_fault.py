@@ -11,14 +11,16 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tensor_stores
 from faults import EAGAIN, EINTR, ENOSPC, FLIP, NOTHING, PART, UNALIGNED, Fault, FaultyBackend
 from resuming import DISK, MEMORY, State, Way, check_resumes, expected_states, opened
 
+from tierstore.config import Tier
 from tierstore.errors import ChecksumMismatch, ShortTransfer, StorageError, StorageFull
 
 WAY = Way("forward", cpu_memory=DISK)
@@ -165,3 +167,54 @@ def test_a_full_disk_can_be_freed_and_the_run_resumed(way: Way, copies_on_write:
         run.until(steps)
         assert run.losses == losses[begun:]
         whole.check_equal(State.of(run))
+
+
+# --- stores of tensors -------------------------------------------------------------------------------------------
+
+AFTER = {Tier.GPU: 2.0, Tier.CPU: 2.0, Tier.NVME: 3.0}
+
+
+async def use(folder: Path, backend: FaultyBackend) -> dict[Tier, float]:
+    """Put, change, move and commit; what is there then."""
+    async with tensor_stores.opened(folder, backend=backend) as store:
+        for tier in Tier:
+            await store.put(tier.value, tensor_stores.block(2), tier=tier)
+        async with store.acquire("nvme", modify=True) as tensors:
+            tensors["w"].fill_(3)
+        await store.move("cpu", Tier.NVME)
+        await store.commit()
+        return {tier: await tensor_stores.value_of(store, tier.value) for tier in Tier}
+
+
+async def look(folder: Path) -> dict[Tier, float]:
+    async with tensor_stores.opened(folder) as store:
+        return {Tier(name): await tensor_stores.value_of(store, name) for name in store.names()}
+
+
+def is_refused(work: Coroutine[Any, Any, dict[Tier, float]]) -> bool:
+    """Whether an error was told; otherwise what was read is right."""
+    try:
+        assert tensor_stores.run(work).items() <= AFTER.items()
+    except (ShortTransfer, ChecksumMismatch):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("fault", [EINTR, EAGAIN, UNALIGNED, PART, NOTHING, FLIP], ids=str)
+def test_a_transfer_of_a_tensor_store(fault: Fault, tmp_path: Path) -> None:
+    """It goes on, or it is told; no value is ever another one."""
+    clean = FaultyBackend()
+    assert tensor_stores.run(use(tmp_path / "clean", clean)) == AFTER
+    count = sum(kind in TRANSFERS for kind in clean.calls)
+    told, told_later = [], []
+    for at in range(count):
+        folder = tmp_path / str(at)
+        told.append(is_refused(use(folder, FaultyBackend(fault, at, kinds=TRANSFERS))))
+        told_later.append(is_refused(look(folder)))
+    if fault is NOTHING:
+        assert (all(told), any(told_later)) == (True, False)
+    elif fault is FLIP:
+        assert any(told)
+        assert sum(told_later) > 3  # what was written wrong, but for headers and what was replaced
+    else:
+        assert not any(told + told_later)
