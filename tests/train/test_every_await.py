@@ -145,7 +145,6 @@ def books(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # posted to a loop that closes
 def test_a_step_broken_off_where_the_loop_waits(
     case: tuple[Way, Path, list[State]], books: list[dict[str, int]], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,8 +125,9 @@ class Gradients:
                 turn = state.coming[-1] if state.coming else None
                 state.coming.append(asyncio.get_running_loop().create_future())
                 coming = (turn, state.coming[-1])
-                work.append(self._accept_chunk(state, group, chunk, parts, after, is_final, in_passing, coming))
-        return together(work)
+                arguments = (state, group, chunk, parts, after, is_final, in_passing, coming)
+                work.append(partial(self._accept_chunk, *arguments))
+        return together(begin() for begin in work)
 
     async def let_go(self, pieces: list[Piece]) -> None:
         """Forget what was accepted, in a thread unless it is little: to give back its memory may take milliseconds."""

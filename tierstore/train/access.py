@@ -369,19 +369,19 @@ class DeviceAccess:
     def _start_load(self, group: int) -> None:
         self._store.weights.announce(group)
         self._loads[group] = self._runtime.spawn(
-            self._whole(group, self._load(group)), f"load {self._groups[group].spec.name}"
+            self._whole(group, functools.partial(self._load, group)), f"load {self._groups[group].spec.name}"
         )
 
-    def _whole(self, group: int, work: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None]:
+    def _whole(self, group: int, work: Callable[[], Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, None]:
         """After `work` this rank's part is on the device; with those of the others the group is ready."""
         gathers, index = self._gathers, self._groups[group]
         turn = gathers.turn() if gathers is not None else None  # now, not when the coroutine begins
 
         async def complete() -> None:
             if gathers is None or turn is None:
-                await work
+                await work()
             else:
-                await gathers.complete(index, turn, work)
+                await gathers.complete(index, turn, work())
             self._ready.add(group)
 
         return complete()
@@ -393,9 +393,9 @@ class DeviceAccess:
         await self._store.updates.applied(group)
 
     def _start_refresh(self, group: int) -> None:
-        before = self._loads.get(group)
+        refresh = functools.partial(self._refresh, group, self._loads.get(group))
         self._loads[group] = self._runtime.spawn(
-            self._whole(group, self._refresh(group, before)), f"refresh {self._groups[group].spec.name}"
+            self._whole(group, refresh), f"refresh {self._groups[group].spec.name}"
         )
 
     async def _refresh(self, group: int, before: asyncio.Task[None] | None) -> None:
