@@ -231,8 +231,12 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_power_cut.py::test_a_pack_made_anew_is_there_after_a_cut",
     ),
     Mutation(
-        "names of new directories are synced", "store/commit.py claim_directory",
-        "backend.sync_directory(directory.parent)", "store/test_commit.py::TestDirectories",
+        "names of new directories are synced", "io/backend.py Backend.make_directories",
+        "self.sync_directory(directory.parent)", POWER_CUT,
+    ),
+    Mutation(
+        "the mark of an unfinished store comes first", "store/commit.py begin_store",
+        "backend.sync_directory(directory)", "store/test_power_cut.py::test_of_a_store_that_is_made",
     ),
     Mutation(
         "an adopted manifest is synced", "store/commit.py Manifests.adopt",

@@ -138,8 +138,7 @@ class Publication(contextlib.ExitStack):
         missing = [path for path in (directory, *directory.parents) if not path.exists()]
         for path in reversed(missing):  # before they are made, for that may end half way; the deepest goes first
             self.callback(_remove_empty, path)
-        with _mapped("making", directory):
-            directory.mkdir(parents=True, exist_ok=True)
+        self._backend.make_directories(directory)
 
     def _clear_leftovers(self) -> None:
         """See [Note: publication]."""

@@ -352,6 +352,22 @@ class Backend:
         with self._mapped("making", path), contextlib.suppress(FileExistsError):
             self._call_mkdir(path, mode)
 
+    def make_directories(self, path: Path, mode: int = 0o777) -> bool:
+        """Makes a directory, and those above it, where they are not there; the name of each new one is durable.
+
+        Args:
+            mode: of the directory itself.
+
+        Returns:
+            Whether it was made.
+        """
+        with self._mapped("making", path):
+            missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+        for directory in reversed(missing):
+            self.make_directory(directory, mode if directory == path else 0o777)
+            self.sync_directory(directory.parent)
+        return bool(missing)
+
     def make_empty(self, path: Path, mode: int = 0o600) -> None:
         """Makes an empty file; one that is there stays as it is."""
         self._close(self._open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode), path)

@@ -161,10 +161,7 @@ def claim_directory(path: Path, backend: Backend | None = None) -> bool:
     """
     backend = backend or Backend()
     try:
-        missing = [directory for directory in (path, *path.parents) if not directory.exists()]
-        for directory in reversed(missing):
-            backend.make_directory(directory, 0o700 if directory == path else 0o777)
-            backend.sync_directory(directory.parent)
+        is_made = backend.make_directories(path, 0o700)
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "it is not a directory")
         strangers = [name for name in backend.names(path) if not _is_ours(name)]
@@ -174,7 +171,7 @@ def claim_directory(path: Path, backend: Backend | None = None) -> bool:
         raise ConfigError(f"{path} is not a store: it holds {strangers[0]!r}; give an empty or a new directory")
     if not os.access(path, os.W_OK | os.X_OK):
         raise StorageError(f"cannot use {path} as a store: no permission to write")
-    return bool(missing)
+    return is_made
 
 
 def _unusable(path: Path, error: OSError | StorageError) -> StorageError:
@@ -208,6 +205,7 @@ def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> 
                 )
     for directory in directories:
         backend.make_empty(directory / _UNFINISHED)
+        backend.sync_directory(directory)  # before any pack, which nobody could tell from those of another store
         for name in backend.names(directory):
             if _PACK.fullmatch(name) or _SMALL.fullmatch(name):
                 backend.remove(directory / name)

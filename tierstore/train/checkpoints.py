@@ -222,7 +222,7 @@ def write_checkpoint(
     unfinished = target / _UNFINISHED
     with _storage_errors("making", unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)  # of a write that was killed
-        unfinished.mkdir(parents=True)
+    backend.make_directories(unfinished)
     try:
         for name, shard in zip(names, shards, strict=True):
             _write_shard(unfinished / name, shard, backend)

@@ -166,7 +166,7 @@ def export(parts: Assembly, model: nn.Module, directory: Path) -> None:
             if isinstance(value, torch.Tensor):
                 yield TensorOut(name, tuple(value.shape), value.dtype, iter([value.detach().cpu().reshape(-1)]))
 
-    _, failure = attempt(lambda: write_checkpoint(directory, tensors()))
+    _, failure = attempt(lambda: write_checkpoint(directory, tensors(), backend=parts.backend))
     parts.partition.agree("an export", outcome(None, failure))
     if failure is not None:
         raise failure
