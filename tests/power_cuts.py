@@ -1,25 +1,127 @@
 """A disk that forgets what was not fsynced, and one that watches what a committed generation needs.
 
-Scope: `ForgetfulBackend` does every call on a real directory and remembers which bytes and names are durable; at chosen
-calls it takes images of what a power cut could leave then. `StoreBackend` knows the generations of a store, too. A
-killed process keeps the page cache, so a kill cannot test what these do.
+Scope: `JournalBackend` does every call on a real directory and writes down what it changes; `Disk` goes through such a
+journal and knows which bytes and names are durable; `images` are what a power cut between any two calls could leave.
+`StoreDisk` knows the generations of a store, too. A killed process keeps the page cache, so a kill cannot test what
+these do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import random
 import re
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from faults import FaultyBackend
+from tierstore.io.backend import Backend
 
 SECTOR = 512
 _MANIFEST = re.compile(r"manifest-(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One call that changed bytes or names, or made them durable.
+
+    Attributes:
+        at_ns: when, on the clock that all processes of a machine share.
+        data: what was written; of a file that is synced, all it holds, for it may be written past the backend.
+        source: the name that a rename took away.
+        names: what a directory that is synced holds.
+    """
+
+    at_ns: int
+    kind: str
+    path: Path
+    offset: int = 0
+    data: bytes | None = None
+    source: Path | None = None
+    names: tuple[Path, ...] = ()
+
+
+class JournalBackend(Backend):
+    """Does every call on a real directory, one at a time, and writes it down.
+
+    A file that is made or written past the backend is known from its own sync or its directory's.
+
+    Args:
+        turns: a file, by which the backends of several processes do one call at a time among them.
+
+    Attributes:
+        found: what was there when it was made, and counts as durable.
+    """
+
+    def __init__(self, root: Path, turns: Path | None = None) -> None:
+        super().__init__()
+        self.journal: list[Change] = []
+        self.found = {path: path.read_bytes() for path in root.rglob("*.*") if path.is_file()}
+        self._lock = threading.Lock()
+        self._turns = turns
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._lock, contextlib.ExitStack() as stack:
+            if self._turns is not None:
+                fcntl.flock(stack.enter_context(self._turns.open("a")), fcntl.LOCK_EX)
+            yield
+
+    def _note(self, kind: str, path: Path, **more: Any) -> None:
+        self.journal.append(Change(time.monotonic_ns(), kind, path, **more))
+
+    def _call_open(self, path: Path, flags: int, mode: int) -> int:
+        with self._turn():
+            descriptor = super()._call_open(path, flags, mode)
+            if flags & os.O_CREAT:
+                self._note("create", path, data=b"" if flags & os.O_TRUNC else None)
+            return descriptor
+
+    def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        with self._turn():
+            written = super()._call_pwrite(descriptor, view, offset, path)
+            self._note("write", path, offset=offset, data=bytes(view[:written]))
+            return written
+
+    def _call_allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        with self._turn():
+            super()._call_allocate(descriptor, size_bytes, path)
+            self._note("write", path, data=bytes(size_bytes))
+
+    def _call_fdatasync(self, descriptor: int, path: Path) -> None:
+        with self._turn():
+            super()._call_fdatasync(descriptor, path)
+            self._note("sync", path, data=path.read_bytes())
+
+    def _call_fsync(self, descriptor: int, path: Path) -> None:
+        with self._turn():
+            super()._call_fsync(descriptor, path)
+            if path.is_dir():
+                self._note("sync names", path, names=tuple(entry for entry in path.iterdir() if entry.is_file()))
+            else:
+                self._note("sync", path, data=path.read_bytes())
+
+    def _call_replace(self, source: Path, destination: Path) -> None:
+        with self._turn():
+            super()._call_replace(source, destination)
+            self._note("rename", destination, source=source)
+
+    def _call_unlink(self, path: Path) -> None:
+        with self._turn():
+            super()._call_unlink(path)
+            self._note("unlink", path)
+
+    def _call_mkdir(self, path: Path, mode: int) -> None:
+        with self._turn():
+            super()._call_mkdir(path, mode)
+            self._note("mkdir", path)
 
 
 @dataclass(eq=False)
@@ -29,16 +131,28 @@ class _File:
     durable: bytes = b""
     pending: list[tuple[int, bytes]] = field(default_factory=list)
 
-    def after_cut(self, draw: random.Random) -> bytes:
-        """The durable bytes, and any sectors of what was written since."""
-        content, keeps = bytearray(self.durable), draw.choice((0.0, 0.5, 1.0))
-        for offset, written in self.pending if keeps else ():
-            content.extend(bytes(max(0, offset + len(written) - len(content))))
-            for start in range(0, len(written), SECTOR if keeps < 1.0 else len(written)):
-                stop = start + SECTOR if keeps < 1.0 else len(written)
-                if draw.random() < keeps:
-                    content[offset + start : offset + min(stop, len(written))] = written[start:stop]
+    def after_cut(self, draw: random.Random | None) -> bytes:
+        """The durable bytes, and any of what was written since: all, some writes, some sectors, all but a torn one."""
+        content = bytearray(self.durable)
+        fate = draw.choice(("nothing", "all", "writes", "sectors", "torn")) if draw and self.pending else "nothing"
+        torn = draw.randrange(len(self.pending)) if draw and fate == "torn" else None
+        for number, (offset, data) in enumerate(self.pending if draw and fate != "nothing" else ()):
+            kept = [(0, len(data))]
+            if number == torn:
+                middle = draw.randrange(0, len(data) + 1, SECTOR)
+                kept = [draw.choice(((0, middle), (middle, len(data))))]
+            elif fate == "writes":
+                kept = kept * draw.randrange(2)
+            elif fate == "sectors":
+                kept = [(start, start + SECTOR) for start in range(0, len(data), SECTOR) if draw.random() < 0.5]
+            for start, stop in kept:
+                _put(content, offset + start, data[start:stop])
         return bytes(content)
+
+
+def _put(content: bytearray, offset: int, data: bytes) -> None:
+    content.extend(bytes(max(0, offset + len(data) - len(content))))
+    content[offset : offset + len(data)] = data
 
 
 @dataclass
@@ -48,10 +162,10 @@ class _Names:
     durable: dict[Path, _File] = field(default_factory=dict)
     pending: list[tuple[Path | None, Path | None, _File]] = field(default_factory=list)
 
-    def after_cut(self, draw: random.Random) -> dict[Path, _File]:
+    def after_cut(self, draw: random.Random | None) -> dict[Path, _File]:
         """The durable names, and any of the changes since."""
-        names, keeps = dict(self.durable), draw.choice((0.0, 0.5, 1.0))
-        for gone, come, file in self.pending:
+        names, keeps = dict(self.durable), draw.choice((0.0, 0.5, 1.0)) if draw else 0.0
+        for gone, come, file in self.pending if draw else ():
             if draw.random() < keeps:
                 if gone is not None:
                     names.pop(gone, None)
@@ -60,164 +174,140 @@ class _Names:
         return names
 
 
-@dataclass(frozen=True)
-class Image:
-    """What a power cut leaves, and the last generation that was known to be durable before it."""
+class Disk:
+    """What is durable below `root` after a number of changes, and what is not yet."""
 
-    at: int
-    generation: int
-    files: dict[Path, bytes]
-
-    def restore(self, folder: Path) -> None:
-        """Write it into an empty directory."""
-        for path, content in self.files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(content)
-
-
-class ForgetfulBackend(FaultyBackend):
-    """Remembers what is durable below `root`, one call at a time. What is there already is durable.
-
-    A file that is made or written past the backend is known from its own sync or its directory's.
-
-    Args:
-        cuts: indices of calls before which an image is taken.
-    """
-
-    def __init__(self, root: Path, cuts: Collection[int] = (), seed: int = 0) -> None:
-        super().__init__()
+    def __init__(self, root: Path, found: Mapping[Path, bytes]) -> None:
         self.root = root
-        self.cuts = cuts
-        self.images: list[Image] = []
-        self.generation = -1
-        self._draw = random.Random(seed)
         self._files: dict[Path, _File] = {}
         self._names: dict[Path, _Names] = defaultdict(_Names)
-        for path in root.rglob("*.*"):
-            if path.is_file():
-                self._files[path] = self._names[path.parent].durable[path] = _File(path.read_bytes())
+        self._new_directories: dict[Path, None] = {}
+        for path, content in found.items():
+            self._files[path] = self._names[path.parent].durable[path] = _File(content)
 
-    def image(self) -> Image:
-        """What a cut leaves now."""
-        names = [item for directory in self._names.values() for item in directory.after_cut(self._draw).items()]
-        files = {path.relative_to(self.root): file.after_cut(self._draw) for path, file in names}
-        return Image(len(self.calls), self.generation, files)
-
-    def _cut(self, kind: str) -> None:
-        """Called under the lock, before every call."""
-        if len(self.calls) in self.cuts:
-            self.images.append(self.image())
-        self.calls.append(kind)
-
-    def _change(self, gone: Path | None, come: Path | None, file: _File) -> None:
-        path = come or gone
-        assert path is not None
-        self._names[path.parent].pending.append((gone, come, file))
+    def apply(self, change: Change) -> None:
+        """One change more."""
+        path = change.path
+        match change.kind:
+            case "create":
+                file = self._file(path)
+                if change.data is not None:
+                    file.durable, file.pending = b"", []
+            case "write":
+                self._file(path).pending.append((change.offset, change.data or b""))
+            case "sync":
+                file = self._file(path)
+                file.durable, file.pending = change.data or b"", []
+            case "sync names":
+                self._names[path] = _Names({name: self._file(name) for name in change.names})
+                self._new_directories = {new: None for new in self._new_directories if new.parent != path}
+            case "rename":
+                assert change.source is not None
+                file = self._files[path] = self._file(change.source)
+                del self._files[change.source]
+                self._names[path.parent].pending.append((change.source, path, file))
+            case "unlink":
+                self._names[path.parent].pending.append((path, None, self._files.pop(path, _File())))
+            case "mkdir":
+                self._new_directories[path] = None
 
     def _file(self, path: Path) -> _File:
         if path not in self._files:
             self._files[path] = _File()
-            self._change(None, path, self._files[path])
+            self._names[path.parent].pending.append((None, path, self._files[path]))
         return self._files[path]
 
-    def _call_open(self, path: Path, flags: int, mode: int) -> int:
-        with self._fault_lock:
-            self._cut("open")
-            descriptor = os.open(path, flags, mode)
-            if flags & os.O_CREAT:
-                file = self._file(path)
-                if flags & os.O_TRUNC:
-                    file.durable, file.pending = b"", []
-            return descriptor
+    def after_cut(self, draw: random.Random | None) -> dict[Path, bytes]:
+        """Files, by their paths below `root`; None draws nothing that is not durable."""
+        lost = {new for new in self._new_directories if draw is None or draw.random() < 0.5}
+        names = [item for directory in self._names.values() for item in directory.after_cut(draw).items()]
+        return {
+            path.relative_to(self.root): file.after_cut(draw)
+            for path, file in names
+            if path.is_relative_to(self.root) and lost.isdisjoint(path.parents)
+        }
 
-    def _call_close(self, descriptor: int, path: Path) -> None:
-        with self._fault_lock:
-            self._cut("close")
-            os.close(descriptor)
-
-    def _move(self, kind: str, view: memoryview, path: Path, call: Callable[[memoryview], int]) -> int:
-        with self._fault_lock:
-            self._cut(kind)
-            return call(view)
-
-    def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
-        with self._fault_lock:
-            self._cut("pwrite")
-            self._file(path).pending.append((offset, bytes(view)))
-            return os.pwritev(descriptor, [view], offset)
-
-    def _sync(self, kind: str, path: Path, call: Callable[[], None]) -> None:
-        with self._fault_lock:
-            self._cut(kind)
-            call()
-            if path.is_dir():
-                for there in path.iterdir():
-                    if there.is_file():
-                        self._file(there)
-                self._names[path] = _Names({name: file for name, file in self._files.items() if name.parent == path})
-            else:
-                file = self._file(path)
-                file.durable, file.pending = path.read_bytes(), []
-
-    def _call_fdatasync(self, descriptor: int, path: Path) -> None:
-        self._sync("fdatasync", path, lambda: os.fdatasync(descriptor))
-
-    def _call_fsync(self, descriptor: int, path: Path) -> None:
-        self._sync("fsync", path, lambda: os.fsync(descriptor))
-
-    def _call_allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
-        with self._fault_lock:
-            self._cut("allocate")
-            os.posix_fallocate(descriptor, 0, size_bytes)
-            self._file(path).pending.append((0, bytes(size_bytes)))
-
-    def _call_replace(self, source: Path, destination: Path) -> None:
-        with self._fault_lock:
-            self._cut("replace")
-            os.replace(source, destination)
-            file = self._files[destination] = self._file(source)
-            del self._files[source]
-            self._change(source, destination, file)
-
-    def _call_unlink(self, path: Path) -> None:
-        with self._fault_lock:
-            self._cut("unlink")
-            os.unlink(path)
-            self._change(path, None, self._files.pop(path, _File()))
-
-    def _call_list(self, path: Path) -> list[str]:
-        return os.listdir(path)  # changes nothing: no instant of its own
+    @property
+    def known(self) -> int:
+        """What a cut must not take away any more, as a number that only grows; see `Image`."""
+        return -1
 
 
-class StoreBackend(ForgetfulBackend):
+@dataclass(frozen=True)
+class Image:
+    """What a power cut leaves.
+
+    Attributes:
+        at: changes before it.
+        known: what was known to be durable by then: of a store, the step of its newest generation.
+    """
+
+    at: int
+    known: int
+    files: dict[Path, bytes]
+
+    def restore(self, folder: Path) -> Path:
+        """Write it into a new or an empty directory, and return that."""
+        folder.mkdir(exist_ok=True)
+        for path, content in self.files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        return folder
+
+
+def images(
+    disk: Disk, journal: Sequence[Change], *, instants: Collection[int] | None = None, draws: int = 1, seed: int = 0
+) -> Iterator[Image]:
+    """What power cuts leave before, between and after all changes; one that an earlier cut has left, too, only once.
+
+    Args:
+        instants: numbers of changes before the cut; None: all.
+        draws: images of each instant, beside the one of what is durable alone.
+    """
+    draw, seen = random.Random(seed), set()
+    for at in range(len(journal) + 1):
+        if at:
+            disk.apply(journal[at - 1])
+        for chosen in (None, *[draw] * draws) if instants is None or at in instants else ():
+            image = Image(at, disk.known, disk.after_cut(chosen))
+            identity = (image.known, hash(frozenset(image.files.items())))
+            if identity not in seen:
+                seen.add(identity)
+                yield image
+
+
+class StoreDisk(Disk):
     """Knows which generation of a store is durable, and what it needs.
 
     The newest manifest that is there already has no durable name: a process that was killed between its rename and the
     fsync of the directory leaves it so.
 
     Attributes:
-        overwritten: writes to what the newest durable generation needs.
+        generation: the newest one that is durable; `step`: how many steps it has.
+        overwritten: writes to what that one needs.
     """
 
-    def __init__(self, root: Path, cuts: Collection[int] = (), seed: int = 0) -> None:
-        super().__init__(root, cuts, seed)
+    def __init__(self, root: Path, found: Mapping[Path, bytes]) -> None:
+        super().__init__(root, found)
+        self.generation = self.step = -1
         self.overwritten: list[str] = []
         self._needed: set[tuple[str, int]] = set()
         newest = sorted(path for path in self._files if _MANIFEST.fullmatch(path.name))[-1:]
         for path in newest:
-            self._change(None, path, self._names[path.parent].durable.pop(path))
+            self._names[path.parent].pending.append((None, path, self._names[path.parent].durable.pop(path)))
         self._see_manifests()
 
-    def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
-        if (path.name, offset) in self._needed:
-            place = f"{offset} of {path.name}"
-            self.overwritten.append(f"call {len(self.calls)} at {place}: generation {self.generation} needs it")
-        return super()._call_pwrite(descriptor, view, offset, path)
-
-    def _sync(self, kind: str, path: Path, call: Callable[[], None]) -> None:
-        super()._sync(kind, path, call)
-        with self._fault_lock:
+    def apply(self, change: Change) -> None:
+        if change.kind == "write" and (change.path.name, change.offset) in self._needed:
+            self.overwritten.append(f"{change.offset} of {change.path.name}, which generation {self.generation} needs")
+        super().apply(change)
+        if change.kind.startswith("sync"):
             self._see_manifests()
+
+    @property
+    def known(self) -> int:
+        """The step of the newest generation that is durable."""
+        return self.step
 
     def _see_manifests(self) -> None:
         """What the newest manifest that is durable needs: the places of its chunks (codec none, one directory)."""
@@ -226,16 +316,23 @@ class StoreBackend(ForgetfulBackend):
             if match and int(match[1]) > self.generation:
                 self.generation = int(match[1])
                 body = json.loads(file.durable.rpartition(b"\n")[0])
-                self._needed = {place for kind, rows in body["records"].items() for place in _places(kind, rows, path)}
+                self.step = body["captured"]["step"]
+                self._needed = {place for kind, rows in body["records"].items() for place in self._places(kind, rows)}
+
+    def _places(self, kind: str, rows: list[list[int] | None]) -> list[tuple[str, int]]:
+        """Files and offsets of the chunks of one kind. Each is as long as it is stored, so they follow one another."""
+        pack = next(file for path, file in self._files.items() if path.name.startswith(f"{kind}.") and file.durable)
+        offset = 8 + int.from_bytes(pack.durable[:8], "little")  # the headers of both slots are equal
+        found = []
+        for row in rows:
+            if row is not None:
+                found.append((f"{kind}.{'ab'[row[0]]}.safetensors", offset))
+                offset += row[1]
+        return found
 
 
-def _places(kind: str, rows: list[list[int] | None], manifest: Path) -> list[tuple[str, int]]:
-    """Files and offsets of the chunks of one kind. Each is as long as it is stored, so they follow one another."""
-    with next(manifest.parent.glob(f"{kind}.?.safetensors")).open("rb") as pack:  # the headers of both are equal
-        offset = 8 + int.from_bytes(pack.read(8), "little")
-    found = []
-    for row in rows:
-        if row is not None:
-            found.append((f"{kind}.{'ab'[row[0]]}.safetensors", offset))
-            offset += row[1]
-    return found
+def overwritten(disk: StoreDisk, journal: Sequence[Change]) -> list[str]:
+    """The writes of a whole journal to what the last generation needed."""
+    for change in journal:
+        disk.apply(change)
+    return disk.overwritten

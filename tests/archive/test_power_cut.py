@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import read_safetensors, small_checkpoint
-from power_cuts import ForgetfulBackend
+from power_cuts import Disk, JournalBackend, images
 
 from tierstore.archive.opening import open_archive
 from tierstore.archive.packing import PackOptions, pack
@@ -23,26 +23,22 @@ Write = Callable[[Path, Backend], object]
 
 
 def check_cuts(folder: Path, write: Write, check: Callable[[Path], bool]) -> None:
-    """Cut before every call, and after the last.
+    """Cut before every change, and after the last.
 
     Args:
         check: looks at what is left, which is whole; whether there is anything.
     """
-    write(folder / "count", counted := ForgetfulBackend(folder / "count"))
     live = folder / "live"
-    backend = ForgetfulBackend(live, range(len(counted.calls)))
-    write(live, backend)
+    write(live, backend := JournalBackend(live))
     found = set()
-    for number, image in enumerate([*backend.images, backend.image()]):
-        left = folder / str(number)
-        left.mkdir()
-        image.restore(left)
+    for number, image in enumerate(images(Disk(live, backend.found), backend.journal)):
+        left = image.restore(folder / str(number))
         found.add(is_there := check(left))
-        if number == len(backend.images):
+        if image.at == len(backend.journal):
             assert is_there, "it was told to be there, and a power cut has taken it away"
         if not is_there:
             write(left, Backend())
-            assert check(left), f"what was left at call {image.at} is in the way"
+            assert check(left), f"what was left after {image.at} changes is in the way"
     assert found == {True, False}
 
 

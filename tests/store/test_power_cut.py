@@ -1,75 +1,112 @@
-"""A power cut at any call leaves a generation that was published, or the one before it, whole."""
+"""A power cut at any instant leaves a generation that was published, or the one before it, whole."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from power_cuts import StoreBackend
+import torch
+from power_cuts import Change, Disk, Image, JournalBackend, StoreDisk, images, overwritten
 from resuming import DISK, MEMORY, State, Way, check_resumes, expected_states, opened
+from safetensors.torch import load_file
+from tensor_stores import QuickBackend
 
-STEPS = 4
+from tierstore.archive.sources import SINGLE
+
+BEGIN, END = 2, 4
 WAYS = {
     "memory": Way("forward", cpu_memory=MEMORY),
     "disk": Way("forward", cpu_memory=DISK),
     "backward": Way("backward", cpu_memory=DISK),
     "speculative": Way("speculative", cpu_memory=DISK),
+    "every second": Way("forward", cpu_memory=DISK, commit_every=2),
 }
-CUTS = 24
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 
-def train(way: Way, folder: Path, backend: StoreBackend, steps: int = STEPS) -> None:
+@dataclass(frozen=True)
+class Case:
+    """A way to train, the states that it passes through, and a store that was closed after `BEGIN` steps."""
+
+    way: Way
+    expected: list[State]
+    closed: Path
+
+
+def journal_of(way: Way, folder: Path, until: int) -> tuple[StoreDisk, list[Change]]:
+    """What is there, and what training does to it from opening to closing."""
+    backend = JournalBackend(folder)
     with opened(way, folder, backend) as run:
-        run.until(steps)
+        run.until(until)
+    return StoreDisk(folder, backend.found), backend.journal
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Way, list[State], int]:
-    """A way to train, the states that it passes through, and the number of its system calls."""
-    way, folder = WAYS[request.param], tmp_path_factory.mktemp("clean")
-    clean = StoreBackend(folder)
-    train(way, folder, clean)
-    return way, expected_states(way, tmp_path_factory.mktemp("expected"), STEPS), len(clean.calls)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    way, folder = WAYS[request.param], tmp_path_factory.mktemp("closed")
+    with opened(way, folder) as run:
+        run.until(BEGIN)
+    return Case(way, expected_states(way, tmp_path_factory.mktemp("expected"), END), folder)
 
 
-def test_what_is_left_opens_and_goes_on_exactly(case: tuple[Way, list[State], int], tmp_path: Path) -> None:
-    way, expected, calls = case
-    draw = random.Random(way.update)
-    backend = StoreBackend(tmp_path / "run", draw.sample(range(calls - 10), CUTS))
-    train(way, tmp_path / "run", backend)
-    assert len(backend.images) > CUTS // 2  # a run may need fewer calls than the one that was counted
-    for image in backend.images:
-        image.restore(tmp_path / str(image.at))
-        found = check_resumes(way, tmp_path / str(image.at), expected)
-        assert found >= image.generation, f"the cut before call {image.at} lost a published generation"
+def check(way: Way, image: Image, folder: Path, expected: list[State]) -> None:
+    found = check_resumes(way, image.restore(folder), expected, backend=QuickBackend())
+    assert found >= image.known, f"the cut after {image.at} changes lost a published generation"
+    shutil.rmtree(folder)
+
+
+def test_what_is_left_opens_and_goes_on_exactly(case: Case, tmp_path: Path) -> None:
+    """At each instant of two steps, of opening the store before them and of closing it after them."""
+    known = []
+    for image in images(*journal_of(case.way, shutil.copytree(case.closed, tmp_path / "run"), END)):
+        check(case.way, image, tmp_path / "left", case.expected)
+        known.append(image.known)
+    assert {known[0], known[-1]} == {BEGIN - case.way.commit_every, END}
+
+
+def test_of_a_store_that_is_made(tmp_path: Path) -> None:
+    way = Way("delayed", cpu_memory=DISK)  # it has the most packs
+    expected = expected_states(way, tmp_path / "expected", 1)
+    for image in images(*journal_of(way, tmp_path / "run", 1)):
+        check(way, image, tmp_path / "left", expected)
+    assert image.known == 1
 
 
 @pytest.mark.parametrize("commit_every", [1, 3])
-def test_no_chunk_that_the_last_generation_needs_is_written(
-    case: tuple[Way, list[State], int], commit_every: int, tmp_path: Path
-) -> None:
-    way, *_ = case
+def test_no_chunk_that_the_last_generation_needs_is_written(case: Case, commit_every: int, tmp_path: Path) -> None:
+    way = replace(case.way, commit_every=commit_every)
     if way.update == "speculative" and commit_every > 1:
         pytest.skip("speculation needs a commit in every step")
-    backend = StoreBackend(tmp_path)
-    train(replace(way, commit_every=commit_every), tmp_path, backend, 7)
-    assert not backend.overwritten
-    backend = StoreBackend(tmp_path)
-    train(replace(way, commit_every=commit_every), tmp_path, backend, 9)
-    assert not backend.overwritten
+    for until in (7, 9):
+        assert not overwritten(*journal_of(way, tmp_path, until))
 
 
-def test_a_pack_made_anew_is_there_after_a_cut(case: tuple[Way, list[State], int], tmp_path: Path) -> None:
+def test_a_pack_made_anew_is_there_after_a_cut(case: Case, tmp_path: Path) -> None:
     """A generation needs no more than one slot of each chunk, so a store opens without the files of the other."""
-    way, expected, _ = case
-    train(way, tmp_path / "run", StoreBackend(tmp_path / "run"), 1)
-    for path in (tmp_path / "run").glob("*/*.a.safetensors"):
+    folder = tmp_path / "run"
+    journal_of(case.way, folder, 1)
+    for path in folder.glob("*/*.a.safetensors"):
         path.unlink()
-    backend = StoreBackend(tmp_path / "run")
-    train(way, tmp_path / "run", backend)
-    backend.image().restore(tmp_path / "left")
-    assert check_resumes(way, tmp_path / "left", expected) == STEPS
+    *_, last = images(*journal_of(case.way, folder, END))
+    assert check_resumes(case.way, last.restore(tmp_path / "left"), case.expected) == END
+
+
+def test_of_an_export(tmp_path: Path) -> None:
+    """The checkpoint before it or the new one, whole; what was told to be there is there."""
+    backend, told, exported, found = JournalBackend(tmp_path), [], [], []
+    with opened(Way(), tmp_path / "run", backend) as run:
+        for step in (1, 2):
+            run.until(step)
+            run.engine.export(tmp_path / "new" / "out")
+            told.append(len(backend.journal))
+            exported.append(load_file(tmp_path / "new" / "out" / SINGLE))
+    for number, image in enumerate(images(Disk(tmp_path, backend.found), backend.journal)):
+        path = image.restore(tmp_path / str(number)) / "new" / "out" / SINGLE
+        left = load_file(path) if path.exists() else {}
+        which = [all(torch.equal(left[name], state[name]) for name in state) if left else None for state in exported]
+        found.append(1 + which.index(True) if left else 0)
+        assert found[-1] >= sum(image.at >= end for end in told), f"the cut after {image.at} changes took it away"
+    assert set(found) == {0, 1, 2}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from power_cuts import Disk, JournalBackend, images
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -394,6 +395,24 @@ def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(old_bytes: int, new_byt
     assert all(outcome in expected or (outcome is None and are_sharded) for outcome in outcomes)
     assert expected[0] in outcomes
     assert len(list(directory.iterdir())) == (1 if new_bytes == 10**6 else 4 if new_bytes == 60 else 3 + 1)
+
+
+@pytest.mark.parametrize(("old_bytes", "new_bytes"), [(60, 60), (60, 10**6), (10**6, 60)])
+def test_a_power_cut_leaves_the_old_checkpoint_or_the_new_one(old_bytes: int, new_bytes: int, tmp_path: Path) -> None:
+    backend, expected, told = JournalBackend(tmp_path), [None], []
+    for value, shard_bytes in ((1.0, old_bytes), (2.0, new_bytes)):
+        tensors = {name: torch.full((15,), value) for name in "abc"}
+        write_checkpoint(tmp_path / "new" / "out", outs(tensors), max_shard_bytes=shard_bytes, backend=backend)
+        expected.append(dict.fromkeys("abc", value))
+        told.append(len(backend.journal))
+    seen = []
+    for number, image in enumerate(images(Disk(tmp_path, backend.found), backend.journal, draws=3)):
+        found = read_back(image.restore(tmp_path / str(number)) / "new" / "out")
+        written = sum(image.at >= end for end in told)
+        may_be_none = written == 1 and old_bytes == new_bytes  # shards replace shards
+        assert found in expected[written : written + 2] or (found is None and may_be_none), image.at
+        seen.append(found)
+    assert all(one in seen for one in expected)
 
 
 def test_what_a_killed_write_left_is_removed(tmp_path: Path) -> None:
