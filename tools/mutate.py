@@ -274,7 +274,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a child lets go of the lock", "io/fork.py _mark_inherited", "item.let_go()",
-        "store/test_recovery.py::TestLock",
+        "store/test_commit.py::TestLock",
     ),
     never(
         "directories of others are refused", "store/commit.py claim_directory", "if strangers:",

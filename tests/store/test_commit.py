@@ -46,6 +46,23 @@ class TestLock:
             lock = StoreLock([tmp_path])
         lock.release()
 
+    def test_a_forked_child_does_not_keep_that_of_a_killed_parent(self, tmp_path: Path) -> None:
+        lock = StoreLock([tmp_path])
+        (waits, go_on), (told, tell) = os.pipe(), os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(tell, b"!")
+            os.read(waits, 1)
+            os._exit(0)
+        os.read(told, 1)
+        lock.let_go()  # as a kill does: the name of the lock stays
+        try:
+            StoreLock([tmp_path]).release()
+        finally:
+            os.write(go_on, b"!")
+            os.waitpid(child, 0)
+            for descriptor in (waits, go_on, told, tell):
+                os.close(descriptor)
+
     def test_a_lock_that_is_removed_meanwhile_is_taken_anew(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

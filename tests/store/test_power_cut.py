@@ -84,14 +84,19 @@ def test_no_chunk_that_the_last_generation_needs_is_written(case: Case, commit_e
         assert not overwritten(*journal_of(way, tmp_path, until))
 
 
-def test_a_pack_made_anew_is_there_after_a_cut(case: Case, tmp_path: Path) -> None:
-    """A generation needs no more than one slot of each chunk, so a store opens without the files of the other."""
-    folder = tmp_path / "run"
-    journal_of(case.way, folder, 1)
+def test_a_pack_made_anew_is_there_after_a_cut(tmp_path: Path) -> None:
+    """A generation needs no more than one slot of each chunk, so a store opens without the files of the other.
+
+    In two directories, for a manifest is published by a sync of the first one.
+    """
+    way, folder = replace(WAYS["disk"], directories=2), tmp_path / "run"
+    expected = expected_states(way, tmp_path / "expected", END)
+    journal_of(way, folder, 1)
     for path in folder.glob("*/*.a.safetensors"):
         path.unlink()
-    *_, last = images(*journal_of(case.way, folder, END))
-    assert check_resumes(case.way, last.restore(tmp_path / "left"), case.expected) == END
+    disk, journal = journal_of(way, folder, END)
+    (last,) = images(disk, journal, instants={len(journal)}, draws=0)
+    assert check_resumes(way, last.restore(tmp_path / "left"), expected) == END
 
 
 def test_of_an_export(tmp_path: Path) -> None:
