@@ -229,8 +229,8 @@ class Disk:
 
     @property
     def known(self) -> int:
-        """What a cut must not take away any more, as a number that only grows; see `Image`."""
-        return -1
+        """How much is known to be durable, by its own account; see `Image`."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Image:
 
     Attributes:
         at: changes before it.
-        known: what was known to be durable by then: of a store, the step of its newest generation.
+        known: what was known to be durable by then: of a store, the step of its newest generation; how much was told.
     """
 
     at: int
@@ -256,12 +256,19 @@ class Image:
 
 
 def images(
-    disk: Disk, journal: Sequence[Change], *, instants: Collection[int] | None = None, draws: int = 1, seed: int = 0
+    disk: Disk,
+    journal: Sequence[Change],
+    *,
+    instants: Collection[int] | None = None,
+    told: Sequence[int] = (),
+    draws: int = 1,
+    seed: int = 0,
 ) -> Iterator[Image]:
-    """What power cuts leave before, between and after all changes; one that an earlier cut has left, too, only once.
+    """What power cuts leave before, between and after all changes; what an earlier one has left, too, only once.
 
     Args:
         instants: numbers of changes before the cut; None: all.
+        told: after how many changes somebody was told that something is there.
         draws: images of each instant, beside the one of what is durable alone.
     """
     draw, seen = random.Random(seed), set()
@@ -269,7 +276,8 @@ def images(
         if at:
             disk.apply(journal[at - 1])
         for chosen in (None, *[draw] * draws) if instants is None or at in instants else ():
-            image = Image(at, disk.known, disk.after_cut(chosen))
+            known = disk.known + sum(at >= end for end in told)
+            image = Image(at, known, disk.after_cut(chosen))
             identity = (image.known, hash(frozenset(image.files.items())))
             if identity not in seen:
                 seen.add(identity)

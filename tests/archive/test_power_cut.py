@@ -30,11 +30,11 @@ def check_cuts(folder: Path, write: Write, check: Callable[[Path], bool]) -> Non
     """
     live = folder / "live"
     write(live, backend := JournalBackend(live))
-    found = set()
-    for number, image in enumerate(images(Disk(live, backend.found), backend.journal)):
+    found, told = set(), [len(backend.journal)]
+    for number, image in enumerate(images(Disk(live, backend.found), backend.journal, told=told)):
         left = image.restore(folder / str(number))
         found.add(is_there := check(left))
-        if image.at == len(backend.journal):
+        if image.known:
             assert is_there, "it was told to be there, and a power cut has taken it away"
         if not is_there:
             write(left, Backend())
