@@ -397,7 +397,7 @@ class Backend:
         try:
             yield
         finally:
-            del self._running[me]
+            self._running.pop(me, None)
 
     @contextlib.contextmanager
     def _mapped(self, action: str, path: Path) -> Iterator[None]:
