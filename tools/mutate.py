@@ -217,9 +217,9 @@ MUTATIONS: Sequence[Mutation] = (
         "commits follow one another", "store/training.py TrainingStore._publish", "await asyncio.shield(previous)",
         POWER_CUT,
     ),
-    never(
+    Mutation(
         "a chunk is on one trip at a time", "store/updates.py UpdatePipeline._read_ahead",
-        "if previous is not None and not await _unless(trip.recalled, _ended(previous)):", POWER_CUT,
+        "elif previous is not None and not await _unless_recalled(trip, _ended(previous)):", POWER_CUT, "elif False:",
     ),
     Mutation(
         "names of new packs are synced", "store/training.py TrainingStore._create",
