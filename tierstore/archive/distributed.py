@@ -21,10 +21,12 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from tierstore.archive.dtypes import file_dtype
 from tierstore.archive.gather import Content
+from tierstore.archive.pickles import check_pickle
 from tierstore.archive.sources import Piece, Source, SourceTensor
 from tierstore.archive.torch_files import load_without_data, pieces
-from tierstore.errors import FormatError
+from tierstore.errors import FormatError, TierstoreError
 from tierstore.io.backend import storage_error
+from tierstore.pack.checked import file_name_of
 from tierstore.pack.layout import TensorSpec, quoted
 
 _METADATA_FILE = ".metadata"
@@ -48,6 +50,15 @@ def distributed_source(path: Path) -> Source:
         StorageError: it cannot be read.
     """
     content = _metadata(path / _METADATA_FILE)
+    try:
+        return _source(path, content)
+    except (TierstoreError, OSError):
+        raise
+    except Exception as error:  # its records may have fields of any type, or none
+        raise FormatError(f"{path / _METADATA_FILE} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _source(path: Path, content: Any) -> Source:
     parts: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
     for index, info in content.storage_data.items():
         parts[index.fqn][tuple(index.offset or ())] = info
@@ -88,6 +99,7 @@ def _metadata(path: Path) -> Any:
         data = path.read_bytes()
     except OSError as error:
         raise storage_error(error, "read", path) from error
+    check_pickle(data, str(path))
     try:
         content = _OnlyRecords(io.BytesIO(data)).load()
     except pickle.UnpicklingError as error:
@@ -107,17 +119,21 @@ def _joined(path: Path, name: str, item: Any, parts: dict[tuple[int, ...], Any])
     """
     size, item_bytes = tuple(item.size), item.properties.dtype.itemsize
     runs: list[tuple[int, Piece]] = []
+    seen: set[tuple[int, ...]] = set()
     for chunk in item.chunks:
         offsets = tuple(chunk.offsets)
         info = parts.get(offsets)
+        if offsets in seen:
+            raise FormatError(f"{path}: the part of {quoted(name)} at {list(offsets)} stands twice in {_METADATA_FILE}")
+        seen.add(offsets)
         if info is None:
             raise FormatError(f"{path}: the part of {quoted(name)} at {list(offsets)} is missing in {_METADATA_FILE}")
         if 0 not in tuple(chunk.sizes):
             part = _part(path, name, info, tuple(chunk.sizes))
             for begin, start, nbytes in _runs(size, offsets, tuple(chunk.sizes), item_bytes):
                 runs += [(begin + at, piece) for piece, at in part.pieces(start, nbytes)]
-        if len(runs) > _MOST_PIECES:
-            raise FormatError(f"{path}: {quoted(name)} is cut into more than {_MOST_PIECES} pieces")
+                if len(runs) > _MOST_PIECES:
+                    raise FormatError(f"{path}: {quoted(name)} is cut into more than {_MOST_PIECES} pieces")
     position = 0
     for begin, piece in sorted(runs, key=lambda run: run[0]):
         if begin != position:
@@ -130,9 +146,7 @@ def _joined(path: Path, name: str, item: Any, parts: dict[tuple[int, ...], Any])
 
 def _part(path: Path, name: str, info: Any, sizes: tuple[int, ...]) -> Content:
     """The data of one part: it is a file of torch.save within a file."""
-    file = path / info.relative_path
-    if Path(info.relative_path).name != info.relative_path:
-        raise FormatError(f"{path}: {quoted(info.relative_path)} is not a plain file name")
+    file = path / file_name_of(info.relative_path, f"{path}: the file of {quoted(name)}")
     try:
         with open(file, "rb") as opened:
             window: Any = _Window(opened, info.offset, info.length)

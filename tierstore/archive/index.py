@@ -12,6 +12,7 @@ from typing import Any
 
 from tierstore.errors import ChecksumMismatch
 from tierstore.pack.archive import Archive
+from tierstore.pack.checked import file_name_of, list_of
 from tierstore.pack.codecs import checksum_bytes
 from tierstore.pack.strict_json import parse_json
 
@@ -39,6 +40,7 @@ def check_index(data: bytes, source: str) -> list[str]:
 
     Raises:
         ChecksumMismatch: it is not what was written, to the byte.
+        FormatError: what was written names no files in its directory.
     """
     body = parse_json(data, source)
     metadata = body.get("metadata") if isinstance(body, dict) else None
@@ -48,7 +50,7 @@ def check_index(data: bytes, source: str) -> list[str]:
     metadata[_SEAL] = seal
     if _text(body) != data:
         raise ChecksumMismatch(f"{source} was changed after it was written; pack again")
-    return list(metadata["files"])
+    return [file_name_of(name, f"{source}: a file") for name in list_of(metadata.get("files"), f"{source}: files")]
 
 
 def _text(body: Any) -> bytes:

@@ -116,6 +116,8 @@ def _indexed(first: Path, paths: Sequence[Path]) -> list[ArchiveFile]:
         names = check_index(index.read_bytes(), str(index))
     except OSError as error:
         raise storage_error(error, "read", index) from error
+    if not names:
+        raise FormatError(f"{index} names no files")
     files = []
     for name in names:
         there = [path / name for path in paths if (path / name).is_file()]

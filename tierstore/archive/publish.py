@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tierstore.archive.sources import INDEX, SINGLE, weight_map
+from tierstore.archive.sources import INDEX, SINGLE, weight_files
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, StorageError, StorageFull, TierstoreError
 from tierstore.io.backend import Backend, storage_error
@@ -160,7 +160,7 @@ class Publication(contextlib.ExitStack):
         if not index.exists():
             return set()
         try:
-            names = set(weight_map(index).values())
+            names = weight_files(index)
         except TierstoreError:  # cut short by the kill: then nothing was renamed
             return set()
         ours = {directory / name for directory in self.directories for name in names if _OF_A_PACK.fullmatch(name)}

@@ -15,7 +15,8 @@ from typing import Any
 from tierstore.errors import FormatError, StorageError
 from tierstore.io.backend import storage_error
 from tierstore.pack.archive import ARCHIVE_KEY
-from tierstore.pack.layout import PAD_KEY, SEAL_KEY, TensorSpec, quoted
+from tierstore.pack.checked import file_name_of
+from tierstore.pack.layout import PAD_KEY, SEAL_KEY, TensorSpec, check_name, quoted
 from tierstore.pack.strict_json import parse_json
 from tierstore.pack.validate import Header, read_header
 
@@ -150,10 +151,19 @@ def weight_map(path: Path) -> dict[str, str]:
     files = _json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise FormatError(f"{path}: no weight_map of names to files")
-    for file in files.values():
-        if Path(file).name != file:
-            raise FormatError(f"{path}: {quoted(file)} is not a plain file name")
+    for name, file in files.items():
+        check_name(name)
+        file_name_of(file, f"{path}: the file of {quoted(name)}")
     return files
+
+
+def weight_files(path: Path) -> set[str]:
+    """The safetensors that an index names, for those who remove them: it may name anything else in its directory.
+
+    Raises:
+        FormatError: it is none.
+    """
+    return {file for file in weight_map(path).values() if file.endswith(".safetensors")}
 
 
 def _config(directory: Path) -> Mapping[str, Any] | None:

@@ -12,6 +12,8 @@ record is and that it is not compressed.
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,13 +25,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from tierstore.archive.dtypes import file_dtype, torch_dtype
+from tierstore.archive.pickles import check_pickle
 from tierstore.archive.sources import Piece, Source, SourceTensor
-from tierstore.errors import FormatError, StorageError
+from tierstore.errors import FormatError, StorageError, TierstoreError
 from tierstore.io.backend import storage_error
 from tierstore.pack.layout import TensorSpec, quoted
 
-_LOCAL_HEADER_BYTES = 30
+_LOCAL_HEADER_BYTES, _END_RECORD_BYTES = 30, 22
 _MOST_PIECES = 2**16
+_MOST_DEPTH = 100
+_NAME_CHARACTERS_PER_BYTE = 64
 _METADATA = {"format": "pt"}
 
 
@@ -63,8 +68,14 @@ def torch_source(path: Path, files: Sequence[Path], config: Mapping[str, Any] | 
     return Source(path, kind, tensors, aliases, config, _METADATA, tuple(left_out))
 
 
-def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What nested dictionaries and lists hold, under names joined by dots."""
+def flattened(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """What nested dictionaries and lists hold, under names joined by dots.
+
+    Raises:
+        FormatError: they are nested too deep; does one hold itself?
+    """
+    if depth > _MOST_DEPTH:
+        raise FormatError(f"{quoted(prefix)} is nested deeper than {_MOST_DEPTH}")
     if isinstance(value, Mapping):
         items: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -73,7 +84,7 @@ def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
         return
     for key, item in items:
-        yield from flattened(item, f"{prefix}.{key}" if prefix else str(key))
+        yield from flattened(item, f"{prefix}.{key}" if prefix else str(key), depth + 1)
 
 
 def empty_torch_file(path: Path, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> dict[str, int]:
@@ -129,10 +140,17 @@ def load_without_data(opened: IO[bytes], source: str) -> Any:
         FormatError: it is something else.
     """
     try:
-        records = _records(opened)
+        records, pickle_bytes = _records(opened, source)
         opened.seek(0)
         with FakeTensorMode():
             value = torch.load(opened, map_location="cpu", weights_only=True)
+        _check_all(value, records, pickle_bytes, source)
+    except TierstoreError:
+        raise
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise FormatError(f"{source} is damaged: its directory leads to before its beginning") from None
     except zipfile.BadZipFile:
         raise FormatError(
             f"{source} is not a file of torch.save, or it is truncated; one of torch before 1.6 must be saved again"
@@ -142,11 +160,8 @@ def load_without_data(opened: IO[bytes], source: str) -> Any:
             f"{source} holds more than tensors, and loading it could run code: refused ({_first_line(error)}); save "
             "its state_dict alone"
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+    except Exception as error:  # a damaged file makes torch raise anything
         raise FormatError(f"{source} is not a readable file of torch.save: {_first_line(error)}") from None
-    for name, tensor in flattened(value):
-        if isinstance(tensor, torch.Tensor):
-            _check(tensor, records, f"tensor {quoted(name)} of {source}")
     return value
 
 
@@ -158,18 +173,55 @@ def _load(path: Path) -> Any:
         raise storage_error(error, "read", path) from error
 
 
-def _records(opened: IO[bytes]) -> dict[int, int]:
-    """Lengths of the records of a zip archive, by where their bytes begin."""
-    records = {}
+def _records(opened: IO[bytes], source: str) -> tuple[dict[int, int], int]:
+    """Lengths of the records of a zip archive, by where their bytes begin; and the length of its pickle.
+
+    Torch reads the archive by itself: what another reader of zip may see in another way is refused.
+
+    Raises:
+        FormatError: torch could not bear it: a pickle (see `pickles.py`), or another order of bytes.
+        BadZipFile, ValueError: it is no archive of torch.
+    """
+    records, names, pickle_bytes = {}, set(), 0
+    file_bytes = opened.seek(0, os.SEEK_END)
+    opened.seek(max(0, file_bytes - _END_RECORD_BYTES))
+    if opened.read(4) != b"PK\5\6":
+        raise zipfile.BadZipFile("something stands behind the directory")
     with zipfile.ZipFile(opened) as archive:
         for info in archive.infolist():
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"record {quoted(info.filename)} is compressed")
-            opened.seek(info.header_offset)
-            local = opened.read(_LOCAL_HEADER_BYTES)
-            skip = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
-            records[info.header_offset + _LOCAL_HEADER_BYTES + skip] = info.file_size
-    return records
+            name = info.filename.lower()  # torch finds records so
+            if name in names or info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                raise ValueError(f"record {quoted(info.filename)} stands twice, or is compressed")
+            names.add(name)
+            begin = _begin(opened, info)
+            if begin + info.file_size > file_bytes:
+                raise ValueError(f"record {quoted(info.filename)} ends after the file")
+            records[begin] = info.file_size
+            if name.endswith(".pkl"):
+                pickle_bytes += info.file_size
+                check_pickle(archive.read(info), source)
+            elif name.endswith("byteorder") and archive.read(info) != b"little":
+                raise FormatError(f"{source} was written on a machine of another byte order; save it again on this one")
+    return records, pickle_bytes
+
+
+def _begin(opened: IO[bytes], info: zipfile.ZipInfo) -> int:
+    opened.seek(info.header_offset)
+    local = opened.read(_LOCAL_HEADER_BYTES)
+    if local[:4] != b"PK\3\4":
+        raise ValueError(f"record {quoted(info.filename)} is not where the directory says")
+    skip = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+    return info.header_offset + _LOCAL_HEADER_BYTES + skip
+
+
+def _check_all(value: Any, records: Mapping[int, int], pickle_bytes: int, source: str) -> None:
+    taken = 0
+    for name, tensor in flattened(value):
+        taken += 1 + len(name) // _NAME_CHARACTERS_PER_BYTE
+        if taken > pickle_bytes:  # a list that holds one list ten times multiplies what that one holds, in 20 bytes
+            raise FormatError(f"{source} holds more values, or longer names, than its pickle of {pickle_bytes} B can")
+        if isinstance(tensor, torch.Tensor):
+            _check(tensor, records, f"tensor {quoted(name)} of {source}")
 
 
 def _check(tensor: torch.Tensor, records: Mapping[int, int], what: str) -> None:
@@ -178,6 +230,9 @@ def _check(tensor: torch.Tensor, records: Mapping[int, int], what: str) -> None:
     if not tensor.numel():
         return
     length = records.get(_offset(tensor))
+    last = tensor.storage_offset() + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    if (last + 1) * tensor.dtype.itemsize > tensor.untyped_storage().nbytes():
+        raise FormatError(f"{what} reaches beyond its {tensor.untyped_storage().nbytes()} B")
     if length != tensor.untyped_storage().nbytes():
         raise FormatError(f"{what} has {tensor.untyped_storage().nbytes()} B, but its record {length} B; damaged?")
 

@@ -21,6 +21,7 @@ from typing import Any
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Codec
 from tierstore.errors import FormatError
+from tierstore.pack.checked import checksum_of, list_of, mapping_of, number_of, object_of, text_of
 from tierstore.pack.layout import (
     Extent,
     Layout,
@@ -33,6 +34,7 @@ from tierstore.pack.layout import (
     lay_out,
     quoted,
     tensor_bytes,
+    unused_prefix,
 )
 from tierstore.pack.strict_json import parse_json
 from tierstore.pack.validate import Header
@@ -170,10 +172,7 @@ def _as_stored(group: ArchiveGroup, encoded: str) -> tuple[TensorSpec, ...]:
 
 
 def _encoded_prefix(groups: Sequence[ArchiveGroup]) -> str:
-    prefix = _CHUNKS
-    while any(entry.name.startswith(prefix) for group in groups for entry in group.tensors):
-        prefix += "_"
-    return prefix
+    return unused_prefix(_CHUNKS, (entry.name for group in groups for entry in group.tensors))
 
 
 def _text(archive: Archive) -> str:
@@ -205,59 +204,55 @@ def _parsed(body: Any) -> Archive:
     if version != VERSION:
         raise FormatError(f"an archive of version {version!r:.40}; this release reads version {VERSION}")
     keys = ("version", "archive", "shard", "shards", "chunk_bytes", "order", "aliases", "groups")
-    _, identity, shard, shards, chunk_bytes, order, aliases, groups = _values(body, keys, "its table")
-    shards = _number(shards, 1, 2**20, "shards")
+    _, identity, shard, shards, chunk_bytes, order, aliases, groups = object_of(body, keys, "its table")
+    shards = number_of(shards, 1, 2**20, "shards")
     return Archive(
-        f"{_checksum(identity):016x}",
-        _number(shard, 0, shards - 1, "shard"),
+        f"{checksum_of(identity):016x}",
+        number_of(shard, 0, shards - 1, "shard"),
         shards,
         _chunk_bytes(chunk_bytes),
-        _string(order, "order"),
-        tuple(_group(item, chunk_bytes) for item in _list(groups, "groups")),
+        text_of(order, "order"),
+        tuple(_group(item, chunk_bytes) for item in list_of(groups, "groups")),
         _aliases(aliases),
     )
 
 
 def _group(item: Any, chunk_bytes: int) -> ArchiveGroup:
     keys = ("name", "position", "codec", "item_bytes", "tensors", "chunks")
-    name, position, codec, item_bytes, tensors, chunks = _values(item, keys, "a group")
-    name = _string(name, "the name of a group")
+    name, position, codec, item_bytes, tensors, chunks = object_of(item, keys, "a group")
+    name = text_of(name, "the name of a group")
     check_plain_name(name)
     if codec not in _CODECS:
         raise FormatError(
             f"group {quoted(name)} has the codec {quoted(str(codec))}, which this release does not know; it knows "
             + ", ".join(_CODECS)
         )
-    entries = back_to_back([_tensor(tensor) for tensor in _list(tensors, "tensors")])
+    entries = back_to_back([_tensor(tensor) for tensor in list_of(tensors, "tensors")])
     if not entries:
         raise FormatError(f"group {quoted(name)} has no tensors")
-    rows = [_values(chunk, None, "a chunk") for chunk in _list(chunks, "chunks")]
+    rows = [list_of(chunk, f"a chunk of group {quoted(name)}", 2) for chunk in list_of(chunks, "chunks")]
     if len(rows) != chunk_count(entries[-1].end, chunk_bytes):
         raise FormatError(f"group {quoted(name)} of {entries[-1].end} B has {len(rows)} chunks of {chunk_bytes} B")
     stored = []
     for number, row in enumerate(rows):
-        if len(row) != 2:
-            raise FormatError(f"a chunk of group {quoted(name)} is {len(row)} values, not 2")
         most = min(chunk_bytes, entries[-1].end - number * chunk_bytes)
         least = most if codec == Codec.NONE.value else 1
-        stored.append((_number(row[0], least, most, f"a chunk of group {quoted(name)}"), _checksum(row[1])))
+        stored.append((number_of(row[0], least, most, f"a chunk of group {quoted(name)}"), checksum_of(row[1])))
     return ArchiveGroup(
         name,
-        _number(position, 0, 2**31, "position"),
+        number_of(position, 0, 2**31, "position"),
         Codec(codec),
-        _number(item_bytes, 1, 16, "item_bytes"),
+        number_of(item_bytes, 1, 16, "item_bytes"),
         entries,
         tuple(stored),
     )
 
 
 def _tensor(item: Any) -> TensorSpec:
-    values = _values(item, None, "a tensor")
-    if len(values) != 3:
-        raise FormatError(f"a tensor is {len(values)} values, not name, dtype and shape")
-    name, dtype, shape = _string(values[0], "a name"), _string(values[1], "a dtype"), _list(values[2], "a shape")
+    values = list_of(item, "a tensor", 3)
+    name, dtype, shape = text_of(values[0], "a name"), text_of(values[1], "a dtype"), list_of(values[2], "a shape")
     check_name(name)
-    return TensorSpec(name, dtype, tuple(_number(size, 0, 2**63 - 1, "a shape") for size in shape))
+    return TensorSpec(name, dtype, tuple(number_of(size, 0, 2**63 - 1, "a shape") for size in shape))
 
 
 def _check_against(archive: Archive, header: Header) -> None:
@@ -290,50 +285,16 @@ def _check_against(archive: Archive, header: Header) -> None:
     check_contiguous(list(header.entries.values()))
 
 
-def _values(item: Any, keys: tuple[str, ...] | None, what: str) -> list[Any]:
-    """The values of an object that has exactly these keys; or of a list, without keys."""
-    if keys is None:
-        return _list(item, what)
-    if not isinstance(item, dict) or item.keys() != set(keys):
-        raise FormatError(f"{what} is not an object of {', '.join(keys)}")
-    return [item[key] for key in keys]
-
-
 def _aliases(item: Any) -> dict[str, str]:
-    if not isinstance(item, dict):
-        raise FormatError(f"aliases is a {type(item).__name__}, not an object")
-    for alias, name in item.items():
+    aliases = mapping_of(item, "aliases")
+    for alias, name in aliases.items():
         check_name(alias)
-        _string(name, "an alias")
-    return item
-
-
-def _list(item: Any, what: str) -> list[Any]:
-    if not isinstance(item, list):
-        raise FormatError(f"{what} is a {type(item).__name__}, not a list")
-    return item
-
-
-def _string(item: Any, what: str) -> str:
-    if not isinstance(item, str):
-        raise FormatError(f"{what} is a {type(item).__name__}, not text")
-    return item
-
-
-def _number(item: Any, least: int, most: int, what: str) -> int:
-    if type(item) is not int or not least <= item <= most:  # isinstance would let `true` through
-        raise FormatError(f"{what} is {item!r:.40}, not a number of {least} to {most}")
-    return item
+        text_of(name, "an alias")
+    return aliases
 
 
 def _chunk_bytes(item: Any) -> int:
-    value = _number(item, ALIGNMENT, LARGEST_CHUNK_BYTES, "chunk_bytes")
+    value = number_of(item, ALIGNMENT, LARGEST_CHUNK_BYTES, "chunk_bytes")
     if value % ALIGNMENT:
         raise FormatError(f"chunk_bytes is {value}, not a multiple of {ALIGNMENT}")
     return value
-
-
-def _checksum(item: Any) -> int:
-    if not isinstance(item, str) or len(item) != 16 or not set(item) <= set("0123456789abcdef"):
-        raise FormatError(f"{item!r:.40} is not 16 hexadecimal digits")
-    return int(item, 16)

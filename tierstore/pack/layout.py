@@ -174,6 +174,12 @@ def check_plain_name(name: str) -> None:
         raise FormatError(f"the name {quoted(name)} holds a control character")
 
 
+def unused_prefix(start: str, names: Iterable[str]) -> str:
+    """`start`, with as few underscores behind it as it takes for none of `names` to start so."""
+    tails = [name[len(start) :] for name in names if name.startswith(start)]
+    return start + "_" * max((len(tail) - len(tail.lstrip("_")) + 1 for tail in tails), default=0)
+
+
 def check_contiguous(entries: Sequence[TensorEntry]) -> int:
     """Bytes of data that `entries`, sorted by begin and end, cover without hole or overlap from byte 0.
 
@@ -292,7 +298,7 @@ def capacity_pack(chunks: Sequence[ChunkSpec], metadata: Mapping[str, str] | Non
 
 
 def _assemble(extents: Sequence[Extent], metadata: Mapping[str, str], reserve_bytes: int, seal: bool) -> Layout:
-    prefix = _pad_prefix(tensor.name for extent in extents for tensor in extent.tensors)
+    prefix = unused_prefix("__pad__", (tensor.name for extent in extents for tensor in extent.tensors))
     entries: list[TensorEntry] = []
     places: list[tuple[str, int, int]] = []
     position, pads = 0, 0
@@ -315,14 +321,6 @@ def _assemble(extents: Sequence[Extent], metadata: Mapping[str, str], reserve_by
     if len(spans) != len(extents):
         raise FormatError(f"{len(extents) - len(spans)} extent names stand twice in one pack")
     return Layout(tuple(entries), spans, header, start + position, complete, seal)
-
-
-def _pad_prefix(names: Iterable[str]) -> str:
-    taken = [name for name in names if name.startswith("__pad__")]
-    prefix = "__pad__"
-    while any(name.startswith(prefix) for name in taken):
-        prefix += "_"
-    return prefix
 
 
 def _header_text(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> bytes:

@@ -13,6 +13,8 @@ from typing import Any
 
 from tierstore.errors import FormatError
 
+_MOST_DEPTH = 256
+"""Of lists and objects in each other. A tree of `tree.MAX_DEPTH` takes three levels for each of its own."""
 _LONGEST_INTEGER = 20
 """Characters of the longest number that fits 64 bits, sign included."""
 
@@ -28,7 +30,7 @@ def parse_json(text: bytes | str, source: str) -> Any:
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        return json.loads(
+        value = json.loads(
             decoded,
             object_pairs_hook=_unique,
             parse_int=_integer,
@@ -41,6 +43,19 @@ def parse_json(text: bytes | str, source: str) -> Any:
         raise FormatError(f"{source}: JSON is nested too deep ({len(text)} B of text)") from None
     except ValueError as error:  # JSONDecodeError, and the hooks below
         raise FormatError(f"{source}: not valid JSON: {error}") from None
+    if not _is_shallow(value):  # what reads it may call itself for each level
+        raise FormatError(f"{source}: JSON is nested too deep ({len(text)} B of text)")
+    return value
+
+
+def _is_shallow(value: Any) -> bool:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(_MOST_DEPTH):
+        inner = (item.values() if type(item) is dict else item for item in level)
+        level = [item for items in inner for item in items if type(item) is dict or type(item) is list]
+        if not level:
+            return True
+    return False
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tierstore.archive.sources import INDEX, SINGLE, weight_map
+from tierstore.archive.sources import INDEX, SINGLE, weight_files
 from tierstore.errors import ConfigError, FormatError
 from tierstore.io.backend import Backend, storage_error
 from tierstore.pack.layout import TensorEntry, build_header, tensor_bytes
@@ -321,7 +321,7 @@ def _publish(unfinished: Path, target: Path, names: Sequence[str], backend: Back
     stale: set[str] = set()
     if (target / INDEX).exists():
         with contextlib.suppress(FormatError):  # of an index that cannot be read, no shard is known
-            stale = set(weight_map(target / INDEX).values()) - set(names)
+            stale = weight_files(target / INDEX) - set(names)
         if not is_single:
             backend.remove(target / INDEX)
             backend.sync_directory(target)
