@@ -252,12 +252,12 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_recovery.py::TestPrevious", "[:1]",
     ),
     never(
-        "checksum of a manifest", "store/commit.py Manifests.read", "if _digest(data).encode() != digest:",
+        "checksum of a manifest", "store/manifest.py read_manifest", "if digest(data).encode() != found:",
         "store/test_recovery.py::TestDamage",
     ),
     Mutation(
-        "checksum of the captured state", "store/commit.py Manifests.read",
-        ' or _digest(captured) != body["captured_checksum"]', "store/test_recovery.py::TestPrevious", "",
+        "checksum of the captured state", "store/manifest.py read_generation",
+        ' or digest(captured) != body["captured_checksum"]', "store/test_recovery.py::TestPrevious", "",
     ),
     # Who may use a store.
     Mutation(

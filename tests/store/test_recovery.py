@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,8 +17,9 @@ import torch
 from resuming import DISK, State, Way, check_resumes, expected_states, opened
 from runs import next_token_loss, tiny, tokens
 
-from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, StoreLocked, TierstoreError
+from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, StorageError, StoreLocked, TierstoreError
 from tierstore.io.backend import Backend
+from tierstore.store.manifest import digest, read_generation, read_manifest
 
 STEPS = 4
 WAY = Way("forward", cpu_memory=DISK, width=96)  # two chunks in a block
@@ -192,6 +194,75 @@ class TestDamage:
         assert "remove it: this generation does not need it" in refuse(WAY, folder, FormatError)
         path.unlink()
         assert check_resumes(WAY, folder, expected) == 3
+
+
+class TestStrangers:
+    """A store that somebody else has prepared."""
+
+    @pytest.mark.parametrize("name", ["state.a.safetensors", "weights.b.safetensors"])
+    def test_a_pack_that_is_a_link_is_refused(self, name: str, folder: Path, tmp_path: Path) -> None:
+        path, precious = folder / "store0" / name, tmp_path / "precious"
+        path.rename(precious)
+        path.symlink_to(precious)
+        assert f"{path} is a link, which no store makes: it leads to {precious}" in refuse(WAY, folder, FormatError)
+
+    @pytest.mark.parametrize("name", ["manifest-000000000003.json", "captured-000000000003.safetensors", "lock"])
+    def test_a_small_file_that_is_a_link_is_refused(self, name: str, folder: Path, tmp_path: Path) -> None:
+        path, precious = folder / "store0" / name, tmp_path / "precious"
+        precious.write_bytes(path.read_bytes() if path.exists() else b"precious")
+        path.unlink(missing_ok=True)
+        path.symlink_to(precious)
+        message = refuse(WAY, folder, StorageError)
+        assert str(path) in message
+        assert "ELOOP" in message
+
+    def test_a_manifest_cut_at_every_byte(self, folder: Path) -> None:
+        path = folder / "store0" / "manifest-000000000003.json"
+        text = path.read_bytes()
+        body = read_manifest(text, 3, "m")
+        for length in range(len(text)):
+            with pytest.raises(ChecksumMismatch, match="the manifest m is damaged"):
+                read_manifest(text[:length], 3, "m")
+        captured = path.with_name("captured-000000000003.safetensors").read_bytes()
+        for length in range(0, len(captured), 101):
+            with pytest.raises(ChecksumMismatch, match="c is damaged"):
+                read_generation(body, captured[:length], "c")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"generation": 2}, "generation is 2, not a number of 3 to 3"),
+            ({"more": 1}, "is not an object of format, version"),
+            ({"records": {}, "layout": {}}, "directories is None"),
+            ({"layout/chunk_elements": 0}, "chunk_elements is 0"),
+            ({"layout/chunk_elements": 1}, "the number of records of 'weights' is"),
+            ({"layout/codec": "zip"}, "does not know the codec 'zip'"),
+            ({"layout/groups/0/parameters/0/1": [2**40, 2**40]}, "more than 2\\*\\*63 elements"),
+            ({"layout/groups/0/parameters/0/1": [-1]}, "a shape is -1"),
+            ({"layout/groups/0/dtype": "fp7"}, "has the dtype 'fp7'"),
+            ({"records/weights": []}, "the number of records of 'weights' is 0"),
+            ({"records/weights/0": [2, 4096, "0" * 16]}, "a slot is 2, not a number of 0 to 1"),
+            ({"records/weights/0": [0, 2**40, "0" * 16]}, "a length is 1099511627776"),
+            ({"records/weights/0": [0, 2**20, "0" * 16]}, "the store is damaged: chunk .* of .* has the ChunkRecord"),
+            ({"captured": {}}, "lacks buffers, loss_scale, optimizer"),
+            ({"captured/step": "3"}, "holds a str as step"),
+            ({"captured/random/numpy/$tuple/2": 10**6}, "the position of numpy's random state is 1000000"),
+            ({"captured/random/torch": {"$array": ["x", "|u1", [5]]}}, "the array 'x' is missing"),
+        ],
+    )  # fmt: skip
+    def test_a_manifest_with_a_right_checksum(self, change: dict[str, Any], message: str, folder: Path) -> None:
+        path = folder / "store0" / "manifest-000000000003.json"
+        body = json.loads(path.read_bytes().rpartition(b"\n")[0])
+        for place, value in change.items():
+            *keys, last = [int(key) if key.isdecimal() else key for key in place.split("/")]
+            at = body
+            for key in keys:
+                at = at[key]
+            at[last] = value
+        text = json.dumps(body).encode()
+        path.write_bytes(text + b"\n" + digest(text).encode())
+        with pytest.raises(FormatError, match=message), opened(WAY, folder):
+            pass
 
 
 class TestAnotherStore:

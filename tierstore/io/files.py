@@ -8,6 +8,7 @@ Owner: no state; the caller sees to it that one writer at a time replaces a path
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import aiofiles
@@ -19,13 +20,13 @@ from tierstore.io.tasks import to_the_end
 
 
 async def read_bytes(path: Path) -> bytes:
-    """All bytes of a file.
+    """All bytes of a file, which may not be a link.
 
     Raises:
         StorageError: the system refused; `__cause__` is the `OSError` (`FileNotFoundError` if there is none).
     """
     try:
-        async with aiofiles.open(path, "rb") as file:
+        async with aiofiles.open(path, "rb", opener=_open_itself) as file:
             return await file.read()
     except OSError as error:
         raise storage_error(error, "read", path) from error
@@ -55,3 +56,7 @@ async def _write_atomic(path: Path, data: bytes, mode: int, backend: Backend) ->
             await wrap(backend.remove)(temporary)
         raise
     await wrap(backend.sync_directory)(path.parent)
+
+
+def _open_itself(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # and without waiting for a pipe

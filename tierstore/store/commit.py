@@ -1,7 +1,7 @@
 """Generations: the manifest that makes a step permanent, recovery on open, and the lock of a store.
 
-Scope: what a manifest says and how it is published, read and verified; who may use a directory.
-Not here: chunk data (`slots.py`); what the captured state means (`train/`).
+Scope: how a manifest is published and read; who may use a directory.
+Not here: what it says (`manifest.py`); chunk data (`slots.py`); what the captured state means (`train/`).
 
 [Note: the barrier] A generation is published in this order: every chunk written, every file fdatasynced, the captured
 state written and fsynced, the manifest written, fsynced and renamed, the directory fsynced. Only when the last of them
@@ -14,27 +14,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-import safetensors.numpy
 from aiofiles.os import wrap
 
-from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, StorageError, StoreLocked
+from tierstore.errors import ConfigError, FormatError, StorageError, StoreLocked
 from tierstore.io.backend import Backend, storage_error
 from tierstore.io.files import read_bytes, write_atomic
 from tierstore.io.fork import ForkAware
-from tierstore.pack import tree
-from tierstore.pack.codecs import checksum_bytes
-from tierstore.pack.strict_json import parse_json
-from tierstore.store.slots import ChunkRecord
+from tierstore.store.manifest import Generation as Generation  # for those who publish and read them
+from tierstore.store.manifest import read_generation, read_manifest, texts_of
 
-FORMAT_VERSION = 1
 _MANIFEST = re.compile(r"manifest-(?P<number>\d{12})\.json")
 _SMALL = re.compile(r"(manifest|captured)-(?P<number>\d{12})\.(json|safetensors)(\.tmp)?")
 _PACK = re.compile(r"(weights|state|gradients1?|put-\d+)\.[ab]\.safetensors")
@@ -42,23 +35,6 @@ _LOCK, _UNFINISHED = "lock", "unfinished"
 _LOCKS = re.compile(r"lock(\.\d+)?")
 PER_RANK = ("registered", "buffers", "random")
 """What of the captured state every rank has its own of; the rest is the same at all."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One committed state of the whole store.
-
-    Attributes:
-        number: counts commits from 0.
-        layout: what the packs look like; a store opens only for an equal one.
-        records: per pack, the record of each chunk.
-        captured: everything else that is needed to begin the next step.
-    """
-
-    number: int
-    layout: Mapping[str, Any]
-    records: Mapping[str, Sequence[ChunkRecord | None]]
-    captured: Any
 
 
 class StoreLock(ForkAware):
@@ -248,24 +224,10 @@ class Manifests:
 
     async def publish(self, generation: Generation) -> None:
         """Write, fsync and rename. See [Note: the barrier]: chunks are durable before this is called."""
-        state, arrays = tree.encode(generation.captured)
-        captured = safetensors.numpy.save(arrays)
-        body = {
-            "format": "tierstore",
-            "version": FORMAT_VERSION,
-            "generation": generation.number,
-            "layout": generation.layout,
-            "records": {kind: _rows(records) for kind, records in generation.records.items()},
-            "captured": state,
-            "captured_bytes": len(captured),
-            "captured_checksum": _digest(captured),
-        }
-        data = json.dumps(body, separators=(",", ":")).encode()
+        manifest, captured = texts_of(generation)
         await write_atomic(self._captured(generation.number), captured, backend=self._backend)
         try:
-            await write_atomic(
-                self._manifest(generation.number), data + b"\n" + _digest(data).encode(), backend=self._backend
-            )
+            await write_atomic(self._manifest(generation.number), manifest, backend=self._backend)
         except BaseException:
             # Perhaps renamed, but not known to be durable: abandoned.
             with contextlib.suppress(StorageError):
@@ -289,15 +251,7 @@ class Manifests:
             FormatError: it is not a manifest of this version, or damaged.
         """
         path = self._manifest(number)
-        data, _, digest = (await read_bytes(path)).rpartition(b"\n")
-        if _digest(data).encode() != digest:
-            raise ChecksumMismatch(f"the manifest {path} is damaged; go back one with resume='previous'")
-        body = parse_json(data, str(path))
-        if body.get("format") != "tierstore" or body.get("version") != FORMAT_VERSION:
-            raise FormatError(
-                f"{path} has format {body.get('format')!r} version {body.get('version')!r}; "
-                f"this release reads tierstore version {FORMAT_VERSION}"
-            )
+        body = read_manifest(await read_bytes(path), number, str(path))
         try:
             captured = await read_bytes(self._captured(number))
         except StorageError as error:
@@ -306,29 +260,10 @@ class Manifests:
             raise FormatError(
                 f"the store is damaged: {self._captured(number)} is missing; go back one with resume='previous'"
             ) from None
-        if len(captured) != body["captured_bytes"] or _digest(captured) != body["captured_checksum"]:
-            raise ChecksumMismatch(f"{self._captured(number)} is damaged; go back one with resume='previous'")
-        return Generation(
-            number=body["generation"],
-            layout=body["layout"],
-            records={kind: _records(rows) for kind, rows in body["records"].items()},
-            captured=tree.decode(body["captured"], safetensors.numpy.load(captured)),
-        )
+        return read_generation(body, captured, str(self._captured(number)))
 
     def _manifest(self, number: int) -> Path:
         return self.directory / f"manifest-{number:012d}.json"
 
     def _captured(self, number: int) -> Path:
         return self.directory / f"captured-{number:012d}.safetensors"
-
-
-def _digest(data: bytes) -> str:
-    return f"{checksum_bytes(data):016x}"
-
-
-def _rows(records: Sequence[ChunkRecord | None]) -> list[list[Any] | None]:
-    return [None if r is None else [r.slot, r.stored_bytes, f"{r.checksum:016x}"] for r in records]
-
-
-def _records(rows: Sequence[Sequence[Any] | None]) -> list[ChunkRecord | None]:
-    return [None if row is None else ChunkRecord(int(row[0]), int(row[1]), int(row[2], 16)) for row in rows]

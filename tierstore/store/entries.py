@@ -22,13 +22,19 @@ from typing import Any, Protocol
 
 from tierstore.alignment import padded
 from tierstore.config import Tier
+from tierstore.errors import FormatError
 from tierstore.io.memory import Pool
 from tierstore.io.tasks import to_the_end
 from tierstore.io.workers import Priority
+from tierstore.pack.checked import list_of, object_of, text_of
+from tierstore.pack.layout import check_plain_name, quoted
 from tierstore.store.buffers import BufferPlan
 from tierstore.store.copies import DeviceCopy, DeviceTier
 from tierstore.store.extents import ExtentLayout, HostPlace, Place, Route, reserve_pieces
-from tierstore.store.shelf import ExtentPack, Shelf
+from tierstore.store.manifest import Generation
+from tierstore.store.shelf import PACK, ExtentPack, Shelf
+
+_TIERS = tuple(tier.value for tier in Tier)
 
 
 @dataclass(eq=False)
@@ -58,6 +64,30 @@ class Entry:
     def is_saved(self) -> bool:
         """Whether a generation that names its pack would be whole."""
         return self.pack is not None and self.pack.is_synced
+
+
+def recorded_entries(generation: Generation) -> list[tuple[Entry, str]]:
+    """The entries of a generation of named tensors, each with the kind of its pack.
+
+    Raises:
+        FormatError: they are not what its records are of.
+    """
+    (items,) = object_of(generation.captured, ("entries",), "the captured state")
+    found = []
+    for item in list_of(items, "the entries"):
+        name, tier, pack, tensors = object_of(item, ("name", "tier", "pack", "tensors"), "an entry")
+        check_plain_name(text_of(name, "the name of an entry"))
+        layout = ExtentLayout.from_description(tensors, generation.layout["chunk_bytes"])
+        records = generation.records.get(text_of(pack, f"the pack of {quoted(name)}"))
+        if records is None or not PACK.fullmatch(pack) or len(records) != -(-layout.nbytes // layout.chunk_bytes):
+            raise FormatError(f"the entry {quoted(name)} of {layout.nbytes} B has no pack of its size: {pack[:40]!r}")
+        if tier not in _TIERS:
+            raise FormatError(f"the entry {quoted(name)} is in the tier {tier!r:.40}; known are {', '.join(_TIERS)}")
+        found.append((Entry(name, layout, Tier(tier)), pack))
+    names, packs = ({row[0].name for row in found}, {row[1] for row in found})
+    if not len(names) == len(packs) == len(found):
+        raise FormatError("two entries have one name, or one pack")
+    return found
 
 
 class Spawn(Protocol):

@@ -8,6 +8,7 @@ Owner: the loop thread owns places and leases; workers run the jobs of a transfe
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,8 @@ from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import BudgetError, ConfigError, FormatError
 from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.pack.layout import ChunkSpec, check_plain_name
+from tierstore.pack.checked import list_of, number_of, text_of
+from tierstore.pack.layout import ChunkSpec, check_plain_name, quoted, tensor_bytes
 from tierstore.store.slots import SlotPack
 from tierstore.store.tasks import together
 
@@ -49,7 +51,7 @@ class TensorSlot:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def stop(self) -> int:
@@ -133,13 +135,19 @@ class ExtentLayout:
         Raises:
             FormatError: a dtype that this torch does not have, or not a description.
         """
-        try:
-            tensors = [(str(name), getattr(torch, dtype), tuple(map(int, shape))) for name, dtype, shape in rows]
-        except (AttributeError, TypeError, ValueError) as error:
-            raise FormatError(f"tensors of the store cannot be read by torch {torch.__version__}: {error}") from None
-        for name, dtype, _ in tensors:
-            if not isinstance(dtype, torch.dtype):
-                raise FormatError(f"tensor {name!r} of the store has the dtype {dtype!r}, which is none of torch")
+        tensors = []
+        for row in list_of(rows, "tensors"):
+            name, dtype, shape = list_of(row, "a tensor of the store", 3)
+            what = f"tensor {quoted(text_of(name, 'the name of a tensor'))} of the store"
+            check_plain_name(name)
+            found = getattr(torch, text_of(dtype, f"the dtype of {what}"), None)
+            if not isinstance(found, torch.dtype):
+                raise FormatError(f"{what} has the dtype {dtype[:40]!r}, which is none of torch {torch.__version__}")
+            sizes = tuple(number_of(size, 0, 2**63 - 1, f"a size of {what}") for size in list_of(shape, what))
+            tensor_bytes(name, "C64", sizes)  # more elements than anybody has
+            tensors.append((name, found, sizes))
+        if len({name for name, *_ in tensors}) < len(tensors):
+            raise FormatError("a tensor of the store stands twice in its entry")
         return cls.of(tensors, chunk_bytes)
 
 

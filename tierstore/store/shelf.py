@@ -28,6 +28,8 @@ from tierstore.store.extents import ExtentLayout, Nowhere, PackPlace, Place, Rou
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 
 KIND = "tensors"
+PACK = re.compile(r"put-\d{1,18}")
+"""The kind of a pack."""
 _PACK_FILE = re.compile(r"put-(\d+)\.[ab]\.safetensors")
 
 

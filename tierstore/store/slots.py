@@ -185,10 +185,18 @@ class SlotPack:
         """Look whether `open` will do, and change nothing: the directories may be those of another store.
 
         Raises:
-            FormatError: a file that a generation with these records needs is missing, or one has another size.
+            FormatError: a file that a generation with these records needs is missing, or one has another size; or they
+                are records of other chunks.
         """
+        if len(records) != len(self._places):
+            raise FormatError(f"the store is damaged: {len(records)} records for {len(self._places)} chunks")
+        for name, place, record in zip(self._names, self._places, records):
+            if record is not None and not (record.slot < self._slots and 0 < record.stored_bytes <= place.padded_bytes):
+                raise FormatError(f"the store is damaged: chunk {name} of {place.padded_bytes} B has the {record}")
         needed = {(self._places[i].disk, record.slot) for i, record in enumerate(records) if record is not None}
         for position, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
+            if path.is_symlink():  # it would be written to
+                raise FormatError(f"{path} is a link, which no store makes: it leads to {path.resolve()}; remove it")
             is_needed = divmod(position, self._slots) in needed
             if not path.exists():
                 if is_needed:

@@ -30,7 +30,7 @@ from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.buffers import DEFAULT_CHUNK_BYTES, BufferPlan, plan_buffers
 from tierstore.store.commit import Generation
 from tierstore.store.copies import DeviceTier
-from tierstore.store.entries import Entry, Homes
+from tierstore.store.entries import Entry, Homes, recorded_entries
 from tierstore.store.extents import ExtentLayout, Route, check_tensors, flattened
 from tierstore.store.owner import LoopOwner
 from tierstore.store.shelf import Directories, Shelf
@@ -293,8 +293,7 @@ class TensorStore:
         generation = await directories.find(self._resume)
         self._plan = self._plan_buffers(generation)
         self._build(generation)
-        described = [] if generation is None else generation.captured["entries"]
-        rows = [_row(row, self._plan.chunk_bytes) for row in described]
+        rows = [] if generation is None else recorded_entries(generation)
         self._check_budgets(rows)
         if directories.paths:
             extents = {kind: (entry.name, entry.layout) for entry, kind in rows}
@@ -436,9 +435,3 @@ def _tier(tier: Tier) -> Tier:
         return Tier(tier)
     except ValueError:
         raise ConfigError(f"tier must be one of {', '.join(item.value for item in Tier)}, not {tier!r}") from None
-
-
-def _row(row: Any, chunk_bytes: int) -> tuple[Entry, str]:
-    """An entry of a manifest, and its pack."""
-    layout = ExtentLayout.from_description(row["tensors"], chunk_bytes)
-    return Entry(row["name"], layout, Tier(row["tier"])), row["pack"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tierstore.config import Codec
 from tierstore.errors import ConfigError, FormatError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
@@ -58,31 +59,52 @@ def committed_chunks(directories: Sequence[Path]) -> tuple[Generation, list[Comm
             f"the store in {directories[0]} is striped over {layout['directories']} directories; give all of them, in "
             "their order"
         )
-    groups, codecs = recorded_groups(layout), _codecs(layout)
+    for pack in packs_of(generation, directories).values():
+        pack.check(generation.records[pack.kind])
+    return generation, chunks_of(generation, directories)
+
+
+def packs_of(generation: Generation, directories: Sequence[Path]) -> dict[str, SlotPack]:
+    """The packs of a training store, as its manifest alone describes them; not open.
+
+    Raises:
+        FormatError: it describes none that this release knows.
+    """
+    groups, codecs = recorded_groups(generation.layout), _codecs(generation.layout)
     io = ChunkIO(Backend(), WorkerPool("verify", 1), None, time.monotonic)  # its thread is never started
-    chunks: list[CommittedChunk] = []
-    for kind, records in generation.records.items():
-        what = Kind(kind.rstrip("0123456789"))
-        specs = chunk_specs(what, groups, layout["chunk_elements"])
-        pack = SlotPack(kind, specs, directories, io, codecs[what].codec)
-        pack.check(records)
-        for number, record in enumerate(records):
+    packs = {}
+    for kind in generation.records:
+        specs = chunk_specs(_kind(kind), groups, generation.layout["chunk_elements"])
+        if (codec := codecs[_kind(kind)].codec) is Codec.AUTO:
+            raise FormatError(f"the store does not say what codec its {kind[:40]} are stored with")
+        packs[kind] = SlotPack(kind, specs, directories, io, codec)
+    return packs
+
+
+def chunks_of(generation: Generation, directories: Sequence[Path]) -> list[CommittedChunk]:
+    """Every chunk that a generation of a training store names."""
+    groups, codecs = recorded_groups(generation.layout), _codecs(generation.layout)
+    chunks = []
+    for kind, pack in packs_of(generation, directories).items():
+        specs = chunk_specs(_kind(kind), groups, generation.layout["chunk_elements"])
+        codec = codecs[_kind(kind)].codec.value
+        for number, record in enumerate(generation.records[kind]):
             if record is not None:
-                path, offset, padded_bytes = pack.location(number, record)
-                group, codec = specs[number].name.rsplit("/", 2)[0], codecs[what].codec.value
+                name = specs[number].name
+                place = pack.location(number, record)
                 chunks.append(
                     CommittedChunk(
-                        path,
-                        specs[number].name,
-                        group,
-                        codec,
-                        offset,
-                        padded_bytes,
-                        record.stored_bytes,
-                        record.checksum,
+                        place[0], name, name.rsplit("/", 2)[0], codec, *place[1:], record.stored_bytes, record.checksum
                     )
                 )
-    return generation, chunks
+    return chunks
+
+
+def _kind(name: str) -> Kind:
+    try:
+        return Kind(name.rstrip("0123456789"))
+    except ValueError:
+        raise FormatError(f"the store has packs of the kind {name[:40]!r}, which this release does not know") from None
 
 
 def _codecs(layout: Mapping[str, Any]) -> Codecs:

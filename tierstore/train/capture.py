@@ -16,11 +16,18 @@ from torch import nn
 
 from tierstore.errors import ConfigError, FormatError
 from tierstore.pack import tree
+from tierstore.pack.checked import list_of, mapping_of, number_of, object_of
 
 _AS_INTEGERS = {
     torch.bfloat16: torch.int16, torch.float16: torch.int16,
     torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8,
 }  # fmt: skip
+
+_CAPTURED: Mapping[str, type | tuple[type, ...]] = {
+    "step": int, "steps": dict, "loss_scale": list, "optimizer": list, "registered": dict, "buffers": dict,
+    "random": dict, "pending": (dict, type(None)), "scheduler": object,
+}  # fmt: skip
+_MT19937_WORDS = 624
 
 
 class Stateful(Protocol):
@@ -47,12 +54,57 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Put back what `random_states` gave."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([torch.from_numpy(state.copy()) for state in states["cuda"]])
+    """Put back what `random_states` gave.
+
+    Raises:
+        FormatError: it gave something else.
+    """
+    try:
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all([torch.from_numpy(state.copy()) for state in states["cuda"]])
+    except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise FormatError(f"the random states of the store cannot be restored: {error}") from None
+
+
+def check_captured(captured: Any) -> None:
+    """Look whether a state that was read is one that a run can begin with; what a user's object kept is not known here.
+
+    Raises:
+        FormatError: it is not.
+    """
+    what = "the captured state"
+    captured = mapping_of(captured, what)
+    if absent := sorted(_CAPTURED.keys() - captured.keys()):
+        raise FormatError(f"{what} lacks {', '.join(absent)}")
+    for part in (captured, *list_of(captured.get("ranks", []), "the captured states of the ranks")):
+        for key, kinds in _CAPTURED.items():
+            if key in mapping_of(part, what) and not isinstance(part[key], kinds):
+                raise FormatError(f"{what} holds a {type(part[key]).__name__} as {key}")
+        _check_random_states(mapping_of(part.get("random"), "the random states"))
+    pending = captured["pending"]
+    if pending is not None:
+        object_of(pending, ("set", "touched", "scale"), "the pending gradients")
+        number_of(pending["set"], 0, 1, "the set of the pending gradients")
+        list_of(pending["touched"], "the parameters of the pending gradients")
+    if [type(number) in (int, float) for number in captured["loss_scale"]] != [True, True]:
+        raise FormatError(f"{what} holds no loss scale")
+    if not all(isinstance(count, int) for count in captured["steps"].values()):
+        raise FormatError(f"{what} holds steps of parameters that are no numbers")
+    for group in captured["optimizer"]:
+        mapping_of(group, "a parameter group of the optimizer")
+
+
+def _check_random_states(states: Mapping[str, Any]) -> None:
+    state, of_torch = states.get("numpy"), states.get("torch")
+    if not isinstance(state, tuple) or len(state) != 5 or not isinstance(of_torch, np.ndarray):
+        raise FormatError("the random states of the store are not those of numpy and torch")
+    name, keys, position, *_ = state
+    if name != "MT19937" or not isinstance(keys, np.ndarray) or keys.shape != (_MT19937_WORDS,):
+        raise FormatError("the random state of numpy is of another length")
+    number_of(position, 0, _MT19937_WORDS, "the position of numpy's random state")  # numpy reads where it says
 
 
 def reseed(rank: int) -> None:
@@ -93,12 +145,20 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def with_tensors(value: Any) -> Any:
-    """What `plain` was given."""
+    """What `plain` was given.
+
+    Raises:
+        FormatError: it was given something else.
+    """
     if isinstance(value, dict):
         if "$tensor" in value:
-            dtype = getattr(torch, value["$tensor"])
+            dtype = getattr(torch, str(value["$tensor"]), None)
+            if not isinstance(dtype, torch.dtype) or not isinstance(value.get("data"), np.ndarray):
+                raise FormatError(f"a tensor of the store has the dtype {value['$tensor']!r:.40}, not one of torch")
             tensor = torch.from_numpy(np.array(value["data"]))
-            return tensor.view(dtype) if dtype in _AS_INTEGERS else tensor
+            if dtype in _AS_INTEGERS and tensor.element_size() == dtype.itemsize:
+                return tensor.view(dtype)
+            return tensor
         return {key: with_tensors(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(with_tensors(item) for item in value)

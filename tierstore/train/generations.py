@@ -137,6 +137,7 @@ class Generations:
 
         Raises:
             ConfigError: the optimizer's groups were others.
+            FormatError: of other buffers, or of random states that the generators do not know.
         """
         self._is_previous = is_previous
         self.step_count = captured["step"]

@@ -17,6 +17,7 @@ from tierstore.io.runtime import Runtime
 from tierstore.store.commit import Generation, Manifests, StoreLock
 from tierstore.store.team import Team, leads
 from tierstore.store.training import TrainingStore
+from tierstore.train.capture import check_captured
 from tierstore.train.options import Options
 from tierstore.train.partition import Partition
 
@@ -114,7 +115,14 @@ def open_generation(runtime: Runtime, store: TrainingStore, generation: Generati
 
 
 def check_same_store(generation: Generation, tiers: TierConfig, schedule: UpdateSchedule) -> None:
+    """Refuse what this run cannot go on with; nothing was changed.
+
+    Raises:
+        ConfigError: it is another store, or was made in another way.
+        FormatError: its captured state is none.
+    """
     layout = generation.layout
+    check_captured(generation.captured)
     if generation.captured["pending"] is not None and schedule is not UpdateSchedule.DELAYED:
         raise ConfigError(
             f"the store in {tiers.nvme[0]} was trained with update='delayed', and the gradients of its last step are "

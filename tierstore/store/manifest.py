@@ -1,0 +1,180 @@
+"""What a manifest says, and the state beside it: a generation as bytes, strictly read back.
+
+Scope: two texts from a generation and back; everything that they say is checked before it is believed.
+Not here: files, and in which order they are written (`commit.py`); what the captured state means (`train/`).
+Owner: none; pure functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from tierstore.alignment import ALIGNMENT
+from tierstore.config import Codec
+from tierstore.errors import ChecksumMismatch, FormatError
+from tierstore.pack import tree
+from tierstore.pack.checked import checksum_of, list_of, mapping_of, number_of, object_of, text_of
+from tierstore.pack.codecs import checksum_bytes
+from tierstore.pack.layout import check_plain_name, quoted, tensor_bytes
+from tierstore.pack.strict_json import parse_json
+from tierstore.pack.validate import parse_header
+from tierstore.store.slots import SLOT_NAMES, ChunkRecord
+
+FORMAT_VERSION = 1
+_KEYS = (
+    "format", "version", "generation", "layout", "records", "captured", "captured_bytes", "captured_checksum",
+)  # fmt: skip
+_ADVICE = "go back one with resume='previous'"
+_CODECS = tuple(codec.value for codec in Codec)
+_DTYPES = ("fp32", "bf16", "fp16")
+_LARGEST_CHUNK_BYTES = 2**25
+_ARRAY_DTYPES = {
+    "BOOL": "|b1", "I8": "|i1", "U8": "|u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8",
+    "U64": "<u8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One committed state of the whole store.
+
+    Attributes:
+        number: counts commits from 0.
+        layout: what the packs look like; a store opens only for an equal one.
+        records: per pack, the record of each chunk.
+        captured: everything else that is needed to begin the next step.
+    """
+
+    number: int
+    layout: Mapping[str, Any]
+    records: Mapping[str, Sequence[ChunkRecord | None]]
+    captured: Any
+
+
+def texts_of(generation: Generation) -> tuple[bytes, bytes]:
+    """The manifest, and the arrays of the captured state as safetensors."""
+    state, arrays = tree.encode(generation.captured)
+    captured = safetensors.numpy.save(arrays)
+    body = {
+        "format": "tierstore",
+        "version": FORMAT_VERSION,
+        "generation": generation.number,
+        "layout": generation.layout,
+        "records": {kind: _rows(records) for kind, records in generation.records.items()},
+        "captured": state,
+        "captured_bytes": len(captured),
+        "captured_checksum": digest(captured),
+    }
+    data = json.dumps(body, separators=(",", ":")).encode()
+    return data + b"\n" + digest(data).encode(), captured
+
+
+def digest(data: bytes) -> str:
+    """xxh3, as a manifest writes it."""
+    return f"{checksum_bytes(data):016x}"
+
+
+def read_manifest(text: bytes, number: int, source: str) -> dict[str, Any]:
+    """What a manifest says, as far as it can be known without the captured state.
+
+    Raises:
+        FormatError: it is not one of this version and of generation `number`, or damaged.
+    """
+    data, _, found = text.rpartition(b"\n")
+    if digest(data).encode() != found:
+        raise ChecksumMismatch(f"the manifest {source} is damaged; {_ADVICE}")
+    body = mapping_of(parse_json(data, source), source)
+    if body.get("format") != "tierstore" or body.get("version") != FORMAT_VERSION:
+        raise FormatError(
+            f"{source} has format {body.get('format')!r:.40} version {body.get('version')!r:.40}; "
+            f"this release reads tierstore version {FORMAT_VERSION}"
+        )
+    object_of(body, _KEYS, source)
+    number_of(body["generation"], number, number, f"{source}: generation")
+    records = mapping_of(body["records"], f"{source}: records")
+    body["records"] = {kind: _records(rows, f"{source}: records of {quoted(kind)}") for kind, rows in records.items()}
+    _check_layout(mapping_of(body["layout"], f"{source}: layout"), body["records"], source)
+    return body
+
+
+def read_generation(body: Mapping[str, Any], captured: bytes, source: str) -> Generation:
+    """The generation that `read_manifest` has found, with the state captured beside it.
+
+    Args:
+        source: of `captured`.
+
+    Raises:
+        FormatError: the captured state is damaged, or another one.
+    """
+    if len(captured) != body["captured_bytes"] or digest(captured) != body["captured_checksum"]:
+        raise ChecksumMismatch(f"{source} is damaged; {_ADVICE}")
+    state = tree.decode(body["captured"], _arrays(captured, source), source)
+    return Generation(body["generation"], body["layout"], body["records"], state)
+
+
+def _arrays(captured: bytes, source: str) -> dict[str, tree.Array]:
+    header, arrays = parse_header(captured, len(captured), source), {}
+    for name, entry in header.entries.items():
+        if entry.dtype not in _ARRAY_DTYPES:
+            raise FormatError(f"{source}: array {quoted(name)} has the dtype {entry.dtype}, which numpy does not have")
+        data = captured[header.data_start + entry.begin : header.data_start + entry.end]
+        arrays[name] = np.ndarray(entry.shape, _ARRAY_DTYPES[entry.dtype], data)
+    return arrays
+
+
+def _rows(records: Sequence[ChunkRecord | None]) -> list[list[Any] | None]:
+    return [None if r is None else [r.slot, r.stored_bytes, f"{r.checksum:016x}"] for r in records]
+
+
+def _records(rows: Any, what: str) -> list[ChunkRecord | None]:
+    return [None if row is None else _record(list_of(row, what, 3), what) for row in list_of(rows, what)]
+
+
+def _record(row: Sequence[Any], what: str) -> ChunkRecord:
+    slot = number_of(row[0], 0, len(SLOT_NAMES) - 1, f"{what}: a slot")
+    return ChunkRecord(slot, number_of(row[1], 1, _LARGEST_CHUNK_BYTES, f"{what}: a length"), checksum_of(row[2]))
+
+
+def _check_layout(layout: Mapping[str, Any], records: Mapping[str, Sequence[object]], source: str) -> None:
+    """The layout is of known shape, and of as many chunks as there are records: no more is made of it than that."""
+    what = f"{source}: layout"
+    number_of(layout.get("directories"), 1, 2**16, f"{what}: directories")
+    _codec(layout.get("codec"), what)
+    groups = list_of(layout.get("groups"), f"{what}: groups")
+    if not groups:  # named tensors, each in a pack of its own: see `entries.py`
+        most = number_of(layout.get("chunk_bytes"), ALIGNMENT, _LARGEST_CHUNK_BYTES, f"{what}: chunk_bytes")
+        number_of(most % ALIGNMENT, 0, 0, f"{what}: chunk_bytes past a multiple of {ALIGNMENT}")
+        return
+    for kind, decided in mapping_of(layout.get("codecs", {}), f"{what}: codecs").items():
+        name, why = list_of(decided, f"{what}: codec of {quoted(kind)}", 2)
+        _codec(name, what)
+        text_of(why, f"{what}: the reason for a codec")
+    chunk_elements = number_of(layout.get("chunk_elements"), 1, _LARGEST_CHUNK_BYTES, f"{what}: chunk_elements")
+    chunks = sum(-(-_elements(group, what) // chunk_elements) for group in groups)
+    for kind, rows in records.items():
+        number_of(len(rows), chunks, chunks, f"{source}: the number of records of {quoted(kind)}")
+
+
+def _codec(name: Any, what: str) -> None:
+    if name not in _CODECS:
+        raise FormatError(f"{what}: this release does not know the codec {name!r:.40}; it knows {', '.join(_CODECS)}")
+
+
+def _elements(group: Any, what: str) -> int:
+    """Of a group, all whose fields are checked."""
+    name, dtype, trainable, parameters = object_of(group, ("name", "dtype", "trainable", "parameters"), what)
+    check_plain_name(text_of(name, f"{what}: the name of a group"))
+    if dtype not in _DTYPES or not isinstance(trainable, bool):
+        raise FormatError(f"{what}: group {quoted(name)} has the dtype {dtype!r:.40}, trainable {trainable!r:.40}")
+    total = 0
+    for row in list_of(parameters, f"{what}: parameters of group {quoted(name)}"):
+        parameter, shape = list_of(row, f"{what}: a parameter", 2)
+        sizes = [number_of(size, 0, 2**63 - 1, f"{what}: a shape") for size in list_of(shape, f"{what}: a shape")]
+        total += tensor_bytes(text_of(parameter, f"{what}: the name of a parameter"), "U8", sizes)
+    return number_of(total, 0, 2**63 - 1, f"{what}: the elements of group {quoted(name)}")
