@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from tierstore.cli import bench, codecs, inspect, pack, plan, probe, simulate, train, tune
+from tierstore.cli import bench, codecs, delete, inspect, pack, plan, probe, simulate, train, tune
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -29,6 +29,7 @@ app.command()(pack.pack)
 app.command()(pack.unpack)
 app.command()(inspect.inspect)
 app.command()(inspect.verify)
+app.command()(delete.delete)
 app.command()(probe.probe)
 app.command()(codecs.codecs)
 app.command()(bench.bench)

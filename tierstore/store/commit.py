@@ -140,7 +140,7 @@ def claim_directory(path: Path, backend: Backend | None = None) -> bool:
         is_made = backend.make_directories(path, 0o700)
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "it is not a directory")
-        strangers = [name for name in backend.names(path) if not _is_ours(name)]
+        strangers = [name for name in backend.names(path) if not is_of_a_store(name)]
     except (OSError, StorageError) as error:
         raise _unusable(path, error) from error
     if strangers:
@@ -156,8 +156,18 @@ def _unusable(path: Path, error: OSError | StorageError) -> StorageError:
     return kind(f"cannot use {path} as a store: {getattr(cause, 'strerror', None) or error}")
 
 
-def _is_ours(name: str) -> bool:
-    return name == _UNFINISHED or any(pattern.fullmatch(name) for pattern in (_LOCKS, _SMALL, _PACK))
+def is_of_a_store(name: str) -> bool:
+    """Whether a store gives this name to a file."""
+    return name == _UNFINISHED or is_a_lock(name) or any(pattern.fullmatch(name) for pattern in (_SMALL, _PACK))
+
+
+def is_a_lock(name: str) -> bool:
+    return _LOCKS.fullmatch(name) is not None
+
+
+def marks_a_store(name: str) -> bool:
+    """Whether nobody but a store gives this name to a file."""
+    return name == _UNFINISHED or _MANIFEST.fullmatch(name) is not None
 
 
 def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> None:

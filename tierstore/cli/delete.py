@@ -1,0 +1,53 @@
+"""`tierstore delete`: its options, and the question that it asks.
+
+Not here: the work (`apps/delete.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.cli.common import directory, say, told
+
+
+def delete(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(parser=directory, metavar="DIR...", help="All directories over which the store is striped."),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="The files that are gone, in bytes.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+) -> None:
+    """Remove a store: all of it, and nothing that no store made.
+
+    A store that a process uses is refused, and so is a directory that holds none.
+    """
+    import sys
+
+    from rich.console import Console
+
+    with told(debug):
+        from tierstore.apps import delete as app
+        from tierstore.apps.files import write_object
+        from tierstore.apps.output_files import check_outputs
+        from tierstore.errors import ConfigError
+        from tierstore.store.removal import look, remove
+
+        check_outputs(json=json)
+        console = Console()
+        for line in app.summary(look(paths)):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+        if not yes:
+            if not sys.stdin.isatty():
+                raise ConfigError("nobody is there to ask; give --yes to remove the store")
+            if not typer.confirm("Remove these files for ever?"):
+                say("nothing was removed")
+                raise typer.Exit(1)
+        found = remove(paths)
+        if json is not None:
+            write_object(json, app.as_json(found), "--json")
+        console.print("removed", highlight=False)

@@ -1,0 +1,121 @@
+"""Removing a store: all of it, and only it.
+
+Scope: which files of a directory are those of a store; taking them away under its lock.
+Not here: asking whoever wants it (`cli/`).
+Owner: a `StoreLock` for as long as files are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.errors import ConfigError, FormatError, StorageError
+from tierstore.io.backend import Backend, storage_error
+from tierstore.io.runtime import Runtime
+from tierstore.store.commit import Manifests, StoreLock, is_a_lock, is_of_a_store, marks_a_store
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDirectory:
+    """A directory of a store.
+
+    Attributes:
+        files: of the store and their bytes, in the order in which they go: what makes a generation goes first.
+        others: names of what no store made; that stays, and the directory with it.
+    """
+
+    path: Path
+    files: dict[str, int]
+    others: tuple[str, ...]
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(self.files.values())
+
+
+def look(directories: Sequence[Path], backend: Backend | None = None) -> list[StoreDirectory]:
+    """What would be removed; nothing is changed.
+
+    Raises:
+        ConfigError: a directory is none of a store, or not all directories of one are given.
+        StorageError: it cannot be read.
+    """
+    backend = backend or Backend()
+    found = [_look(path, backend) for path in directories]
+    count = _count(directories[0], backend)
+    if count is not None and count != len(directories):
+        raise ConfigError(f"the store in {directories[0]} is striped over {count} directories; give all of them")
+    for one in found:
+        # Packs have names that others might give: among files of others they need a manifest that counts on them.
+        is_sure = count is not None or not one.others or any(map(marks_a_store, one.files))
+        if not one.files or not is_sure:
+            raise ConfigError(f"{one.path} is not a store: {_shown([*one.files, *one.others])}; nothing was removed")
+    return found
+
+
+def _count(first: Path, backend: Backend) -> int | None:
+    """Over how many directories the store is striped; None if nothing readable says so."""
+    manifests = Manifests(first, backend)
+    with contextlib.suppress(FormatError, StorageError), Runtime("delete") as runtime:
+        for number in manifests.numbers()[:1]:
+            return int(runtime.call(manifests.read, number).layout["directories"])
+    return None
+
+
+def _look(path: Path, backend: Backend) -> StoreDirectory:
+    if path.is_symlink():
+        raise ConfigError(f"{path} is a link to {path.resolve()}; give that directory")
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory")
+    names = [name for name in backend.names(path) if not is_a_lock(name)]  # `StoreLock` takes its own away
+    files = {name: (path / name).lstat().st_size for name in names if is_of_a_store(name) and _is_file(path / name)}
+    ordered = sorted(files, key=lambda name: (not name.startswith("manifest-"), name))
+    others = tuple(name for name in names if name not in files)
+    return StoreDirectory(path, {name: files[name] for name in ordered}, others)
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()  # no store makes a link
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"it holds {', '.join(map(repr, names[:3]))}{more}" if names else "it is empty"
+
+
+def remove(directories: Sequence[Path], backend: Backend | None = None) -> list[StoreDirectory]:
+    """Remove a store, and its directories if nothing else is in them.
+
+    A kill in between leaves no generation, and a directory that can be removed by another call.
+
+    Returns:
+        What was there.
+
+    Raises:
+        ConfigError, StorageError: as `look`; nothing was changed.
+        StoreLocked: a process uses it; nothing was changed.
+        StorageError: the system refused; what is left can be removed later.
+    """
+    backend = backend or Backend()
+    look(directories, backend)
+    lock = StoreLock(directories)
+    try:
+        found = look(directories, backend)
+        for is_first in (True, False):
+            for directory in found:
+                for name in directory.files:
+                    if name.startswith("manifest-") == is_first:
+                        backend.remove(directory.path / name)
+                backend.sync_directory(directory.path)
+    finally:
+        lock.release()
+    for directory in found:
+        if not directory.others:
+            try:
+                directory.path.rmdir()
+            except OSError as error:
+                raise storage_error(error, "removal", directory.path) from error
+    return found
