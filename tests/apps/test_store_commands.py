@@ -10,9 +10,11 @@ import tensor_stores
 from runs import next_token_loss, tiny, tokens
 from typer.testing import CliRunner
 
+from tierstore.apps.verify import advised
 from tierstore.cli import app
 from tierstore.config import Codec, Tier, TierConfig
-from tierstore.store.verification import committed_chunks
+from tierstore.errors import ChecksumMismatch
+from tierstore.store.verification import CommittedChunk, committed_chunks
 from tierstore.train.engine import Engine
 
 
@@ -47,7 +49,9 @@ def test_the_last_generation_is_shown_and_verified(tmp_path: Path, codec: Codec)
     bad.path.write_bytes(data)
     result = run.invoke(app, ["verify", *paths, "--memory", "1TiB", "--json", str(tmp_path / "j")])
     assert result.exit_code == 1
-    assert [one["tensors"] for one in json.loads((tmp_path / "j").read_text())["damages"]] == [[bad.name]]
+    assert [one["tensors"] for one in json.loads((tmp_path / "j").read_text())["damages"]] == [list(bad.tensors)]
+    assert bad.tensors
+    assert set(bad.tensors) <= {name for group in generation.layout["groups"] for name, _ in group["parameters"]}
 
     result = run.invoke(app, ["verify", paths[0]])
     assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)
@@ -62,3 +66,45 @@ def test_a_store_of_named_tensors_is_none_of_training(command: str, tmp_path: Pa
     tensor_stores.run(put())
     result = CliRunner().invoke(app, [command, str(tmp_path / "store")])
     assert (result.exit_code, "tensors, not" in result.output) == (2, True), result.output
+
+
+def flip(chunk: CommittedChunk) -> None:
+    data = bytearray(chunk.path.read_bytes())
+    data[chunk.offset + chunk.stored_bytes - 1] ^= 1
+    chunk.path.write_bytes(data)
+
+
+def go_on(directory: Path) -> None:
+    tiers = TierConfig(gpu_memory="4MiB", cpu_memory="3MiB", nvme=[directory], chunk_bytes="64KiB")
+    with advised([directory]), Engine(tiny(blocks=1), tiers, resume="auto") as engine:
+        engine.backward(next_token_loss(engine, tokens(1)[0]))
+        engine.step()
+
+
+def test_the_generation_that_is_whole_is_offered_and_no_other(tmp_path: Path) -> None:
+    store([tmp_path], Codec.NONE)
+    _, newest = committed_chunks([tmp_path])
+    _, before = committed_chunks([tmp_path], 1)
+    (bad,) = [chunk for chunk in newest if chunk.name == "blocks.0/state/0"]
+    flip(bad)
+    with pytest.raises(ChecksumMismatch) as refusal:
+        go_on(tmp_path)
+    message = str(refusal.value)
+    assert f"damaged: chunk {bad.name} at offset {bad.offset} of {bad.path}: {bad.stored_bytes} B" in message
+    assert f"; of '{bad.tensors[0]}'" in message
+    assert message.endswith("; generation 1 is whole, every chunk of it was read: go on with resume='previous'")
+    (older,) = [chunk for chunk in before if chunk.name == "blocks.0/weights/0"]
+    flip(older)
+    with pytest.raises(ChecksumMismatch) as refusal:
+        go_on(tmp_path)
+    assert str(refusal.value).endswith("; no generation of the store is whole (2 were read): restore it from a copy")
+    flip(bad)
+    with pytest.raises(ChecksumMismatch, match=r"generation 2 is whole, .*resume='auto'"), advised([tmp_path]):
+        raise ChecksumMismatch(f"damaged: what was written in {tmp_path} since the last commit; some advice")
+    flip(older)
+    go_on(tmp_path)
+
+
+def test_what_is_not_of_the_store_is_told_as_it_was(tmp_path: Path) -> None:
+    with pytest.raises(ChecksumMismatch, match=r"^another file; pack again$"), advised([tmp_path / "store"]):
+        raise ChecksumMismatch("another file; pack again")

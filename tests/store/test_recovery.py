@@ -145,6 +145,7 @@ class TestDamage:
         message = str(refusal.value)
         assert message.startswith(f"damaged: chunk blocks.0/{kind}/0 at offset {offset} of ")
         assert any(f" of {path}: " in message for path in paths)
+        assert "; of 'blocks.0." in message
         assert message.endswith("resume='previous'")
 
     def test_a_damaged_manifest_is_named(self, folder: Path) -> None:

@@ -31,7 +31,8 @@ from tierstore.apps.options import Preset, TrainOptions
 from tierstore.apps.recipe import Recipe, parameter_groups
 from tierstore.apps.report import Reporter, Totals
 from tierstore.apps.stopping import StopRequest
-from tierstore.config import AdamWConfig, Codec, TierConfig, format_size
+from tierstore.apps.verify import advised
+from tierstore.config import AdamWConfig, Codec, Resume, TierConfig, format_size
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
 from tierstore.train.checkpoints import CheckpointSource
@@ -117,7 +118,8 @@ def train(
             torch.set_num_threads(options.threads)
         return assemble(options, crew)
 
-    with contextlib.ExitStack() as stack:
+    is_told = crew.leads and options.resume is not Resume.PREVIOUS  # which says itself that it is damaged
+    with advised(options.nvme if is_told else ()), contextlib.ExitStack() as stack:
         names = [one.name for one in fields(options) if one.name not in _OF_A_RANK]
         crew.check_same("options", {name: getattr(options, name) for name in names})
         parts = crew.all_succeed("the model and the text", prepare)

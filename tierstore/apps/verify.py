@@ -7,8 +7,9 @@ Owner: nothing is kept between calls.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import open_archive
 from tierstore.archive.reading import Damage, verify
 from tierstore.config import format_size
+from tierstore.errors import ChecksumMismatch, FormatError, StorageError
 from tierstore.io.backend import Backend
 from tierstore.pack.codecs import checksum
 from tierstore.pack.layout import quoted
@@ -86,10 +88,22 @@ def run_verify(paths: Sequence[Path], memory_bytes: int, console: Console) -> Ve
 def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console) -> Verdict:
     generation, chunks = committed_chunks(paths)
     total = sum(padded(chunk.stored_bytes) for chunk in chunks)
-    largest = max((padded(chunk.stored_bytes) for chunk in chunks), default=1)
-    damages: list[Damage] = []
     start = time.perf_counter()
-    with byte_bar(console, "verifying", total) as advance, OpenFiles(Backend()) as files:
+    with byte_bar(console, "verifying", total) as advance:
+        damages = _damages(chunks, flow.room(memory_bytes, _largest(chunks)), advance)
+    what = f"store {paths[0]}, generation {generation.number}"
+    return Verdict(what, len(chunks), total, time.perf_counter() - start, tuple(damages))
+
+
+def _largest(chunks: Sequence[CommittedChunk]) -> int:
+    return max((padded(chunk.stored_bytes) for chunk in chunks), default=1)
+
+
+def _damages(
+    chunks: Sequence[CommittedChunk], room: flow.Room, advance: Callable[[int], None] = lambda nbytes: None
+) -> list[Damage]:
+    damages: list[Damage] = []
+    with OpenFiles(Backend()) as files:
 
         def matches(chunk: CommittedChunk, buffer: npt.NDArray[np.uint8]) -> bool:
             files(chunk.path).read_into(buffer[: padded(chunk.stored_bytes)], chunk.offset)
@@ -100,12 +114,37 @@ def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console) ->
             if not is_whole:
                 message = f"damaged: chunk {chunk.name} at offset {chunk.offset} of {chunk.path}"
                 damages.append(
-                    Damage(chunk.path, chunk.offset, chunk.stored_bytes, chunk.group, (chunk.name,), message)
+                    Damage(chunk.path, chunk.offset, chunk.stored_bytes, chunk.group, chunk.tensors, message)
                 )
 
-        flow.run(chunks, matches, flow.room(memory_bytes, largest), done=done)
-    what = f"store {paths[0]}, generation {generation.number}"
-    return Verdict(what, len(chunks), total, time.perf_counter() - start, tuple(damages))
+        flow.run(chunks, matches, room, done=done)
+    return damages
+
+
+@contextlib.contextmanager
+def advised(paths: Sequence[Path]) -> Iterator[None]:
+    """Damage that is found in a store is told with what can be done: all chunks of its generations are read.
+
+    Args:
+        paths: directories of the store, closed when the block has ended; none: errors stay as they are.
+    """
+    try:
+        yield
+    except ChecksumMismatch as error:
+        if not any(str(path) in str(error) for path in paths):
+            raise
+        damage, _, _ = str(error).rpartition("; ")  # without its advice
+        raise ChecksumMismatch(f"{damage}; {_advice(paths)}") from error
+
+
+def _advice(paths: Sequence[Path]) -> str:
+    numbers = Manifests(paths[0], Backend()).numbers()
+    for number, resume in zip(numbers, ("auto", "previous")):
+        with contextlib.suppress(FormatError, StorageError):
+            _, chunks = committed_chunks(paths, number)
+            if not _damages(chunks, flow.Room(flow.THREADS, _largest(chunks))):
+                return f"generation {number} is whole, every chunk of it was read: go on with resume='{resume}'"
+    return f"no generation of the store is whole ({len(numbers)} were read): restore it from a copy"
 
 
 def is_store(path: Path) -> bool:

@@ -67,10 +67,14 @@ class ChunkSpec:
     """A chunk of a slot pack: sections (name, dtype, elements) back to back, in this order.
 
     A section is the 1-D tensor `{chunk name}.{section name}` of the pack.
+
+    Attributes:
+        tensors: of which it holds a part, or their state, as a user names them.
     """
 
     name: str
     sections: tuple[tuple[str, str, int], ...]
+    tensors: tuple[str, ...] = ()
 
     @property
     def item_bytes(self) -> int:
@@ -119,6 +123,12 @@ class Layout:
 def quoted(name: str) -> str:
     """A name from a file as a message may show it: escaped, and never long."""
     return repr(name if len(name) <= 80 else name[:77] + "...")
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names as a message may show them: quoted, and not too many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(quoted, names[:most])) + more
 
 
 def tensor_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:

@@ -114,10 +114,12 @@ class ExtentLayout:
 
     def chunk_specs(self, name: str) -> list[ChunkSpec]:
         """The chunks as they stand in a pack of their own."""
-        return [
-            ChunkSpec(f"{name}/{chunk.index}", tuple(_section(*part) for part in self.parts(chunk)))
-            for chunk in self.chunks()
-        ]
+        specs = []
+        for chunk in self.chunks():
+            parts = list(self.parts(chunk))
+            tensors = tuple(slot.name for slot, *_ in parts)
+            specs.append(ChunkSpec(f"{name}/{chunk.index}", tuple(_section(*part) for part in parts), tensors))
+        return specs
 
     def views(self, storage: torch.UntypedStorage) -> dict[str, torch.Tensor]:
         """The tensors in a storage that holds the extent."""

@@ -141,11 +141,12 @@ def chunk_specs(kind: Kind, groups: Sequence[GroupSpec], chunk_elements: int) ->
 
 def _chunk_spec(kind: Kind, group: GroupSpec, chunk: int, start: int, stop: int) -> ChunkSpec:
     name = f"{group.name}/{kind.value}/{chunk}"
+    tensors = tuple(one.name for one in group.parameters if one.start < stop and start < one.stop)
     if kind is not Kind.STATE:
-        return ChunkSpec(name, (("flat", _PACK_DTYPE[group.dtype], stop - start),))
+        return ChunkSpec(name, (("flat", _PACK_DTYPE[group.dtype], stop - start),), tensors)
     sections = _STATE_SECTIONS[group.dtype] if group.trainable else (("frozen", "U8"),)
     elements = stop - start if group.trainable else 1
-    return ChunkSpec(name, tuple((section, dtype, elements) for section, dtype in sections))
+    return ChunkSpec(name, tuple((section, dtype, elements) for section, dtype in sections), tensors)
 
 
 def fingerprint(

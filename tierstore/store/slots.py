@@ -23,7 +23,7 @@ from tierstore.io.memory import Pool
 from tierstore.io.meter import LinkMeter
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.pack.codecs import checksum, codec_for
-from tierstore.pack.layout import ChunkSpec, Layout, capacity_pack, slot_pack
+from tierstore.pack.layout import ChunkSpec, Layout, capacity_pack, listed, slot_pack
 from tierstore.trace import Tracer
 
 Bytes = npt.NDArray[np.uint8]
@@ -124,6 +124,7 @@ class SlotPack:
         self.kind = kind
         self._io = io
         self._names = [chunk.name for chunk in chunks]
+        self._tensors = [chunk.tensors for chunk in chunks]
         self._directories = list(directories)
         self._slots = slots
         self._is_coded = codec is not Codec.NONE
@@ -247,7 +248,7 @@ class SlotPack:
         """Fill `array` (padded length) with the chunk, verified. `record` reads an older state of it.
 
         Raises:
-            ChecksumMismatch: names the chunk and its file.
+            ChecksumMismatch: names the chunk, its file and its tensors.
         """
         wanted = record or self.current[index]
         if wanted is None:
@@ -269,8 +270,8 @@ class SlotPack:
         if found != record.checksum:
             raise ChecksumMismatch(
                 f"damaged: chunk {self._names[index]} at offset {place.offset} of {file.path}: "
-                f"{record.stored_bytes} B have checksum {found:016x}, committed as {record.checksum:016x}; "
-                "restore the store from a copy, or resume='previous'"
+                f"{record.stored_bytes} B have checksum {found:016x}, not {record.checksum:016x} as written; "
+                f"of {listed(self._tensors[index])}; restore the store from a copy, or resume='previous'"
             )
         if not raw:
             self._codecs[index].decode(source[: record.stored_bytes], array[: place.padded_bytes])

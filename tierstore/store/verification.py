@@ -1,6 +1,6 @@
 """What a committed generation needs of the packs of a training store, read from its manifest alone.
 
-Scope: the chunks of the last generation, where each lies and what its checksum is. Nothing is opened or changed.
+Scope: the chunks of a generation, where each lies and what its checksum is. Nothing is opened or changed.
 Not here: reading them (`apps/verify.py`); a store that is open (`training.py`); stores of named tensors.
 Owner: none; plain records.
 """
@@ -30,6 +30,7 @@ class CommittedChunk:
 
     path: Path
     name: str
+    tensors: tuple[str, ...]
     group: str
     codec: str
     offset: int
@@ -38,11 +39,14 @@ class CommittedChunk:
     checksum: int
 
 
-def committed_chunks(directories: Sequence[Path]) -> tuple[Generation, list[CommittedChunk]]:
-    """The last generation of a store, and every chunk of it.
+def committed_chunks(
+    directories: Sequence[Path], number: int | None = None
+) -> tuple[Generation, list[CommittedChunk]]:
+    """A generation of a store, and every chunk of it.
 
     Args:
         directories: of the store, in their order.
+        number: of the generation; None is the last one.
 
     Raises:
         ConfigError: not all of them are given, or it is no training store.
@@ -50,7 +54,7 @@ def committed_chunks(directories: Sequence[Path]) -> tuple[Generation, list[Comm
     """
     manifests = Manifests(directories[0], Backend())
     with Runtime("verify") as runtime:
-        generation = runtime.call(manifests.read, manifests.numbers()[0])
+        generation = runtime.call(manifests.read, manifests.numbers()[0] if number is None else number)
     layout = generation.layout
     if not layout["groups"]:
         raise ConfigError(f"{directories[0]} holds named tensors, not the training state of a model")
@@ -90,13 +94,10 @@ def chunks_of(generation: Generation, directories: Sequence[Path]) -> list[Commi
         codec = codecs[_kind(kind)].codec.value
         for number, record in enumerate(generation.records[kind]):
             if record is not None:
-                name = specs[number].name
-                place = pack.location(number, record)
-                chunks.append(
-                    CommittedChunk(
-                        place[0], name, name.rsplit("/", 2)[0], codec, *place[1:], record.stored_bytes, record.checksum
-                    )
-                )
+                name, tensors = specs[number].name, specs[number].tensors
+                path, *place = pack.location(number, record)
+                stored = (record.stored_bytes, record.checksum)
+                chunks.append(CommittedChunk(path, name, tensors, name.rsplit("/", 2)[0], codec, *place, *stored))
     return chunks
 
 
