@@ -13,10 +13,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tierstore.io.runtime import Runtime
 
+hypothesis.settings.register_profile("long", max_examples=2000, stateful_step_count=100, deadline=None)
 JOIN_S = 5.0
 LONGEST = (
     "apps/test_ranks.py", "apps/test_for_real.py", "train/test_zero_models.py", "train/test_zero.py",
