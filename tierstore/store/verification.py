@@ -95,9 +95,9 @@ def chunks_of(generation: Generation, directories: Sequence[Path]) -> list[Commi
         for number, record in enumerate(generation.records[kind]):
             if record is not None:
                 name, tensors = specs[number].name, specs[number].tensors
-                path, *place = pack.location(number, record)
-                stored = (record.stored_bytes, record.checksum)
-                chunks.append(CommittedChunk(path, name, tensors, name.rsplit("/", 2)[0], codec, *place, *stored))
+                path, offset, padded_bytes = pack.location(number, record)
+                group, stored = name.rsplit("/", 2)[0], (record.stored_bytes, record.checksum)
+                chunks.append(CommittedChunk(path, name, tensors, group, codec, offset, padded_bytes, *stored))
     return chunks
 
 
