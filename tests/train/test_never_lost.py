@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-KILLS = 3
+KILLS = 2
 TOOL = Path(__file__).parents[2] / "tools" / "crash_loop.py"
 VARIANTS = (
     "forward", "forward-workers", "forward-3", "backward", "backward-3", "speculative", "speculative-lz4",
