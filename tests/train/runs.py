@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -160,14 +161,23 @@ def _step_side_by_side(engine: Engine, batches: Sequence[Batch], loss_of: LossOf
     for batch in batches:
         with suppress(StopIteration):
             loss_of(lambda given: next(iter(inputs.append(given) or ())), batch)  # what it gives to the model
-    left = iter(batches)
+    own = threading.local()
+    found: dict[int, float] = {}
 
     def loss_of_output(output: Any) -> torch.Tensor:
-        loss = loss_of(lambda _: output, next(left))
-        losses.append(loss.item())
+        loss = loss_of(lambda _: output, batches[own.place])
+        found[own.place] = loss.item()
         return loss
 
-    return engine.train_step(inputs, loss_of_output, "vertical")
+    def enter(module: nn.Module, given: tuple[Any]) -> None:
+        own.place = next(place for place, one in enumerate(inputs) if one is given[0])
+
+    handle = engine.model.register_forward_pre_hook(enter)
+    try:
+        return engine.train_step(inputs, loss_of_output, "vertical")
+    finally:
+        handle.remove()
+        losses += [found[place] for place in range(len(batches))]
 
 
 def train_plain(

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +106,8 @@ def visited(tmp_path: Path, batches: list[torch.Tensor], schedule: str) -> tuple
 class Recomputing(WithLoss):
     """Its blocks are recomputed in backward."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
+    def __init__(self, reentrant: bool, **options: Any) -> None:
+        super().__init__(**options)
         for block in self.inner.blocks:
             inside = block.forward
             block.forward = lambda x, inside=inside: torch.utils.checkpoint.checkpoint(
@@ -110,28 +116,64 @@ class Recomputing(WithLoss):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_gives_the_same_steps(reentrant: bool, tmp_path: Path) -> None:
-    expected = steps_of(TierConfig(), update="step")
-    tiers = everything_moves(tmp_path, "forward")
-    found = steps_of(tiers, model=Recomputing(reentrant), update="forward")
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+def test_recomputation_finds_the_same_random_numbers(reentrant: bool, tmp_path: Path) -> None:
+    found = []
+    for model in (WithLoss(dropout=0.3), Recomputing(reentrant, dropout=0.3)):
+        torch.manual_seed(7)
+        found.append(steps_of(everything_moves(tmp_path / str(len(found)), "forward"), model=model, update="forward"))
+    assert found[0].losses == pytest.approx(found[1].losses, rel=1e-5)
+    norms = [[report.grad_norm for report in run.reports] for run in found]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_what_torch_keeps_per_thread_is_that_of_the_caller(tmp_path: Path) -> None:
-    seen: list[tuple[torch.dtype, bool]] = []
+def test_the_random_numbers_after_it_are_the_same_again() -> None:
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        first, second = SideBySide([lambda: float(torch.rand(()))] * 2).run()
+        draws.append((first, second, float(torch.rand(()))))
+        assert len(set(draws[-1])) == 3
+    assert draws[0] == draws[1]
+
+
+def test_the_number_of_micro_batches_may_change_from_step_to_step(tmp_path: Path) -> None:
+    with Engine(Recomputing(True), everything_moves(tmp_path, "backward"), update="backward") as engine:
+        for count in (4, 4, 3, 1, 4):
+            assert engine.train_step(tokens(count), lambda loss: loss, "vertical").grad_norm > 0
+
+
+def test_what_torch_keeps_per_thread_is_that_of_the_caller() -> None:
+    seen: list[tuple[torch.dtype, bool, torch.device]] = []
 
     class Seeing(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
-            seen.append((y.dtype, torch.is_grad_enabled()))
+            seen.append((y.dtype, torch.is_autocast_cache_enabled(), torch.get_default_device()))
             return y
 
     with (
         Engine(Seeing(WIDTH, 8), TierConfig()) as engine,
-        torch.autocast("cpu", torch.bfloat16),
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        torch.device("meta"),
     ):
-        engine.train_step([torch.ones(2, WIDTH)] * 2, lambda y: y.float().square().sum(), "vertical")
-    assert seen == [(torch.bfloat16, True)] * 2
+        batches = [torch.ones(2, WIDTH, device="cpu")] * 2
+        engine.train_step(batches, lambda y: y.float().square().sum(), "vertical")
+    assert seen == [(torch.bfloat16, False, torch.device("meta"))] * 2
+
+
+def test_a_module_may_be_called_by_threads_of_the_model(tmp_path: Path) -> None:
+    class Threaded(WithLoss):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(super().forward, batch).result()
+
+    with Engine(Threaded(), TierConfig()) as engine:
+        assert engine.train_step(tokens(2), lambda loss: loss, "vertical").grad_norm > 0
+
+
+def test_each_loss_is_one_number(tmp_path: Path) -> None:
+    with Engine(WithLoss(), TierConfig()) as engine, pytest.raises(ConfigError, match="a loss is one number"):
+        engine.train_step(tokens(2), lambda loss: loss.expand(3), "vertical")
 
 
 def test_a_forward_that_fails_fails_the_step_and_no_other(tmp_path: Path) -> None:
@@ -216,3 +258,54 @@ def test_the_first_failure_ends_all_of_them(error: type[BaseException]) -> None:
         side.run()
     assert went_on == ["a"]
     assert ended == ["a", "b", "c"]
+
+
+def test_an_interrupt_waits_for_the_one_that_runs() -> None:
+    main, ended = threading.main_thread(), threading.Event()
+
+    def job() -> None:
+        signal.pthread_kill(main.ident, signal.SIGINT)
+        for _ in range(200):  # long after the main thread was woken
+            torch.randn(100, 100) @ torch.randn(100, 100)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        SideBySide([job]).run()
+    assert ended.is_set()
+
+
+def test_without_a_thread_for_each_none_is_left_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, begun = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(begun) == 2:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    _, side = side_by_side(("a", "12"), ("b", "12"), ("c", "12"), ("d", "12"))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        side.run()
+    for thread in begun:
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
+def test_a_failure_leaves_nothing_alive() -> None:
+    held = torch.zeros(1)
+    alive = weakref.ref(held)
+
+    def job(value: torch.Tensor) -> None:
+        raise ValueError(value.shape)
+
+    side = SideBySide([partial(job, held)] * 2)
+    del held
+    gc.disable()
+    try:
+        with pytest.raises(ValueError):
+            side.run()
+        del side
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -83,6 +83,7 @@ class GradientCollector:
             p: (g.index, i) for g in self._groups for i, p in enumerate(g.parameters)
         }
         self._recomputed: list[int | None] = [None] * len(self._groups)
+        self._forwards = 1
         self._waiting: set[int] = set()
         self._gathering: dict[int, Group] = {}  # some of their gradients have come and were not handed over
         self._begun_bytes = 0
@@ -118,6 +119,12 @@ class GradientCollector:
     def knows_graph(self) -> bool:
         """Whether a final backward has shown how many gradients recomputation adds."""
         return all(count is not None for count in self._recomputed)
+
+    def expect(self, forwards: int) -> None:
+        """So many forwards go into each backward of the step that begins: what another number showed is forgotten."""
+        if forwards != self._forwards:
+            self._forwards = forwards
+            self._recomputed = [None] * len(self._groups)
 
     def begin(self, store: Gradients, loss: torch.Tensor, *, is_final: bool, is_streaming: bool) -> None:
         """A backward begins.

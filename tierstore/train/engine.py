@@ -160,8 +160,8 @@ class Engine:
         with self._parts.hooks.watching():
             return call()
 
-    def _forward(self, call: Callable[[], Any]) -> Any:
-        """`call` runs the model, and is watched."""
+    def _forward(self, call: Callable[[], Any], count: int = 1) -> Any:
+        """`call` runs the model so many times, and is watched."""
         parts = self._whole_parts()
         self._refuse_after_backward("another forward")
         if torch.is_grad_enabled() and self._is_modifying:
@@ -169,6 +169,7 @@ class Engine:
         if torch.is_grad_enabled() and not parts.driver.has_begun:
             self._generations.leave_newer()
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
+            parts.collector.expect(count)
             parts.driver.begin(parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph)
         parts.access.stops_at_step = self._is_syncing and not parts.driver.is_streaming
         parts.access.begin_forward()
@@ -194,11 +195,7 @@ class Engine:
         self._refuse_after_backward("a second backward outside no_sync()")
         if not parts.driver.has_begun:
             raise ConfigError("backward() needs a forward through the engine before it, in the same step")
-        if loss.numel() != 1 or not loss.requires_grad:
-            raise ConfigError(
-                f"a loss is one number that depends on the weights, not a tensor of shape {tuple(loss.shape)}"
-                f"{'' if loss.requires_grad else ' that needs no gradient'}"
-            )
+        _check_loss(loss)
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
         scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
@@ -248,17 +245,19 @@ class Engine:
 
         Args:
             batches: mappings become keyword arguments of the model, anything else its first argument.
-            loss_of: takes the model's output; None takes its `.loss`.
+            loss_of: takes the model's output; None takes its `.loss`. It runs in the thread of its forward.
             schedule: "horizontal": one micro-batch after the other, with the activations of one. "vertical": all of
-                them side by side, so that weights are fetched once per pass, and with the activations of all; gradients
-                agree to rounding, dropout draws its numbers in another order, and a model that counts its calls finds
-                several of them begun.
+                them side by side, so that weights are fetched once per pass, and with the activations and outputs of
+                all. Gradients agree to rounding, and dropout draws other numbers. The model is in several calls at
+                once, each in a thread of its own: it may not keep in itself what belongs to one call, and where they
+                go different ways several groups are in use together.
         """
         batches = list(batches)
         take_loss = loss_of or (lambda output: output.loss)
-        if _choice(MicroBatchSchedule, "schedule", schedule) is MicroBatchSchedule.VERTICAL:
-            outputs = self._forward(lambda: self._side_by_side(batches))
-            self.backward(torch.stack([take_loss(output) for output in outputs]).sum() / len(batches))
+        order = _choice(MicroBatchSchedule, "schedule", schedule)
+        if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
+            losses = self._forward(lambda: self._side_by_side(batches, take_loss), len(batches))
+            self.backward(torch.stack(losses).sum() / len(batches))
             return self.step()
         for position, batch in enumerate(batches):
             is_last = position == len(batches) - 1
@@ -266,10 +265,17 @@ class Engine:
                 self.backward(take_loss(_called(self, batch)) / len(batches))
         return self.step()
 
-    def _side_by_side(self, batches: Sequence[Any]) -> list[Any]:
-        """The model's outputs, for micro-batches that pass each group together."""
+    def _side_by_side(self, batches: Sequence[Any], take_loss: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
+        """The losses of micro-batches that pass each group together."""
         access = self._parts.access
-        forwards = SideBySide([partial(self._watched, partial(_called, self.model, batch)) for batch in batches])
+
+        def loss_of(batch: Any) -> torch.Tensor:
+            # In its thread: nodes that another one made may rank below all of these, and part the backwards.
+            loss = take_loss(self._watched(partial(_called, self.model, batch)))
+            _check_loss(loss)
+            return loss.reshape(())
+
+        forwards = SideBySide([partial(loss_of, batch) for batch in batches])
         access.before_visit = forwards.meet
         try:
             return forwards.run()
@@ -547,6 +553,14 @@ def _close_at_exit(engine: weakref.ref[Engine]) -> None:
     left = engine()
     if left is not None and not left._parts.runtime.is_inherited:
         left.close()
+
+
+def _check_loss(loss: torch.Tensor) -> None:
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise ConfigError(
+            f"a loss is one number that depends on the weights, not a tensor of shape {tuple(loss.shape)}"
+            f"{'' if loss.requires_grad else ' that needs no gradient'}"
+        )
 
 
 def _called(model: Callable[..., Any], batch: Any) -> Any:

@@ -7,6 +7,9 @@ Owner: the thread that trains; of its helpers one at a time runs, and that one i
 a thread, which passes the turn on when it comes to another group, and goes on when all the others have come as far.
 Autograd counts the nodes that a thread makes, and visits first what was made last: one backward over the sum of the
 losses walks forwards of fresh threads side by side, too, without threads, on any device.
+
+[Note: random numbers of turns] Each forward draws from a state of its own, which goes with its turn. A checkpoint that
+saved the state before others had their turns finds the same numbers behind it when it recomputes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch
 T = TypeVar("T")
 
 
-class _GivenUp(BaseException):
+class _GivenUp(Exception):
     """Ends a forward whose result nobody wants any more."""
 
 
@@ -37,8 +40,9 @@ class SideBySide(Generic[T]):
     def __init__(self, jobs: Sequence[Callable[[], T]]) -> None:
         self._jobs = jobs
         self._results: dict[int, T] = {}
-        self._turns = [threading.Semaphore(0) for _ in jobs]
-        self._waiting = deque(range(len(jobs)))  # those whose turn comes, the next one first
+        self._turns = [threading.Semaphore(index == 0) for index in range(len(jobs))]
+        self._waiting = deque(range(1, len(jobs)))  # those whose turn comes, the next one first
+        self._ended = threading.Semaphore(0)
         self._failure: BaseException | None = None
         self._is_given_up = False
         self._own = threading.local()
@@ -47,49 +51,74 @@ class SideBySide(Generic[T]):
         """The results, in the order of the jobs.
 
         Raises:
-            BaseException: the first that a job raised, when all of them have ended.
+            BaseException: the first that a job raised, when all of them have ended. An interrupt waits for that, too,
+                unless it is the second one.
         """
+        seeds = torch.randint(2**63 - 1, (len(self._jobs),), device="cpu").tolist()
         threads = [
-            threading.Thread(target=contextvars.copy_context().run, args=(body,), daemon=True, name=f"tierstore-{name}")
-            for name, body in ((f"forward-{index}", self._body(index)) for index in range(len(self._jobs)))
-        ]
-        for thread in threads:
-            thread.start()
+            threading.Thread(
+                target=contextvars.copy_context().run, args=(self._body(index, seed),), daemon=True,
+                name=f"tierstore-forward-{index}",
+            )
+            for index, seed in enumerate(seeds)
+        ]  # fmt: skip
+        random_state = _random_state()
+        left = len(threads)
         try:
-            self._pass_on()
-            _join(threads)
-        except BaseException:  # an interrupt
+            for thread in threads:
+                thread.start()
+            while left:
+                self._ended.acquire()  # not `join`: that of Python 3.11 forgets a thread when it is interrupted
+                left -= 1
+        except BaseException:  # an interrupt, or no thread was to be had
             self._is_given_up = True
-            _join(threads)
+            for turn, thread in zip(self._turns, threads):
+                if thread.ident is None:
+                    turn.acquire()
+                    self._pass_on()
+                    left -= 1
+            for _ in range(left):
+                self._ended.acquire()
             raise
-        if self._failure is not None:
-            raise self._failure
+        finally:
+            _set_random_state(random_state)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._results.clear()
+            try:
+                raise failure
+            finally:
+                del failure  # it knows this frame: nothing of the forwards is to live on in a circle
         return [self._results[index] for index in range(len(self._jobs))]
 
     def meet(self, place: object) -> None:
         """Go on when all the others have come to a place after the one where this job was, or have ended."""
-        if self._own.place == place:
+        if not hasattr(self._own, "index") or self._own.place == place:  # a thread of the model's own has no turns
             return
         self._own.place = place
+        random_state = _random_state()
         self._waiting.append(self._own.index)
         self._pass_on()
         self._wait(self._own.index)
+        _set_random_state(random_state)
 
-    def _body(self, index: int) -> Callable[[], None]:
-        job, entered = self._jobs[index], _thread_state()
+    def _body(self, index: int, seed: int) -> Callable[[], None]:
+        entered = _thread_state()
 
         def body() -> None:
             self._own.index, self._own.place = index, None
             try:
                 self._wait(index)
                 with entered():
-                    self._results[index] = job()
+                    _seed(seed)
+                    self._results[index] = self._jobs[index]()
             except _GivenUp:
                 pass
             except BaseException as error:
                 self._failure, self._is_given_up = self._failure or error, True
             finally:
                 self._pass_on()
+                self._ended.release()
 
         return body
 
@@ -103,26 +132,44 @@ class SideBySide(Generic[T]):
             self._turns[self._waiting.popleft()].release()
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join()
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(seed)
+
+
+def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of the CPU and of the current CUDA device, as checkpoints keep it."""
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if has_cuda else None
+
+
+def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
 
 
 def _thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What torch keeps per thread, as it is here: entered in another thread, it is the same there."""
-    is_grad = torch.is_grad_enabled()
+    """Grad mode, autocast, default device and CUDA stream as they are here; entered in another thread, they are there.
+
+    Other modes of functions and of the dispatcher stay behind.
+    """
+    is_grad, default = torch.is_grad_enabled(), torch.get_default_device()
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+    casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds]
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(is_grad))
-            for kind, dtype in casts:
-                stack.enter_context(torch.autocast(kind, dtype))
+            for kind, dtype, is_cached in casts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=is_cached))
             if stream is not None:
                 stack.enter_context(torch.cuda.stream(stream))
+            if default != torch.device("cpu"):  # a mode slows every call
+                stack.enter_context(default)
             yield
 
     return entered

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A GPT-2 training step of plain torch, everything in memory: fused AdamW, clipping.
 
-AdamW on bf16 parameters keeps its moments in bf16, too, and loses every update that is less than 1/256 of a weight.
+AdamW on bf16 parameters keeps its moments in bf16, too, and rounds away updates of less than 1/512 of a weight.
 With the option `fp32_state` weights and moments are kept in fp32 beside, as tierstore keeps them.
 """
 

@@ -213,7 +213,8 @@ def _bytes_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
             continue
         shares = result.facts.get("on_disk", {})
         spilled = _GRADIENT_BYTES * float(shares.get("gradients", 0))
-        passes = own.options.get("accumulate", 1) if "micro_batches" not in own.options else 1
+        is_vertical = own.options.get("micro_batches") == MicroBatchSchedule.VERTICAL.value
+        passes = 1 if is_vertical else own.options.get("accumulate", 1)
         most = _STATE_BYTES + passes * _WEIGHT_BYTES * float(shares.get("weights", 0))
         found = result.median("bytes_per_parameter")
         kept = None if found is None else found - spilled
@@ -248,7 +249,7 @@ def _prediction_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
 def _predicted_s(
     own: Own, options: BenchOptions, results: Results, records: dict[str, StepRecord]
 ) -> dict[str, float | None]:
-    """By the command that says so; `tune` does not know of micro-batches, and neither of them side by side.
+    """By the command that says so; `tune` does not know of micro-batches, and `plan` not of those side by side.
 
     Args:
         records: kept by who recorded them, for to calibrate one takes seconds.
