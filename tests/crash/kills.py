@@ -429,7 +429,7 @@ def compare(reference: Reference, folder: Path, ranks: int, outcome: Outcome) ->
     if (packs := packs_of(folder)) != reference.packs:
         raise Broken(f"{where}: the packs are {packs}, without kills {reference.packs}")
     if (files := len(files_of(folder))) != reference.files:
-        raise Broken(f"{where}: {files} files are left, without kills {reference.files}")
+        raise Broken(f"{where}: {files} files are left, without kills {reference.files}: {sorted(files_of(folder))}")
 
 
 def run_variant(

@@ -132,6 +132,17 @@ class TestDirectories:
 
 
 class TestManifests:
+    def test_two_are_kept_also_when_one_was_killed_while_it_removed_an_old_one(self, tmp_path: Path) -> None:
+        manifests = Manifests(tmp_path, Backend())
+        for number in range(4):
+            asyncio.run(manifests.publish(Generation(number, {}, {}, {})))
+        (tmp_path / "captured-000000000001.safetensors").touch()
+        asyncio.run(manifests.adopt(3))
+        assert manifests.numbers() == [3, 2]
+        assert len(list(tmp_path.iterdir())) == 4
+        asyncio.run(manifests.adopt(2))
+        assert manifests.numbers() == [2]
+
     def test_one_that_is_not_known_to_be_durable_is_taken_back(self, tmp_path: Path) -> None:
         """A failed fsync is never retried: the step is told to be lost, so it must not come back."""
         runs = itertools.count()

@@ -232,6 +232,11 @@ class Manifests:
             if match and int(match["number"]) in numbers:
                 await wrap(self._backend.remove)(self.directory / name)
 
+    async def _remove_all_but_two(self, last: int) -> None:
+        """Keep this generation and the one before it, if there is one."""
+        kept = [number for number in self.numbers() if number <= last][:2]
+        await self._remove(set(self._numbers(_SMALL)) - set(kept))
+
     async def publish(self, generation: Generation) -> None:
         """Write, fsync and rename. See [Note: the barrier]: chunks are durable before this is called."""
         manifest, captured = texts_of(generation)
@@ -243,15 +248,15 @@ class Manifests:
             with contextlib.suppress(StorageError):
                 await self._remove({generation.number})
             raise
-        await self._remove(set(self._numbers(_SMALL)) - set(self.numbers()[:2]))
+        await self._remove_all_but_two(generation.number)
 
     async def adopt(self, number: int) -> None:
         """Make this generation the last one, durably; before that no byte of the one before it may be overwritten.
 
         A process that was killed between the rename of a manifest and the fsync of its directory has left a name
-        that a power cut may still take back.
+        that a power cut may still take back. One that was killed while it removed an old generation has left a part.
         """
-        await self._remove({other for other in self._numbers(_SMALL) if other > number})
+        await self._remove_all_but_two(number)
         await wrap(self._backend.sync_directory)(self.directory)
 
     async def read(self, number: int) -> Generation:
