@@ -21,10 +21,11 @@ from typing import Any
 import pytest
 import torch
 from exits import WAYS as EXIT_WAYS
+from faults import EIO, FaultyBackend
 from resuming import DISK, MEMORY, Run, State, Way, check_resumes, expected_states, open_run, opened
 from torch import nn
 
-from tierstore.errors import ClosedError, StoreLocked, TierstoreError, Timeout
+from tierstore.errors import ClosedError, StorageError, StoreLocked, TierstoreError, Timeout
 from tierstore.io.backend import Backend
 from tierstore.train.report import StepReport
 
@@ -117,6 +118,43 @@ class TestClose:
         gc.collect()
         assert engine() is None
         assert model() is None
+
+    @pytest.mark.parametrize("kind", ["pread", "pwrite"])
+    def test_lets_go_of_the_model_also_after_an_error_of_the_disk(self, kind: str, tmp_path: Path) -> None:
+        """The error, which tasks keep, reaches a graph by its frames, and the graph reaches the model."""
+        disk = FaultyBackend(kinds=(kind,))
+        run = open_run(WAYS["forward-disk"], tmp_path, disk)
+
+        def fail_next(module: nn.Module, args: Any) -> None:
+            disk.fault, disk.at = EIO, disk.counted
+
+        run.until(2)
+        run.engine.flush()
+        run.engine.model.get_submodule("blocks.1.up").register_forward_pre_hook(fail_next)
+        with pytest.raises(StorageError), run.engine:
+            run.until(4)
+        engine, model = weakref.ref(run.engine), weakref.ref(run.engine.model)
+        del run
+        gc.collect()
+        assert engine() is None
+        assert model() is None
+
+    def test_says_so_to_a_backward_of_before(self, tmp_path: Path) -> None:
+        run = open_run(Way(), tmp_path)
+        loss = run.engine(run.position.next()).sum()
+        run.engine.close()
+        with pytest.raises(ClosedError, match="the engine of this model is closed"):
+            loss.backward()
+
+    def test_a_forward_without_a_backward_leaves_nothing(self, tmp_path: Path) -> None:
+        with opened(Way(), tmp_path) as run:
+            left: list[weakref.ref[torch.Tensor]] = []
+            for module in run.engine.model.modules():
+                module.register_forward_hook(lambda module, args, output: left.append(weakref.ref(output)))
+            run.engine(run.position.next())
+            gc.collect()
+            assert left
+            assert not any(output() is not None for output in left)
 
 
 class StuckDisk(Backend):

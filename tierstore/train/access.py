@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tierstore.device.streams import ComputeDevice, Mark, Reached
-from tierstore.errors import BudgetError, ClosedError, GraphError
+from tierstore.errors import BudgetError, GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority
 from tierstore.plan.prefetch import ResidencyPolicy
@@ -28,7 +28,7 @@ from tierstore.plan.residency import Decision
 from tierstore.store.training import TrainingStore
 from tierstore.train.gathering import Gathers
 from tierstore.train.groups import Group
-from tierstore.train.guard import hide, show
+from tierstore.train.guard import Gate, hide, show
 
 
 class _InUse(Container[int]):
@@ -90,14 +90,14 @@ class DeviceAccess:
         self._since = clock()
         self.stall_s = 0.0
         self.is_inside = False
-        self.is_closed = False
         self.stops_at_step = False
         self.awaits_update: Callable[[int], bool] = lambda group: False
         """Whether a group will still be updated in this step, so that its weights are not yet those of the next."""
         self.before_visit: Callable[[int], None] = lambda group: None
         """Called in forward before a group is needed; it may let others of the training side go first."""
+        self.gate = Gate(self)
         for group in groups:
-            hide(group, self)
+            hide(group, self.gate)
 
     # --- passes -------------------------------------------------------------------------------------------------
 
@@ -182,11 +182,8 @@ class DeviceAccess:
 
         Raises:
             GraphError: neither is running.
-            ClosedError: and never will be.
         """
         if not self.is_inside:
-            if self.is_closed:
-                raise ClosedError("the engine of this model is closed, and its weights are in the store or exported")
             name = self._groups[group].spec.name
             raise GraphError(
                 f"a parameter of group {name!r} was read while it is not on the device; "
@@ -300,7 +297,7 @@ class DeviceAccess:
             if group not in self._ready:
                 self._wait_for(group)
         for group in dropped:  # all or none: what was taken off the books is sure to be dropped
-            hide(self._groups[group], self)
+            hide(self._groups[group], self.gate)
             self._held.discard(group)
             self._stale.discard(group)
             self._ready.discard(group)
@@ -353,7 +350,7 @@ class DeviceAccess:
 
     def close(self) -> None:
         """Drop every group; none will be acquired again."""
-        self.is_closed = True
+        self.gate.cut()
         self.release_all()
 
     # --- on the loop thread -------------------------------------------------------------------------------------
@@ -416,7 +413,7 @@ class DeviceAccess:
     def _guard(self, group: int) -> None:
         """Between passes nobody reads a group unseen, also one that is still on the device: its update may be due."""
         if not self._users[group]:
-            hide(self._groups[group], self)
+            hide(self._groups[group], self.gate)
             if group == self._current:
                 self._current = None
 

@@ -3,6 +3,11 @@
 Scope: hiding and showing the parameters of a group; what may be asked of a hidden one.
 Not here: when (`access.py`).
 Owner: the training side.
+
+[Note: let go] The graph of a step that was broken off is held by C++: it reaches its parameters and the hooks that
+unpack, the garbage collector does not see that it does, and an error holds the graph by its frames. If the engine were
+reached from there and kept that error, none of them would ever be freed. So parameters and unpacking hold a `Gate`, and
+`close` cuts it.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from tierstore.errors import ClosedError
 from tierstore.train.groups import Group
 
 
@@ -24,12 +30,36 @@ class Access(Protocol):
 
     def leave(self, group: int) -> None: ...
 
+    def visit(self, group: int) -> None: ...
 
-def hide(group: Group, access: Access) -> None:
+
+class Gate:
+    """All that a model and its graphs hold of an engine; see [Note: let go]."""
+
+    def __init__(self, access: Access) -> None:
+        self._access: Access | None = access
+
+    @property
+    def access(self) -> Access:
+        """The way to the weights.
+
+        Raises:
+            ClosedError: it was cut.
+        """
+        if self._access is None:
+            raise ClosedError("the engine of this model is closed, and its weights are in the store or exported")
+        return self._access
+
+    def cut(self) -> None:
+        """Let go of the engine, for good."""
+        self._access = None
+
+
+def hide(group: Group, gate: Gate) -> None:
     """From now on reading a parameter of this group acquires the group, or raises by name. Twice is fine."""
     for parameter, kind in zip(group.parameters, group.classes):
         parameter.__class__ = _offloaded(kind)
-        parameter._tierstore_access = (access, group.index)  # type: ignore[attr-defined]
+        parameter._tierstore_access = (gate, group.index)  # type: ignore[attr-defined]
 
 
 def show(group: Group) -> None:
@@ -77,7 +107,8 @@ class OffloadedParameter(nn.Parameter):
             if func not in _HARMLESS:
                 for value in _leaves((*args, *kwargs.values())):
                     if isinstance(value, OffloadedParameter):
-                        access, group = value._tierstore_access  # type: ignore[attr-defined]
+                        gate, group = value._tierstore_access  # type: ignore[attr-defined]
+                        access: Access = gate.access
                         access.enter_unasked(group)
                         if func not in _GIVES_POINTER:
                             entered.append((access, group))

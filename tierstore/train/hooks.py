@@ -51,7 +51,7 @@ class ModelHooks:
 
     def __init__(self, model: nn.Module, groups: ModelGroups, access: DeviceAccess) -> None:
         self._groups = groups.groups
-        self._access = access
+        self._gate = access.gate
         self._by_storage = {group.storage._cdata: group.index for group in groups.groups}
         self._tokens = [object() for _ in groups.groups]
         self._idle_references = max(self._references(group.index) for group in groups.groups)
@@ -61,7 +61,7 @@ class ModelHooks:
         """Called when a module is called outside of `watching`."""
         self._handles = []
         for module, needed in groups.of_module.items():
-            enter, leave = self._hooks_of(needed)
+            enter, leave = self._hooks_of(access, needed)
             self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
@@ -70,6 +70,7 @@ class ModelHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.refuse_outside = lambda: None  # graphs hold this; see [Note: let go]
 
     def is_saved(self, group: int) -> bool:
         """Whether backward still has views of this group to unpack."""
@@ -92,9 +93,9 @@ class ModelHooks:
         finally:
             self._watchers -= 1
 
-    def _hooks_of(self, needed: tuple[int, ...]) -> tuple[Any, Any]:
+    def _hooks_of(self, access: DeviceAccess, needed: tuple[int, ...]) -> tuple[Any, Any]:
         """What runs before and after a module's forward."""
-        access, entered = self._access, []
+        entered: list[int] = []
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def enter(module: nn.Module, args: Any) -> None:
@@ -120,7 +121,7 @@ class ModelHooks:
     def _pack(self, tensor: torch.Tensor) -> Any:
         group = self._by_storage.get(tensor.untyped_storage()._cdata)
         if group is None:
-            return tensor
+            return tensor.detach()  # itself would be held by the node that it holds, if that has made it
         return SavedView(group, self._tokens[group], self._step, tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -133,6 +134,6 @@ class ModelHooks:
                 f"backward needs the weights of {group.spec.name} as they were before engine.step(); "
                 "call engine.backward(loss) before the step"
             )
-        self._access.visit(packed.group)
+        self._gate.access.visit(packed.group)
         alias = torch.empty(0, dtype=packed.dtype, device=group.storage.device)
         return alias.set_(group.storage, packed.offset, packed.shape, packed.stride)
