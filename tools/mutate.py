@@ -235,7 +235,7 @@ MUTATIONS: Sequence[Mutation] = (
         "self.sync_directory(directory.parent)", POWER_CUT,
     ),
     Mutation(
-        "the mark of an unfinished store comes first", "store/commit.py begin_store",
+        "the mark of an unfinished store comes first", "store/commit.py mark_unfinished",
         "backend.sync_directory(directory)", "store/test_power_cut.py::test_of_a_store_that_is_made",
     ),
     Mutation(

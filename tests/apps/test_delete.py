@@ -86,6 +86,34 @@ def test_one_of_two_directories_is_refused(tmp_path: Path) -> None:
     assert (code, "is striped over 2 directories; give all of them" in output) == (2, True), output
 
 
+def test_the_second_of_two_directories_alone_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path / "a", tmp_path / "b")
+    before = names(tmp_path)
+    code, output = delete(tmp_path / "b", "--yes")
+    assert (code, f"{tmp_path / 'b'} is not a store" in output) == (2, True), output
+    assert names(tmp_path) == before
+    with engine(tmp_path / "a", tmp_path / "b", resume="must") as running:
+        assert running.step_count == 1
+
+
+def test_what_a_kill_leaves_beside_files_of_others_goes_later(tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    class Killing(Backend):
+        def remove(self, path: Path) -> None:
+            if path.suffix == ".safetensors":  # after the manifests
+                raise Killed
+            super().remove(path)
+
+    trained(tmp_path / "a")
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    with pytest.raises(Killed):
+        remove([tmp_path / "a"], Killing())
+    assert delete(tmp_path / "a", "--yes")[0] == 0
+    assert names(tmp_path / "a") == {"notes.txt"}
+
+
 def test_one_in_use_is_refused(tmp_path: Path) -> None:
     with engine(tmp_path / "run") as running:
         running.flush()

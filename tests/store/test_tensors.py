@@ -124,6 +124,18 @@ def test_every_dtype_and_shape_on_every_tier_and_after_reopening(tmp_path: Path,
     run(main())
 
 
+def test_a_name_that_can_be_put_can_be_read(tmp_path: Path) -> None:
+    """The names of an entry and of a tensor are one name in a pack: each alone may be what a header reserves."""
+
+    async def scenario() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("__metadata__", {"__metadata__": torch.ones(3)}, tier=Tier.NVME)
+        async with opened(tmp_path, resume="must") as store, store.acquire("__metadata__") as found:
+            assert_same(found, {"__metadata__": torch.ones(3)})
+
+    run(scenario())
+
+
 def test_packs_are_safetensors_files(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as store:

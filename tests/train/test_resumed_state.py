@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from resuming import Way, opened
+from runs import disk
 from torch import nn
 
 from tierstore.errors import ConfigError
+from tierstore.train.engine import Engine
 
 WAY = Way()
 NAME = "blocks.0.up.weight"
@@ -81,3 +84,32 @@ def test_buffers_that_have_grown_and_extra_states_are_resumed(tmp_path: Path) ->
         assert model.norm[1].queue.shape == (3,)
         assert model.norm[1].calls == 3
         run.until(4)
+
+
+def test_a_module_may_have_any_name(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleDict({"a\nb": nn.Linear(3, 3), "__metadata__": nn.Linear(3, 3)})
+
+    weights = []
+    for resume in ("never", "must"):
+        with Engine(model(), disk(tmp_path), resume=resume) as engine:
+            weights.append(engine.state_dict())
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+def test_arrays_that_come_back_can_be_changed(tmp_path: Path) -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.counts = np.zeros(3)
+
+        def state_dict(self) -> dict[str, np.ndarray]:
+            return {"counts": self.counts}
+
+        def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+            self.counts = state["counts"]
+
+    for resume in ("never", "must"):
+        counting = Counting()
+        with Engine(nn.Linear(3, 3), disk(tmp_path), resume=resume, registered={"counting": counting}):
+            counting.counts += 1

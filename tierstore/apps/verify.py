@@ -27,7 +27,7 @@ from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import open_archive
 from tierstore.archive.reading import Damage, verify
 from tierstore.config import format_size
-from tierstore.errors import ChecksumMismatch, FormatError, StorageError
+from tierstore.errors import ChecksumMismatch, FormatError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.pack.codecs import checksum
 from tierstore.pack.layout import quoted
@@ -133,8 +133,12 @@ def advised(paths: Sequence[Path]) -> Iterator[None]:
     except ChecksumMismatch as error:
         if not any(str(path) in str(error) for path in paths):
             raise
-        damage, _, _ = str(error).rpartition("; ")  # without its advice
-        raise ChecksumMismatch(f"{damage}; {_advice(paths)}") from error
+        damage = str(error).rpartition("; ")[0] or str(error)  # without its advice
+        try:
+            advice = _advice(paths)
+        except TierstoreError:
+            raise error from None
+        raise ChecksumMismatch(f"{damage}; {advice}") from error
 
 
 def _advice(paths: Sequence[Path]) -> str:

@@ -35,6 +35,7 @@ _LOCAL_HEADER_BYTES, _END_RECORD_BYTES = 30, 22
 _MOST_PIECES = 2**16
 _MOST_DEPTH = 100
 _NAME_CHARACTERS_PER_BYTE = 64
+_ALWAYS_FINE = 2**20  # values, whatever the pickle is: small ones take a byte each, and long names are shared
 _METADATA = {"format": "pt"}
 
 
@@ -218,7 +219,8 @@ def _check_all(value: Any, records: Mapping[int, int], pickle_bytes: int, source
     taken = 0
     for name, tensor in flattened(value):
         taken += 1 + len(name) // _NAME_CHARACTERS_PER_BYTE
-        if taken > pickle_bytes:  # a list that holds one list ten times multiplies what that one holds, in 20 bytes
+        # A list that holds one list ten times multiplies what that one holds, in 20 bytes.
+        if taken > max(pickle_bytes, _ALWAYS_FINE):
             raise FormatError(f"{source} holds more values, or longer names, than its pickle of {pickle_bytes} B can")
         if isinstance(tensor, torch.Tensor):
             _check(tensor, records, f"tensor {quoted(name)} of {source}")

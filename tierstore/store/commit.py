@@ -170,6 +170,18 @@ def marks_a_store(name: str) -> bool:
     return name == _UNFINISHED or _MANIFEST.fullmatch(name) is not None
 
 
+def is_the_mark(name: str) -> bool:
+    """Whether it is what `mark_unfinished` makes."""
+    return name == _UNFINISHED
+
+
+def mark_unfinished(directories: Sequence[Path], backend: Backend) -> None:
+    """What packs these directories hold is needed by no generation, unless there is a manifest."""
+    for directory in directories:
+        backend.make_empty(directory / _UNFINISHED)
+        backend.sync_directory(directory)
+
+
 def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> None:
     """Mark directories as those of a store that holds no generation yet; what such a store has left is removed.
 
@@ -189,9 +201,8 @@ def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> 
                     f"{directory} holds {name} of a store, but {directories[0]} is given as its first directory and "
                     "holds no generation; give all directories of the store in their order, or remove it"
                 )
+    mark_unfinished(directories, backend)  # before any pack, which nobody could tell from those of another store
     for directory in directories:
-        backend.make_empty(directory / _UNFINISHED)
-        backend.sync_directory(directory)  # before any pack, which nobody could tell from those of another store
         for name in backend.names(directory):
             if _PACK.fullmatch(name) or _SMALL.fullmatch(name):
                 backend.remove(directory / name)
@@ -203,6 +214,7 @@ def end_store_making(directories: Sequence[Path], backend: Backend | None = None
     for directory in directories:
         if (directory / _UNFINISHED).exists():
             backend.remove(directory / _UNFINISHED)
+            backend.sync_directory(directory)  # or it might return beside packs that a generation needs
 
 
 class Manifests:

@@ -141,7 +141,6 @@ class ExtentLayout:
         for row in list_of(rows, "tensors"):
             name, dtype, shape = list_of(row, "a tensor of the store", 3)
             what = f"tensor {quoted(text_of(name, 'the name of a tensor'))} of the store"
-            check_plain_name(name)
             found = getattr(torch, text_of(dtype, f"the dtype of {what}"), None)
             if not isinstance(found, torch.dtype):
                 raise FormatError(f"{what} has the dtype {dtype[:40]!r}, which is none of torch {torch.__version__}")

@@ -21,7 +21,7 @@ from tierstore.errors import ChecksumMismatch, FormatError
 from tierstore.pack import tree
 from tierstore.pack.checked import checksum_of, list_of, mapping_of, number_of, object_of, text_of
 from tierstore.pack.codecs import checksum_bytes
-from tierstore.pack.layout import check_plain_name, quoted, tensor_bytes
+from tierstore.pack.layout import check_name, quoted, tensor_bytes
 from tierstore.pack.strict_json import parse_json
 from tierstore.pack.validate import parse_header
 from tierstore.store.slots import SLOT_NAMES, ChunkRecord
@@ -123,7 +123,8 @@ def _arrays(captured: bytes, source: str) -> dict[str, tree.Array]:
     for name, entry in header.entries.items():
         if entry.dtype not in _ARRAY_DTYPES:
             raise FormatError(f"{source}: array {quoted(name)} has the dtype {entry.dtype}, which numpy does not have")
-        data = captured[header.data_start + entry.begin : header.data_start + entry.end]
+        # A copy that can be written: objects take what they are given as their own.
+        data = bytearray(captured[header.data_start + entry.begin : header.data_start + entry.end])
         arrays[name] = np.ndarray(entry.shape, _ARRAY_DTYPES[entry.dtype], data)
     return arrays
 
@@ -169,7 +170,7 @@ def _codec(name: Any, what: str) -> None:
 def _elements(group: Any, what: str) -> int:
     """Of a group, all whose fields are checked."""
     name, dtype, trainable, parameters = object_of(group, ("name", "dtype", "trainable", "parameters"), what)
-    check_plain_name(text_of(name, f"{what}: the name of a group"))
+    check_name(f"{text_of(name, f'{what}: the name of a group')}/")  # a module may have any; messages quote it
     if dtype not in _DTYPES or not isinstance(trainable, bool):
         raise FormatError(f"{what}: group {quoted(name)} has the dtype {dtype!r:.40}, trainable {trainable!r:.40}")
     total = 0

@@ -15,7 +15,16 @@ from pathlib import Path
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import Backend, storage_error
 from tierstore.io.runtime import Runtime
-from tierstore.store.commit import Manifests, StoreLock, is_a_lock, is_of_a_store, marks_a_store
+from tierstore.store.commit import (
+    Manifests,
+    StoreLock,
+    end_store_making,
+    is_a_lock,
+    is_of_a_store,
+    is_the_mark,
+    mark_unfinished,
+    marks_a_store,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +57,10 @@ def look(directories: Sequence[Path], backend: Backend | None = None) -> list[St
     count = _count(directories[0], backend)
     if count is not None and count != len(directories):
         raise ConfigError(f"the store in {directories[0]} is striped over {count} directories; give all of them")
+    has_manifest = any(map(marks_a_store, found[0].files))
     for one in found:
-        # Packs have names that others might give: among files of others they need a manifest that counts on them.
-        is_sure = count is not None or not one.others or any(map(marks_a_store, one.files))
-        if not one.files or not is_sure:
+        # Packs alone may be those of a store whose manifests are in another directory.
+        if not one.files or not (has_manifest or any(map(marks_a_store, one.files))):
             raise ConfigError(f"{one.path} is not a store: {_shown([*one.files, *one.others])}; nothing was removed")
     return found
 
@@ -104,12 +113,14 @@ def remove(directories: Sequence[Path], backend: Backend | None = None) -> list[
     lock = StoreLock(directories)
     try:
         found = look(directories, backend)
+        mark_unfinished(directories, backend)  # so that what a kill leaves is known as nobody's
         for is_first in (True, False):
             for directory in found:
                 for name in directory.files:
-                    if name.startswith("manifest-") == is_first:
+                    if name.startswith("manifest-") == is_first and not is_the_mark(name):
                         backend.remove(directory.path / name)
                 backend.sync_directory(directory.path)
+        end_store_making(directories, backend)
     finally:
         lock.release()
     for directory in found:

@@ -65,7 +65,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state_all([torch.from_numpy(state.copy()) for state in states["cuda"]])
-    except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError, KeyError) as error:
         raise FormatError(f"the random states of the store cannot be restored: {error}") from None
 
 
