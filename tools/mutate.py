@@ -248,7 +248,7 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_commit.py::TestManifests",
     ),
     Mutation(
-        "two generations are kept", "store/commit.py Manifests.publish", "[:2]",
+        "two generations are kept", "store/commit.py Manifests._remove_all_but_two", "[:2]",
         "store/test_recovery.py::TestPrevious", "[:1]",
     ),
     never(

@@ -26,7 +26,7 @@ from tierstore.errors import ChecksumMismatch, ShortTransfer, StorageError, Stor
 WAY = Way("forward", cpu_memory=DISK)
 BEGUN, STEPS = 1, 2
 TRANSFERS = ("pread", "pwrite")
-ENOUGH = 5
+ENOUGH = 4
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 

@@ -11,7 +11,7 @@ from power_cuts import StoreDisk, images
 from ranks import run_ranks
 from tensor_stores import QuickBackend
 
-BEGIN, END, STEPS, GO_ON = 1, 3, 4, 6
+BEGIN, END, STEPS, GO_ON = 1, 3, 4, 3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -269,8 +269,12 @@ def test_an_interrupt_waits_for_the_one_that_runs() -> None:
             torch.randn(100, 100) @ torch.randn(100, 100)
         ended.set()
 
-    with pytest.raises(KeyboardInterrupt):
-        SideBySide([job]).run()
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            SideBySide([job]).run()
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert ended.is_set()
 
 
