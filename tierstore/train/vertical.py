@@ -42,6 +42,7 @@ class SideBySide(Generic[T]):
         self._results: dict[int, T] = {}
         self._turns = [threading.Semaphore(index == 0) for index in range(len(jobs))]
         self._waiting = deque(range(1, len(jobs)))  # those whose turn comes, the next one first
+        self._alive = set(range(len(jobs)))
         self._ended = threading.Semaphore(0)
         self._failure: BaseException | None = None
         self._is_given_up = False
@@ -63,22 +64,18 @@ class SideBySide(Generic[T]):
             for index, seed in enumerate(seeds)
         ]  # fmt: skip
         random_state = _random_state()
-        left = len(threads)
         try:
             for thread in threads:
                 thread.start()
-            while left:
-                self._ended.acquire()  # not `join`: that of Python 3.11 forgets a thread when it is interrupted
-                left -= 1
+            self._wait_for_all()
         except BaseException:  # an interrupt, or no thread was to be had
             self._is_given_up = True
-            for turn, thread in zip(self._turns, threads):
+            for index, thread in enumerate(threads):
                 if thread.ident is None:
-                    turn.acquire()
+                    self._turns[index].acquire()
                     self._pass_on()
-                    left -= 1
-            for _ in range(left):
-                self._ended.acquire()
+                    self._alive.discard(index)
+            self._wait_for_all()
             raise
         finally:
             _set_random_state(random_state)
@@ -118,9 +115,15 @@ class SideBySide(Generic[T]):
                 self._failure, self._is_given_up = self._failure or error, True
             finally:
                 self._pass_on()
+                self._alive.discard(index)  # before it is told: an interrupt may lose what was told, not this
                 self._ended.release()
 
         return body
+
+    def _wait_for_all(self) -> None:
+        """Not by `join`: that of Python 3.11 forgets a thread when it is interrupted."""
+        while self._alive:
+            self._ended.acquire()
 
     def _wait(self, index: int) -> None:
         self._turns[index].acquire()
