@@ -2,6 +2,9 @@
 
 [Note: blocks] A figure of a block of steps is the median of its steps, so that what other programs do meanwhile, the
 first step, and the step after a fault do not count.
+
+[Note: newcomer] The CPU time of the same step differs by a quarter from minute to minute on a shared machine. So the
+last block takes its steps in turns with a process that has just begun, and that one's are the first ones of CPU time.
 """
 
 from __future__ import annotations
@@ -9,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import multiprocessing
 import os
 import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +135,11 @@ FIGURES = dict.fromkeys(FLAT + COSTS, statistics.median) | {"descriptors": min}
 class Soak:
     """The run."""
 
-    def __init__(self, steps: int, seed: int, folder: Path) -> None:
+    def __init__(self, steps: int, seed: int, folder: Path, compare: Callable[[], object] = lambda: None) -> None:
+        """`compare` is called after each step of the last block."""
         self._steps = steps
         self._folder = folder
+        self._compare = compare
         self._backend = FlakyBackend(random.Random(seed))
         self._process = psutil.Process()
         self.samples: list[Sample] = []
@@ -143,7 +150,8 @@ class Soak:
     def faults(self) -> dict[str, int]:
         return self._backend.faults
 
-    def _open(self) -> tuple[Engine, Noise]:
+    def open(self) -> tuple[Engine, Noise]:
+        """The engine on the disk that fails, and its batches."""
         torch.manual_seed(7)
         noise = Noise()
         return Engine(
@@ -154,7 +162,7 @@ class Soak:
     def run(self, advance: Callable[[], object]) -> dict[str, torch.Tensor]:
         """All steps, resuming after each fault that is fatal; the final weights."""
         while True:
-            engine, noise = self._open()
+            engine, noise = self.open()
             try:
                 with engine:
                     self._steps_of(engine, noise, advance)
@@ -166,8 +174,7 @@ class Soak:
     def _steps_of(self, engine: Engine, noise: Noise, advance: Callable[[], object]) -> None:
         before = self._spent()
         while engine.step_count < self._steps:
-            engine.backward(next_token_loss(engine, noise.next()))
-            engine.step()
+            step(engine, noise)
             if engine.step_count in self._fails_at:
                 self._fails_at.remove(engine.step_count)
                 self._backend.fails_next = True
@@ -175,6 +182,8 @@ class Soak:
             took = [b - a for a, b in zip(before, after)]
             self.samples.append(Sample(*self._there(), int(took[0]), int(took[1]), took[2]))
             before = self._spent()
+            if engine.step_count > self._steps - block_of(self._steps):
+                self._compare()
             advance()
 
     def _spent(self) -> tuple[int, int, float]:
@@ -197,22 +206,69 @@ def undisturbed(steps: int) -> dict[str, torch.Tensor]:
     noise, tiers = Noise(), WAY.tiers(Path(), nvme=[], gpu_memory="32MiB", cpu_memory="64MiB")
     with Engine(WAY.model(), tiers, AdamWConfig(lr=1e-3), update=WAY.update, max_grad_norm=0.5) as engine:
         for _ in range(steps):
-            engine.backward(next_token_loss(engine, noise.next()))
-            engine.step()
+            step(engine, noise)
         return engine.state_dict()
+
+
+def step(engine: Engine, noise: Noise) -> None:
+    engine.backward(next_token_loss(engine, noise.next()))
+    engine.step()
+
+
+def block_of(steps: int) -> int:
+    return min(BLOCK, steps // 2)
+
+
+@contextlib.contextmanager
+def newcomer(seed: int, folder: Path) -> Iterator[Callable[[], float]]:
+    """A process that has just begun; call what it gives for one step of it, which returns its CPU time in seconds."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_step_when_asked, args=(seed, folder, there), daemon=True)
+    process.start()
+    there.close()
+    here.recv()
+
+    def one() -> float:
+        here.send(True)
+        return float(here.recv())
+
+    yield one
+    here.send(False)
+    process.join()
+
+
+def _step_when_asked(seed: int, folder: Path, asked: Connection) -> None:
+    settle_in()
+    engine, noise = Soak(0, seed, folder).open()
+    with engine:
+        asked.send(True)
+        before_s = time.process_time()
+        while asked.recv():
+            step(engine, noise)
+            after_s = time.process_time()
+            asked.send(after_s - before_s)
+            before_s = after_s
+
+
+def settle_in() -> None:
+    torch.set_num_threads(1)
+    return_freed_memory()  # as `tierstore train`
 
 
 def soak(steps: int, seed: int, root: Path, advance: Callable[[], object]) -> Findings:
     """So many steps with faults; compares what is there and what is spent in the first block and in the last."""
-    torch.set_num_threads(1)
-    return_freed_memory()  # as `tierstore train`
-    run = Soak(steps, seed, root)
-    weights, expected = run.run(advance), undisturbed(steps)
-    found, block = Findings("soak"), min(BLOCK, steps // 2)
+    settle_in()
+    fresh_s: list[float] = []
+    with newcomer(seed, root / "newcomer") as fresh:
+        run = Soak(steps, seed, root / "old", lambda: fresh_s.append(fresh()))
+        weights, expected = run.run(advance), undisturbed(steps)
+    found, block = Findings("soak"), block_of(steps)
     first, last = (
         {name: middle(getattr(sample, name) for sample in part) for name, middle in FIGURES.items()}
         for part in (run.samples[:block], run.samples[-block:])
     )
+    first["cpu_s"] = FIGURES["cpu_s"](fresh_s)  # see [Note: newcomer]
     grown = {name: last[name] / first[name] - 1 for name in first}
     for name in grown:
         found.rows.append((name.replace("_", " "), f"{first[name]:,.6g} -> {last[name]:,.6g} ({grown[name]:+.2%})"))
