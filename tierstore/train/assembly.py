@@ -8,7 +8,6 @@ Owner: the thread that makes the engine.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -177,16 +176,15 @@ def assemble(
         is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())
         request = _cut(groups, tiers, options.schedule, generation, partition, is_coded)
         store = TrainingStore(
-            [group.spec for group in groups.groups], place(request), tiers, device, [], runtime, backend, tracer, clock,
+            [group.spec for group in groups.groups], place(request), tiers, device, runtime, backend, tracer, clock,
             is_durable=options.durability is Durability.COMMIT,
-            update_threads=tiers.update_threads or min(8, os.cpu_count() or 1),
             codecs=codecs,
             codec_scratch_bytes=request.scratch_bytes,
             lock=lock,
             team=team,
         )  # fmt: skip
         if generation is None:
-            runtime.call(store.create)
+            runtime.call(store.files.create)
             _bind(groups, store, device)
             _fill(store, runtime, groups, pieces, partition)
             partition.same_buffers(model.buffers())

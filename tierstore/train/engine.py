@@ -141,7 +141,7 @@ class Engine:
             if self._parts.opened is not None:
                 is_previous = options.resume is Resume.PREVIOUS
                 self._generations.restore(self._parts.opened.captured, is_previous=is_previous)
-            elif self._parts.store.is_durable:
+            elif self._parts.store.files.is_durable:
                 self._generations.commit(None)
             self._parts.depth.begin(tiers)
         except BaseException:
@@ -313,7 +313,7 @@ class Engine:
         self._loss_scale.update(is_finite)
         for callback in self._callbacks:
             callback(report)
-        if parts.store.is_durable:
+        if parts.store.files.is_durable:
             self._generations.commit(parts.driver.last_round)
         if not self._options.overlap:
             self.flush()
@@ -423,7 +423,7 @@ class Engine:
             if modify:
                 self._refuse_within_step("gathered(modify=True)")
                 whole.keep_changes(parts, wanted)
-                if parts.store.is_durable:
+                if parts.store.files.is_durable:
                     self._generations.commit(None)
         finally:
             self._is_modifying = False
@@ -468,7 +468,7 @@ class Engine:
         self._generations.leave_newer()
         self.flush()
         whole.load_state_dict(self._open_parts(), self.model, state_dict)
-        if self._parts.store.is_durable:
+        if self._parts.store.files.is_durable:
             self._generations.commit(None)
 
     def export(self, directory: str | Path) -> None:

@@ -88,7 +88,7 @@ class Generations:
     def publish(self) -> None:
         """Publish what waits, but not in the middle of a step: its updates may have begun."""
         if self._waiting is not None and not self._parts.driver.has_begun:
-            self._parts.runtime.post(self._parts.store.commit, *self._waiting)
+            self._parts.runtime.post(self._parts.store.commits.begin, *self._waiting)
             self._waiting = None
 
     def forget(self) -> None:

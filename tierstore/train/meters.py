@@ -66,7 +66,7 @@ class StepMeters:
             "bytes": self._links(),
             "peak_bytes": self._peaks(),
             "stall_s": self._parts.access.stall_s,
-            "generation": self._parts.store.generation,
+            "generation": self._parts.store.commits.generation,
             "codecs": {
                 kind.value: {"codec": choice.codec.value, "why": choice.why}
                 for kind, choice in self._parts.store.codecs.items()

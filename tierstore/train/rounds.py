@@ -98,7 +98,7 @@ class RoundDriver:
         self._runtime.call(self._begin, round_)
 
     async def _begin(self, round_: Round) -> None:
-        round_.barrier = self._store.barrier
+        round_.barrier = self._store.commits.barrier
         self._store.updates.begin(round_, self._store.gradients[self.gradient_set])
 
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[], None] | None:
