@@ -166,7 +166,7 @@ MUTATIONS: Sequence[Mutation] = (
         "lease of a codec's scratch", "store/slots.py ChunkIO.run", "scratch.free()",
         "store/test_tensors.py::test_every_dtype_and_shape_on_every_tier_and_after_reopening",
     ),
-    Mutation("lease of an update", "store/updates.py UpdatePipeline._give_back", "trip.lease.free()", POWER_CUT),
+    Mutation("lease of an update", "store/trip_leases.py TripLeases.give_back", "trip.lease.free()", POWER_CUT),
     Mutation("lease of a used gradient", "store/gradients.py Gradients.drop", "state.lease.free()", POWER_CUT),
     Mutation("lease of a spilled gradient", "store/gradients.py Gradients._accept_spilled", "lease.free()", POWER_CUT),
     Mutation(

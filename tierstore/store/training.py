@@ -32,6 +32,7 @@ from tierstore.store.slots import ChunkIO
 from tierstore.store.store_files import StoreFiles
 from tierstore.store.tasks import together
 from tierstore.store.team import Team
+from tierstore.store.trip_leases import TripLeases
 from tierstore.store.updates import UpdatePipeline
 from tierstore.store.weights import Weights
 from tierstore.trace import Tracer
@@ -109,13 +110,14 @@ class TrainingStore:
             )
             for pack in (packs[2:] if len(packs) > 2 else [None] * placement.gradient_copies)
         ]
+        leases = TripLeases(self._pools["update"])
         self.updates = UpdatePipeline(
             groups, placement, self.weights, (packs[0], packs[1]) if packs else None,
             {key: lease.array for key, lease in self._resident[Kind.STATE].items()},
-            self._pools["update"], self._compute, device, self._runtime.spawn, tracer,
+            leases, self._compute, device, self._runtime.spawn, tracer,
         )  # fmt: skip
         self.at_rest = ChunksAtRest(
-            groups, placement, packs[:2], self._resident, self.updates, self._pools["weights"], self._compute
+            groups, placement, packs[:2], self._resident, leases, self._pools["weights"], self._compute
         )
         self.commits = Commits(
             groups, placement, self.files, self.gradients, self._resident, self.updates, self._io_workers, team,
