@@ -488,7 +488,6 @@ class Engine:
         return self._open_parts()
 
 
-
 def _close_at_exit(engine: weakref.ref[Engine]) -> None:
     """The interpreter ends, and nobody closed the engine: its last step is committed all the same."""
     left = engine()
