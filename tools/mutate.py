@@ -166,7 +166,7 @@ MUTATIONS: Sequence[Mutation] = (
         "lease of a codec's scratch", "store/slots.py ChunkIO.run", "scratch.free()",
         "store/test_tensors.py::test_every_dtype_and_shape_on_every_tier_and_after_reopening",
     ),
-    Mutation("lease of an update", "store/updates.py UpdatePipeline._give_back", "trip.lease.free()", POWER_CUT),
+    Mutation("lease of an update", "store/trip_leases.py TripLeases.give_back", "trip.lease.free()", POWER_CUT),
     Mutation("lease of a used gradient", "store/gradients.py Gradients.drop", "state.lease.free()", POWER_CUT),
     Mutation("lease of a spilled gradient", "store/gradients.py Gradients._accept_spilled", "lease.free()", POWER_CUT),
     Mutation(
@@ -187,8 +187,8 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_recovery.py::TestDamage",
     ),
     Mutation(
-        "packs are synced for a commit", "store/training.py TrainingStore._publish",
-        "await self._io_workers.submit(Priority.WRITE, pack.datasync)", POWER_CUT,
+        "packs are synced for a commit", "store/publishing.py Commits._publish",
+        "await self._workers.submit(Priority.WRITE, pack.datasync)", POWER_CUT,
     ),
     Mutation("every file of a pack is synced", "store/slots.py SlotPack.datasync", "file.datasync()", POWER_CUT),
     Mutation(
@@ -205,19 +205,19 @@ MUTATIONS: Sequence[Mutation] = (
         OVERWRITTEN,
     ),
     Mutation(
-        "barrier of what is in memory", "store/training.py TrainingStore._commit_resident",
+        "barrier of what is in memory", "store/publishing.py Commits._commit_resident",
         "await asyncio.shield(previous)", OVERWRITTEN,
     ),
     Mutation(
-        "a commit waits for its updates", "store/training.py TrainingStore._publish",
-        "await self.updates.round_ended(round_)", POWER_CUT,
+        "a commit waits for its updates", "store/publishing.py Commits._publish",
+        "await self._updates.round_ended(round_)", POWER_CUT,
     ),
     Mutation(
-        "a commit waits for what is in memory", "store/training.py TrainingStore._publish",
+        "a commit waits for what is in memory", "store/publishing.py Commits._publish",
         "await asyncio.shield(write)", POWER_CUT,
     ),
     Mutation(
-        "commits follow one another", "store/training.py TrainingStore._publish", "await asyncio.shield(previous)",
+        "commits follow one another", "store/publishing.py Commits._publish", "await asyncio.shield(previous)",
         POWER_CUT,
     ),
     Mutation(
@@ -225,11 +225,11 @@ MUTATIONS: Sequence[Mutation] = (
         "elif previous is not None and not await _unless_recalled(trip, _ended(previous)):", POWER_CUT, "elif False:",
     ),
     Mutation(
-        "names of new packs are synced", "store/training.py TrainingStore._create",
+        "names of new packs are synced", "store/store_files.py StoreFiles._create",
         "self._backend.sync_directory(directory)", POWER_CUT,
     ),
     Mutation(
-        "names of packs made anew are synced", "store/training.py TrainingStore._open",
+        "names of packs made anew are synced", "store/store_files.py StoreFiles._open",
         "self._backend.sync_directory(directory)",
         "store/test_power_cut.py::test_a_pack_made_anew_is_there_after_a_cut",
     ),

@@ -14,7 +14,7 @@ import transformers
 from fake_engine import FakeEngine, FakeStore
 from rich.console import Console
 
-from tierstore.apps import presets
+from tierstore.apps import assembly, presets
 from tierstore.apps import train as application
 from tierstore.apps.options import Precision, TrainOptions
 from tierstore.apps.recipe import parameter_groups
@@ -35,7 +35,7 @@ class Killed(BaseException):
 def plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake engine takes a model that is in memory."""
     monkeypatch.setattr(
-        application, "_deferred", lambda options, configuration: (presets.build(configuration, options.dtype), None)
+        assembly, "_deferred", lambda options, configuration: (presets.build(configuration, options.dtype), None)
     )
 
 
@@ -321,7 +321,7 @@ def test_an_empty_evaluation_is_left_out(options: Callable[..., TrainOptions]) -
 def test_checkpointing_keeps_no_activation_of_a_block(
     options: Callable[..., TrainOptions], checkpointing: bool
 ) -> None:
-    model = application.assemble(options(checkpointing=checkpointing)).model
+    model = assembly.assemble(options(checkpointing=checkpointing)).model
     saved: set[torch.Size] = set()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """`tierstore train`: a causal language model on bytes of text, within the budgets, never losing a step.
 
-Scope: the loop: build, resume, evaluate, step, report, stop.
-Not here: options (`apps/options.py`), models (`apps/presets.py`), data (`apps/data.py`), how a step is done (`train/`).
+Scope: the loop: resume, evaluate, step, report, stop.
+Not here: options (`apps/options.py`), model and data (`apps/assembly.py`), how a step is done (`train/`).
 Owner: the thread that calls `train`; on the main thread it also owns SIGINT and SIGTERM while the loop runs.
 
 [Note: ranks] With several ranks every call of the engine is made by all, in the same order, so what decides about one
@@ -12,8 +12,6 @@ means over all ranks, which together see the samples that one rank would see.
 from __future__ import annotations
 
 import contextlib
-import copy
-import ctypes
 import signal
 import time
 from collections.abc import Callable
@@ -21,48 +19,24 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
-from tierstore.apps import outputs, presets
+from tierstore.apps import outputs
+from tierstore.apps.assembly import Parts, assemble, engine_arguments, return_freed_memory
 from tierstore.apps.crew import Crew
-from tierstore.apps.data import Batches, Corpus, corpus_bytes, held_out_batches, read_corpus
+from tierstore.apps.data import corpus_bytes, held_out_batches
 from tierstore.apps.metrics import StepLog, peak_resident_bytes
-from tierstore.apps.options import Preset, TrainOptions
-from tierstore.apps.recipe import Recipe, parameter_groups
+from tierstore.apps.options import TrainOptions
 from tierstore.apps.report import Reporter, Totals
 from tierstore.apps.stopping import StopRequest
 from tierstore.apps.verify import advised
-from tierstore.config import AdamWConfig, Codec, Resume, TierConfig, format_size
-from tierstore.errors import ConfigError
+from tierstore.config import Codec, Resume, format_size
 from tierstore.trace import Tracer
 from tierstore.train.checkpoints import CheckpointSource
 from tierstore.train.engine import Engine
-from tierstore.train.materialize import Source, deferred
 
 T = TypeVar("T")
-_LONGEST_DEFAULT_SEQUENCE = 1024
-_M_MMAP_THRESHOLD, _RETURNED_FROM_BYTES = -3, 2**20  # malloc.h
-_MOST_UPDATE_THREADS = 64  # of TierConfig
-_SMALLEST_VOCABULARY = 256  # one id per byte
 _OF_A_RANK = ("nvme", "config", "checkpoint", "data", "device", "threads", "export", "json", "trace")
 """Options that may differ between ranks: places and devices."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a run is made of, before the engine takes the model over.
-
-    Attributes:
-        configuration: as it was given, without what training has set on the model's own.
-    """
-
-    configuration: Any
-    model: nn.Module
-    source: Source
-    corpus: Corpus
-    batches: Batches
-    recipe: Recipe
-    sequence: int
 
 
 @dataclass(slots=True)
@@ -75,17 +49,6 @@ class Outcome:
 
     totals: Totals = field(default_factory=Totals)
     stopped_by: signal.Signals | None = None
-
-
-def return_freed_memory() -> None:
-    """Have glibc give large buffers back to the system as soon as they are freed.
-
-    By default it keeps them once a few were freed, so that the storages that groups leave behind on the CPU's GPU tier
-    add up: 1.55 GB instead of 1.20 GB at preset 124m with 256 MiB for each tier (no difference in time was measured).
-    It is a setting of the whole process, therefore made here and not in the engine.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another libc has no mallopt
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _RETURNED_FROM_BYTES)
 
 
 def train(
@@ -134,35 +97,6 @@ def train(
             tracer.to_chrome(options.trace)
             reporter.say(f"trace: {options.trace} (open it at https://ui.perfetto.dev)")
     return outcome
-
-
-def assemble(options: TrainOptions, crew: Crew | None = None) -> Parts:
-    """Model (its weights not yet in memory), data and order of samples.
-
-    Raises:
-        ConfigError: the model cannot read bytes, or not that many; no such model or data.
-    """
-    given = _configuration(options)
-    configuration = presets.prepare(copy.deepcopy(given), dropout=options.dropout)
-    vocabulary = presets.vocabulary_size(configuration)
-    if vocabulary < _SMALLEST_VOCABULARY:
-        raise ConfigError(f"the model knows {vocabulary} token ids; text as bytes needs {_SMALLEST_VOCABULARY}")
-    sequence = _sequence(options, configuration)
-    corpus = read_corpus(options.data)
-    batches = Batches(
-        corpus, length=sequence, batch=options.batch, seed=options.seed, workers=options.workers,
-        pin_memory=options.device.startswith("cuda"), rank=crew.rank if crew else 0, ranks=crew.count if crew else 1,
-    )  # fmt: skip
-    torch.manual_seed(options.seed)
-    model, source = _deferred(options, configuration)
-    if crew and not crew.leads:  # the weights are those of rank 0; dropout is to be another at every rank
-        torch.manual_seed(hash((options.seed, crew.rank)) % 2**63)
-    model.train()
-    if options.checkpointing:
-        _enable_checkpointing(model)
-    # What an exported configuration says of the weights beside it, which are those of the built model.
-    given.architectures, given.dtype = [type(model).__name__], configuration.dtype
-    return Parts(given, model, source, corpus, batches, Recipe(options), sequence)
 
 
 class _Run:
@@ -356,65 +290,3 @@ def step_record(report: Any, loss: float, tokens: int) -> dict[str, Any]:
         "prefetch_depth": report.prefetch_depth,
         "schedule": report.schedule,
     }
-
-
-def engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer, crew: Crew) -> dict[str, Any]:
-    """What the engine of a run is made with."""
-    update_threads = None if options.threads is None else min(options.threads, _MOST_UPDATE_THREADS)
-    return {
-        "model": parts.model,
-        "tiers": TierConfig(
-            device=options.device, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory,
-            nvme=options.nvme, codec=options.codec, update_threads=update_threads, bandwidth=options.bandwidth,
-            prefetch_depth=options.prefetch_depth, chunk_bytes=options.chunk,
-        ),
-        "optimizer": AdamWConfig(lr=options.lr, weight_decay=options.weight_decay),
-        "parameter_groups": parameter_groups(parts.model, options.weight_decay),
-        "lr_scheduler": parts.recipe.schedule,
-        "update": options.update.value,
-        "max_grad_norm": options.max_grad_norm,
-        "commit_every": options.commit_every,
-        "durability": options.durability.value,
-        "resume": options.resume.value,
-        "initialize": parts.source,
-        "registered": {"data": parts.batches, "recipe": parts.recipe},
-        "tracer": tracer,
-        "zero": options.zero if crew.count > 1 else None,
-        "device_mesh": crew.mesh(options.device),
-    }  # fmt: skip
-
-
-def _deferred(options: TrainOptions, configuration: Any) -> tuple[nn.Module, Source]:
-    """The model without its weights, and where those come from."""
-    model, new_weights = deferred(lambda: presets.build(configuration, options.dtype))
-    return model, new_weights if options.checkpoint is None else CheckpointSource(options.checkpoint, model)
-
-
-def _configuration(options: TrainOptions) -> Any:
-    if options.checkpoint is not None:
-        if not options.checkpoint.is_dir():
-            raise ConfigError(f"no such directory: --checkpoint {options.checkpoint}")
-        return presets.file_configuration(options.checkpoint / "config.json")
-    if options.config is not None:
-        return presets.file_configuration(options.config)
-    return presets.preset_configuration(options.preset or Preset.P25M)
-
-
-def _sequence(options: TrainOptions, configuration: Any) -> int:
-    context = presets.context_length(configuration)
-    if options.sequence is None:
-        return min(context or _LONGEST_DEFAULT_SEQUENCE, _LONGEST_DEFAULT_SEQUENCE)
-    if context is not None and options.sequence > context:
-        raise ConfigError(f"--sequence {options.sequence} is longer than the model's context of {context}")
-    return options.sequence
-
-
-def _enable_checkpointing(model: nn.Module) -> None:
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise ConfigError(f"{type(model).__name__} does not support --checkpointing")
-    enable: Any = getattr(model, "activation_checkpointing_enable", None)  # the later of its two names
-    if enable is not None:
-        enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        enable = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})

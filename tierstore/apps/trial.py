@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tierstore.apps.assembly import Parts, assemble, engine_arguments, return_freed_memory
 from tierstore.apps.crew import Crew
 from tierstore.apps.options import TrainOptions
-from tierstore.apps.train import Parts, assemble, engine_arguments, return_freed_memory
 from tierstore.config import UpdateSchedule
 from tierstore.plan.placement import Placement
 from tierstore.plan.step_record import StepRecord

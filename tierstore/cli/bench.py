@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import directory, size, told
+from tierstore.cli.common import Debug, directory, size, told
 from tierstore.cli.interrupts import interruptible
 
 
@@ -41,7 +41,7 @@ def bench(
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="cuda: all is what needs a GPU, tests too.")] = "cpu",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All answers, machine, versions, command.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="The tables, with machine and command.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+    debug: Debug = False,
 ) -> None:  # fmt: skip
     """Measure tierstore, its peers and the limits of this machine in one run, in turns."""
     from rich.console import Console

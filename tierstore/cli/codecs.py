@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import say, size, told
+from tierstore.cli.common import show, size_option, told
+from tierstore.cli.interrupts import interruptible
 
 
 def codecs(
@@ -18,19 +19,13 @@ def codecs(
         Path, typer.Argument(metavar="PATH", help="Store (its first directory), safetensors file, or a folder of such.")
     ],
     disk: Annotated[
-        int | None,
-        typer.Option(parser=size, metavar="RATE", help="What a disk reads and writes a second, as 500MB: does it pay?"),
+        int | None, size_option("What a disk reads and writes a second, as 500MB: does it pay?", "RATE")
     ] = None,
     cores: Annotated[int, typer.Option(help="How many encode and decode at once.")] = 1,
     overlapped: Annotated[
         bool, typer.Option("--overlapped", help="Those cores have nothing else to do, as beside a GPU.")
     ] = False,
-    sample: Annotated[
-        int,
-        typer.Option(
-            parser=size, metavar="SIZE", show_default=False, help="To try of each kind and dtype [default: 64MiB]."
-        ),
-    ] = 2**26,
+    sample: Annotated[int, size_option("To try of each kind and dtype [default: 64MiB].")] = 2**26,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
 ) -> None:
     """What each codec makes of your own weights and optimizer state: ratio, rates, and the disks on which it pays."""
@@ -42,12 +37,8 @@ def codecs(
     with told():
         options = CodecOptions(path=path, disk=disk, cores=cores, overlapped=overlapped, sample=sample, json=json)
         console = Console()
-        try:
-            with progress(console) as tell:
-                tried = compare(options, tell)
-        except KeyboardInterrupt:
-            say("interrupted")
-            raise typer.Exit(130) from None
+        with interruptible("interrupted"), progress(console) as tell:
+            tried = compare(options, tell)
         console.print(as_table(options, tried))
         for sentence in (legend(options, tried), *sentences(tried)):
-            console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+            show(console, sentence)

@@ -1,4 +1,4 @@
-"""What every command shares: parsers of sizes and paths, an error as one sentence and an exit code.
+"""What every command shares: options, parsers of sizes and paths, an error as one sentence and an exit code.
 
 Scope: exit codes 0 done, 1 the run failed, 2 an option or a budget cannot work, 130 and 143 stopped by a signal.
 Not here: commands (a module each) and anything that works (`apps/`).
@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tierstore.config import parse_size
 from tierstore.errors import BudgetError, ConfigError, TierstoreError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 # What the engine calls its arguments, with their values or alone; not a part of a path.
 _ARGUMENT = re.compile(
     r"(?<![\w/.-])(?:(resume|update|durability|commit_every|zero)='?(\w+)'?|(gpu_memory|cpu_memory|nvme)(?![\w/.-]))"
 )
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")]
 
 
 def size(text: int | str) -> int:
@@ -33,6 +39,17 @@ def directory(text: str) -> Path:
     if not text:  # an unset shell variable would otherwise become the current directory
         raise typer.BadParameter("an empty path is not a directory")
     return Path(text)
+
+
+def size_option(help: str, metavar: str = "SIZE", parser: Callable[[Any], int] = size) -> Any:
+    """An option in bytes; its help says what the default is."""
+    return typer.Option(parser=parser, metavar=metavar, show_default=False, help=help)
+
+
+def given_options(context: typer.Context) -> list[str]:
+    """Names of the options that stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for p in context.command.params if (name := p.name)}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 @contextlib.contextmanager
@@ -51,6 +68,11 @@ def say(sentence: str) -> None:
     """A sentence on the error stream, under tierstore's name."""
     if sentence:
         typer.echo(f"tierstore: {sentence}", err=True)
+
+
+def show(console: Console, sentence: str) -> None:
+    """A sentence on the console as it is, also where it is longer than a line."""
+    console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
 
 def _as_options(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import directory, say, told
+from tierstore.cli.common import Debug, directory, say, show, told
 
 
 def delete(
@@ -20,7 +20,7 @@ def delete(
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="The files that are gone, in bytes.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Remove a store: all of it, and nothing that no store made.
 
@@ -40,7 +40,7 @@ def delete(
         check_outputs(json=json)
         console = Console()
         for line in app.summary(look(paths)):
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
+            show(console, line)
         if not yes:
             if not sys.stdin.isatty():
                 raise ConfigError("nobody is there to ask; give --yes to remove the store")

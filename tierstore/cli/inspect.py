@@ -10,12 +10,11 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import directory, say, size, told
+from tierstore.cli.common import Debug, directory, say, show, size_option, told
 
 _PATHS = typer.Argument(
     parser=directory, metavar="PATH...", help="A pack, a store, or all directories over which one is striped."
 )
-_DEBUG = typer.Option("--debug", help="Show where an error was raised.")
 
 
 def inspect(
@@ -23,7 +22,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option(help="Name the tensors too, not only groups.")] = True,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="The map of the files.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All of it, in bytes.")] = None,
-    debug: Annotated[bool, _DEBUG] = False,
+    debug: Debug = False,
 ) -> None:
     """What a pack or a store holds: groups, tensors, ratios, generation, and a map of each file."""
     from rich.console import Console
@@ -44,14 +43,9 @@ def inspect(
 
 def verify(
     paths: Annotated[list[Path], _PATHS],
-    memory: Annotated[
-        int,
-        typer.Option(
-            parser=size, metavar="SIZE", show_default=False, help="The most memory it may take [default: 1GiB]."
-        ),
-    ] = 2**30,
+    memory: Annotated[int, size_option("The most memory it may take [default: 1GiB].")] = 2**30,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Totals and all damage.")] = None,
-    debug: Annotated[bool, _DEBUG] = False,
+    debug: Debug = False,
 ) -> None:
     """Read every byte of a pack, or of a store's last generation, and name what is damaged.
 
@@ -74,4 +68,4 @@ def verify(
             write_object(json, verdict.as_json(), "--json")
         if verdict.damages:
             raise typer.Exit(1)
-        console.print(str(verdict), soft_wrap=True, markup=False, highlight=False)
+        show(console, str(verdict))

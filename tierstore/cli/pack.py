@@ -10,15 +10,12 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import directory, say, size, told
+from tierstore.cli.common import Debug, directory, say, show, size_option, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import Codec
 
-_MEMORY = typer.Option(
-    parser=size, metavar="SIZE", show_default=False, help="The most memory this process may take [default: 1GiB]."
-)
+_MEMORY = size_option("The most memory this process may take [default: 1GiB].")
 _JSON = typer.Option(metavar="FILE", help="What was done, in bytes and seconds.")
-_DEBUG = typer.Option("--debug", help="Show where an error was raised.")
 _INTERRUPTED = "interrupted; what was not finished is removed"
 
 
@@ -37,23 +34,18 @@ def pack(
     ] = "none",
     read_rate: Annotated[
         int | None,
-        typer.Option(
-            parser=size,
-            metavar="SIZE",
-            show_default=False,
-            help="With auto: bytes per second of the disk to read from; the fastest is taken [default: the smallest].",
+        size_option(
+            "With auto: bytes per second of the disk to read from; the fastest is taken [default: the smallest]."
         ),
     ] = None,
     shards: Annotated[
         int | None, typer.Option(min=1, help="Files of about equal bytes, cut at groups [default: one for each DST].")
     ] = None,
     memory: Annotated[int, _MEMORY] = 2**30,
-    chunk: Annotated[
-        int, typer.Option(parser=size, metavar="SIZE", show_default=False, help="Unit of checksums [default: 8MiB].")
-    ] = 2**23,
+    chunk: Annotated[int, size_option("Unit of checksums [default: 8MiB].")] = 2**23,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")] = False,
     json: Annotated[Path | None, _JSON] = None,
-    debug: Annotated[bool, _DEBUG] = False,
+    debug: Debug = False,
 ) -> None:
     """Pack a checkpoint in the order in which a step uses it, every chunk with its checksum.
 
@@ -90,12 +82,10 @@ def unpack(
             help="A pack, or its directories; then a directory, or a name ending in .safetensors, .pt or .bin.",
         ),
     ],
-    shard_size: Annotated[
-        int, typer.Option(parser=size, metavar="SIZE", show_default=False, help="Of one file [default: 5GB].")
-    ] = 5 * 10**9,
+    shard_size: Annotated[int, size_option("Of one file [default: 5GB].")] = 5 * 10**9,
     memory: Annotated[int, _MEMORY] = 2**30,
     json: Annotated[Path | None, _JSON] = None,
-    debug: Annotated[bool, _DEBUG] = False,
+    debug: Debug = False,
 ) -> None:
     """Write a pack back as an ordinary checkpoint, bit for bit."""
     from rich.console import Console
@@ -117,4 +107,4 @@ def unpack(
         if json is not None:
             write_object(json, {"files": [str(path) for path in written], "seconds": seconds}, "--json")
         for path in written:
-            console.print(str(path), soft_wrap=True, markup=False, highlight=False)
+            show(console, str(path))

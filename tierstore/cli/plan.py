@@ -6,12 +6,12 @@ Not here: the plan (`apps/plan.py`), its tables (`apps/plan_report.py`). No torc
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tierstore.apps.options import Precision, Preset
-from tierstore.cli.common import size, told
+from tierstore.cli.common import Debug, given_options, size, size_option, told
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.plan.machine import NODES
@@ -24,10 +24,6 @@ _OF_DEEPSPEED = ("deepspeed", "write", "gpus", "nodes", "gpu_memory", "cpu_memor
 
 def _rate(text: int | str) -> int:
     return size(text.removesuffix("/s") if isinstance(text, str) else text)
-
-
-def _size(help: str, metavar: str = "SIZE", parser: Any = size) -> Any:
-    return typer.Option(parser=parser, metavar=metavar, help=help)
 
 
 def plan(
@@ -49,14 +45,14 @@ def plan(
         int | None, typer.Option(help="GPUs of each node; without --nodes, of as many nodes as that takes.")
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="Machines [default: as many as --gpus takes].")] = None,
-    gpu_memory: Annotated[int | None, _size("Of each GPU.")] = None,
-    cpu_memory: Annotated[int | None, _size("Of a node.")] = None,
-    nvme_capacity: Annotated[int | None, _size("Of a node's disks together; 0 is none.")] = None,
-    nvme_read: Annotated[int | None, _size("Bytes per second of a node's disks together.", "RATE", _rate)] = None,
-    nvme_write: Annotated[int | None, _size("Likewise [default: as --nvme-read].", "RATE", _rate)] = None,
+    gpu_memory: Annotated[int | None, size_option("Of each GPU.")] = None,
+    cpu_memory: Annotated[int | None, size_option("Of a node.")] = None,
+    nvme_capacity: Annotated[int | None, size_option("Of a node's disks together; 0 is none.")] = None,
+    nvme_read: Annotated[int | None, size_option("Bytes per second of a node's disks together.", "RATE", _rate)] = None,
+    nvme_write: Annotated[int | None, size_option("Likewise [default: as --nvme-read].", "RATE", _rate)] = None,
     disks: Annotated[int | None, typer.Option(help="Drives of a node, each as the machine's.")] = None,
     link: Annotated[
-        int | None, _size("Bytes per second between CPU memory and GPUs, each way, of each link.", "RATE", _rate)
+        int | None, size_option("Bytes per second between CPU memory and GPUs, each way, of each link.", "RATE", _rate)
     ] = None,
     links: Annotated[int | None, typer.Option(help="Such links of a node.")] = None,
     flops: Annotated[
@@ -70,7 +66,8 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Measured rates, as `tierstore probe --json` writes them.")
     ] = None,
     endurance: Annotated[
-        int | None, _size("Bytes that may be written to a node's disks in their life: TBW, or DWPD x days x size.")
+        int | None,
+        size_option("Bytes that may be written to a node's disks in their life: TBW, or DWPD x days x size."),
     ] = None,
     dtype: Annotated[Precision, typer.Option(help="Dtype of weights and gradients.")] = Precision.BF16,
     zero: Annotated[int, typer.Option(metavar="0-3", help="What data-parallel ranks share out.")] = 3,
@@ -103,7 +100,7 @@ def plan(
     ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Bytes by tier, seconds by phase.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Will it fit, and how fast: bytes per tier and component, step time by phase, every strategy, what would help."""
     values = {name: value for name, value in locals().items() if name not in _NOT_OF_A_PLAN}
@@ -141,13 +138,7 @@ def plan(
 
 
 def _refuse_options_of_a_plan(context: typer.Context) -> None:
-    names = [parameter.name or "" for parameter in context.command.params]
-    sources = {name: context.get_parameter_source(name) for name in names if name not in _OF_DEEPSPEED}
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name, source in sources.items()
-        if source is not None and source.name == "COMMANDLINE"
-    ]
+    given = [f"--{name.replace('_', '-')}" for name in given_options(context) if name not in _OF_DEEPSPEED]
     if given:
         raise ConfigError(f"{', '.join(given)} cannot be used with --deepspeed: a translation is no plan")
 

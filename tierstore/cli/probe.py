@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import directory, size, told
+from tierstore.cli.common import Debug, directory, size, told
 from tierstore.cli.interrupts import interruptible
 
 
@@ -41,7 +41,7 @@ def probe(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Rate over block size, a line per number of threads.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+    debug: Debug = False,
 ) -> None:  # fmt: skip
     """Measure disks, links, codecs and the optimizer of this machine, alone and beside each other.
 

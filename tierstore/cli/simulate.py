@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import told
+from tierstore.cli.common import show, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import parse_size
 
@@ -84,7 +84,7 @@ def step(
         rows = run(options)
         console = Console()
         console.print(as_table(options, rows))
-        console.print(as_text(options, rows, console.width), highlight=False, markup=False, soft_wrap=True)
+        show(console, as_text(options, rows, console.width))
         console.print(verdict(options, rows), highlight=False, markup=False)
         save(options, rows)
 

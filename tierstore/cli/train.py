@@ -15,7 +15,7 @@ from tierstore.apps.files import read_object
 from tierstore.apps.launch import Launch
 from tierstore.apps.options import Precision, Preset, TrainOptions, options_of_object
 from tierstore.apps.stopping import StopRequest
-from tierstore.cli.common import directory, say, size, told
+from tierstore.cli.common import Debug, directory, given_options, say, size_option, told
 from tierstore.config import Codec, Durability, MicroBatchSchedule, Resume, UpdateSchedule
 from tierstore.errors import ConfigError
 
@@ -39,22 +39,9 @@ def train(
     ] = None,
     gpu_memory: Annotated[
         int,
-        typer.Option(
-            parser=size,
-            metavar="SIZE",
-            show_default=False,
-            help="Budget of the GPU tier, per rank: weights, gradients, staging; not activations [default: 1GiB].",
-        ),
+        size_option("Budget of the GPU tier, per rank: weights, gradients, staging; not activations [default: 1GiB]."),
     ] = 2**30,
-    cpu_memory: Annotated[
-        int,
-        typer.Option(
-            parser=size,
-            metavar="SIZE",
-            show_default=False,
-            help="Budget of the (pinned) CPU tier, per rank [default: 1GiB].",
-        ),
-    ] = 2**30,
+    cpu_memory: Annotated[int, size_option("Budget of the (pinned) CPU tier, per rank [default: 1GiB].")] = 2**30,
     nvme: Annotated[
         list[Path] | None,
         typer.Option(
@@ -89,10 +76,7 @@ def train(
     prefetch_depth: Annotated[
         int | None, typer.Option(help="Groups fetched ahead [default: computed from measured rates].")
     ] = None,
-    chunk: Annotated[
-        int | None,
-        typer.Option(parser=size, metavar="SIZE", help="Largest unit of I/O and update [default: planned]."),
-    ] = None,
+    chunk: Annotated[int | None, size_option("Largest unit of I/O and update [default: planned].")] = None,
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
     codec: Annotated[Codec, typer.Option(help="How the store keeps chunks; auto measures what pays.")] = Codec.NONE,
     durability: Annotated[
@@ -128,7 +112,7 @@ def train(
             help="Rates from tierstore probe --json; the first depth follows from them [default: measured].",
         ),
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Train a causal language model within the given memory; end with Ctrl-C, go on with --resume auto.
 
@@ -152,8 +136,8 @@ def _of_file(path: Path, context: typer.Context) -> dict[str, Any]:
     if isinstance(values.get("train"), dict):  # of a file that has the arguments of classes, too
         values = values["train"]
     given = options_of_object(values, str(path))
-    sources = {name: context.get_parameter_source(name) for name in given}
-    return {name: given[name] for name, source in sources.items() if source is None or source.name != "COMMANDLINE"}
+    stated = given_options(context)
+    return {name: value for name, value in given.items() if name not in stated}
 
 
 def _checked(launch: Launch, **values: Any) -> TrainOptions:

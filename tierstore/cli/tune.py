@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.options import Precision, Preset, TrainOptions
-from tierstore.cli.common import directory, say, size, told
+from tierstore.cli.common import Debug, directory, say, size_option, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import UpdateSchedule
 
@@ -23,14 +23,8 @@ def tune(
     preset: Annotated[Preset | None, typer.Option(help="Architecture, as of train [default: 25m].")] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="config.json of a Hugging Face model.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Local safetensors checkpoint.")] = None,
-    gpu_memory: Annotated[
-        int,
-        typer.Option(parser=size, metavar="SIZE", show_default=False, help="Budget of the GPU tier [default: 1GiB]."),
-    ] = 2**30,
-    cpu_memory: Annotated[
-        int,
-        typer.Option(parser=size, metavar="SIZE", show_default=False, help="Budget of the CPU tier [default: 1GiB]."),
-    ] = 2**30,
+    gpu_memory: Annotated[int, size_option("Budget of the GPU tier [default: 1GiB].")] = 2**30,
+    cpu_memory: Annotated[int, size_option("Budget of the CPU tier [default: 1GiB].")] = 2**30,
     nvme: Annotated[
         list[Path] | None,
         typer.Option(parser=directory, metavar="DIR", help="Directory of the store; trials use one below it."),
@@ -42,9 +36,7 @@ def tune(
     update: Annotated[UpdateSchedule, typer.Option(help="Schedule; auto compares those that fit.")] = (
         UpdateSchedule.AUTO
     ),
-    chunk: Annotated[
-        int | None, typer.Option(parser=size, metavar="SIZE", help="Largest chunk [default: as planned].")
-    ] = None,
+    chunk: Annotated[int | None, size_option("Largest chunk [default: as planned].")] = None,
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="Threads of torch and of the update [default: all].")] = None,
@@ -63,7 +55,7 @@ def tune(
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Step time against depth.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Predict the time of a training step for every prefetch depth, choose, say what bounds it, and check if asked."""
     with told(debug), interruptible("interrupted; its files in --nvme are gone"):

@@ -22,7 +22,7 @@ from tierstore.store.gradients import elements_of, to_float
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
-from tierstore.store.updates import UpdatePipeline
+from tierstore.store.trip_leases import TripLeases
 
 Floats = npt.NDArray[np.float32]
 
@@ -33,7 +33,7 @@ class ChunksAtRest:
     Args:
         packs: those of weights and of state; empty without a store.
         resident: leases of the chunks that live in CPU memory.
-        updates: lends memory.
+        leases: lend memory.
         staging: memory for frozen groups, which are never updated.
         compute: threads that encode and decode.
     """
@@ -44,7 +44,7 @@ class ChunksAtRest:
         placement: Placement,
         packs: Sequence[SlotPack],
         resident: Mapping[Kind, Mapping[tuple[int, int], Lease]],
-        updates: UpdatePipeline,
+        leases: TripLeases,
         staging: Pool,
         compute: WorkerPool,
     ) -> None:
@@ -52,7 +52,7 @@ class ChunksAtRest:
         self._placement = placement
         self._packs = packs
         self._resident = resident
-        self._updates = updates
+        self._leases = leases
         self._staging = staging
         self._compute = compute
         self._index = ChunkIndex(groups, placement)
@@ -111,7 +111,7 @@ class ChunksAtRest:
             yield weights.array if weights else empty, state.array if state else empty
             return
         nbytes = weight_bytes + state_bytes
-        lease = await (self._updates.borrow(nbytes) if is_trainable else self._staging.reserve(nbytes))
+        lease = await (self._leases.borrow(nbytes) if is_trainable else self._staging.reserve(nbytes))
         try:
             rest = lease.array
             yield (

@@ -38,6 +38,7 @@ class Trip:
         task: ends when they are at rest.
         recalled: set to take back a lease that read ahead, because a trip behind it is needed sooner.
         before: the records of state and weights that the trip read; a redo begins from them.
+        is_redo: it takes the place of a trip whose update was wrong.
     """
 
     group: int
@@ -47,6 +48,7 @@ class Trip:
     lease: Lease | None = None
     task: asyncio.Task[None] | None = None
     before: tuple[ChunkRecord | None, ChunkRecord | None] = (None, None)
+    is_redo: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
@@ -58,6 +60,7 @@ class Round:
 
     Args:
         order: groups, soonest needed first.
+        gradients: those that it applies.
         reads_weights: the trips read weights that live on NVMe along with the state; otherwise they take them from the
             device, where backward has just used them.
         is_lazy: a group's trips wait until somebody asks for the group (`allow_through`).
@@ -68,6 +71,7 @@ class Round:
     def __init__(
         self,
         order: Sequence[int],
+        gradients: Gradients,
         *,
         reads_weights: bool,
         is_lazy: bool,
@@ -75,10 +79,10 @@ class Round:
         barrier: asyncio.Task[None] | None,
     ) -> None:
         self.order = tuple(order)
+        self.gradients = gradients
         self.reads_weights = reads_weights
         self.keeps_gradients = keeps_gradients
         self.barrier = barrier
-        self.gradients: Gradients | None = None
         self.trips: list[Trip] = []
         self.trips_of: dict[int, list[Trip]] = {group: [] for group in self.order}
         self.is_decided = False
@@ -122,18 +126,16 @@ class Round:
 
     def may_go(self, trip: Trip) -> bool:
         """Whether a trip of this round can be applied now."""
-        return self.is_open(trip.group) and (self.gradients is None or not self.gradients.is_coming(*trip.key))
+        return self.is_open(trip.group) and not self.gradients.is_coming(*trip.key)
 
     def will_go(self, trip: Trip) -> bool:
         """Whether that needs nothing but time: its gradient may be on its way, but is not short of memory."""
-        is_held_up = self.gradients is not None and self.gradients.is_short and self.gradients.is_coming(*trip.key)
-        return self.is_open(trip.group) and not is_held_up
+        return self.is_open(trip.group) and not (self.gradients.is_short and self.gradients.is_coming(*trip.key))
 
     async def can_go(self, trip: Trip) -> None:
         """Wait for that."""
         await self._gates[trip.group].wait()
-        if self.gradients is not None:
-            await self.gradients.arrived(*trip.key)
+        await self.gradients.arrived(*trip.key)
 
     def updates_of(self, group: int, start: int, stop: int) -> list[ParameterUpdate]:
         """The updates of elements `[start, stop)` of a group, cut to them and counted from `start`."""

@@ -1,14 +1,9 @@
 """The update of every chunk: state read ahead, one Adam pass, state and weights written behind.
 
-Scope: the trips of all rounds, how loads wait for them, and taking back what read ahead in the wrong order.
-Not here: what the coefficients are (`train/optimizer.py`), when a generation is committed (`training.py`).
+Scope: the trips of all rounds, and how loads wait for them.
+Not here: what the coefficients are (`train/optimizer.py`), the memory that trips take (`trip_leases.py`), when a
+    generation is committed (`publishing.py`).
 Owner: the loop thread; workers read, run the kernel and write.
-
-[Note: one lease per trip] A trip reserves all the memory it will need before it reads, so it never waits for memory
-while it holds memory. Leases are granted in the order in which updates are needed. Where a step leaves that order (a
-block skipped, a new graph), a lease that waits for a later gradient is recalled and queues again. A gradient may wait
-for memory that an earlier one gives back when it is applied, so a trip without its gradient gives way, too. Then
-nothing waits in a circle.
 
 [Note: chain] A chunk is on one trip at a time: a trip awaits the last task that touched its chunk (the trip of the step
 before, or the write of a resident chunk for a commit).
@@ -21,15 +16,15 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from tierstore.device.streams import ComputeDevice, Reached
-from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import update as adam_update
 from tierstore.plan.tiers import Placement
-from tierstore.store.gradients import Array, Gradients, elements_of
+from tierstore.store.gradients import Array, elements_of
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.rounds import ParameterUpdate, Round, Trip, Updates
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
+from tierstore.store.trip_leases import TripLeases
 from tierstore.store.weights import Weights
 from tierstore.trace import Tracer
 
@@ -41,7 +36,7 @@ class UpdatePipeline:
 
     Args:
         resident_state: state chunks that live in CPU memory, by (group, chunk).
-        pool: leases of one trip each.
+        leases: the memory of trips.
     """
 
     def __init__(
@@ -51,7 +46,7 @@ class UpdatePipeline:
         weights: Weights,
         packs: tuple[SlotPack, SlotPack] | None,
         resident_state: dict[tuple[int, int], Bytes],
-        pool: Pool,
+        leases: TripLeases,
         workers: WorkerPool,
         device: ComputeDevice,
         spawn: Spawn,
@@ -62,7 +57,7 @@ class UpdatePipeline:
         self._weights = weights
         self._packs = packs
         self._resident_state = resident_state
-        self._pool = pool
+        self._leases = leases
         self._workers = workers
         self._device = device
         self._spawn = spawn
@@ -70,10 +65,6 @@ class UpdatePipeline:
         self._index = ChunkIndex(groups, placement)
         self._rounds: list[Round] = []
         self._pending: dict[tuple[int, int], Trip] = {}
-        self._queued: dict[Trip, Round] = {}  # wait for memory
-        self._holding: dict[Trip, Round] = {}  # have it, or have been granted it
-        self._starving: set[Trip] = set()  # wait for memory, and need nothing else
-        self._borrowers = 0
         self._device_jobs: dict[int, int] = {}
         self._device_idle = asyncio.Condition()
         self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -81,19 +72,18 @@ class UpdatePipeline:
 
     # --- rounds -------------------------------------------------------------------------------------------------
 
-    def begin(self, round_: Round, gradients: Gradients) -> None:
+    def begin(self, round_: Round) -> None:
         """Start the trips of a step: they read ahead as far as memory allows, and wait to be decided."""
-        round_.gradients = gradients
-        gradients.on_change = self._recall
+        round_.gradients.on_change = self._leases.recall
         self._rounds = [r for r in self._rounds if any(not t.task.done() for t in r.trips if t.task)] + [round_]
         for group in round_.order:
             for chunk in range(self._placement.chunk_count(group)):
-                self._start(round_, Trip(group, chunk, asyncio.get_running_loop().create_future()), gradients)
+                self._start(round_, Trip(group, chunk, asyncio.get_running_loop().create_future()))
 
-    def _start(self, round_: Round, trip: Trip, gradients: Gradients, redo: bool = False) -> None:
+    def _start(self, round_: Round, trip: Trip) -> None:
         previous = self.chain.get(trip.key)
         name = f"update {self._groups[trip.group].name}/{trip.chunk}"
-        trip.task = self._spawn(self._guarded(round_, trip, gradients, previous, redo), name)
+        trip.task = self._spawn(self._guarded(round_, trip, previous), name)
         self.chain[trip.key] = trip.task
         round_.add(trip)
 
@@ -101,30 +91,30 @@ class UpdatePipeline:
         """The gradient of a group is complete and its coefficients are known: update it now."""
         round_.decide_group(group, updates)
         self._make_pending(round_, group)
-        self._recall()
+        self._leases.recall()
 
     def decide(self, round_: Round, updates: Updates) -> None:
         """The coefficients of all groups are known."""
         round_.decide(updates)
         for group in round_.order:
             self._make_pending(round_, group)
-        self._recall()
+        self._leases.recall()
 
     def allow_through(self, group: int | None = None) -> None:
         """Somebody needs this group (None: all of them): its decided updates may run."""
         for round_ in self._rounds:
             if round_.is_decided:
                 round_.allow_through(group)
-        self._recall()
+        self._leases.recall()
 
-    def approve(self, round_: Round, gradients: Gradients) -> None:
+    def approve(self, round_: Round) -> None:
         """The speculation was right: gradients kept for a redo may go."""
         round_.keeps_gradients = False
         for key in round_.kept:
-            gradients.drop(*key)
+            round_.gradients.drop(*key)
         round_.kept.clear()
 
-    async def redo(self, round_: Round, updates: Updates, gradients: Gradients) -> Round:
+    async def redo(self, round_: Round, updates: Updates) -> Round:
         """The speculation was wrong: every update of the round once more, from the records that its trips read.
 
         Args:
@@ -134,33 +124,24 @@ class UpdatePipeline:
         """
         await self.round_finished(round_)
         again = Round(
-            sorted(round_.order), reads_weights=True, is_lazy=False, keeps_gradients=False, barrier=round_.barrier
-        )
-        again.gradients = gradients
+            sorted(round_.order), round_.gradients, reads_weights=True, is_lazy=False, keeps_gradients=False,
+            barrier=round_.barrier,
+        )  # fmt: skip
         again.decide(updates)
         self._rounds.append(again)
         kept = set(round_.kept)
         for trip in sorted(round_.trips, key=lambda trip: trip.key):
             if trip.key in kept:
                 applied = asyncio.get_running_loop().create_future()
-                replacement = Trip(trip.group, trip.chunk, applied, before=trip.before)
-                self._start(again, replacement, gradients, redo=True)
+                replacement = Trip(trip.group, trip.chunk, applied, before=trip.before, is_redo=True)
+                self._start(again, replacement)
                 self._pending[trip.key] = replacement
-        self._recall()
+        self._leases.recall()
         return again
 
     def _make_pending(self, round_: Round, group: int) -> None:
         for trip in round_.trips_of.get(group, ()):
             self._pending[trip.key] = trip
-
-    def _recall(self) -> None:
-        """If a trip that may go has no memory and none that has some moves, take back what reads ahead.
-
-        In the order of need this does not happen: what reads ahead queued behind what may go.
-        """
-        self._starving = {trip for trip, round_ in self._queued.items() if round_.may_go(trip)}
-        if self._starving and not any(t.applied.done() or r.will_go(t) for t, r in self._holding.items()):
-            self.recall_all()
 
     # --- what others wait for -----------------------------------------------------------------------------------
 
@@ -190,7 +171,7 @@ class UpdatePipeline:
         """Wait until no trip needs the device copy of a group's weights."""
         for round_ in self._rounds:
             if not round_.reads_weights and round_.is_open(group):
-                self._recall()
+                self._leases.recall()
                 for trip in round_.trips_of[group]:
                     await asyncio.shield(trip.applied)
         async with self._device_idle:
@@ -205,7 +186,7 @@ class UpdatePipeline:
     async def round_finished(self, round_: Round) -> None:
         """Let every trip of a round go, and wait for all."""
         round_.allow_through()
-        self._recall()
+        self._leases.recall()
         await self.round_ended(round_)
 
     async def round_ended(self, round_: Round) -> None:
@@ -216,114 +197,66 @@ class UpdatePipeline:
         for task in tasks:
             task.result()
 
-    async def borrow(self, nbytes: int) -> Lease:
-        """Memory for something else than a trip: what reads ahead for a step that may be far away makes room."""
-        self._borrowers += 1
-        try:
-            self.recall_all()
-            return await self._pool.reserve(nbytes)
-        finally:
-            self._borrowers -= 1
-
-    def recall_all(self) -> None:
-        """Take back every lease that only reads ahead."""
-        for trip, round_ in self._holding.items():
-            if trip.lease is not None and not round_.may_go(trip):
-                trip.recalled.set()
-
     # --- one trip -----------------------------------------------------------------------------------------------
 
-    async def _guarded(
-        self, round_: Round, trip: Trip, gradients: Gradients, previous: asyncio.Task[None] | None, redo: bool
-    ) -> None:
+    async def _guarded(self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None) -> None:
         try:
-            await self._travel(round_, trip, gradients, previous, redo)
+            await self._travel(round_, trip, previous)
         except BaseException as error:
             if not trip.applied.done():
                 trip.applied.set_exception(error)
                 trip.applied.exception()  # retrieved: the task raises it, too
             raise
         finally:
-            self._give_back(trip)
-            self._recall()
+            self._leases.give_back(trip)
+            self._leases.recall()
 
-    async def _travel(
-        self, round_: Round, trip: Trip, gradients: Gradients, previous: asyncio.Task[None] | None, redo: bool
-    ) -> None:
-        while not await self._read_ahead(round_, trip, previous, redo):
-            self._give_back(trip)
+    async def _travel(self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None) -> None:
+        while not await self._read_ahead(round_, trip, previous):
+            self._leases.give_back(trip)
             await asyncio.sleep(0)  # who was granted memory has its turn first; until then he counts as starving
         updates = round_.updates_of(trip.group, *self._placement.chunk(trip.group, trip.chunk))
-        if updates or redo:
-            await self._apply(round_, trip, gradients, updates, redo)
+        if updates or trip.is_redo:
+            await self._apply(round_, trip, updates)
         else:
             trip.applied.set_result(False)
         if round_.keeps_gradients and updates:
             round_.kept.append(trip.key)
         else:
-            gradients.drop(trip.group, trip.chunk)
+            round_.gradients.drop(*trip.key)
         if updates:
             await self._write(round_, trip)
-        elif redo and self._packs is not None:
+        elif trip.is_redo and self._packs is not None:
             for pack, record in zip(self._packs, trip.before):
                 pack.current[self._index(*trip.key)] = record
 
-    async def _read_ahead(self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None, redo: bool) -> bool:
+    async def _read_ahead(self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None) -> bool:
         """Reserve, wait for the chunk, read its state, wait for the gate. False: recalled, begin again."""
         trip.recalled.clear()
         group, chunk = trip.key
         nbytes = self._placement.trip_bytes(group, chunk)
-        if nbytes:
-            await self._reserve(round_, trip, nbytes)
-            if (self._starving or self._borrowers) and not round_.may_go(trip):
-                return False  # it came to the head of the queue before one that may go
+        if nbytes and not await self._leases.reserve(round_, trip, nbytes):
+            return False
         if previous is not None and previous.done():
             previous.result()
         elif previous is not None and not await _unless_recalled(trip, _ended(previous)):
             return False
-        if round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk)) and not redo:
+        is_idle = round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk))
+        if is_idle and not trip.is_redo:
             return True
-        await together(self._reads(trip, redo, round_.reads_weights))
+        await together(self._reads(trip, round_.reads_weights))
         return round_.may_go(trip) or await _unless_recalled(trip, round_.can_go(trip))
 
-    async def _reserve(self, round_: Round, trip: Trip, nbytes: int) -> None:
-        self._queued[trip] = round_
-        if round_.may_go(trip):
-            self._starving.add(trip)
-
-        def granted() -> None:
-            self._leave_queue(trip)
-            self._holding[trip] = round_
-
-        try:
-            trip.lease = await self._pool.reserve(nbytes, granted)
-            self._holding[trip] = round_
-        except BaseException:
-            self._holding.pop(trip, None)
-            raise
-        finally:
-            self._leave_queue(trip)
-
-    def _leave_queue(self, trip: Trip) -> None:
-        self._queued.pop(trip, None)
-        self._starving.discard(trip)
-
-    def _give_back(self, trip: Trip) -> None:
-        self._holding.pop(trip, None)
-        if trip.lease is not None:
-            trip.lease.free()
-            trip.lease = None
-
-    def _reads(self, trip: Trip, redo: bool, with_weights: bool) -> Iterator[Coroutine[Any, Any, None]]:
+    def _reads(self, trip: Trip, with_weights: bool) -> Iterator[Coroutine[Any, Any, None]]:
         """What of a chunk is not in memory."""
         if self._packs is None:
             return
         (weights, state), index = self._packs, self._index(*trip.key)
-        if not redo:
+        if not trip.is_redo:
             trip.before = (weights.current[index], state.current[index])
-        if redo or trip.key not in self._resident_state:
+        if trip.is_redo or trip.key not in self._resident_state:
             yield state.read(index, self._parts(trip)[1], Priority.PREFETCH, record=trip.before[1])
-        if redo or (with_weights and self._weights.is_home_nvme(trip.group)):
+        if trip.is_redo or (with_weights and self._weights.is_home_nvme(trip.group)):
             yield weights.read(index, self._parts(trip)[0], Priority.PREFETCH, record=trip.before[0])
 
     def _parts(self, trip: Trip) -> tuple[Bytes, Bytes, Bytes]:
@@ -344,16 +277,14 @@ class UpdatePipeline:
             raise RuntimeError(f"trip {trip.key} has no memory")
         return parts[0], parts[1], rest if rest is not None else parts[0][:0]
 
-    async def _apply(
-        self, round_: Round, trip: Trip, gradients: Gradients, updates: list[ParameterUpdate], redo: bool
-    ) -> None:
+    async def _apply(self, round_: Round, trip: Trip, updates: list[ParameterUpdate]) -> None:
         group, chunk = trip.key
         weights, state, spare = self._parts(trip)
         needs_weights = self._weights.is_home_nvme(group) and not round_.reads_weights
         if needs_weights and not self._weights.is_valid_on_device(group):
             await self._weights.read(group, chunk, weights, Priority.UPDATE)
             needs_weights = False
-        gradient = await gradients.fetch(group, chunk, spare) if updates else None
+        gradient = await round_.gradients.fetch(group, chunk, spare) if updates else None
         if round_.reads_weights:
             # So that new weights go to a forward that has asked for them. Where weights come from the device, the
             # memory that a load waits for may be that of a group whose update waits behind this one.

@@ -1,8 +1,8 @@
 """Which groups the training side holds on the device, and what it asks of the store when it goes from one to the next.
 
 Scope: entering and leaving groups, prefetch by the recorded order.
-Not here: parameters that are not on the device (`guard.py`), the policy (`plan/residency.py`), the transfers
-    (`store/weights.py`), the hooks that call this (`hooks.py`).
+Not here: parameters that are not on the device (`guard.py`), the policy (`plan/residency.py`), the moves themselves
+    (`moves.py`), the hooks that call this (`hooks.py`).
 Owner: the training side, which is one thread at a time (forward's, or the one that runs backward). It keeps the lease
 of a group as long as it holds it, so going on inside a held group crosses no thread.
 
@@ -12,23 +12,22 @@ view of its storage (`Group.is_viewed`). The loop then waits for the device and 
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import Callable, Container, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from tierstore.device.streams import ComputeDevice, Mark, Reached
+from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.errors import BudgetError, GraphError
 from tierstore.io.runtime import Runtime
-from tierstore.io.workers import Priority
 from tierstore.plan.prefetch import ResidencyPolicy
 from tierstore.plan.residency import Decision
 from tierstore.store.training import TrainingStore
 from tierstore.train.gathering import Gathers
 from tierstore.train.groups import Group
 from tierstore.train.guard import Gate, hide, show
+from tierstore.train.moves import GroupMoves
 
 
 class _InUse(Container[int]):
@@ -45,7 +44,6 @@ class DeviceAccess:
     """The groups on the device.
 
     Args:
-        depth: groups fetched ahead, once the order is known.
         clock: seconds, for the compute time of each visit.
         gathers: completes groups with the parts of other ranks, if there are any. Then what is decided here depends on
             nothing that takes time (see [Note: the order of gathers]).
@@ -58,7 +56,6 @@ class DeviceAccess:
         runtime: Runtime,
         device: ComputeDevice,
         clock: Callable[[], float],
-        depth: int,
         gathers: Gathers | None = None,
     ) -> None:
         self._groups = groups
@@ -67,7 +64,8 @@ class DeviceAccess:
         self._device = device
         self._clock = clock
         self._gathers = gathers
-        self.depth = depth
+        self.depth = 1
+        """Groups fetched ahead, once the order is known."""
         self.sizes = tuple(group.spec.device_bytes for group in groups)
         count = len(groups)
         # Until the first step has shown the order: as registered, and back again, on demand only.
@@ -79,12 +77,10 @@ class DeviceAccess:
         self._current: int | None = None
         self._users = [0] * count
         self._long_users = [0] * count
-        self._versions = [[parameter._version for parameter in group.parameters] for group in groups]
         self._held: set[int] = set()
-        self._ready: set[int] = set()
+        self._moves = GroupMoves(groups, store, runtime, gathers)
+        self._ready = self._moves.ready
         self._stale: set[int] = set()
-        self._loads: dict[int, asyncio.Task[None]] = {}
-        self._drops: dict[int, asyncio.Task[None]] = {}
         self._visits: list[tuple[int, float]] = []
         self._forward_visits = 0
         self._since = clock()
@@ -144,10 +140,6 @@ class DeviceAccess:
         """Groups and the seconds of their visits in the last forward, and in the last backward."""
         return tuple(self._visits[: self._forward_visits]), tuple(self._visits[self._forward_visits :])
 
-    def set_depth(self, depth: int) -> None:
-        """Fetch so many groups ahead from now on."""
-        self.depth = depth
-
     def _make_policy(self) -> ResidencyPolicy:
         return ResidencyPolicy(self.order, self.sizes, self._store.placement.gpu_weight_bytes, 0)
 
@@ -200,18 +192,12 @@ class DeviceAccess:
             GraphError: names one.
         """
         with torch._C.DisableTorchFunctionSubclass():  # six times as fast: most parameters are hidden now
-            known = zip(self._groups, self._versions)
-            names = [name for group, versions in known for name in _changed(group, versions)]
+            names = [name for group in self._groups for name in group.changed()]
         if names:
             raise GraphError(
                 f"{names[0]} was changed in forward, which would be lost; change weights between steps, "
                 f"inside `with engine.gathered([{names[0]!r}], modify=True):`"
             )
-
-    def accept_changes(self, groups: Iterable[int]) -> None:
-        """What was changed in these groups so far is known."""
-        for group in groups:
-            self._versions[group] = [parameter._version for parameter in self._groups[group].parameters]
 
     def _go_to(self, group: int) -> None:
         self._account()
@@ -235,13 +221,13 @@ class DeviceAccess:
     def _decide(self, position: int, group: int, depth: int) -> Decision:
         self._policy.depth = depth
         if self._gathers is not None and (viewed := self._viewed()):
-            self._runtime.call(self._unviewed, viewed)  # a copy may be over at one rank and not at another
+            self._runtime.call(self._moves.unviewed, viewed)  # a copy may be over at one rank and not at another
         loading = self._loading()
         resident = self._held - loading
         try:
             return self._policy.decide(position, resident, _InUse(self._is_in_use), loading, demand=group)
         except BudgetError:
-            self._runtime.call(self._unviewed, self._viewed())
+            self._runtime.call(self._moves.unviewed, self._viewed())
         return self._policy.decide(position, resident, _InUse(self._is_in_use), loading, demand=group)
 
     def _viewed(self) -> list[int]:
@@ -278,7 +264,7 @@ class DeviceAccess:
 
     def _wait_for(self, group: int) -> None:
         begin = self._clock()
-        self._runtime.call(self._loaded, group)
+        self._runtime.call(self._moves.loaded, group)
         self.stall_s += self._clock() - begin
 
     def _account(self) -> None:
@@ -287,9 +273,6 @@ class DeviceAccess:
             group, seconds = self._visits[-1]
             self._visits[-1] = (group, seconds + self._clock() - self._since)
         self._since = self._clock()
-
-    def _drop(self, groups: Sequence[int]) -> None:
-        self._move(groups, ())
 
     def _move(self, dropped: Sequence[int], loaded: Sequence[int]) -> None:
         """Drop some, then load others, in one crossing to the loop."""
@@ -304,14 +287,14 @@ class DeviceAccess:
         self._held.update(loaded)
         if dropped or loaded:
             mark = self._device.record() if dropped else Reached()
-            self._runtime.post(self._start_moves, dropped, mark, loaded)
+            self._runtime.post(self._moves.start, dropped, mark, loaded)
 
     # --- between steps ------------------------------------------------------------------------------------------
 
     def weights_changed(self, groups: Iterable[int]) -> None:
         """Updates of these groups are pending: what is held of them is ready again only after those."""
         changed = set(groups) & self._held
-        self._ready -= changed
+        self._ready.difference_update(changed)  # the set is that of the moves, too
         self._current = None
         self._stale |= changed
 
@@ -324,7 +307,7 @@ class DeviceAccess:
     def _refresh_stale(self) -> None:
         # After the loads were posted: a refresh lets updates go, which hand their weights to loads that are announced.
         for group in sorted(self._stale):
-            self._runtime.post(self._start_refresh, group)
+            self._runtime.post(self._moves.refresh, group)
         self._stale.clear()
 
     def _fetch_first(self) -> None:
@@ -338,14 +321,14 @@ class DeviceAccess:
 
     def release(self, groups: Iterable[int]) -> None:
         """Drop these groups, unless somebody uses them: what was changed on the device only is gone."""
-        self._drop([group for group in groups if group in self._ready and not self._is_in_use(group)])
+        self._move([group for group in groups if group in self._ready and not self._is_in_use(group)], ())
 
     def release_all(self) -> None:
         """Drop every group that nobody uses."""
         self._refresh_stale()
         for group in sorted(self._held - self._ready):
             self._wait_for(group)
-        self._drop([group for group in sorted(self._held) if not self._is_in_use(group)])
+        self._move([group for group in sorted(self._held) if not self._is_in_use(group)], ())
         self._current = None
 
     def close(self) -> None:
@@ -353,60 +336,9 @@ class DeviceAccess:
         self.gate.cut()
         self.release_all()
 
-    # --- on the loop thread -------------------------------------------------------------------------------------
-
-    def _start_moves(self, dropped: Sequence[int], mark: Mark, loaded: Sequence[int]) -> None:
-        for group in dropped:
-            self._drops[group] = self._runtime.spawn(
-                self._store.weights.drop(group, mark), f"drop {self._groups[group].spec.name}"
-            )
-        for group in loaded:
-            self._start_load(group)
-
-    def _start_load(self, group: int) -> None:
-        self._store.weights.announce(group)
-        self._loads[group] = self._runtime.spawn(
-            self._whole(group, functools.partial(self._load, group)), f"load {self._groups[group].spec.name}"
-        )
-
-    def _whole(self, group: int, work: Callable[[], Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, None]:
-        """After `work` this rank's part is on the device; with those of the others the group is ready."""
-        gathers, index = self._gathers, self._groups[group]
-        turn = gathers.turn() if gathers is not None else None  # now, not when the coroutine begins
-
-        async def complete() -> None:
-            if gathers is None or turn is None:
-                await work()
-            else:
-                await gathers.complete(index, turn, work())
-            self._ready.add(group)
-
-        return complete()
-
-    async def _load(self, group: int) -> None:
-        if group in self._drops:
-            await asyncio.shield(self._drops[group])
-        await self._store.weights.load(group, Priority.DEMAND)
-        await self._store.updates.applied(group)
-
-    def _start_refresh(self, group: int) -> None:
-        refresh = functools.partial(self._refresh, group, self._loads.get(group))
-        self._loads[group] = self._runtime.spawn(
-            self._whole(group, refresh), f"refresh {self._groups[group].spec.name}"
-        )
-
-    async def _refresh(self, group: int, before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await asyncio.shield(before)
-        await self._store.updates.applied(group)
-
-    async def _unviewed(self, groups: Iterable[int]) -> None:
-        """Wait for updates: while they copy, they hold a view, too."""
-        for group in groups:
-            await self._store.updates.leave_device(group)
-
-    async def _loaded(self, group: int) -> None:
-        await asyncio.shield(self._loads[group])
+    def settle(self) -> None:
+        """Wait until what was dropped is gone from the device."""
+        self._runtime.call(self._moves.dropped, raises_kept=False)
 
     # --- guarding -----------------------------------------------------------------------------------------------
 
@@ -416,10 +348,3 @@ class DeviceAccess:
             hide(self._groups[group], self.gate)
             if group == self._current:
                 self._current = None
-
-
-def _changed(group: Group, versions: Sequence[int]) -> Iterator[str]:
-    """Names of parameters that were changed in place since they had these versions, or were given other data."""
-    for spec, parameter, version in zip(group.spec.parameters, group.parameters, versions):
-        if parameter._version != version or parameter.untyped_storage()._cdata != group.storage._cdata:
-            yield spec.name

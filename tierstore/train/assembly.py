@@ -1,16 +1,14 @@
 """Building the engine's rooms: groups, placement, store, hooks; and taking them down in one written order.
 
 Scope: from a model and options to an `Assembly`, new or resumed; filling a new store with weights.
-Not here: the step (`engine.py`).
+Not here: the step (`engine.py`), sizes (`sizing.py`), which generation is resumed (`opening.py`).
 Owner: the thread that makes the engine.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -22,16 +20,15 @@ from tierstore.io.backend import Backend
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
 from tierstore.kernels import warm_up
-from tierstore.plan.placement import Request
 from tierstore.plan.tiers import place
 from tierstore.store.commit import Generation, StoreLock
-from tierstore.store.layout import GroupSpec, check_same_model
+from tierstore.store.layout import check_same_model
 from tierstore.store.team import leads
 from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer
 from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
-from tierstore.train.budgets import request_for, settled
+from tierstore.train.budgets import settled
 from tierstore.train.codec_trial import codecs_of
 from tierstore.train.depth import DepthChooser
 from tierstore.train.filling import Piece, fill, weights_of
@@ -42,8 +39,9 @@ from tierstore.train.opening import check_same_store, find_generation, open_gene
 from tierstore.train.optimizer import AdamStepper, TieredOptimizer
 from tierstore.train.options import Options
 from tierstore.train.partition import Partition
-from tierstore.train.reduction import Buckets, Reductions
+from tierstore.train.reduction import Reductions
 from tierstore.train.rounds import RoundDriver
+from tierstore.train.sizing import cut_groups
 
 _SHARED_TIERS = {"gpu_memory", "codec", "prefetch_depth"}
 """Options of the tiers on which depends what all ranks do together."""
@@ -93,7 +91,7 @@ class Assembly:
             publish,
             lambda: self.runtime.call(self.store.flush, raises_kept=False),
             self.access.close,
-            lambda: self.runtime.call(_settled, raises_kept=False),
+            self.access.settle,
             self.hooks.remove,
             self.collector.remove,
             self.runtime.close,
@@ -115,16 +113,6 @@ class Assembly:
         for room in (self.gathers, self.reductions, self.partition):
             if room is not None:
                 room.close(self.runtime.timeout_s)
-
-
-async def _settled() -> None:
-    """Let drops that were posted begin and end."""
-    me = asyncio.current_task()
-    drops = [task for task in asyncio.all_tasks() if task is not me and task.get_name().startswith("drop ")]
-    if drops:
-        await asyncio.wait(drops)
-    for drop in drops:
-        drop.result()
 
 
 def assemble(
@@ -175,35 +163,30 @@ def assemble(
         prepare(stepper.optimizer)
         codecs, pieces = codecs_of(tiers, generation, pieces, specs, partition, runtime, clock)
         is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())
-        request = _cut(groups, tiers, options.schedule, generation, partition, is_coded)
+        grid = generation.layout["chunk_elements"] if generation is not None else None
+        request = cut_groups(groups, tiers, options.schedule, grid, partition, is_coded=is_coded)
         store = TrainingStore(
-            [group.spec for group in groups.groups], place(request), tiers, device, [], runtime, backend, tracer, clock,
-            is_durable=options.durability is Durability.COMMIT,
-            update_threads=tiers.update_threads or min(8, os.cpu_count() or 1),
-            codecs=codecs,
+            [group.spec for group in groups.groups], place(request), tiers, device, runtime, backend, tracer, clock,
+            is_durable=options.durability is Durability.COMMIT, lock=lock, team=team, codecs=codecs,
             codec_scratch_bytes=request.scratch_bytes,
-            lock=lock,
-            team=team,
         )  # fmt: skip
         if generation is None:
-            runtime.call(store.create)
-            _bind(groups, store, device)
-            _fill(store, runtime, groups, pieces, partition)
-            partition.same_buffers(model.buffers())
+            runtime.call(store.files.create)
         else:
             open_generation(runtime, store, generation, is_previous=options.resume is Resume.PREVIOUS)
-            _bind(groups, store, device)
-        _move_buffers(model, device)
+        _bind(groups, store, device)
+        if generation is None:
+            _fill(store, runtime, groups, pieces, partition)
+            partition.same_buffers(model.buffers())
+        _move_buffers(model, device)  # not before: a source of weights fills those that the model had
         schedule = settled(options.schedule, store.placement, device.kind) if options.is_auto else options.schedule
         driver = RoundDriver(schedule, store, runtime)
         return _hook_up(
             model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, partition, generation
         )
     except BaseException:
-        has_ended = _take_down(runtime, store)
+        _take_down(runtime, store, lock)
         partition.close(tiers.timeout_s)
-        if lock is not None and has_ended:
-            lock.release()
         raise
 
 
@@ -222,66 +205,17 @@ def _fill(
     partition.all_succeed("initial weights", work)
 
 
-def _cut(
-    groups: ModelGroups,
-    tiers: TierConfig,
-    schedule: UpdateSchedule,
-    generation: Generation | None,
-    partition: Partition,
-    is_coded: bool,
-) -> Request:
-    """Give every group the part of it that this rank keeps; returns what is to be placed."""
-    whole = [group.spec for group in groups.groups]
-    grid = generation.layout["chunk_elements"] if generation is not None else None
-    if grid is None and not partition.keeps_all:
-        limit = partition.chunk_limit(whole)
-        parts = [partition.cut(spec, limit) for spec in whole]
-        request = _request(groups, parts, tiers, schedule, None, partition, is_coded)
-        grid = min(partition.all_succeed("the size of chunks", lambda: min(limit, place(request).chunk_elements)))
-    if grid is not None:
-        for group in groups.groups:
-            group.spec = partition.cut(group.spec, grid)
-    return _request(groups, [group.spec for group in groups.groups], tiers, schedule, grid, partition, is_coded)
-
-
-def _request(
-    groups: ModelGroups,
-    specs: Sequence[GroupSpec],
-    tiers: TierConfig,
-    schedule: UpdateSchedule,
-    grid: int | None,
-    partition: Partition,
-    is_coded: bool,
-) -> Request:
-    request = request_for([spec.need() for spec in specs], tiers, schedule, grid, is_coded=is_coded)
-    if not partition.is_shared:
-        return request
-    buckets = Buckets(partition)
-    sizes = {spec.name: buckets.device_bytes(spec) for spec in specs if spec.trainable}
-    # The gradient of a tied weight is complete only when backward ends: its bucket is held beside all others.
-    held = {specs[group].name for group in groups.tied}
-    gradients = sum(sizes[name] for name in held & sizes.keys())
-    gradients += max((size for name, size in sizes.items() if name not in held), default=0)
-    everything = sum(spec.need().device_bytes for spec in specs)
-    return replace(
-        request,
-        gradient_room_bytes=gradients,
-        acquired_bytes=None if partition.stage == 3 else everything,
-    )
-
-
-def _take_down(runtime: Runtime, store: TrainingStore | None) -> bool:
-    """Whether all has ended; what does not end may still write, and keeps the store and its lock."""
+def _take_down(runtime: Runtime, store: TrainingStore | None, lock: StoreLock | None) -> None:
     # Errors in here are not told: the one on its way out is.
     try:
         runtime.close()
     except Timeout:
-        return False
+        return  # what does not end may still write: it keeps the store and its lock
     except TierstoreError:
         pass
-    if store is not None:
-        store.release()
-    return True
+    for room in (store, lock):
+        if room is not None:
+            room.release()
 
 
 def _hook_up(
@@ -303,7 +237,7 @@ def _hook_up(
     reductions = None
     if partition.is_shared:
         reductions = Reductions(partition, groups.groups, runtime, device, links["reduce"], tracer)
-    access = DeviceAccess(groups.groups, store, runtime, device, clock, depth=1, gathers=gathers)
+    access = DeviceAccess(groups.groups, store, runtime, device, clock, gathers)
     hooks = ModelHooks(model, groups, access)
 
     def is_free(group: int) -> bool:

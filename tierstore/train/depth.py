@@ -66,12 +66,12 @@ class DepthChooser:
         else:
             self._reads.observe(*self._runtime.call(self._store.measure_reads))
         self._seen["read"] = self._store.io.meters["read"].totals()
-        self._access.set_depth(self.wanted)
+        self._access.depth = self.wanted
 
     def fix(self, depth: int) -> None:
         """From now on this depth, whatever is measured."""
         self._is_fixed = True
-        self._access.set_depth(depth)
+        self._access.depth = depth
 
     def step_ended(self, computing_s: float) -> None:
         """Compute the depth again from what this step measured, when that has changed enough.
@@ -99,12 +99,12 @@ class DepthChooser:
         order = tuple(Visit(g, access.sizes[g], s) for g, s in zip(access.order, visit_seconds))
         self.wanted = recommend_depth(order, rate, self._store.placement.gpu_weight_bytes).depth
         if not self._partition.is_shared:
-            access.set_depth(self.wanted)
+            access.depth = self.wanted
 
     def agree(self, depth: int) -> None:
         """Take the depth that rank 0 has computed: what is fetched ahead must be the same at all."""
         if self._partition.is_shared and not self._is_fixed:
-            self._access.set_depth(depth)
+            self._access.depth = depth
 
     def _observe(self, link: str, meter: LinkMeter, rate: Estimator) -> None:
         moved_bytes, busy_s = meter.totals()

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule
+from tierstore.config import AdamWConfig, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
 from tierstore.measure.table_file import with_rates
@@ -32,10 +32,11 @@ from tierstore.store.gradients import to_float
 from tierstore.trace import Tracer
 from tierstore.train import capture, whole
 from tierstore.train.assembly import Assembly, assemble
+from tierstore.train.call_order import CallOrder
 from tierstore.train.generations import Generations, Pending
 from tierstore.train.meters import StepMeters
 from tierstore.train.optimizer import LossScale, TieredOptimizer, check_scheduler, clip_coefficient
-from tierstore.train.options import Options, schedule_for
+from tierstore.train.options import choice, options_of
 from tierstore.train.partition import partition_of
 from tierstore.train.report import StepReport
 from tierstore.train.rounds import Updates
@@ -95,15 +96,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         backend: Backend | None = None,
     ) -> None:
-        options = Options(
-            schedule=schedule_for(update, max_grad_norm, model, commit_every, durability, overlap),
-            durability=_choice(Durability, "durability", durability),
-            resume=_choice(Resume, "resume", resume),
-            commit_every=commit_every,
-            max_grad_norm=max_grad_norm,
-            overlap=overlap,
-            is_auto=update == UpdateSchedule.AUTO.value,
-        )
+        options = options_of(model, update, max_grad_norm, commit_every, durability, resume, overlap)
         self.model = model
         self._options = options
         for name, value in (registered or {}).items():
@@ -111,10 +104,7 @@ class Engine:
         self._callbacks: list[Callable[[StepReport], None]] = []
         self._loss_scale = LossScale.of(loss_scale, model)
         self._is_closed = False
-        self._is_syncing = True
-        self._has_final_backward = False
         self._is_modifying = False
-        self._broken_by: BaseException | None = None
         tiers = with_rates(tiers)
         scheduler: Any = None
 
@@ -131,17 +121,16 @@ class Engine:
             parameter_groups, initialize, self.step, prepare, tracer or Tracer(clock, enabled=False), clock, backend,
         )  # fmt: skip
         self.optimizer.on_zero_grad = self.zero_grad
-        self._parts.hooks.refuse_outside = lambda: self._refuse_after_backward("a call of the model")
+        self._order = CallOrder(self._parts.driver)
+        self._parts.hooks.refuse_outside = partial(self._order.refuse_after_backward, "a call of the model")
         self._generations = Generations(self._parts, model, self._loss_scale, registered or {}, commit_every)
         try:
             self._meters = StepMeters(self._parts, clock)
-            if options.schedule is UpdateSchedule.DELAYED:
-                self._parts.driver.gradient_set = 1  # what is collected now is applied a step later
             self._generations.scheduler = scheduler
             if self._parts.opened is not None:
                 is_previous = options.resume is Resume.PREVIOUS
                 self._generations.restore(self._parts.opened.captured, is_previous=is_previous)
-            elif self._parts.store.is_durable:
+            else:
                 self._generations.commit(None)
             self._parts.depth.begin(tiers)
         except BaseException:
@@ -163,7 +152,7 @@ class Engine:
     def _forward(self, call: Callable[[], Any], count: int = 1) -> Any:
         """`call` runs the model so many times, and is watched."""
         parts = self._whole_parts()
-        self._refuse_after_backward("another forward")
+        self._order.refuse_after_backward("another forward")
         if torch.is_grad_enabled() and self._is_modifying:
             raise ConfigError("weights are being changed by gathered(modify=True); train after it")
         if torch.is_grad_enabled() and not parts.driver.has_begun:
@@ -171,7 +160,7 @@ class Engine:
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
             parts.collector.expect(count)
             parts.driver.begin(parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph)
-        parts.access.stops_at_step = self._is_syncing and not parts.driver.is_streaming
+        parts.access.stops_at_step = self._order.is_syncing and not parts.driver.is_streaming
         parts.access.begin_forward()
         try:
             with self._meters.phase("forward"):
@@ -192,33 +181,31 @@ class Engine:
             GraphError: the model cannot be trained as it is.
         """
         parts = self._whole_parts()
-        self._refuse_after_backward("a second backward outside no_sync()")
+        self._order.refuse_after_backward("a second backward outside no_sync()")
         if not parts.driver.has_begun:
             raise ConfigError("backward() needs a forward through the engine before it, in the same step")
         _check_loss(loss)
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
         scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
-        parts.collector.begin(self._generations.gradients, scaled, is_final=self._is_syncing, is_streaming=is_streaming)
+        gradients, is_final = self._generations.gradients, self._order.is_syncing
+        parts.collector.begin(gradients, scaled, is_final=is_final, is_streaming=is_streaming)
         parts.access.begin_backward()
         try:
-            with self._meters.phase("backward"), self._unbroken():
+            with self._meters.phase("backward"), self._order.unbroken():
                 with parts.hooks.watching():
                     scaled.backward()  # type: ignore[no-untyped-call]
                 parts.collector.finish()
         finally:
             parts.access.end_pass()
         parts.access.learn_order()
-        self._has_final_backward = self._is_syncing
+        self._order.has_final_backward = self._order.is_syncing
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only accumulate: another one of the same step follows."""
-        before, self._is_syncing = self._is_syncing, False
-        try:
+        with self._order.no_sync():
             yield
-        finally:
-            self._is_syncing = before
 
     def zero_grad(self) -> None:
         """Forget the gradients of this step, as if it had seen no backward. `model.zero_grad()` cannot do that.
@@ -229,11 +216,11 @@ class Engine:
         parts = self._whole_parts()
         touched = parts.collector.touched
         if touched:
-            self._refuse_after_backward("zero_grad()")
+            self._order.refuse_after_backward("zero_grad()")
             groups = [group.index for group in parts.groups.groups if not touched.isdisjoint(group.parameters)]
             parts.runtime.call(self._generations.gradients.discard, groups)
             parts.collector.forget()
-            self._has_final_backward = False
+            self._order.has_final_backward = False
 
     def train_step(
         self,
@@ -254,7 +241,7 @@ class Engine:
         """
         batches = list(batches)
         take_loss = loss_of or (lambda output: output.loss)
-        order = _choice(MicroBatchSchedule, "schedule", schedule)
+        order = choice(MicroBatchSchedule, "schedule", schedule)
         if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
             losses = self._forward(lambda: self._side_by_side(batches, take_loss), len(batches))
             self.backward(torch.stack(losses).sum() / len(batches))
@@ -293,7 +280,7 @@ class Engine:
         parts = self._whole_parts()
         if not parts.driver.has_begun:
             raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
-        with self._meters.phase("update"), self._unbroken():
+        with self._meters.phase("update"), self._order.unbroken():
             norm, is_finite = self._apply()
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         if (scheduler := self._generations.scheduler) is not None and is_finite:
@@ -307,14 +294,11 @@ class Engine:
             loss_scale=self._loss_scale.scale,
             skipped=not is_finite,
             lr=rates,
-            depth=parts.access.depth,
-            schedule=parts.driver.schedule,
         )
         self._loss_scale.update(is_finite)
         for callback in self._callbacks:
             callback(report)
-        if parts.store.is_durable:
-            self._generations.commit(parts.driver.last_round)
+        self._generations.commit(parts.driver.last_round)
         if not self._options.overlap:
             self.flush()
         parts.access.prefetch_start()
@@ -324,7 +308,7 @@ class Engine:
         """Decide the updates of the step. Returns the norm, and whether it was finite."""
         parts = self._parts
         self._generations.forget()  # from here on the store goes on from what waits to be committed
-        self._has_final_backward = False
+        self._order.has_final_backward = False
         touched = set(parts.collector.touched)
         partials = parts.runtime.call(self._generations.gradients.take_partials)
         specs = [group.spec for group in parts.groups.groups]
@@ -336,19 +320,16 @@ class Engine:
         now = arrived
         if parts.driver.schedule is UpdateSchedule.DELAYED:
             now = self._generations.turn_over(arrived)
+        trainable = [group for group in parts.groups.groups if group.spec.trainable]
         updates: Updates = {}
         if now is not None:
-            updates = {
-                group.index: parts.stepper.updates(group, now.touched, now.scale)
-                for group in parts.groups.groups
-                if group.spec.trainable
-            }
+            updates = {group.index: parts.stepper.updates(group, now.touched, now.scale) for group in trainable}
         parts.driver.decide(updates, is_plain=clip == 1.0 and is_finite)
         if now is not None:
             parts.stepper.count(now.touched)
         parts.collector.forget()
         parts.hooks.step_ended()
-        parts.access.weights_changed(group.index for group in parts.groups.groups if group.spec.trainable)
+        parts.access.weights_changed(group.index for group in trainable)
         return (norm if touched else None), is_finite
 
     # --- generations --------------------------------------------------------------------------------------------
@@ -403,36 +384,22 @@ class Engine:
             BudgetError: they do not fit together.
         """
         parts = self._open_parts()
-        self._refuse_after_backward("gathered()")
+        self._order.refuse_after_backward("gathered()")
         if modify:
-            self._refuse_within_step("gathered(modify=True)")
+            self._order.refuse_within_step("gathered(modify=True)")
             self._generations.leave_newer()
         self.flush()
-        wanted = sorted({parts.groups.locate(name)[0].index for name in names})
-        for position, group in enumerate(wanted):
+        with whole.gathered(parts, names) as groups:
             try:
-                parts.access.enter(group, for_long=True)
-            except BaseException:
-                for entered in wanted[:position]:
-                    parts.access.leave(entered, for_long=True)
-                raise
-        try:
-            self._is_modifying = modify
-            with parts.hooks.watching():  # a loss may be made of what is read here
-                yield
-            if modify:
-                self._refuse_within_step("gathered(modify=True)")
-                whole.keep_changes(parts, wanted)
-                if parts.store.is_durable:
+                self._is_modifying = modify
+                with parts.hooks.watching():  # a loss may be made of what is read here
+                    yield
+                if modify:
+                    self._order.refuse_within_step("gathered(modify=True)")
+                    whole.keep_changes(parts, groups)
                     self._generations.commit(None)
-        finally:
-            self._is_modifying = False
-            for group in wanted:
-                parts.groups.groups[group].take_back()
-            parts.access.accept_changes(wanted)
-            for group in wanted:
-                parts.access.leave(group, for_long=True)
-            parts.access.release(wanted)
+            finally:
+                self._is_modifying = False
 
     def gradient(self, name: str) -> torch.Tensor:
         """The accumulated gradient of a parameter after backward and before step, in fp32, with the loss scale.
@@ -444,7 +411,7 @@ class Engine:
         """
         parts = self._open_parts()
         if not parts.driver.is_speculating:  # that keeps them until it knows
-            self._refuse_after_backward("gradient()")
+            self._order.refuse_after_backward("gradient()")
         group, spec = parts.groups.locate(name)
         begin, end = group.spec.kept_part(spec.start, spec.stop)
         part = parts.runtime.call(self._generations.gradients.read, group.index, begin, max(begin, end))
@@ -453,7 +420,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights in fp32 and the persistent buffers, in CPU memory; tied parameters under each of their names."""
-        self._refuse_after_backward("state_dict()")
+        self._order.refuse_after_backward("state_dict()")
         self.flush()
         return whole.state_dict(self._open_parts(), self.model)
 
@@ -464,16 +431,15 @@ class Engine:
             ConfigError: in the middle of a step.
             FormatError: a tensor is missing or has another shape; nothing was changed.
         """
-        self._refuse_within_step("load_state_dict")
+        self._order.refuse_within_step("load_state_dict")
         self._generations.leave_newer()
         self.flush()
         whole.load_state_dict(self._open_parts(), self.model, state_dict)
-        if self._parts.store.is_durable:
-            self._generations.commit(None)
+        self._generations.commit(None)
 
     def export(self, directory: str | Path) -> None:
         """Write the weights as ordinary sharded safetensors with an index, streaming, atomically."""
-        self._refuse_after_backward("export()")
+        self._order.refuse_after_backward("export()")
         self.flush()
         whole.export(self._open_parts(), self.model, Path(directory))
 
@@ -497,7 +463,7 @@ class Engine:
         self._is_closed = True
         atexit.unregister(self._at_exit)
         driver = self._parts.driver
-        has_updated = self._has_final_backward or self._broken_by is not None
+        has_updated = self._order.has_final_backward or self._order.is_broken
         if driver.has_begun and (driver.schedule is UpdateSchedule.DELAYED or (driver.is_streaming and has_updated)):
             self._generations.forget()  # the store has gone on from there, into a step that nobody ends
         self._parts.close(self._generations.publish)
@@ -518,34 +484,8 @@ class Engine:
         return self._parts
 
     def _whole_parts(self) -> Assembly:
-        if self._broken_by is not None:
-            raise ClosedError(
-                f"a step was broken off by {type(self._broken_by).__name__} and cannot be finished; "
-                "close the engine, and make another one that resumes the store"
-            ) from self._broken_by
+        self._order.refuse_broken()
         return self._open_parts()
-
-    def _refuse_within_step(self, what: str) -> None:
-        if self._parts.driver.has_begun:
-            raise ConfigError(f"{what} would change weights in the middle of a step; call it after step()")
-
-    def _refuse_after_backward(self, what: str) -> None:
-        driver = self._parts.driver
-        if self._has_final_backward and driver.updates_in_backward:
-            raise ConfigError(
-                f"{what} between engine.backward() and step() would meet weights that update={driver.schedule.value!r} "
-                "is changing meanwhile; call it after step(), put earlier backwards under no_sync(), or use "
-                "update='forward'"
-            )
-
-    @contextlib.contextmanager
-    def _unbroken(self) -> Iterator[None]:
-        """What is broken off in here leaves half a step behind: the engine goes no further."""
-        try:
-            yield
-        except BaseException as error:
-            self._broken_by = error
-            raise
 
 
 def _close_at_exit(engine: weakref.ref[Engine]) -> None:
@@ -565,13 +505,6 @@ def _check_loss(loss: torch.Tensor) -> None:
 
 def _called(model: Callable[..., Any], batch: Any) -> Any:
     return model(**batch) if isinstance(batch, Mapping) else model(batch)
-
-
-def _choice(kind: Any, name: str, value: Any) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise ConfigError(f"{name} must be one of {', '.join(k.value for k in kind)}, not {value!r}") from None
 
 
 __all__ = ["Engine", "StepReport", "UpdateSchedule"]

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from tierstore.config import UpdateSchedule
 from tierstore.store.gradients import Gradients
 from tierstore.store.rounds import Round
 from tierstore.train import capture
@@ -55,6 +56,8 @@ class Generations:
         self.scheduler: Any = None
         self.pending: Pending | None = None
         self.gradient_set = 0
+        if parts.driver.schedule is UpdateSchedule.DELAYED:
+            self._collect_in(0)
         self._to_restore: dict[str, Any] = {}
         self._waiting: tuple[Round | None, dict[str, Any], Gradients | None] | None = None
         self._is_previous = False
@@ -73,13 +76,19 @@ class Generations:
         return before
 
     def _collect_in(self, gradient_set: int) -> None:
+        """What is collected there is applied a step later."""
         self.gradient_set = gradient_set
         self._parts.driver.gradient_set = 1 - gradient_set
 
     # --- commits ------------------------------------------------------------------------------------------------
 
     def commit(self, round_: Round | None) -> None:
-        """Publish the state as it is after `round_`, in the background, or remember it until it is due."""
+        """Publish the state as it is after `round_`, in the background, or remember it until it is due.
+
+        Without a store that keeps generations there is nothing to do.
+        """
+        if not self._parts.store.files.is_durable:
+            return
         pending = self._parts.store.gradients[1 - self.gradient_set] if self.pending is not None else None
         self._waiting = (round_, self._captured(), pending)
         if self.step_count % self._commit_every == 0:
@@ -88,7 +97,7 @@ class Generations:
     def publish(self) -> None:
         """Publish what waits, but not in the middle of a step: its updates may have begun."""
         if self._waiting is not None and not self._parts.driver.has_begun:
-            self._parts.runtime.post(self._parts.store.commit, *self._waiting)
+            self._parts.runtime.post(self._parts.store.commits.begin, *self._waiting)
             self._waiting = None
 
     def forget(self) -> None:

@@ -13,7 +13,7 @@ moves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,7 @@ class Group:
 
     Attributes:
         idle_uses: how many references the storage has while nobody but the parameters looks at it.
+        versions: of the parameters, as their values are known.
     """
 
     index: int
@@ -41,6 +42,7 @@ class Group:
     storage: torch.UntypedStorage
     idle_uses: int = 0
     classes: list[type] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
     def is_viewed(self) -> bool:
         """Whether somebody holds a view of the weights, so that they must stay."""
@@ -55,7 +57,18 @@ class Group:
             parameter.data = self._view(position)  # not kept in a variable: it would count as a user of the storage
         self.idle_uses = torch._C._storage_Use_Count(self.storage._cdata)
         self.classes = [type(parameter) for parameter in self.parameters]
+        self.accept_changes()
         device.release(self.storage, device.record())
+
+    def changed(self) -> Iterator[str]:
+        """Names of parameters that were changed in place since `accept_changes`, or were given other data."""
+        for spec, parameter, version in zip(self.spec.parameters, self.parameters, self.versions):
+            if parameter._version != version or parameter.untyped_storage()._cdata != self.storage._cdata:
+                yield spec.name
+
+    def accept_changes(self) -> None:
+        """What was changed so far is known."""
+        self.versions = [parameter._version for parameter in self.parameters]
 
     @torch.no_grad()
     def take_back(self) -> list[str]:

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tierstore.config import UpdateSchedule
 from tierstore.train.assembly import Assembly
 from tierstore.train.report import StepReport
 
@@ -45,9 +44,8 @@ class StepMeters:
         return max(self._seconds["forward"] + self._seconds["backward"] - waiting_s, 0.0)
 
     def report(
-        self, *, step: int, grad_norm: float | None, loss_scale: float, skipped: bool, lr: list[float], depth: int,
-        schedule: UpdateSchedule,
-    ) -> StepReport:  # fmt: skip
+        self, *, step: int, grad_norm: float | None, loss_scale: float, skipped: bool, lr: list[float]
+    ) -> StepReport:
         """The step that ends now; the next one is counted from here."""
         now, links, stall_s = self._clock(), self._links(), self._parts.access.stall_s
         seconds = self._seconds | {"wait": stall_s - self._stall_s, "total": now - self._since}
@@ -56,9 +54,8 @@ class StepMeters:
         self._since, self._bytes, self._stall_s = now, links, stall_s
         for link, nbytes in moved.items():
             self._parts.tracer.counter(link, "bytes per step", nbytes)
-        return StepReport(
-            step, grad_norm, loss_scale, skipped, lr, seconds, moved, self._peaks(), depth, schedule.value
-        )
+        depth, schedule = self._parts.access.depth, self._parts.driver.schedule.value
+        return StepReport(step, grad_norm, loss_scale, skipped, lr, seconds, moved, self._peaks(), depth, schedule)
 
     def totals(self) -> dict[str, Any]:
         """Since the engine was made."""
@@ -66,7 +63,7 @@ class StepMeters:
             "bytes": self._links(),
             "peak_bytes": self._peaks(),
             "stall_s": self._parts.access.stall_s,
-            "generation": self._parts.store.generation,
+            "generation": self._parts.store.commits.generation,
             "codecs": {
                 kind.value: {"codec": choice.codec.value, "why": choice.why}
                 for kind, choice in self._parts.store.codecs.items()

@@ -5,13 +5,17 @@ Scope: options, and the update schedule that a name means. Not here: what follow
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from tierstore.config import Durability, Resume, UpdateSchedule
 from tierstore.errors import ConfigError
+
+E = TypeVar("E", bound=enum.Enum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +32,50 @@ class Options:
     commit_every: int
     max_grad_norm: float | None
     overlap: bool
-    is_auto: bool = False
+    is_auto: bool
 
 
-def schedule_for(
-    update: str, max_grad_norm: float | None, model: nn.Module, commit_every: int, durability: str, overlap: bool
-) -> UpdateSchedule:
-    """The schedule that a name means for this run.
+def choice(kind: type[E], name: str, value: object) -> E:
+    """The member of a closed set that an option names.
 
     Raises:
-        ConfigError: it cannot be exact with these options.
+        ConfigError: there is none.
     """
     try:
-        schedule = UpdateSchedule(update)
+        return kind(value)
     except ValueError:
-        names = ", ".join(item.value for item in UpdateSchedule)
-        raise ConfigError(f"update must be one of {names}, not {update!r}") from None
+        raise ConfigError(f"{name} must be one of {', '.join(k.value for k in kind)}, not {value!r}") from None
+
+
+def options_of(
+    model: nn.Module,
+    update: str,
+    max_grad_norm: float | None,
+    commit_every: int,
+    durability: str,
+    resume: str,
+    overlap: bool,
+) -> Options:
+    """The options for this model.
+
+    Raises:
+        ConfigError: there are no such values, or they cannot be exact together.
+    """
+    return Options(
+        schedule=_schedule_for(update, max_grad_norm, model, commit_every, durability, overlap),
+        durability=choice(Durability, "durability", durability),
+        resume=choice(Resume, "resume", resume),
+        commit_every=commit_every,
+        max_grad_norm=max_grad_norm,
+        overlap=overlap,
+        is_auto=update == UpdateSchedule.AUTO.value,
+    )
+
+
+def _schedule_for(
+    update: str, max_grad_norm: float | None, model: nn.Module, commit_every: int, durability: str, overlap: bool
+) -> UpdateSchedule:
+    schedule = choice(UpdateSchedule, "update", update)
     if type(commit_every) is not int:
         raise ConfigError(f"commit_every must be a whole number, not {commit_every!r}")
     if commit_every < 1:

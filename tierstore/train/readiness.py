@@ -7,9 +7,10 @@ Owner: the reducer; the thread that runs backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from tierstore.errors import GraphError
 from tierstore.train.graph import leaves_of
@@ -26,6 +27,7 @@ class Readiness:
         static: the first backward tells how many gradients come for each parameter in all.
 
     Attributes:
+        names, parameters: those that needed a gradient when this was made; their places here are indices everywhere.
         is_static: the graph is that of the first backward.
         is_learning: this is the first backward of a static graph: nothing is known to be the last gradient.
         reached: whether gradients of a parameter are waited for, by index.
@@ -33,40 +35,59 @@ class Readiness:
         searches: whether a backward is to begin with what `search` finds.
     """
 
-    def __init__(
-        self, names: Sequence[str], parameters: Sequence[torch.Tensor], *, find_unused: bool, static: bool
-    ) -> None:
-        self._names = names
-        self._index = {parameter: index for index, parameter in enumerate(parameters)}
+    def __init__(self, module: nn.Module, *, find_unused: bool, static: bool) -> None:
+        self._module = module
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.names, self.parameters = list(trained), list(trained.values())
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._index = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._find_unused, self.is_static = find_unused, static
         self.is_learning = static
-        self._expected = [_UNKNOWN if static else 1] * len(names)
+        self._expected = [_UNKNOWN if static else 1] * len(self.names)
         self.searches = find_unused and not static
         self.begin(None)
 
-    def search(self, roots: Iterable[torch.Tensor]) -> tuple[bytearray, set[int]]:
-        """What the graphs of `roots` reach: which of these parameters, and the ids of others."""
-        reached, index, others = bytearray(len(self._names)), self._index, set()
+    def search(self, roots: Iterable[torch.Tensor]) -> bytearray:
+        """Which parameters the graphs of `roots` reach.
+
+        Raises:
+            GraphError: also one that was not in the module when this was made.
+        """
+        reached, index, others = bytearray(len(self.names)), self._index, set()
         for leaf in leaves_of(roots):
             place = index.get(leaf)
             if place is not None:
                 reached[place] = 1
-            elif isinstance(leaf, torch.nn.Parameter):
+            elif isinstance(leaf, nn.Parameter):
                 others.add(id(leaf))
-        return reached, others
+        if others:  # of another module, most likely
+            known = {id(parameter) for _, parameter in self._frozen}
+            for name, parameter in self._module.named_parameters():
+                if id(parameter) in others and id(parameter) not in known:
+                    raise GraphError(
+                        f"{name} was put into the module after the reducer was made: ranks would not share its "
+                        "gradient; close this reducer and make a new one"
+                    )
+        return reached
 
     def begin(self, reached: bytearray | None) -> None:
         """A backward begins.
 
         Args:
             reached: what `search` has found; None is everything.
+
+        Raises:
+            GraphError: a parameter that was frozen needs a gradient now.
         """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise GraphError(f"{name} was frozen when the reducer was made, and needs a gradient now")
         self._left = self._expected.copy()
         self.order: list[int] = []
         if self.is_static:
             self.reached = bytearray(count > 0 for count in self._expected)
         else:
-            self.reached = bytearray(b"\1") * len(self._names) if reached is None else reached
+            self.reached = bytearray(b"\1") * len(self.names) if reached is None else reached
 
     def came(self, index: int) -> bool:
         """A gradient came. Whether it is the last one of its parameter.
@@ -83,7 +104,7 @@ class Readiness:
 
     def too_late(self, index: int) -> GraphError:
         """A gradient came after its bucket had gone."""
-        name = self._names[index]
+        name = self.names[index]
         if self.is_static:
             count = self._expected[index]
             return GraphError(f"{name} got more gradients than in the first backward ({count}): not a static graph")
@@ -114,7 +135,7 @@ class Readiness:
         else:
             text = "this backward left parameters out (find_unused=False)"
         lines = [
-            f"{self._names[i]} got {self._expected[i] - self._left[i]} of {self._expected[i]} gradients"
+            f"{self.names[i]} got {self._expected[i] - self._left[i]} of {self._expected[i]} gradients"
             for i in changed[:_SHOWN]
         ]
         more = f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""

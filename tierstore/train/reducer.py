@@ -1,8 +1,8 @@
 """The gradient reducer: gradients of all ranks are averaged in buckets, while backward still makes others.
 
 Scope: the public face, and one backward from its first gradient to `.grad`.
-Not here: which gradients come (`readiness.py`), where they stand and are averaged (`places.py`), collectives and
-streams (`launching.py`), the same start (`agreement.py`).
+Not here: which gradients come (`readiness.py`), which share a bucket (`arrangement.py`), where they stand and are
+averaged (`places.py`), collectives and streams (`launching.py`), the same start (`agreement.py`).
 Owner: the training thread, and the autograd thread while backward runs; never both at once.
 
 [Note: one backward] It begins at `backward(loss)`, or when the outputs of `reducer(...)` get their gradient, or with
@@ -28,17 +28,17 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from tierstore.config import parse_size
 from tierstore.errors import ClosedError, ConfigError, GraphError
-from tierstore.plan.buckets import Gradient, best_bucket_bytes
 from tierstore.plan.cost_model import CostModel
 from tierstore.trace import Tracer
 from tierstore.train.agreement import broadcast_flat, check_same, described
+from tierstore.train.arrangement import Arrangement
 from tierstore.train.buckets import Bucket, BucketRecord, BucketSet, StepRecord
 from tierstore.train.launching import CommHook, Launcher, LaunchQueue
 from tierstore.train.places import Places
 from tierstore.train.ranks import Ranks
 from tierstore.train.readiness import Readiness
+from tierstore.train.reducer_options import ReducerOptions
 
 
 class GradientReducer:
@@ -92,40 +92,31 @@ class GradientReducer:
         clock: Callable[[], float] = time.perf_counter,
         tracer: Tracer | None = None,
     ) -> None:
+        options = ReducerOptions(
+            bucket=bucket, cost=cost, first_bucket=first_bucket, max_in_flight=max_in_flight, reduce=reduce,
+            find_unused=find_unused, static_graph=static_graph, delayed=delayed, broadcast_buffers=broadcast_buffers,
+            order=None if order is None else list(order),
+        )  # fmt: skip
+        options.check(module)
         self.module = module
-        self._names = [name for name, p in module.named_parameters() if p.requires_grad]
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._options = options
+        self._readiness = Readiness(module, find_unused=find_unused, static=static_graph)
+        self._names, self._parameters = self._readiness.names, self._readiness.parameters
         # Walking all modules in each forward takes a third of a millisecond for 91 parameters.
         self._buffers = [(child, name) for child in module.modules() for name in child._buffers]
-        self._cost = cost if bucket == "auto" else None
-        cap_bytes = parse_size("25MiB" if bucket == "auto" else bucket)
-        self._first_bytes = cap_bytes if first_bucket is None else parse_size(first_bucket)
-        _check_options(module, self._parameters, reduce)
-        if unknown := [name for name in order or () if name not in self._names]:
-            raise ConfigError(f"order= has {unknown[0]}, which is no parameter that needs a gradient")
-        if min(cap_bytes, self._first_bytes, max_in_flight) < 1 or (bucket == "auto" and cost is None):
-            raise ConfigError("bucket, first_bucket and max_in_flight are at least 1, and bucket='auto' needs cost=")
-        self._find_unused, self._is_delayed, self._broadcasts = find_unused, delayed, broadcast_buffers
         self._clock = clock
         self._owns_ranks = not isinstance(process_group, Ranks)
         self.ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
-        device = self._parameters[0].device
-        scatter = self._is_scattered = reduce == "reduce_scatter"
+        device, scatter = self._parameters[0].device, options.scatters
         self._launcher = Launcher(self.ranks, device, clock, scatter=scatter)
         self._launcher.is_timed = timed
         self._tracer = tracer or Tracer(clock, enabled=False)
         if tracer is None and device.type == "cuda":
             self._tracer.annotate = torch.cuda.nvtx.range
         self._queue = LaunchQueue(self._launcher, max_in_flight, self._tracer, self._start_used)
-        self._readiness = Readiness(self._names, self._parameters, find_unused=find_unused, static=static_graph)
         self._places = Places(self._names, self._parameters, self.ranks.count, scatter=scatter, delayed=delayed)
-        known = [] if order is None else [self._names.index(name) for name in order]
-        self._places.allocate(self._completed(known), (min(self._first_bytes, cap_bytes), cap_bytes))
-        self._cap_bytes = cap_bytes
-        self._seen: list[int] | None = None  # the order that the first backward has shown
-        self._moments: dict[int, Any] | None = None  # when gradients came in it, for "auto"; -1 is its begin
-        self._is_rebuilt = order is not None and self._cost is None
+        known = None if order is None else [self._names.index(name) for name in order]
+        self._arrangement = Arrangement(options, known, self._parameters, self.ranks, self._launcher, self._places)
         self._late: BucketSet | None = None  # launched, and not shown yet
         self._recorded: BucketSet | None = None
         self._used: bytearray | None = None  # of a static graph, once it is known
@@ -138,14 +129,8 @@ class GradientReducer:
         self._unused: list[str] = []
         self._handles: list[Any] = []
         self._began_s = self._last_s = self._ended_s = 0.0
-        options = {
-            "bucket": bucket, "cost": cost, "first_bucket": first_bucket, "max_in_flight": max_in_flight,
-            "reduce": reduce, "find_unused": find_unused, "static_graph": static_graph, "delayed": delayed,
-            "broadcast_buffers": broadcast_buffers, "order": None if order is None else list(order),
-        }  # fmt: skip
         try:
-            lines = {f"option {name}": repr(value) for name, value in options.items()}
-            check_same(self.ranks, described(module) | lines)
+            check_same(self.ranks, described(module) | options.lines())
             broadcast_flat(self.ranks, [*module.parameters(), *module.buffers()], "the broadcast of parameters")
         except BaseException:
             self.close()
@@ -159,7 +144,7 @@ class GradientReducer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; with rank 0's buffers."""
         self._check_usable()
-        if self._broadcasts and self._is_stale:
+        if self._options.broadcast_buffers and self._is_stale:
             self.sync_buffers()
         output = self.module(*args, **kwargs)
         # As DDP: buffers are those of rank 0 after a forward that is not part of an accumulation.
@@ -167,7 +152,7 @@ class GradientReducer:
         if self._is_stale:
             roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if self._searches_outputs:
-                found = self._search(roots)
+                found = self._readiness.search(roots)
                 self._reached = found if self._reached is None else bytearray(map(or_, found, self._reached))
             for root in roots:
                 if not root.is_leaf:  # a parameter that is an output stays, and would collect hooks
@@ -184,7 +169,7 @@ class GradientReducer:
         self._check_usable()
         if self._is_syncing:
             self._searches_outputs = False
-            self._begin(self._search([loss]) if self._readiness.searches else None)
+            self._begin(self._readiness.search([loss]) if self._readiness.searches else None)
             self._ending = None
             self._open()
         try:
@@ -212,7 +197,7 @@ class GradientReducer:
         """
         if not callable(hook):
             raise ConfigError(f"a comm hook is called with a state and a bucket: {type(hook).__name__} cannot be")
-        if self._is_scattered:
+        if self._options.scatters:
             raise ConfigError("a comm hook replaces the all-reduce: use reduce='all_reduce' with it")
         if self._launcher.hook is not None:
             raise ConfigError("there is a comm hook already")
@@ -300,19 +285,6 @@ class GradientReducer:
         self._ending = weakref.ref(at_end)
         Variable._execution_engine.queue_callback(at_end)
 
-    def _search(self, roots: Sequence[torch.Tensor]) -> bytearray:
-        """What the graphs reach; of the module only what it had when the reducer was made."""
-        reached, others = self._readiness.search(roots)
-        if others:  # of another module, most likely
-            known = {id(parameter) for _, parameter in self._frozen}
-            for name, parameter in self.module.named_parameters():
-                if id(parameter) in others and id(parameter) not in known:
-                    raise GraphError(
-                        f"{name} was put into the module after the reducer was made: ranks would not share its "
-                        "gradient; close this reducer and make a new one"
-                    )
-        return reached
-
     def _begin(self, reached: bytearray | None) -> None:
         """Count what is to come. No collective yet: this backward may turn out to reach no parameter."""
         self._check_usable()
@@ -321,24 +293,19 @@ class GradientReducer:
                 "a backward began before the one before it had ended, or after one that failed with buckets on their "
                 "way: ranks may have reduced different ones; make a new reducer on all of them"
             )
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise GraphError(f"{name} was frozen when the reducer was made, and needs a gradient now")
+        self._readiness.begin(reached)
         self._is_begun = True
         self._began_s = self._clock()
-        self._readiness.begin(reached)
         self._reached = None
 
     def _open(self) -> None:
         """The first gradient comes: from here on the ranks meet."""
         self._is_open = True
-        if self._seen is not None and not self._is_rebuilt:
-            self._rebuild(self._seen)
+        self._arrangement.begin()
         self._launcher.begin()
         self._places.begin(self._readiness.reached)
         buckets = self._places.current.buckets
         self._queue.begin(buckets)
-        self._moments = {-1: self._launcher.now()} if self._cost is not None and self._seen is None else self._moments
         for bucket in buckets:
             if not bucket.missing:
                 self._mark_ready(bucket)
@@ -357,8 +324,8 @@ class GradientReducer:
         if not self._is_open:
             self._open()
         self._last_s = self._clock()
-        if self._moments is not None and self._seen is None:
-            self._moments[index] = self._launcher.now()
+        if (moments := self._arrangement.moments) is not None:
+            moments[index] = self._launcher.now()
         if not self._readiness.came(index):
             return
         bucket = self._places.current.home[index]
@@ -403,8 +370,8 @@ class GradientReducer:
                 if not bucket.is_ready:
                     self._mark_ready(bucket)
             self._queue.launch_rest()
-            late, self._late = self._late, current if self._is_delayed else None
-            if not self._is_delayed:
+            late, self._late = self._late, current if self._options.delayed else None
+            if not self._options.delayed:
                 self._show(current)
             elif late is not None:
                 self._show(late)
@@ -416,12 +383,12 @@ class GradientReducer:
         self._ended_s = self._clock()
         self._recorded = current
         self._is_begun = self._is_open = False
-        if self._seen is None:
-            self._seen = self._readiness.last_order()
+        if self._arrangement.is_learning:
+            self._arrangement.learn(self._readiness.last_order())
         self._readiness.end()
 
     def _start_used(self) -> None:
-        if self._find_unused and self._used is None:
+        if self._options.find_unused and self._used is None:
             self._places.current.used = self._launcher.start_used(self._places.placed)
 
     def _show(self, buckets: BucketSet) -> None:
@@ -438,35 +405,6 @@ class GradientReducer:
         self._unused = self._places.show(buckets, used)
         self._trace(buckets)
 
-    # --- the buckets, made anew once ----------------------------------------------------------------------------
-
-    def _completed(self, order: list[int]) -> list[int]:
-        """`order`, then those that are missing there in the reverse of their registration."""
-        return list(dict.fromkeys([*order, *reversed(range(len(self._parameters)))]))
-
-    def _rebuild(self, seen: list[int]) -> None:
-        """Buckets in the order in which rank 0 saw the gradients."""
-        order = self._completed(seen)
-        cap_bytes = self._cap_bytes
-        if self._cost is not None and self._moments is not None:
-            cap_bytes = self._best_bytes(order, self._cost, self._moments)
-        shared = torch.tensor([cap_bytes, *order], dtype=torch.int64, device=self._parameters[0].device)
-        broadcast_flat(self.ranks, [shared], "the order of buckets")
-        self._cap_bytes, *order = shared.tolist()
-        self._is_rebuilt = True
-        self._places.allocate(order, (min(self._first_bytes, self._cap_bytes), self._cap_bytes))
-
-    def _best_bytes(self, order: list[int], cost: CostModel, moments: dict[int, Any]) -> int:
-        """The bucket size that suits the times of the first backward; what never came is put last."""
-        begin, last = moments[-1], next(reversed(moments.values()))
-        gradients = [
-            Gradient(self._parameters[i].nbytes, self._launcher.seconds_between(begin, moments.get(i, last)))
-            for i in order
-        ]
-        # One at a time: NCCL runs the collectives of a group in turn, and on gloo (torch 2.13, 2 ranks, 2 cores) 4 KiB
-        # took 0.12 ms each one after the other, 0.17 ms with eight in flight.
-        return best_bucket_bytes(gradients, cost)
-
     # --- records ------------------------------------------------------------------------------------------------
 
     def _trace(self, buckets: BucketSet) -> None:
@@ -482,16 +420,3 @@ class GradientReducer:
             raise ClosedError("the reducer was closed")
         if self._failure is not None:
             raise self._failure
-
-
-def _check_options(module: nn.Module, parameters: Sequence[torch.Tensor], reduce: str) -> None:
-    if not parameters:
-        raise ConfigError("no parameter of the module needs a gradient")
-    devices = {str(p.device) for p in parameters}
-    if len(devices) > 1:
-        raise ConfigError(f"the parameters are on {', '.join(sorted(devices))}: a reducer is for one device")
-    if reduce not in ("all_reduce", "reduce_scatter"):
-        raise ConfigError(f"reduce must be 'all_reduce' or 'reduce_scatter', not {reduce!r}")
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
-            raise ConfigError(f"{name} makes sparse gradients, which cannot be reduced in buckets: use sparse=False")

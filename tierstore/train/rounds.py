@@ -89,6 +89,7 @@ class RoundDriver:
         self.is_streaming = from_device and knows_graph
         round_ = Round(
             wanted,
+            self._store.gradients[self.gradient_set],
             reads_weights=not from_device,
             is_lazy=self.schedule is not UpdateSchedule.STEP and not from_device,
             keeps_gradients=self.is_speculating,
@@ -98,8 +99,8 @@ class RoundDriver:
         self._runtime.call(self._begin, round_)
 
     async def _begin(self, round_: Round) -> None:
-        round_.barrier = self._store.barrier
-        self._store.updates.begin(round_, self._store.gradients[self.gradient_set])
+        round_.barrier = self._store.commits.barrier
+        self._store.updates.begin(round_)
 
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[], None] | None:
         """What the loop does when the gradient of this group is with the store."""
@@ -131,12 +132,12 @@ class RoundDriver:
         return decided
 
     async def _decide(self, round_: Round, updates: Mapping[int, Sequence[ParameterUpdate]], is_redo: bool) -> Round:
-        pipeline, gradients = self._store.updates, self._store.gradients[self.gradient_set]
+        pipeline = self._store.updates
         pipeline.decide(round_, updates)  # also if others are redone: for what is not decided yet, this is right
         if is_redo:
-            return await pipeline.redo(round_, updates, gradients)
+            return await pipeline.redo(round_, updates)
         if round_.keeps_gradients:
-            pipeline.approve(round_, gradients)
+            pipeline.approve(round_)
         return round_
 
     def give_up(self) -> None:

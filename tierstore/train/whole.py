@@ -7,6 +7,7 @@ Owner: the training side.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -110,6 +111,28 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
         for name, buffer in capture.persistent_buffers(model).items():
             buffer.copy_(state[name])
     capture.load_extra_states(model, state)
+
+
+@contextlib.contextmanager
+def gathered(parts: Assembly, names: Iterable[str]) -> Iterator[list[int]]:
+    """The groups of these parameters on the device, until the end of the block.
+
+    Raises:
+        ConfigError: no parameter has such a name.
+        BudgetError: they do not fit together.
+    """
+    wanted = sorted({parts.groups.locate(name)[0].index for name in names})
+    with contextlib.ExitStack() as entered:
+        entered.callback(parts.access.release, wanted)
+        for group in wanted:
+            parts.access.enter(group, for_long=True)
+            entered.callback(parts.access.leave, group, for_long=True)
+        try:
+            yield wanted
+        finally:
+            for group in wanted:
+                parts.groups.groups[group].take_back()
+                parts.groups.groups[group].accept_changes()
 
 
 def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from tierstore.apps.assembly import assemble, engine_arguments
 from tierstore.apps.bench.serve import Round
 from tierstore.apps.bench.step_worker import SameTokens
 from tierstore.apps.crew import Crew
 from tierstore.apps.options import TrainOptions
-from tierstore.apps.train import assemble, engine_arguments
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
 

@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
+from tierstore.apps.assembly import assemble, engine_arguments, return_freed_memory
 from tierstore.apps.bench.serve import Round
 from tierstore.apps.crew import Crew
 from tierstore.apps.options import TrainOptions, options_of_object
-from tierstore.apps.train import assemble, engine_arguments, return_freed_memory
 from tierstore.apps.trial import Trial
 from tierstore.config import Durability, MicroBatchSchedule, Tier, UpdateSchedule
 from tierstore.plan.placement import Kind

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tierstore.apps import presets
+from tierstore.apps.assembly import Parts, assemble
 from tierstore.apps.options import Precision, TrainOptions
-from tierstore.apps.train import Parts, assemble
 from tierstore.errors import FormatError
 
 TINY = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32,

@@ -1,0 +1,189 @@
+"""The files of a training store: made, opened, and removed where no generation needs them.
+
+Scope: packs, directories and lock, at every rank that shares them.
+Not here: what is read and written in a pack (`slots.py`), when a generation is published (`publishing.py`).
+Owner: the loop thread, which lets a thread make the system calls; `release` runs when the loop has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tierstore.config import Tier, TierConfig
+from tierstore.errors import FormatError
+from tierstore.plan.tiers import Kind, Placement
+from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
+from tierstore.store.layout import Codecs, GroupSpec, chunk_specs, fingerprint
+from tierstore.store.slots import ChunkIO, SlotPack
+from tierstore.store.team import Team, all_succeed, leads
+
+
+class StoreFiles:
+    """Packs, manifests and lock in the directories of one store; without directories there are none.
+
+    Args:
+        is_durable: steps can be committed; otherwise the packs have one slot and are removed at the end.
+        lock: held on the first directory if its generation was read; the rest is taken here, and given back.
+
+    Attributes:
+        packs: of weights, of state, and of gradients as far as those are written.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        placement: Placement,
+        tiers: TierConfig,
+        codecs: Codecs,
+        io: ChunkIO,
+        team: Team,
+        lock: StoreLock,
+        *,
+        is_durable: bool,
+    ) -> None:
+        self.directories = [Path(path) for path in tiers.nvme]
+        self.is_durable = is_durable and bool(self.directories)
+        self._groups = groups
+        self._placement = placement
+        self._asked = tiers.codec
+        self._codecs = codecs
+        self._io = io
+        self._backend = io.backend
+        self._team = team
+        self._lock = lock
+        self._is_new = False
+        self._is_ours = False
+        self.manifests = Manifests(self.directories[0], self._backend) if self.directories else None
+        self.packs = self._make_packs() if self.directories else []
+
+    def _make_packs(self) -> list[SlotPack]:
+        slots, copies = 2 if self.is_durable else 1, self._placement.gradient_copies
+        packs = [self._pack(kind, kind.value, slots) for kind in (Kind.WEIGHTS, Kind.STATE)]
+        # A delayed update's pending gradients are part of a generation, wherever they live.
+        is_pending_kept = copies == 2 and self.is_durable
+        if is_pending_kept or any(home is Tier.NVME for home in self._placement.gradient_home):
+            names = [f"gradients{copy or ''}" for copy in range(copies)]
+            packs += [self._pack(Kind.GRADIENTS, name, 2 if is_pending_kept else 1) for name in names]
+        return packs
+
+    def _pack(self, kind: Kind, name: str, slots: int) -> SlotPack:
+        chunks = chunk_specs(kind, self._groups, self._placement.chunk_elements)
+        return SlotPack(name, chunks, self.directories, self._io, self._codecs[kind].codec, slots=slots)
+
+    @property
+    def committed_packs(self) -> list[SlotPack]:
+        """The packs whose records a manifest keeps."""
+        return self.packs if self._placement.gradient_copies == 2 else self.packs[:2]
+
+    def layout(self) -> dict[str, Any]:
+        """What must be equal for a store to open."""
+        grid, disks = self._placement.chunk_elements, len(self.directories)
+        return fingerprint(self._groups, grid, disks, self._asked.value, self._codecs)
+
+    # --- making and opening -------------------------------------------------------------------------------------
+
+    async def create(self) -> None:
+        """Make the files of an empty store, at full size.
+
+        Raises:
+            ConfigError, StorageError, StoreLocked: nothing is left behind but the directories.
+        """
+        await self._led(self._create, self._join)
+
+    async def open(self, generation: Generation) -> None:
+        """Open the files that a generation needs, and make the others.
+
+        Raises:
+            FormatError: they are not its files.
+        """
+        await self._led(partial(self._open, generation), partial(self._join, generation))
+
+    async def adopt(self, number: int) -> None:
+        """This generation is the last one, and stays it: newer ones are removed."""
+
+        async def adopt() -> None:
+            if self.manifests is not None and leads(self._team):
+                await self.manifests.adopt(number)
+
+        await all_succeed(self._team, f"going on from generation {number}", adopt)
+
+    async def _led(self, lead: Callable[[], None], follow: Callable[[], None]) -> None:
+        """The leader's part in a thread, and when all of them have succeeded, everybody else's."""
+        is_leader = leads(self._team)
+        for job in (lead if is_leader else _nothing, _nothing if is_leader else follow):
+            await all_succeed(self._team, "the files of the store", partial(asyncio.to_thread, job))
+
+    def _join(self, generation: Generation | None = None) -> None:
+        """Open what the leader has made."""
+        self._lock.add(self.directories)
+        for pack in self.packs:
+            kept = generation.records.get(pack.kind) if generation is not None else None
+            pack.open(kept or [None] * len(pack))
+
+    def _create(self) -> None:
+        if not self.directories:
+            return
+        made = [directory for directory in self.directories if claim_directory(directory, self._backend)]
+        self._lock.add(self.directories)
+        begin_store(self.directories, self._backend)
+        self._is_ours = self._is_new = True
+        for pack in self.packs:
+            pack.create()
+        for directory in (*self.directories, *(directory.parent for directory in made)):
+            self._backend.sync_directory(directory)
+
+    def _open(self, generation: Generation) -> None:
+        for directory in self.directories:
+            if not directory.is_dir():
+                raise FormatError(f"the store is damaged: {directory} is missing")
+        self._lock.add(self.directories)
+        kept = [pack for pack in self.committed_packs if pack.kind in generation.records]
+        for pack in kept:  # all of them, before anything is changed: they may be those of another store
+            pack.check(generation.records[pack.kind])
+        self._is_ours = True
+        end_store_making(self.directories, self._backend)
+        is_made = False
+        for pack in self.packs:
+            if pack in kept:
+                is_made |= pack.open(generation.records[pack.kind])
+            else:  # what no generation needs, or an update schedule that is new to this store
+                for path in pack.paths():
+                    path.unlink(missing_ok=True)
+                pack.create()
+                is_made = True
+        for directory in self.directories if is_made else ():
+            self._backend.sync_directory(directory)
+
+    def end_making(self) -> None:
+        """The store holds a generation: take away the mark of one that holds none."""
+        end_store_making(self.directories, self._backend)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Close the files, remove those that no generation needs, and give the lock back. Twice is fine."""
+        with contextlib.ExitStack() as stack:  # in reverse, and each of them whatever becomes of the others
+            stack.callback(self._lock.release)
+            if self._is_ours:
+                self._is_ours = False
+                stack.callback(self._remove_needless)
+            for pack in self.packs:
+                stack.callback(pack.close)
+
+    def _remove_needless(self) -> None:
+        has_generation = self.manifests is not None and bool(self.manifests.numbers())
+        has_nothing = self._is_new and not (self.is_durable and has_generation)
+        for pack in self.packs if has_nothing else self.packs[len(self.committed_packs) :]:
+            for path in pack.paths():
+                path.unlink(missing_ok=True)
+        if has_nothing:
+            self.end_making()
+
+
+def _nothing() -> None:
+    return None

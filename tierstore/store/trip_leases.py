@@ -1,0 +1,86 @@
+"""The memory of trips: leases granted in the order of need, and taken back where a step leaves that order.
+
+Scope: who waits for memory, who has it, and who only reads ahead with it.
+Not here: what a trip does with its lease (`updates.py`), bytes (`io/memory.py`).
+Owner: the loop thread.
+
+[Note: one lease per trip] A trip reserves all the memory it will need before it reads, so it never waits for memory
+while it holds memory. Leases are granted in the order in which updates are needed. Where a step leaves that order (a
+block skipped, a new graph), a lease that waits for a later gradient is recalled and queues again. A gradient may wait
+for memory that an earlier one gives back when it is applied, so a trip without its gradient gives way, too. Then
+nothing waits in a circle.
+"""
+
+from __future__ import annotations
+
+from tierstore.io.memory import Lease, Pool
+from tierstore.store.rounds import Round, Trip
+
+
+class TripLeases:
+    """Leases of one pool, one for each trip that needs memory.
+
+    A trip that is granted one has it as `trip.lease`; `trip.recalled` is set to have it back.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._queued: dict[Trip, Round] = {}  # wait for memory
+        self._holding: dict[Trip, Round] = {}  # have it, or have been granted it
+        self._starving: set[Trip] = set()  # wait for memory, and need nothing else
+        self._borrowers = 0
+
+    async def reserve(self, round_: Round, trip: Trip, nbytes: int) -> bool:
+        """Wait for a trip's lease. False: it only reads ahead, and others need that memory sooner."""
+        self._queued[trip] = round_
+        if round_.may_go(trip):
+            self._starving.add(trip)
+
+        def granted() -> None:
+            self._leave_queue(trip)
+            self._holding[trip] = round_
+
+        try:
+            trip.lease = await self._pool.reserve(nbytes, granted)
+            self._holding[trip] = round_
+        except BaseException:
+            self._holding.pop(trip, None)
+            raise
+        finally:
+            self._leave_queue(trip)
+        # It may have come to the head of the queue before one that may go.
+        return not (self._starving or self._borrowers) or round_.may_go(trip)
+
+    def _leave_queue(self, trip: Trip) -> None:
+        self._queued.pop(trip, None)
+        self._starving.discard(trip)
+
+    def give_back(self, trip: Trip) -> None:
+        """A trip has no use for its lease, if it has one."""
+        self._holding.pop(trip, None)
+        if trip.lease is not None:
+            trip.lease.free()
+            trip.lease = None
+
+    async def borrow(self, nbytes: int) -> Lease:
+        """Memory for something else than a trip: what reads ahead for a step that may be far away makes room."""
+        self._borrowers += 1
+        try:
+            self._recall_all()
+            return await self._pool.reserve(nbytes)
+        finally:
+            self._borrowers -= 1
+
+    def recall(self) -> None:
+        """If a trip that may go has no memory and none that has some moves, take back what reads ahead.
+
+        In the order of need this does not happen: what reads ahead queued behind what may go.
+        """
+        self._starving = {trip for trip, round_ in self._queued.items() if round_.may_go(trip)}
+        if self._starving and not any(t.applied.done() or r.will_go(t) for t, r in self._holding.items()):
+            self._recall_all()
+
+    def _recall_all(self) -> None:
+        for trip, round_ in self._holding.items():
+            if trip.lease is not None and not round_.may_go(trip):
+                trip.recalled.set()

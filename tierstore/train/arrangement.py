@@ -1,0 +1,97 @@
+"""Which parameters share a bucket: assumed at first, and arranged anew once, as the first backward has shown.
+
+Scope: the order of the parameters, the size of buckets, and what rank 0 tells the others of both.
+Not here: the assignment and the storages (`buckets.py`, `places.py`), the choice of a size (`plan/buckets.py`).
+Owner: the reducer; the thread that runs backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tierstore.plan.buckets import Gradient, best_bucket_bytes
+from tierstore.plan.cost_model import CostModel
+from tierstore.train.agreement import broadcast_flat
+from tierstore.train.launching import Launcher
+from tierstore.train.places import Places
+from tierstore.train.ranks import Ranks
+from tierstore.train.reducer_options import ReducerOptions
+
+
+class Arrangement:
+    """The buckets of one reducer, in the order in which they are complete.
+
+    Args:
+        known: parameters in the order in which their gradients come, by index; None is not known yet.
+
+    Attributes:
+        moments: collects when gradients come, by index, in a first backward that is to say how large buckets are.
+    """
+
+    def __init__(
+        self,
+        options: ReducerOptions,
+        known: Sequence[int] | None,
+        parameters: Sequence[torch.Tensor],
+        ranks: Ranks,
+        launcher: Launcher,
+        places: Places,
+    ) -> None:
+        self._cost = options.cost if options.is_auto else None
+        self._first_bytes, self._cap_bytes = options.first_cap_bytes, options.cap_bytes
+        self._parameters = parameters
+        self._ranks = ranks
+        self._launcher = launcher
+        self._places = places
+        self._is_final = known is not None and self._cost is None
+        self._shown: tuple[list[int], dict[int, Any] | None] | None = None  # by the first backward: order and moments
+        self.moments: dict[int, Any] | None = None
+        self._allocate(self._completed(known or ()))
+
+    def begin(self) -> None:
+        """The first gradient of a backward comes."""
+        if self._shown is None:  # a backward that failed has shown nothing
+            self.moments = {-1: self._launcher.now()} if self._cost is not None else None
+        elif not self._is_final:
+            self._make_anew(*self._shown)
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether no backward has shown an order yet."""
+        return self._shown is None
+
+    def learn(self, order: list[int]) -> None:
+        """The first backward is over, and its gradients came in this order."""
+        self._shown, self.moments = (order, self.moments), None
+
+    def _make_anew(self, seen: Sequence[int], moments: dict[int, Any] | None) -> None:
+        """Buckets in the order in which rank 0 saw the gradients."""
+        order, cap_bytes = self._completed(seen), self._cap_bytes
+        if self._cost is not None and moments is not None:
+            cap_bytes = self._best_bytes(order, self._cost, moments)
+        shared = torch.tensor([cap_bytes, *order], dtype=torch.int64, device=self._parameters[0].device)
+        broadcast_flat(self._ranks, [shared], "the order of buckets")
+        self._cap_bytes, *order = shared.tolist()
+        self._is_final = True
+        self._allocate(order)
+
+    def _allocate(self, order: Sequence[int]) -> None:
+        self._places.allocate(order, (min(self._first_bytes, self._cap_bytes), self._cap_bytes))
+
+    def _completed(self, order: Sequence[int]) -> list[int]:
+        """`order`, then those that are missing there in the reverse of their registration."""
+        return list(dict.fromkeys([*order, *reversed(range(len(self._parameters)))]))
+
+    def _best_bytes(self, order: Sequence[int], cost: CostModel, moments: dict[int, Any]) -> int:
+        """The bucket size that suits the times of the first backward; what never came is put last."""
+        begin, last = moments[-1], next(reversed(moments.values()))
+        gradients = [
+            Gradient(self._parameters[i].nbytes, self._launcher.seconds_between(begin, moments.get(i, last)))
+            for i in order
+        ]
+        # One at a time: NCCL runs the collectives of a group in turn, and on gloo (torch 2.13, 2 ranks, 2 cores) 4 KiB
+        # took 0.12 ms each one after the other, 0.17 ms with eight in flight.
+        return best_bucket_bytes(gradients, cost)

@@ -1,0 +1,98 @@
+"""Groups on their way to the device and off it, as the training side has asked for them.
+
+Scope: one drop, load or refresh of a group after the other, and waiting for them.
+Not here: which groups move, and when (`access.py`); the bytes (`store/weights.py`).
+Owner: the loop thread. Only `ready` is the training side's, too: a group is added here when it is whole on the device,
+and taken out there when it is to be dropped or its weights change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from tierstore.device.streams import Mark
+from tierstore.io.runtime import Runtime
+from tierstore.io.workers import Priority
+from tierstore.store.training import TrainingStore
+from tierstore.train.gathering import Gathers
+from tierstore.train.groups import Group
+
+
+class GroupMoves:
+    """The moves of all groups.
+
+    Args:
+        gathers: completes groups with the parts of other ranks, if there are any.
+
+    Attributes:
+        ready: groups that are whole on the device, with the weights that they have now.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], store: TrainingStore, runtime: Runtime, gathers: Gathers | None
+    ) -> None:
+        self._groups = groups
+        self._store = store
+        self._runtime = runtime
+        self._gathers = gathers
+        self._loads: dict[int, asyncio.Task[None]] = {}
+        self._drops: dict[int, asyncio.Task[None]] = {}
+        self.ready: set[int] = set()
+
+    def start(self, dropped: Sequence[int], mark: Mark, loaded: Sequence[int]) -> None:
+        """Drop some groups once the device work before `mark` is over, and load others."""
+        for group in dropped:
+            work = self._store.weights.drop(group, mark)
+            self._drops[group] = self._runtime.spawn(work, f"drop {self._groups[group].spec.name}")
+        for group in loaded:
+            self._store.weights.announce(group)
+            self._make_ready(group, "load", functools.partial(self._load, group))
+
+    def refresh(self, group: int) -> None:
+        """Have a group that is on the device ready again after its update."""
+        self._make_ready(group, "refresh", functools.partial(self._refresh, group, self._loads.get(group)))
+
+    def _make_ready(self, group: int, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """After `work` this rank's part is on the device; with those of the others the group is ready."""
+        gathers, index = self._gathers, self._groups[group]
+        turn = gathers.turn() if gathers is not None else None  # now, not when the coroutine begins
+
+        async def complete() -> None:
+            if gathers is None or turn is None:
+                await work()
+            else:
+                await gathers.complete(index, turn, work())
+            self.ready.add(group)
+
+        self._loads[group] = self._runtime.spawn(complete(), f"{what} {index.spec.name}")
+
+    async def _load(self, group: int) -> None:
+        if group in self._drops:
+            await asyncio.shield(self._drops[group])
+        await self._store.weights.load(group, Priority.DEMAND)
+        await self._store.updates.applied(group)
+
+    async def _refresh(self, group: int, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.shield(before)
+        await self._store.updates.applied(group)
+
+    async def loaded(self, group: int) -> None:
+        """Wait until a group that was asked for is ready."""
+        await asyncio.shield(self._loads[group])
+
+    async def dropped(self) -> None:
+        """Wait until every drop that was asked for has ended."""
+        drops = [drop for drop in self._drops.values() if not drop.done()]
+        if drops:
+            await asyncio.wait(drops)
+        for drop in drops:
+            drop.result()
+
+    async def unviewed(self, groups: Iterable[int]) -> None:
+        """Wait for updates: while they copy, they hold a view, too."""
+        for group in groups:
+            await self._store.updates.leave_device(group)

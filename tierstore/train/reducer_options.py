@@ -1,0 +1,80 @@
+"""What the user of a reducer chose, validated.
+
+Scope: the options that must be the same on all ranks. Not here: what follows from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch import nn
+
+from tierstore.config import parse_size
+from tierstore.errors import ConfigError
+from tierstore.plan.cost_model import CostModel
+
+_DEFAULT_BUCKET = "25MiB"  # of "auto", until times are known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReducerOptions:
+    """See `GradientReducer`."""
+
+    bucket: int | str
+    cost: CostModel | None
+    first_bucket: int | str | None
+    max_in_flight: int
+    reduce: str
+    find_unused: bool
+    static_graph: bool
+    delayed: bool
+    broadcast_buffers: bool
+    order: list[str] | None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the size of buckets is chosen by what a collective costs."""
+        return self.bucket == "auto"
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank gets its part of a bucket only."""
+        return self.reduce == "reduce_scatter"
+
+    @property
+    def cap_bytes(self) -> int:
+        """Bytes at which a bucket is full."""
+        return parse_size(_DEFAULT_BUCKET if self.is_auto else self.bucket)
+
+    @property
+    def first_cap_bytes(self) -> int:
+        """The same for the first one."""
+        return self.cap_bytes if self.first_bucket is None else parse_size(self.first_bucket)
+
+    def lines(self) -> dict[str, str]:
+        """By name, to be compared between ranks."""
+        return {f"option {field.name}": repr(getattr(self, field.name)) for field in fields(self)}
+
+    def check(self, module: nn.Module) -> None:
+        """Whether they can work with this module.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not parameters:
+            raise ConfigError("no parameter of the module needs a gradient")
+        devices = {str(p.device) for p in parameters.values()}
+        if len(devices) > 1:
+            raise ConfigError(f"the parameters are on {', '.join(sorted(devices))}: a reducer is for one device")
+        if self.reduce not in ("all_reduce", "reduce_scatter"):
+            raise ConfigError(f"reduce must be 'all_reduce' or 'reduce_scatter', not {self.reduce!r}")
+        for name, child in module.named_modules():
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
+                why = "makes sparse gradients, which cannot be reduced in buckets: use sparse=False"
+                raise ConfigError(f"{name} {why}")
+        if unknown := [name for name in self.order or () if name not in parameters]:
+            raise ConfigError(f"order= has {unknown[0]}, which is no parameter that needs a gradient")
+        least = min(self.cap_bytes, self.first_cap_bytes, self.max_in_flight)
+        if least < 1 or (self.is_auto and self.cost is None):
+            raise ConfigError("bucket, first_bucket and max_in_flight are at least 1, and bucket='auto' needs cost=")

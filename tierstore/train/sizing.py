@@ -1,0 +1,65 @@
+"""This rank's part of every group, and what the planner is asked to place.
+
+Scope: cutting groups on the grid of the store, new or resumed; what other ranks take of the device.
+Not here: a request of one rank (`budgets.py`), the decision (`plan/tiers.py`), what a part is (`partition.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tierstore.config import TierConfig, UpdateSchedule
+from tierstore.plan.placement import Request
+from tierstore.plan.tiers import place
+from tierstore.store.layout import GroupSpec
+from tierstore.train.budgets import request_for
+from tierstore.train.groups import ModelGroups
+from tierstore.train.partition import Partition
+from tierstore.train.reduction import Buckets
+
+
+def cut_groups(
+    groups: ModelGroups,
+    tiers: TierConfig,
+    schedule: UpdateSchedule,
+    grid: int | None,
+    partition: Partition,
+    *,
+    is_coded: bool,
+) -> Request:
+    """Give every group the part of it that this rank keeps; returns what is to be placed.
+
+    Args:
+        grid: elements of a chunk, of the store that is resumed; None for a new one.
+        is_coded: a kind of chunks has a codec.
+    """
+
+    def request(specs: Sequence[GroupSpec]) -> Request:
+        asked = request_for([spec.need() for spec in specs], tiers, schedule, grid, is_coded=is_coded)
+        return _with_buckets(asked, specs, groups.tied, partition) if partition.is_shared else asked
+
+    whole = [group.spec for group in groups.groups]
+    if grid is None and not partition.keeps_all:
+        limit = partition.chunk_limit(whole)
+        asked = request([partition.cut(spec, limit) for spec in whole])
+        grid = min(partition.all_succeed("the size of chunks", lambda: min(limit, place(asked).chunk_elements)))
+    if grid is not None:
+        for group in groups.groups:
+            group.spec = partition.cut(group.spec, grid)
+    return request([group.spec for group in groups.groups])
+
+
+def _with_buckets(request: Request, specs: Sequence[GroupSpec], tied: set[int], partition: Partition) -> Request:
+    buckets = Buckets(partition)
+    sizes = {spec.name: buckets.device_bytes(spec) for spec in specs if spec.trainable}
+    # The gradient of a tied weight is complete only when backward ends: its bucket is held beside all others.
+    held = {specs[group].name for group in tied}
+    gradients = sum(sizes[name] for name in held & sizes.keys())
+    gradients += max((size for name, size in sizes.items() if name not in held), default=0)
+    everything = sum(spec.need().device_bytes for spec in specs)
+    return replace(
+        request,
+        gradient_room_bytes=gradients,
+        acquired_bytes=None if partition.stage == 3 else everything,
+    )
