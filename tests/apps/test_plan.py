@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tierstore.apps.options import Preset
 from tierstore.apps.plan import PlanOptions, plan, situation_of
 from tierstore.cli import app
 from tierstore.errors import ConfigError
+from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 from tierstore.plan.machine import NODES
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -62,14 +65,16 @@ def test_json_holds_all_figures(tmp_path: Path) -> None:
     assert found["components"]["weights"] == 2 * 124_439_808
     assert len(found["strategies"]) == 8
     assert found["simplest"] == "nothing offloaded"
-    assert found["strategies"][-1]["phases"][0]["links_s"]["disks"] == 0
+    written_s = 12 * 124_439_808 / NODES["laptop"].rates.write_bytes_per_s  # of the commit: nothing else moves
+    assert found["strategies"][-1]["phases"][0]["links_s"]["disks"] == pytest.approx(written_s, rel=0.01)
     assert found["machine"]["source"] == NODES["laptop"].source
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
-    assert run("--params", "13B", "--machine", "rtx-4090", "--plot", str(path)).exit_code == 0
+    for update in ("auto", "step"):  # with "step" a strategy in memory has one phase, one on disk three
+        assert run("--params", "13B", "--machine", "rtx-4090", "--update", update, "--plot", str(path)).exit_code == 0
     assert path.read_bytes().startswith(PNG)
 
 
@@ -115,6 +120,19 @@ def test_measured_rates(tmp_path: Path) -> None:
     path.write_text(json.dumps(NODES["laptop"].rates.scaled(disk=0.5).to_json()))
     assert situation_of(PlanOptions(params="7e9", bandwidth=path)).node.rates.read_bytes_per_s == 3.5e9
     assert "flop/s are those of the data sheet of dgx-h100" in plan(PlanOptions(params="7e9", bandwidth=path)).notes[0]
+
+
+def test_layers_that_were_timed_say_how_long_computing_takes(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    work = LayerWork(1.0, 1.0, 1.0, 1.0)  # a second for each layer and pass, whatever its size
+    timed = tuple(TimedLayer(kind, "bf16", replace(work, layers=n), n, 2 * n) for kind in LayerKind for n in (1.0, 2.0))
+    path.write_text(json.dumps(replace(NODES["laptop"].rates, layers=timed).to_json()))
+    asked = PlanOptions(preset=Preset.P124M, bandwidth=path, gpus=1, gpu_memory=10**10, cpu_memory=10**10)
+    found = plan(asked)
+    assert not found.notes
+    assert found.options[-1].compute_s == pytest.approx(3 * (12 + 1), rel=1e-6)
+    for other in (replace(asked, machine="laptop"), replace(asked, flops=1e14)):
+        assert plan(other).options[-1].compute_s < 1
 
 
 def test_measured_flops_are_those_of_a_machine_without_a_name(tmp_path: Path) -> None:

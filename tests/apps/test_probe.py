@@ -21,10 +21,11 @@ from tierstore.apps.launch import Launch
 from tierstore.apps.probe import Outcome, ProbeOptions, probe
 from tierstore.apps.probe_report import sentences
 from tierstore.cli import app
-from tierstore.measure import compute, links, survey
+from tierstore.measure import compute, layers, links, survey
 from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import BandwidthTable, NamedRate, Rate
 from tierstore.plan.cost_model import CostModel
+from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 
 MIB = 2**20
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -42,6 +43,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "_ADAM_ELEMENTS", 2**12)
     monkeypatch.setattr(compute, "_CODEC_BYTES", 2**16)
     monkeypatch.setattr(links, "_SIDE", {"cpu": 64})
+    monkeypatch.setattr(layers, "_SHAPES", ((64, 4),))
+    monkeypatch.setattr(layers, "_HEAD_SHAPES", ((64, 4),))
+    monkeypatch.setattr(layers, "_VOCABULARY", 32)
     monkeypatch.setattr(tierstore.apps.probe, "_QUICK_RUN_S", 0.001)
 
 
@@ -57,6 +61,7 @@ def test_a_run_in_small(disk_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert os.listdir(disk) == []
     found = read_table(table)
+    assert {(layer.kind, layer.dtype) for layer in found.layers} == {(kind, "bf16") for kind in LayerKind}
     (one,) = found.directories
     assert (one.path, one.is_direct) == (str(disk), True)
     assert found.read_bytes_per_s == one.read.per_s
@@ -76,6 +81,12 @@ def test_what_bounds_is_said() -> None:
     assert "read_bytes" in sentences(wide)[-1]
     met = replace(TABLE, collective=CostModel(2e-4, 12e9))
     assert "An all-reduce between the ranks takes 200 us, and a second per 12.00 GB." in sentences(met)
+    alone = replace(TABLE, collective=CostModel(2e-4, 12e9, cores=0.9))
+    assert sentences(alone)[-1].endswith("12.00 GB. It keeps 90% of the computing cores busy.")
+    work = LayerWork(1.0, 7.1e6, 2e5, 4e9)
+    computed = replace(TABLE, layers=(TimedLayer(LayerKind.BLOCK, "bf16", work, 0.02, 0.04),))
+    said = "a block of 7.1M parameters in bf16 in 20 ms forward and 40 ms backward: 200 Gflop/s."
+    assert said in sentences(computed)[-1]
     assert "go on side by side" in sentences(replace(TABLE, shared_bytes_per_s=2.4e9))[0]
 
 

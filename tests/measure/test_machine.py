@@ -36,7 +36,7 @@ def test_every_rate_and_every_pair(runtime: Runtime) -> None:
     machine = runtime.call(
         measure_machine, CpuDevice(), np.zeros(4 * MIB, np.uint8), 0.001, 1, lambda what, done: told.append(done), disk
     )
-    assert {"h2d", "d2h", "matmul", "adam", "adam fp32", "memory", "checksum"} <= set(machine.rates)
+    assert {"h2d", "d2h", "matmul", "adam", "adam fp32", "norm", "memory", "checksum"} <= set(machine.rates)
     assert {(one.codec, one.data) for one in machine.codecs} == {
         (codec, data) for codec in COMPRESSING for data in ("bf16", "fp32")
     }

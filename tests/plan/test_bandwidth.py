@@ -26,6 +26,7 @@ from tierstore.plan.bandwidth import (
     Slowdown,
 )
 from tierstore.plan.cost_model import CostModel
+from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 
 TABLE = BandwidthTable(1.10e9, 1.38e9, 1.22e9, 25e9, 24e9, 10e9, 1.3e9)
 
@@ -40,6 +41,7 @@ FULL = replace(
     slowdowns=(Slowdown(Activity.READ, Activity.WRITE, 1.8), Slowdown(Activity.ADAM, Activity.MATMUL, 2.0)),
     collective=CostModel(2e-4, 12e9, 1e-5),
     spreads=(NamedRate("read_bytes_per_s", RATE),),
+    layers=(TimedLayer(LayerKind.BLOCK, "bf16", LayerWork(1.0, 7e6, 5e4, 9e8), 3e-3, 1e-2),),
 )
 
 

@@ -12,6 +12,7 @@ from tierstore.config import Tier
 from tierstore.errors import ConfigError
 from tierstore.plan.costs import (
     StepPattern,
+    beside_s,
     codec_break_even_bytes_per_s,
     codec_pays,
     efficiency,
@@ -123,6 +124,30 @@ def test_phase_and_efficiency() -> None:
     assert phase_seconds(2.0, [1.0, 3.0], 0.5) == 3.5
     assert phase_seconds(2.0) == 2.0
     assert efficiency(2.0, 2.5) == pytest.approx(0.8)
+
+
+def test_two_that_begin_together() -> None:
+    assert beside_s(2.0, 3.0, (1.0, 1.0)) == 3.0  # neither slows the other
+    assert beside_s(2.0, 3.0, (2.0, 2.0)) == pytest.approx(5.0)  # they take turns
+    # The shorter takes 1 s x 1.5 beside the other, which has done 1.5 s / 3 of its 2 s by then.
+    assert beside_s(1.0, 2.0, (1.5, 3.0)) == pytest.approx(3.0)
+    assert beside_s(2.0, 1.0, (3.0, 1.5)) == pytest.approx(3.0)
+    assert beside_s(0.0, 2.0, (9.0, 9.0)) == beside_s(2.0, 0.0, (9.0, 9.0)) == 2.0
+
+
+@given(
+    one=st.floats(0, 10), other=st.floats(0, 10), slower=st.tuples(st.floats(1, 5), st.floats(1, 5)),
+    more=st.floats(0, 10),
+)  # fmt: skip
+def test_more_work_or_more_slowing_never_ends_sooner(
+    one: float, other: float, slower: tuple[float, float], more: float
+) -> None:
+    seconds = beside_s(one, other, slower) * (1 - 1e-9)
+    assert seconds >= max(one, other) * (1 - 1e-6)
+    assert beside_s(one + more, other, slower) >= seconds
+    assert beside_s(one, other + more, slower) >= seconds
+    assert beside_s(one, other, (slower[0] + more, slower[1])) >= seconds
+    assert beside_s(one, other, (slower[0], slower[1] + more)) >= seconds
 
 
 def test_overlap() -> None:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tierstore.apps import presets
-from tierstore.apps.options import Precision
+from tierstore.apps.options import Precision, Preset
+from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.config import Tier, TierConfig, UpdateSchedule
 from tierstore.plan.advice import changes, cheapest, tokens_per_s
+from tierstore.plan.bandwidth import Activity, BandwidthTable, Slowdown
+from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 from tierstore.plan.machine import NODES, Node, node_called, rates_of
 from tierstore.plan.memory import Job, Layout, activation_bytes, group_needs
 from tierstore.plan.model_size import from_config, from_parameters
 from tierstore.plan.placement import Kind
 from tierstore.plan.step_time import Link, Work, phases_of
-from tierstore.plan.strategies import USABLE, Situation, Strategy, fastest, options_of, request_of, simplest
+from tierstore.plan.strategies import USABLE, Option, Situation, Strategy, fastest, options_of, request_of, simplest
 from tierstore.train.budgets import request_for
 from tierstore.train.engine import Engine
 
@@ -138,6 +144,64 @@ def test_fp32_weights_are_updated_at_their_own_rate() -> None:
         for dtype in ("fp32", "bf16")
     )
     assert slow.work["update"].optimizer_s == pytest.approx(2 * other.work["update"].optimizer_s)
+
+
+BLOCK_WORK, HEAD_WORK = LayerWork(1.0, 7e6, 5e4, 9e8), LayerWork(1.0, 4e7, 3e6, 5e9)
+CORES = replace(
+    NODES["laptop"].rates,
+    adam_elements_per_s=1e9,
+    layers=(TimedLayer(LayerKind.BLOCK, "bf16", BLOCK_WORK, 0.007, 0.02),
+            TimedLayer(LayerKind.HEAD, "bf16", HEAD_WORK, 0.03, 0.1)),
+    slowdowns=tuple(Slowdown(*pair, 2.0) for one in (Activity.ADAM, Activity.H2D, Activity.D2H)
+                    for pair in ((one, Activity.MATMUL), (Activity.MATMUL, one))),
+)  # fmt: skip
+
+
+def on_cores(rates: BandwidthTable = CORES, *, cpu_bytes: float = 4e9, nvme: bool = True, **changes: Any) -> Option:
+    """GPT-2 124M on a machine that computes, copies and updates with the same cores."""
+    job = Job(from_config(PRESET_FIELDS[Preset.P124M]), sequence=64)
+    node = replace(NODES["laptop"], rates=rates, gpu_bytes=2e9, cpu_bytes=cpu_bytes, nvme_bytes=1e12 if nvme else 0.0)
+    return options_of(replace(Situation(job, Layout(), node), **changes), [Strategy.ENGINE])[0]
+
+
+def test_cores_that_compute_and_update_take_turns() -> None:
+    plain = on_cores(nvme=False)
+    work = plain.work
+    adam_s = 124_439_808 / 1e9
+    copied_s = (work["forward"].h2d_bytes + work["backward"].d2h_bytes) / 16e9
+    assert work["update"].optimizer_s == pytest.approx(adam_s)
+    assert plain.step_s == pytest.approx(plain.compute_s + adam_s + copied_s)
+    free = on_cores(replace(CORES, slowdowns=()), nvme=False)  # Adam has a turn of its own even so
+    assert free.step_s == pytest.approx(plain.compute_s + adam_s)
+
+
+def test_norms_of_gradients_take_their_time_in_backward() -> None:
+    counted = on_cores(replace(CORES, norm_elements_per_s=2e9), nvme=False)
+    assert counted.work["backward"].optimizer_s == pytest.approx(124_439_808 / 2e9)
+    assert counted.step_s == pytest.approx(on_cores(nvme=False).step_s + 124_439_808 / 2e9)
+
+
+def test_a_commit_of_what_lives_in_memory_is_written_beside_the_step() -> None:
+    plain, rare = on_cores(nvme=False), on_cores(commit_every=50)
+    assert on_cores().written_bytes == pytest.approx(12 * 124_439_808, rel=0.01)
+    assert rare.step_s == pytest.approx(plain.step_s, rel=1e-6)
+    slow_disk = replace(CORES, write_bytes_per_s=1e9, shared_bytes_per_s=1e9)
+    assert on_cores(slow_disk).step_s == pytest.approx(on_cores().written_bytes / 1e9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    faster=st.fixed_dictionaries({name: st.floats(1.0, 8.0) for name in ("disk", "links", "compute")}),
+    cpu_bytes=st.sampled_from([0.6e9, 1.2e9, 4e9]), commit_every=st.sampled_from([1, 50]),
+    schedule=st.sampled_from([one for one in UpdateSchedule if one is not UpdateSchedule.DELAYED]),
+)  # fmt: skip
+def test_no_faster_machine_has_a_longer_step(
+    faster: dict[str, float], cpu_bytes: float, commit_every: int, schedule: UpdateSchedule
+) -> None:
+    here = {"cpu_bytes": cpu_bytes, "commit_every": commit_every, "schedule": schedule}
+    slow, fast = on_cores(CORES, **here), on_cores(CORES.scaled(**faster), **here)
+    assert slow.phases
+    assert fast.step_s <= slow.step_s * (1 + 1e-9)
 
 
 def test_wear() -> None:

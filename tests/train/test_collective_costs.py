@@ -56,6 +56,12 @@ def test_the_medians_are_those_of_the_channel() -> None:
     assert channel.launched == list(SIZES_BYTES) * 5  # in turn, with two rounds to warm up
 
 
+def test_cores_are_the_processor_time_of_the_collectives() -> None:
+    channel = Channel(LINK, noise=0.0)
+    timings = time_collectives(channel, SIZES_BYTES, 3, channel.clock, lambda: 0.75 * channel.now_s)
+    assert timings.busy_cores == pytest.approx(0.75)
+
+
 def test_a_slow_first_round_does_not_count() -> None:
     class Cold(Channel):
         def launch(self, nbytes: int) -> Callable[[], None]:

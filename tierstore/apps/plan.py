@@ -110,7 +110,9 @@ def plan(asked: PlanOptions) -> Plan:
 
 def _notes(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
     machine = node_called(asked.machine or _DEFAULT_MACHINE)
-    if asked.bandwidth is None or asked.flops is not None or situation.node.flop_per_s != machine.flop_per_s:
+    if asked.bandwidth is None or asked.flops is not None or situation.node.computes_on_cpu:
+        return ()
+    if situation.node.flop_per_s != machine.flop_per_s:
         return ()
     return (f"the GPUs' {machine.flop_per_s:g} flop/s are those of the data sheet of {machine.name}: give --flops",)
 
@@ -222,6 +224,8 @@ def _rates(asked: PlanOptions, rates: BandwidthTable) -> BandwidthTable:
     """Measured rates in place of the data sheet's, and single ones in place of either."""
     if asked.bandwidth is not None:
         rates = read_table(asked.bandwidth)
+        if asked.machine is not None or asked.flops is not None:
+            rates = replace(rates, layers=())  # it computes as it is said to, not as the machine that was measured
     if asked.nvme_read is not None or asked.nvme_write is not None:
         read = _or(asked.nvme_read, rates.read_bytes_per_s)
         write = _or(asked.nvme_write, _or(asked.nvme_read, rates.write_bytes_per_s))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _COLORS = {Kind.WEIGHTS: "tab:blue", Kind.GRADIENTS: "tab:orange", Kind.STATE: "tab:green"}
 _OTHER = "0.75"  # what is taken beside those
-_PHASES = ("tab:purple", "tab:olive", "tab:cyan")
+_PHASES = ("tab:purple", "tab:olive", "tab:cyan", "tab:pink")
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
 
 
@@ -66,12 +66,13 @@ def _draw_tier(axes: Axes, options: tuple[Option, ...], tier: Tier, limit: float
 
 
 def _draw_seconds(axes: Axes, options: tuple[Option, ...]) -> None:
-    phases = next((option.phases for option in options), ())
+    # Not all have the same: where state is in memory and cores are shared, a step is one phase.
+    names = dict.fromkeys(phase.name for option in options for phase in option.phases)
     rows = range(len(options))
     left = [0.0] * len(options)
-    for index, phase in enumerate(phases):
-        seconds = [option.phases[index].seconds if option.phases else 0.0 for option in options]
-        axes.barh(rows, seconds, left=left, color=_PHASES[index], label=phase.name)
+    for index, name in enumerate(names):
+        seconds = [sum(phase.seconds for phase in option.phases if phase.name == name) for option in options]
+        axes.barh(rows, seconds, left=left, color=_PHASES[index % len(_PHASES)], label=name)
         left = [before + more for before, more in zip(left, seconds)]
     compute_s = [option.compute_s for option in options]
     axes.plot(compute_s, rows, "k|", markersize=14, label="computing alone")

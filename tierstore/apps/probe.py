@@ -21,6 +21,7 @@ from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.plan.bandwidth import Activity, BandwidthTable, NamedRate, Rate, Slowdown
 from tierstore.plan.cost_model import CostModel
+from tierstore.plan.layers import TimedLayer
 
 if TYPE_CHECKING:  # torch and numpy come with them
     from tierstore.device.streams import ComputeDevice
@@ -169,7 +170,17 @@ def _measure(
         disks = runtime.call(survey, files, effort, tell_of_disks, fio)
         # While the files are open: what computes and copies also runs beside the disks.
         machine = runtime.call(measure_machine, device, memory, run_s, rounds, tell_of_machine, disks.loads)
-    return Outcome(_table(disks, machine), disks, machine)
+    layers = _time_layers(options, rounds, tell) if device.kind == "cpu" else ()
+    return Outcome(replace(_table(disks, machine), layers=layers), disks, machine)
+
+
+def _time_layers(options: ProbeOptions, rounds: int, tell: Callable[[str, float], None]) -> tuple[TimedLayer, ...]:
+    """By this thread, and with memory that is new each time: as `train` computes."""
+    from tierstore.apps.train import return_freed_memory
+    from tierstore.measure.layers import DTYPES, time_layers
+
+    return_freed_memory()
+    return time_layers(tuple(DTYPES)[:1] if options.quick else tuple(DTYPES), rounds, lambda name: tell(name, 1.0))
 
 
 async def _free(lease: Lease) -> None:
@@ -188,6 +199,7 @@ def _table(disks: Disks, machine: Machine) -> BandwidthTable:
         "adam_elements_per_s": machine.rates["adam"],
         "adam_fp32_elements_per_s": machine.rates["adam fp32"],
         "checksum_bytes_per_s": machine.rates["checksum"],
+        "norm_elements_per_s": machine.rates["norm"],
         "matmul_flop_per_s": machine.rates["matmul"],
     }
     for way in ("h2d", "d2h"):

@@ -19,6 +19,8 @@ from tierstore.apps.probe import Outcome
 from tierstore.config import format_size
 from tierstore.measure.survey import Directory
 from tierstore.plan.bandwidth import Activity, BandwidthTable, DirectoryRates, Rate
+from tierstore.plan.layers import TimedLayer
+from tierstore.plan.model_size import size_name
 from tierstore.plots import new_figure, save_figure
 
 _NAMES = (
@@ -33,6 +35,7 @@ _NAMES = (
     ("checksum_bytes_per_s", "checksum, one thread", "GB/s"),
     ("adam_elements_per_s", "Adam, bf16 weights", "G/s"),
     ("adam_fp32_elements_per_s", "Adam, fp32 weights", "G/s"),
+    ("norm_elements_per_s", "norms of gradients", "G/s"),
     ("matmul_flop_per_s", "matrix products", "Gflop/s"),
 )
 _WIDE = 0.15  # of the median: quartiles that far apart are said
@@ -94,11 +97,24 @@ def sentences(table: BandwidthTable) -> list[str]:
         said.append(
             f"An all-reduce between the ranks takes {link.alpha_s * 1e6:.0f} us, and a second per "
             f"{link.beta_bytes_per_s / 1e9:.2f} GB."
+            + (f" It keeps {link.cores:.0%} of the computing cores busy." if link.cores else "")
+        )
+    if table.layers:
+        largest = max(table.layers, key=lambda layer: layer.work.flop)
+        said.append(
+            f"These cores compute a {largest.kind.value} of {size_name(largest.work.parameters)} parameters in "
+            f"{largest.dtype} in {largest.forward_s * 1e3:.0f} ms forward and {largest.backward_s * 1e3:.0f} ms "
+            f"backward: {_flop_per_s(largest) / 1e9:.0f} Gflop/s."
         )
     wide = [entry.name.removesuffix("_per_s") for entry in table.spreads if entry.rate.spread > _WIDE]
     if wide:
         said.append(f"Quartiles more than {_WIDE:.0%} of the median apart, so measure again: {', '.join(wide)}.")
     return said
+
+
+def _flop_per_s(layer: TimedLayer) -> float:
+    """Backward has twice the products of forward."""
+    return 3 * layer.work.flop / (layer.forward_s + layer.backward_s)
 
 
 def _rates(table: BandwidthTable) -> Table:

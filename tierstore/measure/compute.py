@@ -17,7 +17,8 @@ import numpy as np
 
 from tierstore.config import Codec
 from tierstore.io.memory import Bytes
-from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element, update
+from tierstore.kernels.adam import BLOCK, AdamCoefficients, state_bytes_per_element, update
+from tierstore.kernels.norms import square_sums
 from tierstore.measure.loads import Load
 from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.pack.codecs import ChunkCodec, checksum, codec_for
@@ -66,6 +67,20 @@ def adam(dtype: str) -> Load:
     def job() -> None:
         weights, state, gradient = chunk = chunks.popleft()
         update(dtype, weights, state, gradient, 0, _ADAM_ELEMENTS, _COEFFICIENTS)
+        chunks.append(chunk)
+
+    return Load(job, _ADAM_ELEMENTS, cores())
+
+
+def norms() -> Load:
+    """Sums of squares of bf16 gradients, each thread over one of its own."""
+    chunks = deque(
+        (np.full(_ADAM_ELEMENTS, 0x3F80, np.uint16), np.zeros(-(-_ADAM_ELEMENTS // BLOCK))) for _ in range(cores())
+    )
+
+    def job() -> None:
+        gradient, sums = chunk = chunks.popleft()
+        square_sums("bf16", gradient, sums)
         chunks.append(chunk)
 
     return Load(job, _ADAM_ELEMENTS, cores())

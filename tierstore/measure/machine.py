@@ -35,7 +35,7 @@ MEMORY_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates by name: those of `Activity`, and `memory`, `adam fp32`, `checksum`, `h2d pageable`, `d2h pageable`."""
+    """Rates by name: of `Activity`, and `memory`, `adam fp32`, `norm`, `checksum`, `h2d pageable`, `d2h pageable`."""
 
     rates: Mapping[str, Rate]
     codecs: tuple[CodecRates, ...]
@@ -98,6 +98,7 @@ def _busy(device: ComputeDevice, memory: Bytes) -> dict[str, Load]:
         Activity.MATMUL.value: links.matmul(device),
         Activity.ADAM.value: compute.adam("bf16"),
         "adam fp32": compute.adam("fp32"),
+        "norm": compute.norms(),
         "memory": compute.memory_copies(memory),
         "checksum": compute.checksums(memory),
     }

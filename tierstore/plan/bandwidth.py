@@ -19,6 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from tierstore.config import Codec
 from tierstore.errors import ConfigError, FormatError
 from tierstore.plan.cost_model import CostModel
+from tierstore.plan.layers import TimedLayer
 
 VERSION = 1
 REPORT = "report"
@@ -148,8 +149,10 @@ class BandwidthTable(_Part):
         adam_fp32_elements_per_s: likewise, fp32 weights.
         h2d_pageable_bytes_per_s, d2h_pageable_bytes_per_s: from and to memory that is not pinned.
         checksum_bytes_per_s: of one thread.
+        norm_elements_per_s: sums of squares of bf16 gradients, all threads of the CPU optimizer.
         matmul_flop_per_s: of the device, bf16 (on a CPU fp32).
         collective: between the ranks that measured it.
+        layers: of a model, computed by the cores of this machine; none where a GPU computes.
         spreads: of the rates above.
     """
 
@@ -164,12 +167,14 @@ class BandwidthTable(_Part):
     h2d_pageable_bytes_per_s: float | None = None
     d2h_pageable_bytes_per_s: float | None = None
     checksum_bytes_per_s: float | None = None
+    norm_elements_per_s: float | None = None
     matmul_flop_per_s: float | None = None
     directories: tuple[DirectoryRates, ...] = ()
     codecs: tuple[CodecRates, ...] = ()
     slowdowns: tuple[Slowdown, ...] = ()
     collective: CostModel | None = None
     spreads: tuple[NamedRate, ...] = ()
+    layers: tuple[TimedLayer, ...] = ()
 
     def __post_init__(self) -> None:
         _check_positive(self, RATE_NAMES)
@@ -197,7 +202,10 @@ class BandwidthTable(_Part):
         factors = {"read": disk, "write": disk, "shared": disk, "h2d": links, "d2h": links}
         rates = {name: getattr(self, name) for name in RATE_NAMES if getattr(self, name) is not None}
         scaled = {name: rate * factors.get(name.split("_")[0], compute) for name, rate in rates.items()}
-        return replace(self, **scaled, directories=(), codecs=(), spreads=())
+        layers = tuple(
+            replace(one, forward_s=one.forward_s / compute, backward_s=one.backward_s / compute) for one in self.layers
+        )
+        return replace(self, **scaled, directories=(), codecs=(), spreads=(), layers=layers)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object: the version of the form, and what was measured by name."""

@@ -7,6 +7,7 @@ Not here: the cost of one collective (`plan/cost_model.py`), what to do about a 
 Collectives of one group start in one order and share one channel. A bucket starts when its gradients are ready, all
 earlier ones have started, and fewer than `max_in_flight` of them are unfinished. Of collectives in flight together,
 the fixed costs pass side by side while their bytes go one after the other: more in flight hide alpha, never n / beta.
+While one runs, compute has what it leaves of the cores (`CostModel.cores`): all that come later are as much later.
 """
 
 from __future__ import annotations
@@ -71,17 +72,19 @@ class Timeline:
     """A step up to its last reduced gradient.
 
     Attributes:
-        compute_s: when forward and backward are done.
+        compute_s: when forward and backward are done, or would be without collectives beside them.
+        slowed_s: how much later they are done with them.
         events: in the order of launch.
     """
 
     compute_s: float
     events: tuple[BucketEvent, ...]
+    slowed_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """When compute and all collectives are done."""
-        return max([self.compute_s, *(event.end_s for event in self.events)])
+        return max([self.compute_s + self.slowed_s, *(event.end_s for event in self.events)])
 
     @property
     def communication_s(self) -> float:
@@ -91,7 +94,7 @@ class Timeline:
     @property
     def exposed_s(self) -> float:
         """Time after the compute in which a collective runs."""
-        return self._busy_s(self.compute_s)
+        return self._busy_s(self.compute_s + self.slowed_s)
 
     @property
     def hidden_share(self) -> float:
@@ -153,7 +156,7 @@ def timeline(
 ) -> Timeline:
     """The step of these buckets, launched in this order. See [Note: the channel].
 
-    Every launch moves all later compute by `launch_s`.
+    Every launch moves all later compute by `launch_s`, and every collective by the share of its time that it computes.
 
     Args:
         buckets: indices of gradients; a bucket is ready with the last of them.
@@ -175,7 +178,8 @@ def timeline(
     wire_free_s = launched_s = 0.0
     for index, members in enumerate(buckets):
         nbytes = sum(gradients[member].nbytes for member in members)
-        ready_s = max((gradients[member].ready_s for member in members), default=0.0) + model.launch_s * index
+        computed_s = max((gradients[member].ready_s for member in members), default=0.0) + model.launch_s * index
+        ready_s = _reached(computed_s, events, model.cores)
         start_s = max(ready_s if overlap else end_s, launched_s)
         if index >= max_in_flight:
             start_s = max(start_s, ends_s[index - max_in_flight])
@@ -183,7 +187,26 @@ def timeline(
         wire_free_s = max(start_s + model.alpha_s, wire_free_s) + nbytes / model.beta_bytes_per_s
         ends_s.append(wire_free_s)
         events.append(BucketEvent(index, nbytes, ready_s, start_s, wire_free_s))
-    return Timeline(end_s, tuple(events))
+    slowed_s = _reached(end_s, events, model.cores) - end_s if overlap else 0.0
+    return Timeline(end_s, tuple(events), slowed_s)
+
+
+def _reached(computed_s: float, events: Sequence[BucketEvent], cores: float) -> float:
+    """When so much is computed, beside collectives that leave it the rest of the cores."""
+    if not cores:
+        return computed_s
+    now_s, left_s = 0.0, computed_s
+    for event in events:
+        begin_s = max(event.start_s, now_s)
+        if left_s <= begin_s - now_s:
+            break
+        left_s -= begin_s - now_s
+        now_s = max(event.end_s, begin_s)
+        beside_s = (now_s - begin_s) * (1 - cores)
+        if left_s <= beside_s:
+            return begin_s + left_s / (1 - cores)
+        left_s -= beside_s
+    return now_s + left_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ class CostModel:
         alpha_s: fixed cost of a message.
         beta_bytes_per_s: bytes of the tensor (not of the wire) per second.
         launch_s: time that starting one takes from the compute.
+        cores: share of what computes that a collective takes while it runs: nothing on a GPU that has a network card
+            do it, all of it where one thread computes and sums by turns.
 
     Source: Hockney, "The communication challenge for MPP" (Parallel Computing, 1994).
     """
@@ -33,6 +35,7 @@ class CostModel:
     alpha_s: float
     beta_bytes_per_s: float
     launch_s: float = 0.0
+    cores: float = 0.0
 
     def __post_init__(self) -> None:
         fixed = (self.alpha_s, self.launch_s)
@@ -41,6 +44,8 @@ class CostModel:
                 f"an interconnect has costs that are not negative and a positive rate, not alpha {self.alpha_s} s, "
                 f"launch {self.launch_s} s, beta {self.beta_bytes_per_s} B/s"
             )
+        if not 0 <= self.cores <= 1:
+            raise ConfigError(f"a collective takes a share of the cores, from 0 to 1, not {self.cores}")
 
     def seconds(self, nbytes: float) -> float:
         """Time of one collective of `nbytes`."""

@@ -97,6 +97,20 @@ def phase_seconds(compute_s: float, links_s: Iterable[float] = (), sync_s: float
     return max(compute_s, *links_s, 0.0) + sync_s
 
 
+def beside_s(one_s: float, other_s: float, slower: tuple[float, float]) -> float:
+    """Time of two that begin together: both slowed until the shorter is over, then the rest of the other alone.
+
+    The longer of the two where neither slows the other; their sum where each takes twice as long beside the other.
+
+    Args:
+        slower: how many times as long each takes beside the other, 1 or more.
+    """
+    one_beside_s, other_beside_s = one_s * slower[0], other_s * slower[1]
+    if one_beside_s <= other_beside_s:
+        return other_s + one_beside_s * (1 - 1 / slower[1])
+    return one_s + other_beside_s * (1 - 1 / slower[0])
+
+
 def efficiency(compute_s: float, seconds: float) -> float:
     """Share of a phase in which the device computes, `T_compute / T`."""
     return compute_s / seconds if seconds > 0 else 1.0

@@ -147,6 +147,7 @@ class _Patient:
         measured = step.timeline
         modelled_s = sum(model.seconds(event.nbytes) for event in measured.events)
         slowdown = _own_seconds(measured.events) / modelled_s if modelled_s > 0 else 1.0
+        # Without its share of the cores: the gradients came as late as that made them.
         slowed = CostModel(model.alpha_s * slowdown, model.beta_bytes_per_s / max(slowdown, 1e-9), model.launch_s)
         plan = _Plan(step.gradients, step.buckets, measured.compute_s, slowed, step.max_in_flight)
         self.plan = self.without(plan, ())

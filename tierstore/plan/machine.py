@@ -56,6 +56,11 @@ class Node:
         if not (self.gpu_bytes > 0 and self.flop_per_s > 0 and self.cpu_bytes > 0 and self.nvme_bytes >= 0):
             raise ConfigError(f"a node has memory and computes: {self.name} cannot have {asdict(self)}")
 
+    @property
+    def computes_on_cpu(self) -> bool:
+        """Whether the cores that update also compute: of such a machine layers are timed."""
+        return bool(self.rates.layers)
+
     def with_disks(self, disks: int) -> Node:
         """The same node with another number of the same drives."""
         factor = disks / self.disks

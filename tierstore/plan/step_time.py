@@ -5,16 +5,22 @@ Not here: which placements there are (`plan/strategies.py`), and how groups foll
 
 Every rank does the same, so a node moves what one rank moves times its GPUs. What is left out, for it is small:
 latencies, the traffic between pipeline stages, and an update on the GPU.
+
+[Note: what hides] What moves or updates beside computing is hidden as far as the two do not slow each other: on a GPU
+nearly all of it, on a CPU whose cores compute, copy and update nearly nothing. How much is measured in pairs
+(`BandwidthTable.slowdown`); a pair that was not measured does not slow.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 
 from tierstore.config import Tier, UpdateSchedule
-from tierstore.plan.costs import StepPattern, efficiency, phase_seconds, step_traffic
+from tierstore.plan.bandwidth import Activity
+from tierstore.plan.costs import StepPattern, beside_s, efficiency, phase_seconds, step_traffic
+from tierstore.plan.layers import LayerKind, LayerWork, computing_s
 from tierstore.plan.machine import Node
 from tierstore.plan.memory import Job, Layout, stage_parts
 from tierstore.plan.placement import Grid, Kind, Placement
@@ -39,7 +45,7 @@ class Work:
     Attributes:
         peers_s: collectives that run beside the compute.
         bubble_s, sums_s: what nothing hides: the bubble of a pipeline, tensor-parallel sums.
-        optimizer_s: of the CPU optimizer, were the ranks of a node to update one after another.
+        optimizer_s: of the CPU optimizer, and of norms, were the ranks of a node to update one after another.
     """
 
     compute_s: float = 0.0
@@ -65,12 +71,14 @@ class Phase:
 
     Attributes:
         waits_s: what nothing hides, by what it is.
+        slower: how many times as long computing takes beside a link's work, and that beside computing.
     """
 
     name: str
     compute_s: float
     waits_s: Mapping[Link, float]
     links_s: Mapping[Link, float]
+    slower: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def sync_s(self) -> float:
@@ -79,7 +87,11 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        return phase_seconds(self.compute_s, self.links_s.values(), self.sync_s)
+        """See [Note: what hides]."""
+        busy_s = self.compute_s
+        for link, slower in self.slower.items():
+            busy_s = beside_s(busy_s, self.links_s[link], slower)
+        return phase_seconds(busy_s, self.links_s.values(), self.sync_s)
 
     @property
     def efficiency(self) -> float:
@@ -87,9 +99,13 @@ class Phase:
 
     @property
     def losses_s(self) -> Mapping[Link, float]:
-        """Seconds without computing, by what is waited for: of the links, the one that takes longest."""
-        link = max(self.links_s, key=lambda link: self.links_s[link])
-        return {**self.waits_s, link: max(0.0, self.links_s[link] - self.compute_s)}
+        """Seconds without computing, by what is waited for: of the links, the one that alone would cost most."""
+        alone_s = {
+            link: beside_s(self.compute_s, taken_s, self.slower.get(link, (1.0, 1.0)))
+            for link, taken_s in self.links_s.items()
+        }
+        link = max(alone_s, key=lambda link: (alone_s[link], self.links_s[link]))
+        return {**self.waits_s, link: max(0.0, self.seconds - self.sync_s - self.compute_s)}
 
 
 def phases_of(
@@ -105,6 +121,9 @@ def phases_of(
         single: likewise, of a step with one micro-batch; None: this one has no more.
     """
     forward, backward, update = work["forward"], work["backward"], work["update"]
+    if schedule is UpdateSchedule.STEP and not update.read_bytes:
+        # All state is in memory: what is written is written for a commit, beside the whole of the next step.
+        return (_phase("forward, backward, update", forward + backward + update, node, _IN_TURNS),)
     if schedule is UpdateSchedule.STEP:
         return tuple(_phase(name, part, node) for name, part in work.items())
     if schedule is UpdateSchedule.DELAYED:
@@ -122,8 +141,18 @@ def phases_of(
             _phase("backward", backward, node))  # fmt: skip
 
 
-def _phase(name: str, work: Work, node: Node) -> Phase:
+_ACTIVITIES = {Link.OPTIMIZER: Activity.ADAM, Link.H2D: Activity.H2D, Link.D2H: Activity.D2H}
+_IN_TURNS = {Link.OPTIMIZER: (2.0, 2.0)}  # one after the other: see `beside_s`
+
+
+def _phase(name: str, work: Work, node: Node, slower: Mapping[Link, tuple[float, float]] = {}) -> Phase:
     rates = node.rates
+    measured = {
+        link: (rates.slowdown(Activity.MATMUL, activity), rates.slowdown(activity, Activity.MATMUL))
+        for link, activity in _ACTIVITIES.items()
+    }
+    way = Activity.WRITE if work.written_bytes > work.read_bytes else Activity.READ
+    measured[Link.DISKS] = rates.slowdown(Activity.MATMUL, way), rates.slowdown(way, Activity.MATMUL)
     return Phase(
         name,
         work.compute_s,
@@ -135,6 +164,7 @@ def _phase(name: str, work: Work, node: Node) -> Phase:
             Link.OPTIMIZER: work.optimizer_s,
             Link.PEERS: work.peers_s,
         },
+        {**measured, **slower},
     )
 
 
@@ -146,11 +176,14 @@ def step_work(
     Args:
         placement: of one rank; None: nothing is offloaded.
     """
+    forward_s, backward_s = compute_s(job, layout, node)
     parts = {
-        "forward": _gpu_work(job, layout, node, 1.0),
-        "backward": _gpu_work(job, layout, node, 3.0 if job.checkpointing else 2.0),
+        "forward": _gpu_work(job, layout, node, 1, forward_s),
+        "backward": _gpu_work(job, layout, node, 2 if job.checkpointing else 1, backward_s),
         "update": Work(),
     }
+    if placement is None and node.computes_on_cpu:  # what a GPU updates is not counted: it is little
+        parts["update"] = Work(optimizer_s=job.shape.parameters / layout.count / _adam_elements_per_s(job, node))
     loads = _loads(job, placement, layout)
     if layout.data > 1:
         gathered_s, reduced_s = _collectives_s(job, layout, node, loads)
@@ -160,6 +193,9 @@ def step_work(
         pattern = step_pattern(job, schedule, commits_per_step, loads)
         for name, work in _offload_work(placement, pattern, loads, _adam_elements_per_s(job, node)).items():
             parts[name] += Work(*(layout.gpus * value for value in astuple(work)))
+        if (norms := node.rates.norm_elements_per_s) is not None:  # of what arrives in CPU memory
+            trained = sum(need.elements for need in placement.groups if need.trainable)
+            parts["backward"] += Work(optimizer_s=layout.gpus * trained / norms)
     return parts
 
 
@@ -200,10 +236,38 @@ def _collectives_s(
     return ((ways[0], ways[1]) if layout.zero else (0.0, 0.0)), sum(weights) * reductions * s_per_byte
 
 
-def _gpu_work(job: Job, layout: Layout, node: Node, forwards: float) -> Work:
-    """Computing of one pass that costs so many forwards; tensor-parallel sums and the bubble wait for nobody."""
+def compute_s(job: Job, layout: Layout, node: Node) -> tuple[float, float]:
+    """Seconds of computing in all forwards and all backwards of a step, on every GPU.
+
+    As layers of the same machine were timed, if they were; else by flop/s, and backward takes twice as long.
+    """
+    tokens = job.batch * job.sequence
+    timed = computing_s(node.rates.layers, job.dtype, _layer_work(job, tokens / layout.data))
+    if timed is not None:
+        forward_s, backward_s = (job.accumulate / layout.tensor / layout.pipeline * seconds for seconds in timed)
+    else:
+        flop = job.shape.forward_flop(tokens * job.accumulate, job.sequence)
+        forward_s = flop / layout.count / node.flop_per_s
+        backward_s = 2 * forward_s
+    return forward_s, backward_s + forward_s * job.checkpointing
+
+
+def _layer_work(job: Job, tokens: float) -> dict[LayerKind, LayerWork]:
+    """What so many tokens ask of the whole model; embedding, norms and the product with the vocabulary are one head."""
+    shape = job.shape
+    blocks = sum(part.parameters for part in shape.parts if part.is_block)
+    around = shape.vocabulary * shape.hidden
+    head_flop = 2.0 * tokens * around
+    block_flop = shape.forward_flop(tokens, job.sequence) - head_flop
+    return {
+        LayerKind.BLOCK: LayerWork(shape.layers, blocks, tokens * shape.hidden * shape.layers, block_flop),
+        LayerKind.HEAD: LayerWork(1.0, around, tokens * shape.vocabulary, head_flop),
+    }
+
+
+def _gpu_work(job: Job, layout: Layout, node: Node, passes: int, compute_s: float) -> Work:
+    """Computing of so many passes of one kind; tensor-parallel sums and the bubble wait for nobody."""
     tokens = job.batch * job.sequence * job.accumulate
-    compute_s = forwards * job.shape.forward_flop(tokens, job.sequence) / layout.count / node.flop_per_s
     # Narayanan et al. (2021), section 2.2: (stages - 1) / micro-batches of the ideal time.
     bubble_s = compute_s * (layout.pipeline - 1) / job.accumulate
     sums_s = 0.0
@@ -211,7 +275,6 @@ def _gpu_work(job: Job, layout: Layout, node: Node, forwards: float) -> Work:
         # Two all-reduces per block and forward, each moves 2 (t - 1) / t of the activations (Shoeybi et al., 2019).
         activations = tokens / layout.data * job.shape.hidden * job.bytes.weights
         blocks = -(-job.shape.layers // layout.pipeline)
-        passes = forwards - 1 if forwards > 1 else 1  # of backward one, and the forward that checkpointing repeats
         moved = passes * 2 * blocks * activations * 2 * (layout.tensor - 1) / layout.tensor
         sums_s = moved / _peer_bytes_per_s(node)
     return Work(compute_s=compute_s, bubble_s=bubble_s, sums_s=sums_s)

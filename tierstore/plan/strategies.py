@@ -65,7 +65,8 @@ class Situation:
     """A run on machines.
 
     Attributes:
-        schedule: AUTO is "forward", which the engine takes when gradients are clipped.
+        schedule: AUTO is "forward", which the engine takes when gradients are clipped; "step" where all updates are in
+            memory and share their cores with the computing.
     """
 
     job: Job
@@ -172,8 +173,9 @@ def _option(situation: Situation, strategy: Strategy) -> Option:
         placement = _placement(situation, strategy)
     except BudgetError as error:
         return Option(strategy, {}, {}, (str(error),), {}, ())
-    work, phases = _phases(situation, placement)
-    taken = _taken(situation, placement)
+    has_store = _has_store(situation, strategy, placement)
+    work, phases = _phases(situation, placement, has_store)
+    taken = _taken(situation, placement, has_store)
     return Option(strategy, _bytes(placement, situation.layout), taken, _problems(situation.node, taken), work, phases,
                   placement)  # fmt: skip
 
@@ -186,7 +188,7 @@ def _nothing(situation: Situation) -> Option:
     if layout.shares(3) > 1:  # two whole groups are gathered: the one that computes, and the next
         working = 2.0 * max(need.device_bytes for need in group_needs(job, layout))
     taken = {Tier.GPU: held.total + working + activation_bytes(job, layout)}
-    work, phases = _phases(situation, None)
+    work, phases = _phases(situation, None, has_store=False)
     by_tier = {(kind, Tier.GPU): size for kind, size in sizes.items()}
     return Option(Strategy.NOTHING, by_tier, taken, _problems(situation.node, taken), work, phases)
 
@@ -218,9 +220,14 @@ def _placement(situation: Situation, strategy: Strategy) -> Placement:
     return place_uniformly(request, weights=homes.weights, gradients=homes.gradients, state=homes.state)
 
 
-def _phases(situation: Situation, placement: Placement | None) -> tuple[Mapping[str, Work], tuple[Phase, ...]]:
-    commits = 1 / situation.commit_every if placement is not None and _has_store(placement) else 0.0
-    job, layout, node, schedule = situation.job, situation.layout, situation.node, situation.schedule
+def _phases(
+    situation: Situation, placement: Placement | None, has_store: bool
+) -> tuple[Mapping[str, Work], tuple[Phase, ...]]:
+    commits = 1 / situation.commit_every if has_store else 0.0
+    job, layout, node = situation.job, situation.layout, situation.node
+    schedule = situation.schedule
+    if schedule is UpdateSchedule.AUTO and node.computes_on_cpu and placement is not None:
+        schedule = UpdateSchedule.STEP if placement.updates_in_memory else schedule  # as `train/budgets.settled`
     work = step_work(job, layout, node, placement, schedule, commits)
     single = None
     if job.accumulate > 1:
@@ -228,22 +235,24 @@ def _phases(situation: Situation, placement: Placement | None) -> tuple[Mapping[
     return work, phases_of(work, node, schedule, single)
 
 
-def _has_store(placement: Placement) -> bool:
-    return any(row.tier is Tier.NVME for row in placement.usage())
+def _has_store(situation: Situation, strategy: Strategy, placement: Placement) -> bool:
+    """The engine commits to the disks that it is given, even if nothing lives there."""
+    is_given = strategy is Strategy.ENGINE and situation.node.nvme_bytes > 0
+    return is_given or any(row.tier is Tier.NVME for row in placement.usage())
 
 
 def _bytes(placement: Placement, layout: Layout) -> dict[tuple[Kind, Tier], float]:
     return {(row.kind, row.tier): row.bytes * (1 if row.tier is Tier.GPU else layout.gpus) for row in placement.usage()}
 
 
-def _taken(situation: Situation, placement: Placement) -> dict[Tier, float]:
+def _taken(situation: Situation, placement: Placement, has_store: bool) -> dict[Tier, float]:
     gpus = situation.layout.gpus
     on_gpu = sum(row.bytes for row in placement.usage() if row.tier is Tier.GPU)
     taken = {
         Tier.GPU: on_gpu + activation_bytes(situation.job, situation.layout),
         Tier.CPU: float(placement.pools.total_bytes * gpus),
     }
-    if _has_store(placement):
+    if has_store:
         spilled = sum(row.bytes for row in placement.usage() if row.tier is Tier.NVME and row.kind is Kind.GRADIENTS)
         slots = sum(need.elements * (need.weight_bytes + need.state_bytes) for need in placement.groups) * _SLOTS
         taken[Tier.NVME] = float((slots + spilled) * gpus)

@@ -35,28 +35,42 @@ class Collective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Medians of one rank, by size; `launch_s` is the time until a launch returns."""
+    """Medians of one rank, by size.
+
+    Attributes:
+        launch_s: until a launch returns.
+        busy_cores: CPU time of the process while collectives run, per second.
+    """
 
     by_size: tuple[Timing, ...]
     launch_s: float
+    busy_cores: float
 
 
 def time_collectives(
-    collective: Collective, sizes_bytes: Sequence[int], repeats: int, clock: Callable[[], float]
+    collective: Collective,
+    sizes_bytes: Sequence[int],
+    repeats: int,
+    clock: Callable[[], float],
+    cpu_clock: Callable[[], float] = time.process_time,
 ) -> Timings:
     """Times every size in turn, `repeats` rounds of it, so that a slow moment does not fall on one size alone."""
     launches: list[float] = []
+    cpu_s = 0.0
     seconds: dict[int, list[float]] = {size: [] for size in sizes_bytes}
     for round_number in range(-_WARM_UP, repeats):
         for size in sizes_bytes:
-            begun_s = clock()
+            begun_s, cpu_begun_s = clock(), cpu_clock()
             wait = collective.launch(size)
             launched_s = clock()
             wait()
             if round_number >= 0:
                 launches.append(launched_s - begun_s)
                 seconds[size].append(clock() - begun_s)
-    return Timings(tuple(Timing(size, median(times)) for size, times in seconds.items()), median(launches))
+                cpu_s += cpu_clock() - cpu_begun_s
+    taken_s = sum(map(sum, seconds.values()))
+    by_size = tuple(Timing(size, median(times)) for size, times in seconds.items())
+    return Timings(by_size, median(launches), cpu_s / taken_s if taken_s > 0 else 0.0)
 
 
 def fit_cost_model(
@@ -96,7 +110,10 @@ def fit_cost_model(
         if ranks is not process_group:
             ranks.close()
     fit = fit_timings(timings.by_size)
-    return replace(fit, model=replace(fit.model, launch_s=timings.launch_s))
+    # A GPU's collectives take none of what computes, though a thread of the CPU may wait for them busily.
+    threads = torch.get_num_threads()
+    cores = min(1.0, timings.busy_cores / threads) if torch.device(device).type == "cpu" else 0.0
+    return replace(fit, model=replace(fit.model, launch_s=timings.launch_s, cores=cores))
 
 
 class _Group:
@@ -129,8 +146,10 @@ class _Group:
 
     def agreed(self, timings: Timings) -> Timings:
         """The largest of all ranks."""
-        seconds = torch.tensor([*(one.seconds for one in timings.by_size), timings.launch_s], dtype=torch.float64)
+        figures = [*(one.seconds for one in timings.by_size), timings.launch_s, timings.busy_cores]
+        seconds = torch.tensor(figures, dtype=torch.float64)
         seconds = seconds.to(self._device)
         distributed.all_reduce(seconds, op=distributed.ReduceOp.MAX, group=self._group)
-        *by_size, launch_s = seconds.tolist()
-        return Timings(tuple(Timing(one.nbytes, s) for one, s in zip(timings.by_size, by_size, strict=True)), launch_s)
+        *by_size, launch_s, busy_cores = seconds.tolist()
+        found = tuple(Timing(one.nbytes, s) for one, s in zip(timings.by_size, by_size, strict=True))
+        return Timings(found, launch_s, busy_cores)

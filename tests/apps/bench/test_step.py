@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from tierstore.apps.bench import forecasts, rates, step, step_worker
 from tierstore.apps.bench.case import Answer, BenchOptions, Contestant, Result
 from tierstore.apps.options import TrainOptions
 from tierstore.config import MicroBatchSchedule
-from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
+from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 from tierstore.plan.step_machine import Machine
 
 FIELDS = {"vocab_size": 512, "n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "bos_token_id": 0,
@@ -107,6 +109,25 @@ def test_bars_compare_with_deepspeed_and_with_the_floor(options: BenchOptions, t
     bar = moved.bars[0]
     assert bar.bound == 24.0  # between all weights in CPU memory and all on disk
     assert bar.measured == pytest.approx(26.0)  # the gradients that are spilled are not held against it
+
+
+def test_a_machine_has_the_medians_of_all_rounds() -> None:
+    work = LayerWork(1.0, 2.0, 3.0, 4.0)
+    layers = tuple(TimedLayer(kind, "bf16", work, 9.0, 9.0) for kind in LayerKind)
+    table = dict.fromkeys(RATE_NAMES[:7], 1e9)
+    beside = {rates._beside(Activity.MATMUL, Activity.ADAM): 2.0}
+    found = Result(Contestant("rates", (), False))
+    found.facts = {"layers": json.loads(json.dumps(replace(MACHINE.table, layers=layers).to_json()["layers"]))}
+    for seconds in (1.0, 2.0, 6.0):
+        taken = {rates._layer(index, name): seconds + index for index in (0, 1) for name in rates._PASSES}
+        found.answers.append(Answer(1.0, {**table, **taken, **beside, "io_threads": 4, "update_threads": 2}, 1000))
+    machine = rates.machine_of(found)
+    assert machine is not None
+    assert [(one.kind, one.forward_s, one.backward_s) for one in machine.table.layers] == [
+        (LayerKind.BLOCK, 2.0, 2.0), (LayerKind.HEAD, 3.0, 3.0)
+    ]  # fmt: skip
+    assert machine.table.slowdown(Activity.MATMUL, Activity.ADAM) == 2.0
+    assert machine.table.slowdown(Activity.ADAM, Activity.MATMUL) == 1.0
 
 
 def test_what_is_missing_is_a_row(options: BenchOptions, tmp_path: Path) -> None:

@@ -93,8 +93,7 @@ def _as_the_model_sees(result: Result) -> tuple[list[Gradient], CostModel]:
     came = result.facts["gradients"]
     last_s = max(ready_s for _, ready_s in came)
     pace = (result.median("alone_s") or last_s) / last_s
-    alpha_s, beta, launch_s = result.facts["model"]
-    return [Gradient(nbytes, pace * ready_s) for nbytes, ready_s in came], CostModel(alpha_s, beta, launch_s)
+    return [Gradient(nbytes, pace * ready_s) for nbytes, ready_s in came], CostModel(*result.facts["model"])
 
 
 CASE = Case("reduce", heats, rows)

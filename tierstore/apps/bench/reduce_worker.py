@@ -111,7 +111,7 @@ def _joined(options: dict[str, Any], meeting: str, rank: int) -> Iterator[tuple[
         facts: dict[str, Any] = {"versions": {"torch": torch.__version__}}
         facts["gradients"] = _readiness(module, data, reducer)
         fit = fit_cost_model().model
-        facts["model"] = [fit.alpha_s, fit.beta_bytes_per_s, fit.launch_s]
+        facts["model"] = [fit.alpha_s, fit.beta_bytes_per_s, fit.launch_s, fit.cores]
         yield facts, together
     finally:
         reducer.close()

@@ -1,0 +1,46 @@
+"""Timed layers: which, the median of rounds, and gradients that do not stay."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tierstore.measure import layers
+from tierstore.plan.layers import LayerKind
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_SHAPES", ((64, 4), (128, 8)))
+    monkeypatch.setattr(layers, "_HEAD_SHAPES", ((64, 4),))
+    monkeypatch.setattr(layers, "_VOCABULARY", 32)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_every_layer_is_timed_by_the_median_of_its_rounds() -> None:
+    # Three readings a run: forward takes 1 tick, backward 2, 4, 8, ... more each run; the first round does not count.
+    runs = itertools.count()
+    ticks = itertools.chain.from_iterable((0.0, 1.0, 1.0 + 2.0 ** (n // 3)) for n in runs)
+    found = layers.time_layers(["bf16"], 3, clock=lambda: next(ticks))
+    assert [one.kind for one in found] == [LayerKind.BLOCK, LayerKind.BLOCK, LayerKind.HEAD]
+    assert {(one.dtype, one.forward_s, one.backward_s) for one in found} == {("bf16", 1.0, 4.0)}
+
+
+def test_work_is_counted() -> None:
+    small, _, head = layers.layers(["fp32"])
+    parameters = sum(leaf.numel() for leaf in small.leaves) - 4 * 64  # all but the input
+    assert small.work.parameters == parameters == 12 * 64**2 + 13 * 64
+    assert small.work.flop == 2 * 4 * parameters + 4 * 4 * 4 * 64
+    assert (head.work.parameters, head.work.elements) == (32 * 64 + 2 * 64, 4 * 32)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_gradients_are_made_and_do_not_stay() -> None:
+    made = []
+    for layer in layers.layers(["bf16"]):
+        for leaf in layer.leaves:
+            leaf.register_post_accumulate_grad_hook(lambda leaf: made.append(leaf.grad.isfinite().all().item()))
+        layer.run(lambda: 0.0)
+        assert all(leaf.grad is None for leaf in layer.leaves)
+    assert made == [True] * (13 + 13 + 3)

@@ -1,0 +1,128 @@
+"""Layers of a decoder, computed on the CPU: forward alone, and with backward.
+
+Scope: a block and a head of several sizes, as loads; what was timed of them.
+Not here: what follows for a model (`plan/layers.py`), the device's large products (`links.py`).
+
+Operations are those of GPT-2, in its order. Gradients go to memory of their own each time: an engine takes them away.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
+
+_HEAD_WIDTH = 64
+_SHAPES = ((256, 32), (256, 256), (768, 32), (768, 256), (768, 1024))  # hidden, tokens
+_HEAD_SHAPES = _SHAPES[:4]
+_VOCABULARY = 16384
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Of the weights; those that are trained most come first."""
+_SCALE = 0.02  # of weights: activations stay about as large as they are
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer on some tokens.
+
+    Attributes:
+        leaves: whose gradients backward makes.
+    """
+
+    kind: LayerKind
+    dtype: str
+    work: LayerWork
+    forward: Callable[[], torch.Tensor]
+    leaves: Sequence[torch.Tensor]
+
+    def run(self, clock: Callable[[], float]) -> tuple[float, float]:
+        """Both passes, and the seconds of each."""
+        begun_s = clock()
+        result = self.forward()
+        middle_s = clock()
+        torch.autograd.backward(result, torch.ones_like(result))
+        ended_s = clock()
+        for leaf in self.leaves:
+            leaf.grad = None
+        return middle_s - begun_s, ended_s - middle_s
+
+
+def time_layers(
+    dtypes: Sequence[str],
+    rounds: int,
+    tell: Callable[[str], None] = lambda name: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[TimedLayer, ...]:
+    """Medians of so many rounds over all layers, after one that does not count.
+
+    All by the thread that calls, as a training loop computes: memory that a new thread touches for the first time costs
+    more than the computing.
+    """
+    found = layers(dtypes)
+    seen: list[list[tuple[float, float]]] = [[] for _ in found]
+    for number in range(rounds + 1):
+        for layer, times in zip(found, seen):
+            tell(f"{layer.kind.value} of a model")
+            taken = layer.run(clock)
+            if number > 0:
+                times.append(taken)
+    return tuple(
+        TimedLayer(one.kind, one.dtype, one.work, *(statistics.median(each) for each in zip(*times)))
+        for one, times in zip(found, seen)
+    )
+
+
+def layers(dtypes: Sequence[str]) -> Sequence[Layer]:
+    """Every layer that is timed."""
+    found = [_block(dtype, *shape) for dtype in dtypes for shape in _SHAPES]
+    return [*found, *(_head(dtype, *shape) for dtype in dtypes for shape in _HEAD_SHAPES)]
+
+
+def _block(dtype: str, hidden: int, tokens: int) -> Layer:
+    sizes = {
+        "norm_1": (hidden,), "shift_1": (hidden,), "qkv": (3 * hidden, hidden), "qkv_bias": (3 * hidden,),
+        "out": (hidden, hidden), "out_bias": (hidden,), "norm_2": (hidden,), "shift_2": (hidden,),
+        "up": (4 * hidden, hidden), "up_bias": (4 * hidden,), "down": (hidden, 4 * hidden), "down_bias": (hidden,),
+    }  # fmt: skip
+    w = _parameters(sizes, dtype)
+    inputs = torch.randn(1, tokens, hidden).to(DTYPES[dtype]).requires_grad_()
+
+    def forward() -> torch.Tensor:
+        normed = functional.layer_norm(inputs, (hidden,), w["norm_1"], w["shift_1"])
+        qkv = functional.linear(normed, w["qkv"], w["qkv_bias"]).view(1, tokens, 3, -1, _HEAD_WIDTH)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        kept = inputs + functional.linear(mixed.transpose(1, 2).reshape(inputs.shape), w["out"], w["out_bias"])
+        normed = functional.layer_norm(kept, (hidden,), w["norm_2"], w["shift_2"])
+        wide = functional.linear(normed, w["up"], w["up_bias"])
+        wide = 0.5 * wide * (1 + torch.tanh(0.79788456 * (wide + 0.044715 * torch.pow(wide, 3))))  # GELU, op by op
+        return kept + functional.linear(wide, w["down"], w["down_bias"])
+
+    parameters = sum(one.numel() for one in w.values())
+    flop = 2.0 * tokens * parameters + 4.0 * tokens * tokens * hidden
+    work = LayerWork(1.0, float(parameters), float(tokens * hidden), flop)
+    return Layer(LayerKind.BLOCK, dtype, work, forward, [inputs, *w.values()])
+
+
+def _head(dtype: str, hidden: int, tokens: int) -> Layer:
+    w = _parameters({"table": (_VOCABULARY, hidden), "norm": (hidden,), "shift": (hidden,)}, dtype)
+    ids = torch.arange(tokens)
+
+    def forward() -> torch.Tensor:
+        inputs = functional.embedding(ids, w["table"])
+        normed = functional.layer_norm(inputs, (hidden,), w["norm"], w["shift"])
+        return functional.cross_entropy(functional.linear(normed, w["table"]).float(), ids)
+
+    parameters = sum(one.numel() for one in w.values())
+    work = LayerWork(1.0, float(parameters), float(tokens * _VOCABULARY), 2.0 * tokens * parameters)
+    return Layer(LayerKind.HEAD, dtype, work, forward, list(w.values()))
+
+
+def _parameters(sizes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, torch.Tensor]:
+    return {name: (_SCALE * torch.randn(size)).to(DTYPES[dtype]).requires_grad_() for name, size in sizes.items()}
