@@ -1,4 +1,4 @@
-"""The command `tierstore` as a process that starts at once: a fork of one that has imported what it needs.
+"""The command `tierstore` and other programs as processes that start at once: forks of one that has imported it all.
 
 Not here: the start and the end of an interpreter. A test of those starts `python -m tierstore.cli`.
 """
@@ -6,8 +6,10 @@ Not here: the start and the end of an interpreter. A test of those starts `pytho
 from __future__ import annotations
 
 import os
+import runpy
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,9 +20,15 @@ from tierstore.cli import main
 
 
 @contextmanager
-def forked(arguments: list[str], output: Path, errors: Path) -> Iterator[BaseProcess]:
-    """The process, which writes into these two files; killed at the end if it runs then."""
-    process = fork_server().Process(target=_command, args=(arguments, output, errors), daemon=True)
+def forked(
+    arguments: list[str], output: Path, errors: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[BaseProcess]:
+    """The process, which writes into these two files; killed at the end if it runs then.
+
+    Args:
+        environment: what is different there.
+    """
+    process = fork_server().Process(target=_command, args=(arguments, output, errors, environment or {}), daemon=True)
     process.start()
     try:
         yield process
@@ -29,10 +37,49 @@ def forked(arguments: list[str], output: Path, errors: Path) -> Iterator[BasePro
         process.join()
 
 
-def _command(arguments: list[str], output: Path, errors: Path) -> None:
+def run_program(
+    arguments: list[str], folder: Path, given: str = "", wait_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """How a program ends that is given these lines, as `subprocess.run` tells it.
+
+    Args:
+        arguments: a file, or -m and a module, and its own arguments.
+        folder: for what it reads and writes.
+    """
+    streams = {name: folder / name for name in ("stdin", "stdout", "stderr")}
+    streams["stdin"].write_text(given)
+    process = fork_server().Process(target=_program, args=(arguments, streams))
+    process.start()
+    process.join(wait_s)
+    process.kill()
+    process.join()
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(
+        arguments, process.exitcode, streams["stdout"].read_text(), streams["stderr"].read_text()
+    )
+
+
+def _program(arguments: list[str], streams: Mapping[str, Path]) -> None:
+    _redirect(streams["stdout"], streams["stderr"])
+    sys.stdin = streams["stdin"].open()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _redirect(output: Path, errors: Path) -> None:
     for number, path in ((1, output), (2, errors)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(descriptor, number)
         os.close(descriptor)
+
+
+def _command(arguments: list[str], output: Path, errors: Path, environment: Mapping[str, str]) -> None:
+    _redirect(output, errors)
+    os.environ.update(environment)
     sys.argv = ["tierstore", *arguments]
     main()

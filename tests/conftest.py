@@ -46,6 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported stays: with torch, to look at all of it takes a fifth of a second
+
+
 def open_descriptors() -> dict[int, str]:
     """Descriptors of this process and what they are open on."""
     found = {}
@@ -66,7 +71,7 @@ def no_leaks() -> Iterator[None]:
         if thread not in threads:
             thread.join(JOIN_S)  # one that is just ending is no leak
     if _opened(descriptors):
-        gc.collect()  # only then: with torch imported it takes a fifth of a second
+        gc.collect()
     alive = [thread.name for thread in threading.enumerate() if thread not in threads]
     assert not alive, f"threads left: {alive}"
     opened = _opened(descriptors)

@@ -1,7 +1,7 @@
 """Functions run by several processes, the ranks of one gloo group: a fast start, and no rank outlives its test.
 
 A function to run stands in a module that a new process can import: a helper of the tests, not a test module. It takes
-`rank, ranks` before its own arguments. Ranks meet in a file, so no port is needed.
+`rank, ranks` before its own arguments. Ranks meet at a store that this process keeps, as torchrun does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import multiprocessing.context
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -41,6 +40,7 @@ def run_ranks(
     *arguments: Any,
     timeout_s: float = 120.0,
     wait_s: float = 60.0,
+    enter: Callable[[int], None] | None = None,
     **options: Any,
 ) -> list[Any]:
     """The results of `function(rank, ranks, *arguments, **options)`, by rank.
@@ -48,11 +48,14 @@ def run_ranks(
     Args:
         timeout_s: the group's, for every collective.
         wait_s: for all of it.
+        enter: what each rank does first, before it meets the others.
 
     Raises:
         AssertionError: a rank failed; with the tracebacks of all.
     """
-    outcomes = outcomes_of(ranks, partial(function, **options), *arguments, timeout_s=timeout_s, wait_s=wait_s)
+    outcomes = outcomes_of(
+        ranks, partial(function, **options), *arguments, timeout_s=timeout_s, wait_s=wait_s, enter=enter
+    )
     failed = [f"rank {rank}:\n{one.error or 'was killed'}" for rank, one in enumerate(outcomes) if not one.is_finished]
     assert not failed, "\n".join(failed)
     return [one.value for one in outcomes]
@@ -65,41 +68,43 @@ def outcomes_of(
     timeout_s: float = 120.0,
     wait_s: float = 60.0,
     grace_s: float = 20.0,
+    enter: Callable[[int], None] | None = None,
 ) -> list[Outcome]:
     """How every rank ended; ranks may fail, and may kill or stop themselves.
 
     Args:
         grace_s: for the others, when one has ended.
     """
+    from torch.distributed import TCPStore
+
     context = fork_server()
     outcomes = [Outcome() for _ in range(ranks)]
-    with tempfile.TemporaryDirectory() as directory:
-        meeting, processes, ends = f"file://{directory}/meeting", [], {}
-        begin = time.monotonic()
-        try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_rank, args=(rank, ranks, meeting, timeout_s, theirs, function, arguments), daemon=True
-                )
-                process.start()
-                theirs.close()
-                processes.append(process)
-                ends[ours] = rank
-            deadline = begin + wait_s
-            while ends and (left_s := deadline - time.monotonic()) > 0:
-                for end in wait(list(ends), left_s):
-                    rank = ends.pop(end)
-                    outcomes[rank] = _received(end, time.monotonic() - begin)
-                    if outcomes[rank].is_finished:
-                        deadline = min(deadline, time.monotonic() + grace_s)
-        finally:
-            for process in processes:
-                process.join(0 if ends else 10.0)
-                process.kill()
-                process.join()
-            for end in ends:
-                end.close()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, ends = [], {}
+    begin = time.monotonic()
+    try:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            given = (rank, ranks, store.port, timeout_s, theirs, function, arguments, enter)
+            process = context.Process(target=_rank, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            ends[ours] = rank
+        deadline = begin + wait_s
+        while ends and (left_s := deadline - time.monotonic()) > 0:
+            for end in wait(list(ends), left_s):
+                rank = ends.pop(end)
+                outcomes[rank] = _received(end, time.monotonic() - begin)
+                if outcomes[rank].is_finished:
+                    deadline = min(deadline, time.monotonic() + grace_s)
+    finally:
+        for process in processes:
+            process.join(0 if ends else 10.0)
+            process.kill()
+            process.join()
+        for end in ends:
+            end.close()
     return outcomes
 
 
@@ -123,16 +128,18 @@ def _received(end: Connection, after_s: float) -> Outcome:
 
 
 def _rank(
-    rank: int, ranks: int, meeting: str, timeout_s: float, end: Connection, function: Any, arguments: Any
+    rank: int, ranks: int, port: int, timeout_s: float, end: Connection, function: Any, arguments: Any, enter: Any
 ) -> None:
     import torch
     from torch import distributed
 
     torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_s)
     try:
-        distributed.init_process_group(
-            "gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
-        )
+        store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        if enter is not None:
+            enter(rank)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
         end.send((function(rank, ranks, *arguments), None))
         end.close()
         with contextlib.suppress(RuntimeError):  # of one that has gone

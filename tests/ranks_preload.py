@@ -1,5 +1,7 @@
 """What every rank needs, loaded once: a new rank is a fork of the process that has imported this."""
 
+import gc
+
 import torch._dynamo  # noqa: F401  # every optimizer imports it, for two seconds
 from transformers import GPT2LMHeadModel  # noqa: F401  # the model of `tierstore train`, for as long
 
@@ -7,3 +9,5 @@ import tierstore.apps.train  # noqa: F401  # and the engine
 from tierstore.kernels import warm_up
 
 warm_up({"fp32", "bf16"})
+gc.collect()
+gc.freeze()  # a collection in a fork would look at all of this, and thereby copy it

@@ -1,4 +1,7 @@
-"""`tierstore train` under torchrun, as a person has it: several ranks, killed, interrupted, resumed on other ranks."""
+"""`tierstore train` under torchrun, as a person has it: several ranks, killed, interrupted, resumed on other ranks.
+
+Ranks that nobody kills are forks with the variables of torchrun: they need not import anything.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from commands import forked
 from crews import all_fail, differ, one_fails, one_is_lost, trained
 from ranks import run_ranks
+from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
 from tierstore.apps.crew import Crew
@@ -80,6 +85,24 @@ def finished(run: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
     return run.returncode, output, re.findall(r"^tierstore: (.*)$", errors, re.MULTILINE)
 
 
+def together(given: list[str], folder: Path) -> tuple[list[int | None], str]:
+    """Two ranks that nobody kills, started at once; the exit code of each, and what the first one says."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps it
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}",
+              "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    said = [(folder / f"output{rank}", folder / f"errors{rank}") for rank in range(2)]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(forked(given, *said[rank], common | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}))
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.join(WAITING_S)
+    assert [errors.read_text() for _, errors in said] == ["", ""]
+    assert said[1][0].read_text() == ""
+    return [process.exitcode for process in processes], said[0][0].read_text()
+
+
 def alone(given: list[str]) -> str:
     """One rank, in this process."""
     result = CliRunner().invoke(app, given)
@@ -117,8 +140,8 @@ def held_out(output: str) -> list[float]:
 
 def test_two_ranks_train_lose_one_go_on_and_are_interrupted(folder: Path, own_threads: None) -> None:
     one = alone(arguments(folder, "one"))
-    code, two, _ = finished(torchrun(arguments(folder, "two", "--export", f"{folder}/out")))
-    assert code == 0
+    codes, two = together(arguments(folder, "two", "--export", f"{folder}/out"), folder)
+    assert codes == [0, 0]
     assert "2 ranks, ZeRO stage 3, 2 of 4 samples each" in two
     expected = losses(folder, "two")
     assert expected == pytest.approx(losses(folder, "one"), rel=1e-5)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from dataclasses import replace
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from resuming import DISK, State, Way, check_resumes, expected_states, opened
+from ranks import fork_server
+from resuming import DISK, State, Way, check_resumes, expected_states, hold, opened
 from runs import next_token_loss, tiny, tokens
 
 from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, StorageError, StoreLocked, TierstoreError
@@ -351,14 +351,10 @@ class Slow(Backend):
         super()._call_replace(source, destination)
 
 
-HOLD = """
-import sys, signal
-from pathlib import Path
-from resuming import DISK, Way, open_run
-run = open_run(Way("forward", cpu_memory=DISK, width=96), Path(sys.argv[1]))
-print("open", flush=True)
-signal.pause()
-"""
+@pytest.fixture(scope="module")
+def processes() -> ForkServerContext:
+    """Makes processes that have imported everything; begun before a test, for it keeps descriptors."""
+    return fork_server()
 
 
 class TestLock:
@@ -375,16 +371,19 @@ class TestLock:
             assert not list((tmp_path / "store0").glob("manifest-*.json"))
             backend.may_go.set()
 
-    def test_another_process_that_is_killed(self, folder: Path, expected: list[State]) -> None:
-        paths = os.pathsep.join(sys.path)
-        with subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": paths},
-        ) as holder:  # fmt: skip
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "open\n"
+    def test_another_process_that_is_killed(
+        self, folder: Path, expected: list[State], processes: ForkServerContext
+    ) -> None:
+        ours, theirs = processes.Pipe(duplex=False)
+        holder = processes.Process(target=hold, args=(WAY, folder, theirs), daemon=True)
+        holder.start()
+        theirs.close()
+        with ours:
+            assert ours.recv() == "open"
             assert f"in use by process {holder.pid}; stop it" in refuse(WAY, folder, StoreLocked)
             holder.kill()
+        holder.join()
+        holder.close()
         assert check_resumes(WAY, folder, expected) == 3
 
     def test_is_not_held_by_a_forked_child(self, folder: Path, expected: list[State]) -> None:

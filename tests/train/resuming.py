@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +161,10 @@ def check_resumes(way: Way, folder: Path, expected: list[State], **changes: Any)
         run.until(len(expected) - 1)
         expected[-1].check_equal(State.of(run))
     return found
+
+
+def hold(way: Way, folder: Path, end: Connection) -> None:
+    """In a process of its own: open the store, say so, and keep it."""
+    with opened(way, folder):
+        end.send("open")
+        signal.pause()

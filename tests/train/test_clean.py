@@ -221,9 +221,19 @@ PLACES: tuple[Callable[[Run, BaseException], None], ...] = (
 )  # fmt: skip
 
 
+KINDS: tuple[type[BaseException], ...] = (Broken, KeyboardInterrupt)
+BREAKS = [
+    pytest.param(name, place, kind, id=f"{name}-{place.__name__}-{kind.__name__}")
+    for row, name in enumerate(WAYS)
+    for column, place in enumerate(PLACES)
+    for number, kind in enumerate(KINDS)
+    if name == "forward-disk" or (row + column + number) % 2
+]
+"""Every way with every place, and both kinds with each of them; all three together for one way only."""
+
+
 class TestAnExceptionInTheMiddleOfAStep:
-    @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-    @pytest.mark.parametrize("kind", [Broken, KeyboardInterrupt])
+    @pytest.mark.parametrize(("case", "place", "kind"), BREAKS, indirect=["case"])
     def test_is_told_as_it_is_and_the_last_generation_stays(
         self,
         case: tuple[Way, list[State]],

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_program
 
 KILLS = 1
 TOOL = Path(__file__).parents[2] / "tools" / "crash_loop.py"
@@ -21,16 +20,15 @@ VARIANTS = ("forward-workers", "forward-3", "backward", "speculative-lz4")  # of
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Any]:
-    """Exit code of the tool, and its findings or, if there are none, its output; of one process, for its imports."""
+    """Exit code of the tool, and its findings or, if there are none, its output; of one process, for its start."""
     folder = tmp_path_factory.mktemp("crashes")
-    command = [sys.executable, str(TOOL), "--directory", str(folder), "--json", str(folder / "json")]
+    command = [str(TOOL), "--directory", str(folder), "--json", str(folder / "json")]
     command += ["--kills", str(KILLS * len(VARIANTS)), "--cuts", "6", "--soak", "40"]
     command += [word for variant in VARIANTS for word in ("--variant", variant)]
-    # To a file: workers of a data loader, whose parent was killed, keep a pipe open for some seconds.
-    with (folder / "out").open("w") as out:
-        status = subprocess.run(command, stdout=out, stderr=out, timeout=300, check=False).returncode
-    assert sorted(path.name for path in folder.iterdir()) in (["json", "out"], ["out"]), "a store is left"
-    return status, json.loads((folder / "json").read_text()) if status <= 1 else (folder / "out").read_text()
+    ended = run_program(command, tmp_path_factory.mktemp("said"), wait_s=300.0)
+    assert [path.name for path in folder.iterdir()] in (["json"], []), "a store is left"
+    found = json.loads((folder / "json").read_text()) if ended.returncode <= 1 else ended.stdout + ended.stderr
+    return ended.returncode, found
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

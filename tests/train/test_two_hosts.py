@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import two_hosts
 from ranks import run_ranks
 from sharing import train
-
-SCRIPT = Path(__file__).parent / "two_hosts.py"
-WAIT_S = 120.0
 
 
 def ip(*words: str) -> None:
@@ -50,29 +48,11 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
 
 
 def test_hybrid_sharding_over_two_hosts(hosts: list[tuple[str, str, str]], tmp_path: Path) -> None:
-    master = hosts[0][2]
-    started = [
-        subprocess.Popen(
-            [
-                *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
-                *("--nproc-per-node", "2", "--node-rank", str(index), "--master-addr", master),
-                *("--master-port", "29400", str(SCRIPT), str(tmp_path)),
-            ],
-            env=os.environ | {"GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index, (name, device, _) in enumerate(hosts)
-    ]
-    try:
-        told = [process.communicate(timeout=WAIT_S)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], told
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    assert [rank["host"] for rank in ranks] == ["0", "0", "1", "1"]
-    assert len({rank["weights"] for rank in ranks}) == 1
+    devices = [device for _, device, _ in hosts]
+    places = [(name, device) for name, device, _ in hosts]
+    found = run_ranks(4, two_hosts.train_there, str(tmp_path / "two"), enter=partial(two_hosts.enter, places))
+    assert [rank["devices"] & set(devices) for rank in found] == [{devices[rank // 2]} for rank in range(4)]
+    for rank in found[1:]:
+        assert all(np.array_equal(weight, rank["weights"][name]) for name, weight in found[0]["weights"].items())
     one_host = run_ranks(4, train, str(tmp_path / "one"), 3, nodes=2)
-    assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in one_host]
+    assert [rank["losses"] for rank in found] == [rank["losses"] for rank in one_host]

@@ -7,6 +7,7 @@ Owner: one `Clock` per run; nothing here knows real time, and two runs of the sa
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections import Counter, defaultdict, deque
@@ -133,7 +134,8 @@ class Shared:
 
     Args:
         lanes: how many jobs of each lane run at once; the others queue, smaller priorities first.
-        speeds: from the number of running jobs per kind to the speed of one job of each kind, in amounts per second.
+        speeds: from the number of running jobs per kind to the speed of one job of each kind, in amounts per second;
+            asked once for each mix of them.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Shared:
     ) -> None:
         self._clock = clock
         self._free = dict(lanes)
-        self._speeds = speeds
+        self._speeds = functools.cache(lambda running: speeds(dict(running)))  # few mixes, and each comes often
         self._queues: dict[str, list[tuple[int, int, _Job]]] = {lane: [] for lane in lanes}
         self._running: list[tuple[str, _Job]] = []
         self._order = itertools.count()
@@ -183,7 +185,7 @@ class Shared:
                 self._running.append((lane, heapq.heappop(queue)[2]))
         self._version += 1
         if self._running:
-            self._rates = self._speeds(Counter(job.kind for _, job in self._running))
+            self._rates = self._speeds(frozenset(Counter(job.kind for _, job in self._running).items()))
             first_s = min(job.left / self._rates[job.kind] for _, job in self._running)
             self._clock.after(max(first_s, 0.0), lambda version=self._version: self._end(version))  # type: ignore[misc]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_program
 
 from tierstore.apps.bench import reduce
 from tierstore.apps.bench.case import Answer, BenchOptions, Result
@@ -18,24 +17,22 @@ DRIVERS = Path(__file__).parents[3] / "tools" / "peers"
 TINY = {"layers": 4, "width": 64, "batch": 4, "steps": 1, "bucket": 20_000, "delayed": False}
 
 
-def converse(command: list[str], given: dict[str, Any]) -> list[dict[str, Any]]:
-    ended = subprocess.run(
-        [*command, json.dumps(given)], input='{"round": 0}\n{"round": 1}\n', capture_output=True, text=True, timeout=60
-    )  # fmt: skip
+def converse(program: list[str], given: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    arguments = [*program, json.dumps(given | {"scratch": str(folder)})]
+    ended = run_program(arguments, folder, '{"round": 0}\n{"round": 1}\n')
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
 def test_two_ranks_of_ours_answer_and_end(tmp_path: Path) -> None:
-    tiny = TINY | {"scratch": str(tmp_path)}
-    ready, *answers = converse([sys.executable, "-m", "tierstore.apps.bench.worker", "reduce_worker"], tiny)
+    ready, *answers = converse(["-m", "tierstore.apps.bench.worker", "reduce_worker"], TINY, tmp_path)
     assert sum(nbytes for nbytes, _ in ready["ready"]["gradients"]) == 4 * 4 * (64 * 64 + 64)
     assert [answer["figures"]["buckets"] for answer in answers] == [2, 2]  # two layers of 16,640 B reach 20,000 B
     assert answers[-1]["figures"]["extra_bytes"] == 0
 
 
 def test_two_ranks_of_ddp_answer_and_end(tmp_path: Path) -> None:
-    _, *answers = converse([sys.executable, str(DRIVERS / "reduce_ddp.py")], TINY | {"scratch": str(tmp_path)})
+    _, *answers = converse([str(DRIVERS / "reduce_ddp.py")], TINY, tmp_path)
     assert [0 <= answer["figures"]["hidden_share"] <= 1 for answer in answers] == [True, True]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import run_program
 
 from tierstore.apps.bench import forecasts, rates, step, step_worker
 from tierstore.apps.bench.case import Answer, BenchOptions, Contestant, Result
@@ -136,14 +135,14 @@ def test_what_is_missing_is_a_row(options: BenchOptions, tmp_path: Path) -> None
     assert step._ALL in {row.contestant for row in table}
 
 
-def converse(command: list[str], given: dict[str, Any], rounds: int = 2) -> list[dict[str, Any]]:
+def converse(program: list[str], given: dict[str, Any], folder: Path, rounds: int = 2) -> list[dict[str, Any]]:
     lines = "".join(json.dumps({"round": number}) + "\n" for number in range(rounds))
-    ended = subprocess.run([*command, json.dumps(given)], input=lines, capture_output=True, text=True, timeout=60)
+    ended = run_program([*program, json.dumps(given)], folder, lines)
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-WORKER = [sys.executable, "-m", "tierstore.apps.bench.worker", "step_worker"]
+WORKER = ["-m", "tierstore.apps.bench.worker", "step_worker"]
 
 
 def tiny(tmp_path: Path, **options: Any) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def tiny(tmp_path: Path, **options: Any) -> dict[str, Any]:
 
 def test_our_own_steps_are_measured_and_predicted(tmp_path: Path) -> None:
     train = tiny(tmp_path)
-    ready, *answers = converse(WORKER, {"train": train, "steps": 2})
+    ready, *answers = converse(WORKER, {"train": train, "steps": 2}, tmp_path)
     assert not (tmp_path / "store").exists()
     assert [answer["seconds"] > 0 for answer in answers] == [True, True]
     figures = answers[-1]["figures"]
@@ -170,7 +169,8 @@ def test_our_own_steps_are_measured_and_predicted(tmp_path: Path) -> None:
 
 
 def test_speculation_is_right_when_the_rounds_begin(tmp_path: Path) -> None:
-    ready, *answers = converse(WORKER, {"train": tiny(tmp_path, update="speculative", clip=1e4), "steps": 2})
+    train = tiny(tmp_path, update="speculative", clip=1e4)
+    ready, *answers = converse(WORKER, {"train": train, "steps": 2}, tmp_path)
     assert "recorded" not in ready["ready"]  # updates inside backward: these passes are not the model's computing alone
     assert [answer["figures"]["speculated"] for answer in answers] == [2, 2]
     assert "computing_s" not in answers[-1]["figures"]
@@ -204,9 +204,9 @@ def test_what_speculates_is_foretold_from_what_another_recorded(options: BenchOp
     assert step._recorder(speculative, options, found)[1] is recorder
 
 
-def test_plain_torch_takes_steps() -> None:
+def test_plain_torch_takes_steps(tmp_path: Path) -> None:
     given = {"device": "cpu", "steps": 2, "fields": FIELDS, "batch": 1, "sequence": 16}
-    ready, *answers = converse([sys.executable, str(DRIVERS / "step_torch.py")], given)
+    ready, *answers = converse([str(DRIVERS / "step_torch.py")], given, tmp_path)
     assert "torch" in ready["ready"]["versions"]
     assert [answer["seconds"] > 0 for answer in answers] == [True, True]
 
