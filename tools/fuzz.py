@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuzz_targets import FILES, TARGETS, Failure, Target, distributed_checkpoint
+from fuzz_changes import Failure
+from fuzz_targets import FILES, TARGETS, Target
+from fuzz_torch import distributed_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT / "tests" / "corpus"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -90,9 +92,43 @@ def test_the_second_of_two_directories_alone_is_refused(tmp_path: Path) -> None:
     trained(tmp_path / "a", tmp_path / "b")
     before = names(tmp_path)
     code, output = delete(tmp_path / "b", "--yes")
-    assert (code, f"{tmp_path / 'b'} is not a store" in output) == (2, True), output
+    assert (code, "is striped over 2 directories; give all of them" in output) == (2, True), output
     assert names(tmp_path) == before
     with engine(tmp_path / "a", tmp_path / "b", resume="must") as running:
+        assert running.step_count == 1
+
+
+def test_halves_of_two_stores_are_refused(tmp_path: Path) -> None:
+    a, b, c, d = (tmp_path / name for name in "abcd")
+    trained(a, b)
+    trained(c, d)  # the same model and steps: packs of the same names, sizes and bytes
+    before = names(tmp_path)
+    for wrong in ((a, d), (c, b), (d, a), (b, d)):
+        code, output = delete(*wrong, "--yes")
+        assert (code, f"{wrong[0]} and {wrong[1]} are not of one store" in output) == (2, True), output
+    assert delete(a, a, "--yes")[0] == 2
+    assert names(tmp_path) == before
+    assert delete(d, c, "--yes")[0] == 0, "in any order"
+    with engine(a, b, resume="must") as running:
+        assert running.step_count == 1
+
+
+def test_damage_does_not_make_a_striped_store_stay(tmp_path: Path) -> None:
+    trained(tmp_path / "a", tmp_path / "b")
+    for path in (*tmp_path.glob("a/manifest-*"), *tmp_path.glob("b/*.safetensors")):
+        path.write_bytes(b"damaged")
+    assert delete(tmp_path / "a", tmp_path / "b", "--yes")[0] == 0
+    assert not names(tmp_path)
+
+
+def test_a_striped_store_of_an_older_release_stays_for_nothing_tells_its_halves(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    trained(a, b)
+    for path in (a, b):
+        (path / "identity").unlink()
+    code, output = delete(a, b, "--yes")
+    assert (code, f"{b} is not a store" in output) == (2, True), output
+    with engine(a, b, resume="must") as running:
         assert running.step_count == 1
 
 
@@ -164,3 +200,18 @@ def test_one_that_was_not_finished_leaves_no_generation_and_can_be_finished(tmp_
         assert len(manifests) == max(0, 2 - after), "first of all what makes a generation"
         remove([tmp_path / "run"])
         assert not names(tmp_path)
+
+
+def test_a_striped_store_that_was_not_finished_can_be_finished(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for after in itertools.count():
+        trained(a, b)
+        with contextlib.suppress(StorageError):
+            remove([a, b], Killed(after))
+            break
+        remove([path for path in (a, b) if any(path.iterdir())])
+        for path in (a, b):
+            if path.exists():
+                path.rmdir()
+    assert after > 10
+    assert not names(tmp_path)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import tensor_stores
+from rich.console import Console
 from runs import next_token_loss, tiny, tokens
 from typer.testing import CliRunner
 
@@ -16,6 +18,9 @@ from tierstore.config import Codec, Tier, TierConfig
 from tierstore.errors import ChecksumMismatch
 from tierstore.store.verification import CommittedChunk, committed_chunks
 from tierstore.train.engine import Engine
+
+SHOWN = io.StringIO()
+NOBODY = Console(file=SHOWN, force_terminal=False)
 
 
 def store(directories: list[Path], codec: Codec) -> None:
@@ -74,9 +79,9 @@ def flip(chunk: CommittedChunk) -> None:
     chunk.path.write_bytes(data)
 
 
-def go_on(directory: Path) -> None:
+def go_on(directory: Path, console: Console = NOBODY) -> None:
     tiers = TierConfig(gpu_memory="4MiB", cpu_memory="3MiB", nvme=[directory], chunk_bytes="64KiB")
-    with advised([directory]), Engine(tiny(blocks=1), tiers, resume="auto") as engine:
+    with advised([directory], console), Engine(tiny(blocks=1), tiers, resume="auto") as engine:
         engine.backward(next_token_loss(engine, tokens(1)[0]))
         engine.step()
 
@@ -95,16 +100,19 @@ def test_the_generation_that_is_whole_is_offered_and_no_other(tmp_path: Path) ->
     assert message.endswith("; generation 1 is whole, every chunk of it was read: go on with resume='previous'")
     (older,) = [chunk for chunk in before if chunk.name == "blocks.0/weights/0"]
     flip(older)
+    shown = io.StringIO()
     with pytest.raises(ChecksumMismatch) as refusal:
-        go_on(tmp_path)
+        go_on(tmp_path, Console(file=shown, force_terminal=True, width=160))
+    assert [f"reading generation {number} " in shown.getvalue() for number in (0, 1, 2)] == [False, True, True]
     assert str(refusal.value).endswith("; no generation of the store is whole (2 were read): restore it from a copy")
+    assert not SHOWN.getvalue()
     flip(bad)
-    with pytest.raises(ChecksumMismatch, match=r"generation 2 is whole, .*resume='auto'"), advised([tmp_path]):
+    with pytest.raises(ChecksumMismatch, match=r"generation 2 is whole, .*resume='auto'"), advised([tmp_path], NOBODY):
         raise ChecksumMismatch(f"damaged: what was written in {tmp_path} since the last commit; some advice")
     flip(older)
     go_on(tmp_path)
 
 
 def test_what_is_not_of_the_store_is_told_as_it_was(tmp_path: Path) -> None:
-    with pytest.raises(ChecksumMismatch, match=r"^another file; pack again$"), advised([tmp_path / "store"]):
+    with pytest.raises(ChecksumMismatch, match=r"^another file; pack again$"), advised([tmp_path / "store"], NOBODY):
         raise ChecksumMismatch("another file; pack again")

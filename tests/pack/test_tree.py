@@ -176,13 +176,28 @@ def test_malformed_text_is_refused(text: str) -> None:
         load(text, {"w": np.arange(3)})
 
 
-def test_depth_is_bounded_the_same_way_on_both_sides() -> None:
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    "list": lambda state: [state],
+    "dict": lambda state: {"a": state},
+    "tuple": lambda state: (state,),
+    "frozenset": lambda state: frozenset([state]),
+    "integer keys": lambda state: {0: state},
+    "dollar keys": lambda state: {"$": state},
+    "ordered": lambda state: OrderedDict(a=state),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_depth_is_bounded_the_same_way_on_both_sides(kind: str) -> None:
     state: Any = 1
     for _ in range(MAX_DEPTH):
-        state = [state]
+        state = WRAPPED[kind](state)
     assert round_trip(state) == state
     with pytest.raises(FormatError, match="nested deeper"):
         dump([state])
+
+
+def test_text_nested_too_deep_is_refused() -> None:
     with pytest.raises(FormatError, match="nested deeper"):
         load("[" * (MAX_DEPTH + 1) + "1" + "]" * (MAX_DEPTH + 1), {})
 

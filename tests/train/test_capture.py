@@ -49,6 +49,13 @@ def test_what_is_captured_is_a_copy() -> None:
     assert found["pair"] == (1, 2.5)
 
 
+def nested(depth: int) -> dict[Any, Any]:
+    state: dict[Any, Any] = {}
+    for _ in range(depth):
+        state = {0: state}
+    return state
+
+
 class Point(NamedTuple):
     x: int
 
@@ -74,6 +81,23 @@ def test_what_cannot_be_stored_is_said_by_the_step_that_meets_it(value: Any, sai
         run.step()
     with opened(WAY, tmp_path, registered={"mine": holder}) as run:
         assert run.engine.step_count == 3
+
+
+def test_a_state_as_deep_as_can_be_comes_back_and_a_deeper_one_is_refused(tmp_path: Path) -> None:
+    holder = Holder()
+    with opened(WAY, tmp_path, registered={"mine": holder}) as run:
+        holder.state = nested(61)
+        with pytest.raises(ConfigError, match="nested deeper than 64"):
+            run.step()
+        holder.state = {}
+        holder.state["itself"] = holder.state
+        with pytest.raises(ConfigError, match="does it contain itself"):
+            run.step()
+        holder.state = nested(60)
+        run.step()
+    again = Holder()
+    with opened(WAY, tmp_path, registered={"mine": again}):
+        assert again.state == nested(60)
 
 
 def test_a_set_is_copied() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -420,6 +421,27 @@ def test_what_a_killed_write_left_is_removed(tmp_path: Path) -> None:
     (left / "model-00001-of-00009.safetensors").write_bytes(b"half")
     write_checkpoint(tmp_path, outs({"a": torch.ones(3)}))
     assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+
+
+@pytest.mark.parametrize("target", ["there", "absent", "a file"])
+def test_a_link_in_its_place_is_not_followed(target: str, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_bytes(b"mine")
+    link = {"there": elsewhere, "absent": elsewhere / "new", "a file": elsewhere / "mine"}[target]
+    (out / ".checkpoint-unfinished").symlink_to(link)
+    write_checkpoint(out, outs({"a": torch.ones(3)}))
+    assert [path.name for path in out.iterdir()] == [SINGLE]
+    assert [(path.name, path.read_bytes()) for path in elsewhere.iterdir()] == [("mine", b"mine")]
+
+
+def test_what_cannot_be_removed_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".checkpoint-unfinished").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(StorageError, match="cannot be removed; remove it"):
+        write_checkpoint(tmp_path, outs({"a": torch.ones(3)}))
+    assert not list((tmp_path / ".checkpoint-unfinished").iterdir())
 
 
 def test_pieces_are_not_begun_before_their_turn(tmp_path: Path) -> None:

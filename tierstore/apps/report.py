@@ -87,7 +87,7 @@ class Reporter:
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
+        self.console = console
         self._clock = clock
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -96,7 +96,7 @@ class Reporter:
 
     def say(self, sentence: str) -> None:
         """One line of text, not interpreted."""
-        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def placement(self, rows: Iterable[Any]) -> None:
         """Which kind of data lives on which tier."""
@@ -107,7 +107,7 @@ class Reporter:
             table.add_column(name, justify="right")
         for row in rows:
             table.add_row(_text(row.kind), _text(row.tier), f"{row.groups:,}", format_size(row.bytes))
-        self._console.print(table)
+        self.console.print(table)
 
     def codecs(self, decided: Mapping[str, Mapping[str, str]]) -> None:
         """How each kind is stored, and why so: a line each."""
@@ -116,11 +116,11 @@ class Reporter:
 
     def start(self, first_step: int, last_step: int) -> None:
         """Begins the live line; without a terminal there is none."""
-        if not self._console.is_terminal:
+        if not self.console.is_terminal:
             return
         self._progress = Progress(
             TextColumn("{task.completed:.0f}/{task.total:.0f}"), BarColumn(bar_width=16),
-            TextColumn("{task.description}"), TimeRemainingColumn(), console=self._console, transient=True,
+            TextColumn("{task.description}"), TimeRemainingColumn(), console=self.console, transient=True,
         )  # fmt: skip
         self._task = self._progress.add_task("the first step ...", total=last_step, completed=first_step)
         self._progress.start()
@@ -149,7 +149,7 @@ class Reporter:
         table.add_column("value", justify="right")
         for name, value in summary_rows(totals):
             table.add_row(name, value)
-        self._console.print(table)
+        self.console.print(table)
 
     def _line(self, report: Any, loss: float, tokens: int) -> str:
         seconds = max(report.seconds.get("total", 0.0), 1e-9)

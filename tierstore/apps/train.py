@@ -82,7 +82,7 @@ def train(
         return assemble(options, crew)
 
     is_told = crew.leads and options.resume is not Resume.PREVIOUS  # which says itself that it is damaged
-    with advised(options.nvme if is_told else ()), contextlib.ExitStack() as stack:
+    with advised(options.nvme if is_told else (), reporter.console), contextlib.ExitStack() as stack:
         names = [one.name for one in fields(options) if one.name not in _OF_A_RANK]
         crew.check_same("options", {name: getattr(options, name) for name in names})
         parts = crew.all_succeed("the model and the text", prepare)

@@ -122,11 +122,12 @@ def _damages(
 
 
 @contextlib.contextmanager
-def advised(paths: Sequence[Path]) -> Iterator[None]:
+def advised(paths: Sequence[Path], console: Console) -> Iterator[None]:
     """Damage that is found in a store is told with what can be done: all chunks of its generations are read.
 
     Args:
         paths: directories of the store, closed when the block has ended; none: errors stay as they are.
+        console: for a bar meanwhile.
     """
     try:
         yield
@@ -135,18 +136,21 @@ def advised(paths: Sequence[Path]) -> Iterator[None]:
             raise
         damage = str(error).rpartition("; ")[0] or str(error)  # without its advice
         try:
-            advice = _advice(paths)
+            advice = _advice(paths, console)
         except TierstoreError:
             raise error from None
         raise ChecksumMismatch(f"{damage}; {advice}") from error
 
 
-def _advice(paths: Sequence[Path]) -> str:
+def _advice(paths: Sequence[Path], console: Console) -> str:
     numbers = Manifests(paths[0], Backend()).numbers()
     for number, resume in zip(numbers, ("auto", "previous")):
         with contextlib.suppress(FormatError, StorageError):
             _, chunks = committed_chunks(paths, number)
-            if not _damages(chunks, flow.Room(flow.THREADS, _largest(chunks))):
+            total = sum(padded(chunk.stored_bytes) for chunk in chunks)
+            with byte_bar(console, f"damage was found: reading generation {number}", total) as advance:
+                damages = _damages(chunks, flow.Room(flow.THREADS, _largest(chunks)), advance)
+            if not damages:
                 return f"generation {number} is whole, every chunk of it was read: go on with resume='{resume}'"
     return f"no generation of the store is whole ({len(numbers)} were read): restore it from a copy"
 

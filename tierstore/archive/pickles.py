@@ -10,6 +10,7 @@ deep overflows the stack of C when it is hashed as a key, and a memo of number 2
 
 from __future__ import annotations
 
+import io
 import pickletools
 from typing import Any
 
@@ -17,7 +18,33 @@ from tierstore.errors import FormatError
 
 _MOST_DEPTH = 100
 _TUPLES = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
-_PUTS, _GETS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"}), frozenset({"GET", "BINGET", "LONG_BINGET"})
+_LENGTHS = {  # of arguments that begin with one: its bytes, and whether it has a sign
+    pickletools.TAKEN_FROM_ARGUMENT1: (1, False),
+    pickletools.TAKEN_FROM_ARGUMENT4: (4, True),
+    pickletools.TAKEN_FROM_ARGUMENT4U: (4, False),
+    pickletools.TAKEN_FROM_ARGUMENT8U: (8, False),
+}
+_UNKNOWN, _NEW, _TAKE, _TAKE_TO_MARK, _MARK, _POP, _STOP, _GET, _GET_LINE, _PUT, _PUT_LINE, _PUT_NEXT = range(12)
+_DOES = {
+    "BINPUT": _PUT, "LONG_BINPUT": _PUT, "PUT": _PUT_LINE, "MEMOIZE": _PUT_NEXT,
+    "BINGET": _GET, "LONG_BINGET": _GET, "GET": _GET_LINE, "MARK": _MARK, "POP": _POP, "STOP": _STOP,
+}  # fmt: skip
+
+
+def _rule(opcode: Any) -> tuple[int, int, int, int, int, Any]:
+    """What an opcode does (`_NEW`: it puts one value on the stack, `_TAKE`: it takes some off, and puts some on), bytes
+    of its argument (negative: the argument says it), values that it takes (those after a mark not counted) and gives,
+    how much deeper the latter are nested, and its argument.
+    """
+    before, given = [item.name for item in opcode.stack_before], len(opcode.stack_after)
+    does = _DOES.get(opcode.name, _TAKE_TO_MARK if "mark" in before else _TAKE if before or given != 1 else _NEW)
+    taken = before.index("mark") if does == _TAKE_TO_MARK else len(before)
+    return does, opcode.arg.n if opcode.arg else 0, taken, given, int(opcode.name in _TUPLES), opcode.arg
+
+
+_RULES = [(_UNKNOWN, 0, 0, 0, 0, None)] * 256
+for _opcode in pickletools.opcodes:
+    _RULES[ord(_opcode.code)] = _rule(_opcode)
 
 
 def check_pickle(data: bytes, source: str) -> None:
@@ -35,40 +62,61 @@ def check_pickle(data: bytes, source: str) -> None:
 
 
 def _deepest_tuple(data: bytes) -> int:
-    stack: list[int | None] = []  # how deep tuples are nested in each; None is a mark
-    memo: dict[int, int | None] = {}
-    deepest = 0
-    for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
-        if name in _PUTS or name == "MEMOIZE":
-            number = len(memo) if argument is None else int(argument)
-            if number > len(data):
+    # One loop almost without calls, for a checkpoint has millions of opcodes: `pickletools.genops` takes longer.
+    stack: list[int] = []  # how deep tuples are nested in each value
+    marks: list[int] = []  # how long it was
+    memo: dict[int, int] = {}
+    rules, number_of = _RULES, int.from_bytes
+    deepest = position = floor = 0  # values below the last mark are out of reach
+    while deepest <= _MOST_DEPTH:
+        does, argument_bytes, taken, given, nests, argument = rules[data[position]]
+        begin = position + 1
+        position = begin + argument_bytes if argument_bytes >= 0 else _end(data, begin, argument)
+        if does == _NEW:
+            stack.append(0)
+        elif does == _GET:
+            stack.append(memo[number_of(data[begin:position], "little")])
+        elif does >= _PUT:
+            number = len(memo) if does == _PUT_NEXT else number_of(data[begin:position], "little")
+            if does == _PUT_LINE:
+                number = int(data[begin:position])
+            if not 0 <= number <= len(data):
                 raise ValueError(f"memo {number} in a pickle of {len(data)} B")
             memo[number] = stack[-1]
-        elif name in _GETS:
-            stack.append(memo[int(argument or 0)])
-        elif name == "MARK":
-            stack.append(None)
-        elif name == "DUP":
-            stack.append(stack[-1])
-        elif name == "POP":
-            stack.pop()
+        elif does == _MARK:
+            floor = len(stack)
+            marks.append(floor)
+        elif does == _GET_LINE:
+            stack.append(memo[int(data[begin:position])])
+        elif does == _UNKNOWN:
+            raise ValueError(f"there is no opcode {data[begin - 1]}")
         else:
-            depth = _popped(stack, opcode) + (name in _TUPLES)  # what is made of a tuple may be that tuple
-            deepest = max(deepest, depth)
-            stack += [depth] * len(opcode.stack_after)
-            if deepest > _MOST_DEPTH:
+            at = len(stack)
+            if does == _TAKE_TO_MARK or (does == _POP and marks and at == floor):
+                at, taken = marks.pop(), taken if does == _TAKE_TO_MARK else 0
+                floor = marks[-1] if marks else 0
+            at -= taken
+            if at < floor:
+                raise ValueError("it takes more off its stack than there is")
+            parts = stack[at:]
+            depth = (max(parts) if parts else 0) + nests  # what is made of a tuple may be that tuple
+            stack[at:] = (depth,) * given
+            if depth > deepest:
+                deepest = depth
+            if does == _STOP:
                 break
     return deepest
 
 
-def _popped(stack: list[int | None], opcode: Any) -> int:
-    """Take off what an opcode takes off; how deep it is."""
-    before = [item.name for item in opcode.stack_before]
-    taken: list[int | None] = []
-    if "mark" in before:
-        while (top := stack.pop()) is not None:
-            taken.append(top)
-        before = before[: before.index("mark")]
-    taken += [stack.pop() for _ in before]
-    return max((depth for depth in taken if depth is not None), default=0)
+def _end(data: bytes, begin: int, argument: Any) -> int:
+    """Where an argument ends that says itself how long it is."""
+    if argument.n not in _LENGTHS:  # lines of text, as in the first protocol
+        file = io.BytesIO(data)
+        file.seek(begin)
+        argument.reader(file)
+        return file.tell()
+    width, has_sign = _LENGTHS[argument.n]
+    length = int.from_bytes(data[begin : begin + width], "little", signed=has_sign)
+    if length < 0:
+        raise ValueError(f"an argument of {length} B")
+    return begin + width + length

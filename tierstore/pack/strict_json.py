@@ -13,8 +13,8 @@ from typing import Any
 
 from tierstore.errors import FormatError
 
-_MOST_DEPTH = 256
-"""Of lists and objects in each other. A tree of `tree.MAX_DEPTH` takes three levels for each of its own."""
+MOST_DEPTH = 256
+"""Of lists and objects in each other."""
 _LONGEST_INTEGER = 20
 """Characters of the longest number that fits 64 bits, sign included."""
 
@@ -50,7 +50,7 @@ def parse_json(text: bytes | str, source: str) -> Any:
 
 def _is_shallow(value: Any) -> bool:
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(_MOST_DEPTH):
+    for _ in range(MOST_DEPTH):
         inner = (item.values() if type(item) is dict else item for item in level)
         level = [item for items in inner for item in items if type(item) is dict or type(item) is list]
         if not level:

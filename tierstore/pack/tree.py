@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 
 from tierstore.errors import FormatError
-from tierstore.pack.strict_json import parse_json
+from tierstore.pack.strict_json import MOST_DEPTH, parse_json
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_DEPTH = 64
+MAX_DEPTH = MOST_DEPTH // 4
+"""Of state, however it is written: a level takes up to three of JSON, and there is a document around it."""
 _ARRAY_DTYPES = frozenset(["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8"])
 """`dtype.str` of what both numpy and safetensors hold."""
 _SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
@@ -54,16 +55,19 @@ def load(text: str | bytes, arrays: Mapping[str, Array], name: str = "state") ->
     return decode(parse_json(text, name), arrays, name)
 
 
-def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Array]]:
+def encode(state: Any, name: str = "state", *, depth: int = 0) -> tuple[Any, dict[str, Array]]:
     """`state` as a tree that `json` can write and the arrays that it names, for use inside a larger document.
 
     The arrays are those of `state`, not copies; each name starts with `name` and is the path to the array.
+
+    Args:
+        depth: of a state that will stand in another one: how deep.
 
     Raises:
         FormatError: a value of another type, by its path: `scheduler.lambdas[0]: cannot store function`.
     """
     encoder = _Encoder(name)
-    return encoder.encode(state, name, 0), encoder.arrays
+    return encoder.encode(state, name, depth), encoder.arrays
 
 
 def decode(tree: Any, arrays: Mapping[str, Array], name: str = "state") -> Any:
@@ -151,10 +155,12 @@ class _Decoder:
         if tag in _SEQUENCES or tag in _MAPPINGS:
             if not isinstance(body, list):
                 raise FormatError(f"{path}: {tag} holds a {type(body).__name__}, not a list")
-            items = [self.decode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(body)]
-            result = _SEQUENCES[tag](items) if tag in _SEQUENCES else _mapping(tag, items)
-            if len(result) != len(items):
-                raise FormatError(f"{path}: {tag} holds {len(items)} items, of which {len(result)} differ")
+            if tag in _SEQUENCES:
+                result = _SEQUENCES[tag](self.decode(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(body))
+            else:
+                result = _mapping(tag, [self._pair(pair, f"{path}[{i}]", depth) for i, pair in enumerate(body)])
+            if len(result) != len(body):
+                raise FormatError(f"{path}: {tag} holds {len(body)} items, of which {len(result)} differ")
             return result
         if tag in ("$array", "$scalar"):
             return self._array(tag, body, path)
@@ -167,6 +173,11 @@ class _Decoder:
         if tag == "$bytes":
             return base64.b64decode(body, validate=True)
         raise FormatError(f"{path}: unknown {tag[:40]} {body[:40]!r}; written by a newer version?")
+
+    def _pair(self, pair: Any, path: str, depth: int) -> list[Any]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise FormatError(f"{path}: not a key and a value")
+        return [self.decode(part, path, depth + 1) for part in pair]
 
     def _array(self, tag: str, body: Any, path: str) -> Any:
         name, dtype, shape = body

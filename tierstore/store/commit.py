@@ -14,9 +14,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
+import secrets
 from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from aiofiles.os import wrap
@@ -25,14 +28,17 @@ from tierstore.errors import ConfigError, FormatError, StorageError, StoreLocked
 from tierstore.io.backend import Backend, storage_error
 from tierstore.io.files import read_bytes, write_atomic
 from tierstore.io.fork import ForkAware
+from tierstore.pack.checked import number_of, object_of, text_of
+from tierstore.pack.strict_json import parse_json
 from tierstore.store.manifest import Generation as Generation  # for those who publish and read them
 from tierstore.store.manifest import read_generation, read_manifest, texts_of
 
 _MANIFEST = re.compile(r"manifest-(?P<number>\d{12})\.json")
 _SMALL = re.compile(r"(manifest|captured)-(?P<number>\d{12})\.(json|safetensors)(\.tmp)?")
 _PACK = re.compile(r"(weights|state|gradients1?|put-\d+)\.[ab]\.safetensors")
-_LOCK, _UNFINISHED = "lock", "unfinished"
+_LOCK, _UNFINISHED, _IDENTITY = "lock", "unfinished", "identity"
 _LOCKS = re.compile(r"lock(\.\d+)?")
+_MOST_IDENTITY_BYTES = 1000
 PER_RANK = ("registered", "buffers", "random")
 """What of the captured state every rank has its own of; the rest is the same at all."""
 
@@ -158,7 +164,12 @@ def _unusable(path: Path, error: OSError | StorageError) -> StorageError:
 
 def is_of_a_store(name: str) -> bool:
     """Whether a store gives this name to a file."""
-    return name == _UNFINISHED or is_a_lock(name) or any(pattern.fullmatch(name) for pattern in (_SMALL, _PACK))
+    return name in (_UNFINISHED, _IDENTITY) or is_a_lock(name) or holds_data(name)
+
+
+def holds_data(name: str) -> bool:
+    """Whether it is the name of a pack, or of what makes a generation."""
+    return any(pattern.fullmatch(name) for pattern in (_SMALL, _PACK))
 
 
 def is_a_lock(name: str) -> bool:
@@ -170,9 +181,38 @@ def marks_a_store(name: str) -> bool:
     return name == _UNFINISHED or _MANIFEST.fullmatch(name) is not None
 
 
-def is_the_mark(name: str) -> bool:
-    """Whether it is what `mark_unfinished` makes."""
-    return name == _UNFINISHED
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which directory of which store a directory is; a file in each of a striped store, made before any pack.
+
+    Packs alone do not tell: those of two stores of one model have the same names, sizes and, perhaps, chunks.
+    """
+
+    store: str
+    directory: int
+    directories: int
+
+
+def identity_of(directory: Path) -> Identity | None:
+    """None: a store of one directory, or made by an older release, or the file is damaged."""
+    path = directory / _IDENTITY
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            values = object_of(parse_json(file.read(_MOST_IDENTITY_BYTES), str(path)), Identity.__slots__, str(path))
+        store, number, count = values
+        count = number_of(count, 2, 2**16, f"{path}: directories")
+        return Identity(text_of(store, f"{path}: store"), number_of(number, 0, count - 1, f"{path}: directory"), count)
+    except (OSError, FormatError):
+        return None
+
+
+def _identify(directories: Sequence[Path], backend: Backend) -> None:
+    store = secrets.token_hex(16)
+    for number, directory in enumerate(directories if len(directories) > 1 else ()):
+        identity = Identity(store, number, len(directories))
+        backend.write_file(directory / _IDENTITY, json.dumps(asdict(identity)).encode(), 0o600)
+        backend.sync_directory(directory)
 
 
 def mark_unfinished(directories: Sequence[Path], backend: Backend) -> None:
@@ -204,17 +244,23 @@ def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> 
     mark_unfinished(directories, backend)  # before any pack, which nobody could tell from those of another store
     for directory in directories:
         for name in backend.names(directory):
-            if _PACK.fullmatch(name) or _SMALL.fullmatch(name):
+            if holds_data(name):
                 backend.remove(directory / name)
+    _identify(directories, backend)
 
 
 def end_store_making(directories: Sequence[Path], backend: Backend | None = None) -> None:
-    """Take away the mark of `begin_store`: the store holds a generation, or nothing."""
+    """Take away the mark of `begin_store`: the store holds a generation, or nothing, and then no identity either."""
     backend = backend or Backend()
+    names = [_UNFINISHED]  # last: what is marked can be removed
+    is_striped = any((directory / _IDENTITY).exists() for directory in directories)
+    if is_striped and not Manifests(directories[0], backend).numbers():
+        names.insert(0, _IDENTITY)
     for directory in directories:
-        if (directory / _UNFINISHED).exists():
-            backend.remove(directory / _UNFINISHED)
-            backend.sync_directory(directory)  # or it might return beside packs that a generation needs
+        if gone := [directory / name for name in names if (directory / name).exists()]:
+            for path in gone:
+                backend.remove(path)
+            backend.sync_directory(directory)  # or the mark might return beside packs that a generation needs
 
 
 class Manifests:

@@ -19,9 +19,10 @@ from tierstore.store.commit import (
     Manifests,
     StoreLock,
     end_store_making,
+    holds_data,
+    identity_of,
     is_a_lock,
     is_of_a_store,
-    is_the_mark,
     mark_unfinished,
     marks_a_store,
 )
@@ -44,6 +45,11 @@ class StoreDirectory:
     def file_bytes(self) -> int:
         return sum(self.files.values())
 
+    @property
+    def holds_data(self) -> bool:
+        """Whether it has packs or generations, its own or those of a store that is in other directories, too."""
+        return any(map(holds_data, self.files))
+
 
 def look(directories: Sequence[Path], backend: Backend | None = None) -> list[StoreDirectory]:
     """What would be removed; nothing is changed.
@@ -54,15 +60,54 @@ def look(directories: Sequence[Path], backend: Backend | None = None) -> list[St
     """
     backend = backend or Backend()
     found = [_look(path, backend) for path in directories]
-    count = _count(directories[0], backend)
-    if count is not None and count != len(directories):
-        raise ConfigError(f"the store in {directories[0]} is striped over {count} directories; give all of them")
-    has_manifest = any(map(marks_a_store, found[0].files))
     for one in found:
-        # Packs alone may be those of a store whose manifests are in another directory.
-        if not one.files or not (has_manifest or any(map(marks_a_store, one.files))):
-            raise ConfigError(f"{one.path} is not a store: {_shown([*one.files, *one.others])}; nothing was removed")
+        if not one.files:
+            raise _no_store(one)
+    if not _are_identified(found):
+        _check_by_manifests(found, backend)
     return found
+
+
+def _are_identified(found: Sequence[StoreDirectory]) -> bool:
+    """Whether they are all directories of one store, for each says so.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    full = [one for one in found if one.holds_data]  # of the others nothing can be lost
+    identities = {one.path: identity_of(one.path) for one in found}
+    known = next((identity for one in full if (identity := identities[one.path])), None)
+    if known is None:
+        return False
+    for one in full:
+        identity = identities[one.path]
+        if identity is None or identity.store != known.store:
+            raise ConfigError(f"{full[0].path} and {one.path} are not of one store; nothing was removed")
+    if len({one.directory for one in identities.values() if one and one.store == known.store}) < known.directories:
+        raise _striped(full[0], known.directories)
+    return True
+
+
+def _check_by_manifests(found: Sequence[StoreDirectory], backend: Backend) -> None:
+    """A store of one directory, or what was never finished, or what an older release has made.
+
+    Raises:
+        ConfigError: one may be needed by a store of which not all is given.
+    """
+    count = _count(found[0].path, backend)
+    if count is not None and count != len(found):
+        raise _striped(found[0], count)
+    for one in found:
+        if not any(map(marks_a_store, one.files)):  # packs alone, of a store whose manifests are in another directory
+            raise _no_store(one)
+
+
+def _striped(one: StoreDirectory, count: int) -> ConfigError:
+    return ConfigError(f"the store in {one.path} is striped over {count} directories; give all of them")
+
+
+def _no_store(one: StoreDirectory) -> ConfigError:
+    return ConfigError(f"{one.path} is not a store: {_shown([*one.files, *one.others])}; nothing was removed")
 
 
 def _count(first: Path, backend: Backend) -> int | None:
@@ -117,7 +162,7 @@ def remove(directories: Sequence[Path], backend: Backend | None = None) -> list[
         for is_first in (True, False):
             for directory in found:
                 for name in directory.files:
-                    if name.startswith("manifest-") == is_first and not is_the_mark(name):
+                    if name.startswith("manifest-") == is_first and holds_data(name):
                         backend.remove(directory.path / name)
                 backend.sync_directory(directory.path)
         end_store_making(directories, backend)

@@ -28,6 +28,8 @@ _CAPTURED: Mapping[str, type | tuple[type, ...]] = {
     "random": dict, "pending": (dict, type(None)), "scheduler": object,
 }  # fmt: skip
 _MT19937_WORDS = 624
+_DEPTH_OF_A_RANK = 2
+"""How deep the state of another rank stands in that of the first one, which is written for all of them."""
 
 
 class Stateful(Protocol):
@@ -121,11 +123,13 @@ def plain(state: Any, name: str = "state") -> Any:
     Raises:
         ConfigError: a generation cannot hold a value, by its path.
     """
-    found = _plain(state, name)
     try:
-        tree.encode(found, name)  # now, for the commit that does it runs when the step is over
+        found = _plain(state, name)
+        tree.encode(found, name, depth=_DEPTH_OF_A_RANK)  # now, for the commit that does it runs when the step is over
     except FormatError as error:
         raise ConfigError(str(error)) from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deep; does it contain itself?") from None
     return found
 
 

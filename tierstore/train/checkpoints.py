@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from tierstore.archive.sources import INDEX, SINGLE, weight_files
-from tierstore.errors import ConfigError, FormatError
+from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import Backend, storage_error
 from tierstore.pack.layout import TensorEntry, build_header, tensor_bytes
 from tierstore.train.capture import persistent_buffers
@@ -220,9 +220,7 @@ def write_checkpoint(
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
     ]  # fmt: skip
     unfinished = target / _UNFINISHED
-    with _storage_errors("making", unfinished):
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a write that was killed
-    backend.make_directories(unfinished)
+    _make_anew(unfinished, backend)
     try:
         for name, shard in zip(names, shards, strict=True):
             _write_shard(unfinished / name, shard, backend)
@@ -235,6 +233,16 @@ def write_checkpoint(
         _publish(unfinished, target, names, backend)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _make_anew(directory: Path, backend: Backend) -> None:
+    """An empty directory of our own, whatever a killed write, or somebody, has left there: no link is followed."""
+    with _storage_errors("making", directory):
+        if directory.is_symlink() or directory.is_file():
+            directory.unlink()
+        shutil.rmtree(directory, ignore_errors=True)
+    if not backend.make_directories(directory):
+        raise StorageError(f"{directory}, of a write that was killed, cannot be removed; remove it")
 
 
 def _shards(tensors: Sequence[TensorOut], max_shard_bytes: int) -> list[list[TensorOut]]:
