@@ -40,7 +40,7 @@ class Readiness:
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-        self._index = {parameter: index for index, parameter in enumerate(self.parameters)}
+        self._index: dict[torch.Tensor, int] = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._find_unused, self.is_static = find_unused, static
         self.is_learning = static
         self._expected = [_UNKNOWN if static else 1] * len(self.names)
