@@ -18,7 +18,7 @@ from tierstore.archive.sources import SINGLE
 BEGIN, END = 2, 4
 WAYS = {
     "memory": Way("forward", cpu_memory=MEMORY),
-    "disk": Way("forward", cpu_memory=DISK),
+    "disk": Way("forward", cpu_memory=DISK, blocks=2),  # two blocks are more than the least budget keeps in memory
     "backward": Way("backward", cpu_memory=DISK),
     "speculative": Way("speculative", cpu_memory=DISK),
     "every second": Way("forward", cpu_memory=DISK, commit_every=2),
@@ -68,7 +68,7 @@ def test_what_is_left_opens_and_goes_on_exactly(case: Case, tmp_path: Path) -> N
 
 
 def test_of_a_store_that_is_made(tmp_path: Path) -> None:
-    way = Way("delayed", cpu_memory=DISK)  # it has the most packs
+    way = Way("delayed", cpu_memory=DISK, directories=2)  # it has the most packs; a manifest syncs only the first
     expected = expected_states(way, tmp_path / "expected", 1)
     for image in images(*journal_of(way, tmp_path / "run", 1)):
         check(way, image, tmp_path / "left", expected)
