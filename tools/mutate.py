@@ -218,7 +218,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "commits follow one another", "store/publishing.py Commits._publish", "await asyncio.shield(previous)",
-        POWER_CUT,
+        "store/test_publishing.py",
     ),
     Mutation(
         "a chunk is on one trip at a time", "store/updates.py UpdatePipeline._read_ahead",
