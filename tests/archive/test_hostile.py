@@ -9,6 +9,7 @@ import pickle
 import re
 import struct
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,17 @@ import torch
 import torch.distributed.checkpoint as distributed
 from checkpoints import packed, random_tensor, write_safetensors
 
+from tierstore import load_pack
 from tierstore.archive.index import sealed_index
 from tierstore.archive.opening import open_archive
 from tierstore.archive.publish import Publication
 from tierstore.archive.reading import verify
 from tierstore.archive.sources import INDEX, open_source
+from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.errors import FormatError
 from tierstore.io.backend import Backend
-from tierstore.pack.archive import ARCHIVE_KEY
-from tierstore.pack.layout import unused_prefix
+from tierstore.pack.archive import ARCHIVE_KEY, archive_header
+from tierstore.pack.layout import TensorEntry, unused_prefix
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 MEMORY = 2**40
@@ -139,6 +142,68 @@ def test_a_pack_cut_at_every_byte(tmp_path: Path) -> None:
             file.truncate(length)
         with pytest.raises(FormatError):
             open_archive([path])
+
+
+@pytest.mark.parametrize("kept", ["names", "order"])
+def test_files_that_are_good_alone_and_not_together(kept: str, tmp_path: Path) -> None:
+    """The second file of a pack says of itself what the first one does: its bytes would be written over the other's."""
+    write_safetensors(tmp_path / "a", {"w": random_tensor("F16", (5,)), "v": random_tensor("F16", (50000,))})
+    packed(tmp_path / "a", tmp_path / "x", tmp_path / "y", memory_bytes=MEMORY)
+    one, other = open_archive([tmp_path / "x", tmp_path / "y"])
+    table = replace(one.archive, shard=1)
+    if kept == "order":
+        groups = [replace(group, tensors=renamed(group.tensors)) for group in table.groups]
+        table = replace(table, groups=tuple(groups), aliases={})
+    header = archive_header(table, {}, one.header.data_start)
+    other.path.write_bytes(header + one.path.read_bytes()[len(header) :])
+    message = "stands in two files" if kept == "names" else "two groups are number 0 in the order"
+    with pytest.raises(FormatError, match=message):
+        open_archive([tmp_path / "x", tmp_path / "y"])
+
+
+def renamed(tensors: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
+    return tuple(replace(entry, name=entry.name + "2") for entry in tensors)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "nbytes", "message"),
+    [
+        ("F4", (4, 1), 2, "rows of 1 4-bit floats, which torch cannot halve"),
+        ("F4", (0, 3), 0, "rows of 3 4-bit floats"),
+        ("F32", (0, 2**62, 2**62), 0, "which torch cannot make"),
+    ],
+)
+def test_shapes_that_torch_cannot_make(
+    dtype: str, shape: tuple[int, ...], nbytes: int, message: str, tmp_path: Path
+) -> None:
+    write_safetensors(tmp_path / "a", {"w": (dtype, shape, bytes(nbytes))})
+    packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    with pytest.raises(FormatError, match=message):
+        load_pack(tmp_path / "p.safetensors")
+    with pytest.raises(FormatError, match=message):
+        unpack(open_archive([tmp_path / "p.safetensors"]), UnpackOptions(tmp_path / "out.pt", memory_bytes=MEMORY))
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_minus_zero_is_no_number_of_bytes(tmp_path: Path) -> None:
+    """The library refuses it, so nobody else could read the file."""
+    text = b'{"w":{"dtype":"F32","shape":[-0,3],"data_offsets":[0,0]}}'
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(FormatError, match="-0 is not an integer"):
+        open_source(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("target", ["there", "absent"])
+def test_what_is_written_beside_a_pack_follows_no_link(target: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "there").write_text("mine")
+    (tmp_path / "out" / f"{INDEX}.partial").symlink_to(tmp_path / target)
+    with Publication([tmp_path / "out"], 1, Backend()) as publication:
+        publication.begin([10])
+        publication.commit(["model-00000000-00001-of-00001.safetensors"], sealed_index({}, [], 0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "there"]
+    assert (tmp_path / "there").read_text() == "mine"
+    assert not (tmp_path / "out" / INDEX).is_symlink()
 
 
 def test_chunks_that_claim_more_than_they_give(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 from faults import EAGAIN, EINTR, EIO, ENOSPC, NOTHING, UNALIGNED, Fault, FaultyBackend, each_fault
 
-from tierstore.errors import ShortTransfer, StorageError, StorageFull
+from tierstore.errors import FormatError, ShortTransfer, StorageError, StorageFull
 from tierstore.io.files import read_bytes, write_atomic
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -40,6 +41,13 @@ def test_a_missing_file_names_itself(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"read of .*absent failed: .*ENOENT") as caught:
         asyncio.run(read_bytes(tmp_path / "absent"))
     assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "manifest").touch()
+    os.truncate(tmp_path / "manifest", 2**38)
+    with pytest.raises(FormatError, match="is damaged: it has 274877906944 B, and at most 1073741824 B are expected"):
+        asyncio.run(read_bytes(tmp_path / "manifest"))
 
 
 @pytest.mark.parametrize("fault", [EIO, ENOSPC], ids=str)

@@ -15,7 +15,16 @@ from faults import EIO, FaultyBackend, each_fault
 
 from tierstore.errors import StorageError, StoreLocked
 from tierstore.io.backend import Backend
-from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
+from tierstore.store.commit import (
+    Generation,
+    Identity,
+    Manifests,
+    StoreLock,
+    begin_store,
+    claim_directory,
+    end_store_making,
+    identity_of,
+)
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -128,6 +137,31 @@ class TestDirectories:
 
         for backend in each_fault(EIO, scenario):
             with pytest.raises(StorageError, match=f"{tmp_path}.*Input/output error"):
+                scenario(backend)
+
+
+    def test_a_striped_store_that_was_broken_off_in_the_making_can_be_made_again(self, tmp_path: Path) -> None:
+        """Each directory says of which store it is, before there is a pack in any."""
+        runs = itertools.count()
+
+        def scenario(backend: FaultyBackend) -> None:
+            directories = [tmp_path / f"{next(runs)}{name}" for name in "ab"]
+            for path in directories:
+                claim_directory(path)
+            try:
+                begin_store(directories, backend)
+            except StorageError:
+                begin_store(directories)
+                raise
+            finally:
+                known = [identity_of(path) for path in directories]
+                store = known[0].store if known[0] else ""
+                assert known == [Identity(store, 0, 2), Identity(store, 1, 2)]
+                end_store_making(directories)
+                assert not any(map(os.listdir, directories))
+
+        for backend in each_fault(EIO, scenario):
+            with pytest.raises(StorageError):
                 scenario(backend)
 
 

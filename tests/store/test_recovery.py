@@ -158,6 +158,10 @@ class TestDamage:
         (folder / "store0" / "manifest-000000000003.json").write_bytes(b"")
         assert "manifest-000000000003.json" in refuse(WAY, folder, ChecksumMismatch)
 
+    def test_a_captured_state_of_holes(self, folder: Path) -> None:
+        os.truncate(folder / "store0" / "captured-000000000003.safetensors", 2**22)
+        assert "is damaged: it has 4194304 B, and at most" in refuse(WAY, folder, FormatError)
+
     def test_a_missing_captured_state(self, folder: Path) -> None:
         (folder / "store0" / "captured-000000000003.safetensors").unlink()
         message = refuse(WAY, folder, FormatError)

@@ -3,6 +3,9 @@
 Scope: the metadata of a checkpoint, unpickled with nothing allowed but its own records; parts joined to tensors.
 Not here: the files of torch.save of which it is made (`torch_files.py`).
 Owner: none; nothing stays open.
+
+[Note: stand-ins] A pickle can set attributes of all that it names: those of a class of torch or of pathlib would stay
+so for the rest of the process. It gets classes that are made for it alone, and hold what it puts into them.
 """
 
 from __future__ import annotations
@@ -10,36 +13,36 @@ from __future__ import annotations
 import collections
 import io
 import itertools
+import math
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
 
 from tierstore.archive.dtypes import file_dtype
 from tierstore.archive.gather import Content
-from tierstore.archive.pickles import check_pickle
-from tierstore.archive.sources import Piece, Source, SourceTensor
-from tierstore.archive.torch_files import load_without_data, pieces
+from tierstore.archive.pickles import MOST_BYTES, check_pickle
+from tierstore.archive.sources import Piece, Source, SourceTensor, small_file
+from tierstore.archive.torch_files import check_piece_count, load_without_data, pieces
 from tierstore.errors import FormatError, TierstoreError
 from tierstore.io.backend import storage_error
-from tierstore.pack.checked import file_name_of
-from tierstore.pack.layout import TensorSpec, quoted
+from tierstore.pack.checked import file_name_of, number_of, text_of
+from tierstore.pack.layout import TensorSpec, check_name, quoted, tensor_bytes
 
 _METADATA_FILE = ".metadata"
 _MOST_PIECES = 2**20
 _RECORDS = {
-    (module.__name__, name): getattr(module, name)
-    for module, names in (
-        (metadata, ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
-                    "ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-        (filesystem, ("_StorageInfo",)),
-    )
-    for name in names
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
 }  # fmt: skip
+_PATHS = ("PosixPath", "WindowsPath")  # where it was written; that is not looked at
 
 
 def distributed_source(path: Path) -> Source:
@@ -59,46 +62,69 @@ def distributed_source(path: Path) -> Source:
 
 
 def _source(path: Path, content: Any) -> Source:
-    parts: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
+    infos: dict[Any, dict[tuple[int, ...], Any]] = defaultdict(dict)
     for index, info in content.storage_data.items():
-        parts[index.fqn][tuple(index.offset or ())] = info
+        infos[index.fqn][_numbers(index.offset or (), "an offset")] = info
     tensors, left_out = {}, []
+    parts = _Parts(path)
     for name, item in content.state_dict_metadata.items():
-        if not isinstance(item, metadata.TensorStorageMetadata):
+        check_name(text_of(name, "a name"))
+        if type(item).__name__ != "TensorStorageMetadata":
             left_out.append(name)
             continue
-        dtype, shape = file_dtype(name, item.properties.dtype, tuple(item.size))
-        found = tuple(_joined(path, name, item, parts[name]))
+        dtype, shape = file_dtype(name, item.properties.dtype, _numbers(item.size, f"the size of {quoted(name)}"))
+        nbytes = tensor_bytes(name, dtype, shape)
+        found = tuple(_joined(path, name, item, infos[name], parts))
+        if sum(piece.nbytes for piece in found) != nbytes:
+            raise FormatError(f"{path}: the parts of {quoted(name)} are not its {nbytes} B")
         tensors[name] = SourceTensor(TensorSpec(name, dtype, shape), found)
+        parts.count(found)
     if not tensors:
         raise FormatError(f"{path} holds no tensors")
     return Source(path, "distributed checkpoint", tensors, metadata={"format": "pt"}, left_out=tuple(left_out))
 
 
+def _numbers(values: Any, what: str) -> tuple[int, ...]:
+    return tuple(number_of(value, 0, 2**63 - 1, what) for value in values)
+
+
+class _Record:
+    """See [Note: stand-ins]."""
+
+    dtype: Any = None  # what is not in a state has its default
+    offset: Any = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):  # of `TensorProperties`
+            self.dtype = state[0]
+        else:
+            vars(self).update(state)
+
+
 class _OnlyRecords(pickle.Unpickler):
     """Refuses everything that is not a plain record of a checkpoint: an unpickled name can be any function."""
 
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._stand_ins: dict[str, type] = {}
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _RECORDS:
-            return _RECORDS[module, name]
+        if name in _RECORDS.get(module, ()) or (module.split(".")[0] == "pathlib" and name in _PATHS):
+            return self._stand_ins.setdefault(name, type(name, (_Record,), {}))
         if (module, name) == ("torch", "Size"):
             return torch.Size
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return torch.serialization._get_layout
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
-        if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            return PurePosixPath  # where it was written; that is not looked at
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 def _metadata(path: Path) -> Any:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise storage_error(error, "read", path) from error
+    data = small_file(path, MOST_BYTES)
     check_pickle(data, str(path))
     try:
         content = _OnlyRecords(io.BytesIO(data)).load()
@@ -106,12 +132,14 @@ def _metadata(path: Path) -> Any:
         raise FormatError(f"{path} holds more than records, and loading it could run code: refused ({error})") from None
     except Exception as error:  # a damaged pickle raises anything
         raise FormatError(f"{path} is damaged: {type(error).__name__}: {error}") from None
-    if not isinstance(content, metadata.Metadata) or not isinstance(content.storage_data, dict):
+    if type(content).__name__ != "Metadata" or not isinstance(getattr(content, "storage_data", None), dict):
         raise FormatError(f"{path} is not the metadata of a distributed checkpoint")
     return content
 
 
-def _joined(path: Path, name: str, item: Any, parts: dict[tuple[int, ...], Any]) -> Iterator[Piece]:
+def _joined(
+    path: Path, name: str, item: Any, infos: dict[tuple[int, ...], Any], parts: _Parts
+) -> Iterator[Piece]:
     """The pieces of a tensor in row-major order.
 
     Raises:
@@ -121,41 +149,64 @@ def _joined(path: Path, name: str, item: Any, parts: dict[tuple[int, ...], Any])
     runs: list[tuple[int, Piece]] = []
     seen: set[tuple[int, ...]] = set()
     for chunk in item.chunks:
-        offsets = tuple(chunk.offsets)
-        info = parts.get(offsets)
+        offsets, sizes = _numbers(chunk.offsets, "an offset"), _numbers(chunk.sizes, "a size")
+        info = infos.get(offsets)
         if offsets in seen:
             raise FormatError(f"{path}: the part of {quoted(name)} at {list(offsets)} stands twice in {_METADATA_FILE}")
         seen.add(offsets)
         if info is None:
             raise FormatError(f"{path}: the part of {quoted(name)} at {list(offsets)} is missing in {_METADATA_FILE}")
-        if 0 not in tuple(chunk.sizes):
-            part = _part(path, name, info, tuple(chunk.sizes))
-            for begin, start, nbytes in _runs(size, offsets, tuple(chunk.sizes), item_bytes):
+        if 0 not in sizes:
+            part = parts.read(name, info, sizes)
+            for begin, start, nbytes in _runs(size, offsets, sizes, item_bytes):
                 runs += [(begin + at, piece) for piece, at in part.pieces(start, nbytes)]
                 if len(runs) > _MOST_PIECES:
-                    raise FormatError(f"{path}: {quoted(name)} is cut into more than {_MOST_PIECES} pieces")
+                    raise _too_many(f"{path}: {quoted(name)}")
     position = 0
     for begin, piece in sorted(runs, key=lambda run: run[0]):
         if begin != position:
             raise FormatError(f"{path}: the parts of {quoted(name)} leave a hole or overlap at byte {position}")
         position += piece.nbytes
         yield piece
-    if position != torch.Size(size).numel() * item_bytes:
-        raise FormatError(f"{path}: the parts of {quoted(name)} end at byte {position}")
 
 
-def _part(path: Path, name: str, info: Any, sizes: tuple[int, ...]) -> Content:
-    """The data of one part: it is a file of torch.save within a file."""
-    file = path / file_name_of(info.relative_path, f"{path}: the file of {quoted(name)}")
-    try:
-        with open(file, "rb") as opened:
-            window: Any = _Window(opened, info.offset, info.length)
-            tensor = load_without_data(window, f"{file}, {info.length} B at offset {info.offset},")
-    except OSError as error:
-        raise storage_error(error, "read", file) from error
-    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
-        raise FormatError(f"{file}: what stands at offset {info.offset} is not the part of {quoted(name)}")
-    return Content(pieces(tensor, file, name, info.offset))
+def _too_many(what: str) -> FormatError:
+    return FormatError(f"{what} is cut into more than {_MOST_PIECES} pieces")
+
+
+class _Parts:
+    """The data of parts: each is a file of torch.save within a file, and is looked at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[tuple[Path, int, int], tuple[tuple[int, ...], Content]] = {}
+        self._pieces = 0
+
+    def read(self, name: str, info: Any, sizes: tuple[int, ...]) -> Content:
+        file = self._path / file_name_of(info.relative_path, f"{self._path}: the file of {quoted(name)}")
+        offset, nbytes = _numbers((info.offset, info.length), f"{self._path}: where {quoted(name)} stands")
+        if (key := (file, offset, nbytes)) not in self._found:
+            self._found[key] = self._look(name, *key)
+        shape, content = self._found[key]
+        if shape != sizes:
+            raise FormatError(f"{file}: what stands at offset {offset} is not the part of {quoted(name)}")
+        return content
+
+    def _look(self, name: str, file: Path, offset: int, nbytes: int) -> tuple[tuple[int, ...], Content]:
+        try:
+            with open(file, "rb") as opened:
+                window: Any = _Window(opened, offset, nbytes)
+                tensor = load_without_data(window, f"{file}, {nbytes} B at offset {offset},")
+        except OSError as error:
+            raise storage_error(error, "read", file) from error
+        if not isinstance(tensor, torch.Tensor):
+            raise FormatError(f"{file}: what stands at offset {offset} is not the part of {quoted(name)}")
+        return tuple(tensor.shape), Content(pieces(tensor, file, name, offset))
+
+    def count(self, found: Sequence[Piece]) -> None:
+        """Refuse a checkpoint whose parts are used more often than it has bytes for."""
+        self._pieces += len(found)
+        check_piece_count(self._pieces, sum(nbytes for *_, nbytes in self._found), str(self._path))
 
 
 def _runs(
@@ -173,6 +224,8 @@ def _runs(
     strides = [item_bytes] * len(size)
     for dimension in reversed(range(len(size) - 1)):
         strides[dimension] = strides[dimension + 1] * size[dimension + 1]
+    if math.prod(sizes[:inner]) > _MOST_PIECES:  # `product` would make a tuple of each range
+        raise _too_many("a part")
     corner = sum(offset * stride for offset, stride in zip(offsets, strides))
     for number, index in enumerate(itertools.product(*map(range, sizes[:inner]))):
         begin = corner + sum(at * stride for at, stride in zip(index, strides))

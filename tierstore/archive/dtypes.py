@@ -5,6 +5,8 @@ Scope: one table. Not here: bits of an element (`pack/layout.py`).
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tierstore.errors import FormatError
@@ -24,11 +26,15 @@ def torch_dtype(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[torch.dt
     """What a tensor of a file is in torch, which counts two 4-bit floats as one element.
 
     Raises:
-        FormatError: torch has no such dtype.
+        FormatError: torch has no such dtype, or no such shape.
     """
     if dtype not in TORCH_DTYPES:
         raise FormatError(f"tensor {quoted(name)} has dtype {dtype}, which torch does not have; leave it out by names=")
+    if math.prod(max(size, 1) for size in shape) >= 2**63:  # of no elements, but torch counts its strides
+        raise FormatError(f"tensor {quoted(name)} has the shape {list(shape)}, which torch cannot make")
     if dtype == "F4":
+        if shape[-1] % 2:
+            raise FormatError(f"tensor {quoted(name)} has rows of {shape[-1]} 4-bit floats, which torch cannot halve")
         shape = (*shape[:-1], shape[-1] // 2)
     return TORCH_DTYPES[dtype], shape
 

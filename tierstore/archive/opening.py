@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.archive.index import check_index
-from tierstore.archive.sources import INDEX, SINGLE
+from tierstore.archive.sources import INDEX, SINGLE, small_file
 from tierstore.errors import FormatError, StorageError
 from tierstore.io.backend import storage_error
 from tierstore.pack.archive import Archive, ArchiveChunk, ArchiveGroup, read_archive
@@ -80,9 +80,26 @@ def open_archive(paths: Sequence[Path]) -> list[ArchiveFile]:
                 f"{file.path} is file {file.archive.shard + 1} of {file.archive.shards} of archive "
                 f"{file.archive.identity}, not file {number + 1} of {shards} of {identity}"
             )
+    _check_apart(files)
     if len(files) != shards:
         raise FormatError(f"{first} is one of {shards} files; give the directory that holds the index of them")
     return files
+
+
+def _check_apart(files: Sequence[ArchiveFile]) -> None:
+    """What one file says of itself is checked; together, no name and no place in the order may stand twice."""
+    names: set[str] = set()
+    positions: set[int] = set()
+    for file in files:
+        tensors = [entry.name for group in file.archive.groups for entry in group.tensors]
+        for name in (*tensors, *file.archive.aliases):
+            if name in names:
+                raise FormatError(f"tensor {quoted(name)} stands in two files; one of them is {file.path}")
+            names.add(name)
+        for group in file.archive.groups:
+            if group.position in positions:
+                raise FormatError(f"two groups are number {group.position} in the order; one of them is in {file.path}")
+            positions.add(group.position)
 
 
 def placed_chunks(files: Sequence[ArchiveFile]) -> list[PlacedChunk]:
@@ -112,10 +129,7 @@ def _indexed(first: Path, paths: Sequence[Path]) -> list[ArchiveFile]:
     index = first / INDEX
     if not index.is_file():
         raise FormatError(f"{first} holds no pack: neither {SINGLE} nor {INDEX}")
-    try:
-        names = check_index(index.read_bytes(), str(index))
-    except OSError as error:
-        raise storage_error(error, "read", index) from error
+    names = check_index(small_file(index), str(index))
     if not names:
         raise FormatError(f"{index} names no files")
     files = []

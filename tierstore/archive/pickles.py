@@ -16,6 +16,8 @@ from typing import Any
 
 from tierstore.errors import FormatError
 
+MOST_BYTES = 2**29
+"""Of a pickle that says where tensors are; one of torch.save that names 80,000 has 8 MB."""
 _MOST_DEPTH = 100
 _TUPLES = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
 _LENGTHS = {  # of arguments that begin with one: its bytes, and whether it has a sign

@@ -143,7 +143,7 @@ class Publication(contextlib.ExitStack):
     def _clear_leftovers(self) -> None:
         """See [Note: publication]."""
         first = self.directories[0]
-        if self.single is None and _partial(first / INDEX).exists():
+        if self.single is None and os.path.lexists(_partial(first / INDEX)):  # a link is one, wherever it leads
             for path in self._named(_partial(first / INDEX)) - self._named(first / INDEX):
                 self._remove(path)
             self._remove(_partial(first / INDEX))
@@ -181,11 +181,11 @@ class Publication(contextlib.ExitStack):
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        if path.exists():
+        if os.path.lexists(path):
             self._backend.remove(path)
 
     def _write(self, path: Path, data: bytes) -> None:
-        with _mapped(f"write of {len(data)} B", path), open(path, "wb") as file:
+        with _mapped(f"write of {len(data)} B", path), open(path, "wb", opener=_open_itself) as file:
             file.write(data)
             file.flush()
             self._backend.fsync_file(file.fileno(), path)
@@ -234,6 +234,10 @@ def _is_abandoned(path: Path) -> bool:
     if descriptor is not None:
         os.close(descriptor)
     return descriptor is not None
+
+
+def _open_itself(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _lock(path: Path) -> int | None:

@@ -7,6 +7,7 @@ Owner: none; plain records.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from tierstore.errors import FormatError, StorageError
 from tierstore.io.backend import storage_error
 from tierstore.pack.archive import ARCHIVE_KEY
 from tierstore.pack.checked import file_name_of
-from tierstore.pack.layout import PAD_KEY, SEAL_KEY, TensorSpec, check_name, quoted
+from tierstore.pack.layout import MAX_HEADER_BYTES, PAD_KEY, SEAL_KEY, TensorSpec, check_name, quoted
 from tierstore.pack.strict_json import parse_json
 from tierstore.pack.validate import Header, read_header
 
@@ -170,10 +171,23 @@ def _config(directory: Path) -> Mapping[str, Any] | None:
     return _json(directory / CONFIG) if (directory / CONFIG).is_file() else None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def small_file(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
+    """A file that is read whole before it is understood.
+
+    Raises:
+        FormatError: it is larger than any of its kind, be it of holes.
+        StorageError: it cannot be read.
+    """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(min(os.fstat(file.fileno()).st_size, most_bytes + 1))
     except OSError as error:
         raise storage_error(error, "read", path) from error
-    content = parse_json(data, str(path))
+    if len(data) > most_bytes:
+        raise FormatError(f"{path} has more than {most_bytes} B, which no such file needs")
+    return data
+
+
+def _json(path: Path) -> dict[str, Any]:
+    content = parse_json(small_file(path), str(path))
     return content if isinstance(content, dict) else {}

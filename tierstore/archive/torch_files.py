@@ -13,10 +13,11 @@ record is and that it is not compressed.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,17 +26,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from tierstore.archive.dtypes import file_dtype, torch_dtype
-from tierstore.archive.pickles import check_pickle
+from tierstore.archive.pickles import MOST_BYTES, check_pickle
 from tierstore.archive.sources import Piece, Source, SourceTensor
 from tierstore.errors import FormatError, StorageError, TierstoreError
 from tierstore.io.backend import storage_error
 from tierstore.pack.layout import TensorSpec, quoted
 
-_LOCAL_HEADER_BYTES, _END_RECORD_BYTES = 30, 22
+_LOCAL_HEADER_BYTES, _END_BYTES, _LOCATOR_BYTES, _END_64_BYTES = 30, 22, 20, 56
 _MOST_PIECES = 2**16
 _MOST_DEPTH = 100
 _NAME_CHARACTERS_PER_BYTE = 64
-_ALWAYS_FINE = 2**20  # values, whatever the pickle is: small ones take a byte each, and long names are shared
+_ALWAYS_FINE = 2**16  # values, whatever the pickle is: small ones take a byte each, and long names are shared
+_ALWAYS_FINE_PIECES, _BYTES_OF_A_PIECE = 2**17, 16
 _METADATA = {"format": "pt"}
 
 
@@ -50,7 +52,9 @@ def torch_source(path: Path, files: Sequence[Path], config: Mapping[str, Any] | 
     aliases: dict[str, str] = {}
     left_out: list[str] = []
     seen: dict[tuple[object, ...], str] = {}
+    file_bytes = piece_count = 0
     for file in files:
+        file_bytes += file.stat().st_size
         for name, value in flattened(_load(file)):
             if name in tensors or name in aliases:
                 raise FormatError(f"tensor {quoted(name)} stands twice in {path}; once in {file.name}")
@@ -63,18 +67,38 @@ def torch_source(path: Path, files: Sequence[Path], config: Mapping[str, Any] | 
                 continue
             seen[place] = name
             tensors[name] = _source_tensor(name, value, file)
+            piece_count += len(tensors[name].pieces)
+            check_piece_count(piece_count, file_bytes, str(path))
     if not tensors:
         raise FormatError(f"{path} holds no tensors")
     kind = "torch file" if len(files) == 1 else f"torch checkpoint in {len(files)} shards"
     return Source(path, kind, tensors, aliases, config, _METADATA, tuple(left_out))
 
 
-def flattened(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def check_piece_count(count: int, file_bytes: int, source: str) -> None:
+    """Refuse more pieces than what can be read of a checkpoint explains: a stride of 0 makes many of one element.
+
+    Raises:
+        FormatError: so it is.
+    """
+    if count > _ALWAYS_FINE_PIECES + file_bytes // _BYTES_OF_A_PIECE:
+        raise FormatError(
+            f"{source} has tensors that are {count} pieces and more of its {file_bytes} B; save them with .contiguous()"
+        )
+
+
+def flattened(
+    value: Any, prefix: str = "", depth: int = 0, met: Callable[[str], None] = lambda name: None
+) -> Iterator[tuple[str, Any]]:
     """What nested dictionaries and lists hold, under names joined by dots.
+
+    Args:
+        met: told of the name of each, and of each of those that hold them.
 
     Raises:
         FormatError: they are nested too deep; does one hold itself?
     """
+    met(prefix)
     if depth > _MOST_DEPTH:
         raise FormatError(f"{quoted(prefix)} is nested deeper than {_MOST_DEPTH}")
     if isinstance(value, Mapping):
@@ -85,7 +109,7 @@ def flattened(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[st
         yield prefix, value
         return
     for key, item in items:
-        yield from flattened(item, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+        yield from flattened(item, f"{prefix}.{key}" if prefix else str(key), depth + 1, met)
 
 
 def empty_torch_file(path: Path, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> dict[str, int]:
@@ -183,11 +207,9 @@ def _records(opened: IO[bytes], source: str) -> tuple[dict[int, int], int]:
         FormatError: torch could not bear it: a pickle (see `pickles.py`), or another order of bytes.
         BadZipFile, ValueError: it is no archive of torch.
     """
-    records, names, pickle_bytes = {}, set(), 0
+    records, names, spans, pickles = {}, set(), [], []
     file_bytes = opened.seek(0, os.SEEK_END)
-    opened.seek(max(0, file_bytes - _END_RECORD_BYTES))
-    if opened.read(4) != b"PK\5\6":
-        raise zipfile.BadZipFile("something stands behind the directory")
+    _check_directory(opened, file_bytes)
     with zipfile.ZipFile(opened) as archive:
         for info in archive.infolist():
             name = info.filename.lower()  # torch finds records so
@@ -198,12 +220,37 @@ def _records(opened: IO[bytes], source: str) -> tuple[dict[int, int], int]:
             if begin + info.file_size > file_bytes:
                 raise ValueError(f"record {quoted(info.filename)} ends after the file")
             records[begin] = info.file_size
+            spans.append((info.header_offset, begin + info.file_size))
             if name.endswith(".pkl"):
-                pickle_bytes += info.file_size
-                check_pickle(archive.read(info), source)
-            elif name.endswith("byteorder") and archive.read(info) != b"little":
+                pickles.append(info)
+            elif name.endswith("byteorder") and (info.file_size > len(b"little") or archive.read(info) != b"little"):
                 raise FormatError(f"{source} was written on a machine of another byte order; save it again on this one")
+        spans.sort()
+        if any(begin < end for (_, end), (begin, _) in itertools.pairwise(spans)):
+            raise ValueError("two records are the same bytes")
+        pickle_bytes = sum(info.file_size for info in pickles)
+        if pickle_bytes > MOST_BYTES:
+            raise ValueError(f"a pickle of {pickle_bytes} B, more than {MOST_BYTES}")
+        for info in pickles:
+            check_pickle(archive.read(info), source)
     return records, pickle_bytes
+
+
+def _check_directory(opened: IO[bytes], file_bytes: int) -> None:
+    """It ends with the file, and is not too large to be read, as `zipfile` does at once."""
+    tail_bytes = min(_END_64_BYTES + _LOCATOR_BYTES + _END_BYTES, file_bytes)
+    opened.seek(file_bytes - tail_bytes)
+    tail = opened.read(tail_bytes)
+    end, locator, end_64 = tail[-_END_BYTES:], tail[-_END_BYTES - _LOCATOR_BYTES :], tail
+    if end[:4] != b"PK\5\6":
+        raise zipfile.BadZipFile("something stands behind the directory")
+    sizes = [int.from_bytes(end[12:16], "little")]
+    if locator[:4] == b"PK\6\7":
+        if end_64[:4] != b"PK\6\6" or int.from_bytes(locator[8:16], "little") != file_bytes - tail_bytes:
+            raise zipfile.BadZipFile("readers of zip would find two directories")
+        sizes = [size for size in sizes if size != 2**32 - 1] + [int.from_bytes(end_64[40:48], "little")]
+    if max(sizes) > MOST_BYTES:
+        raise zipfile.BadZipFile(f"a directory of {max(sizes)} B")
 
 
 def _begin(opened: IO[bytes], info: zipfile.ZipInfo) -> int:
@@ -217,11 +264,15 @@ def _begin(opened: IO[bytes], info: zipfile.ZipInfo) -> int:
 
 def _check_all(value: Any, records: Mapping[int, int], pickle_bytes: int, source: str) -> None:
     taken = 0
-    for name, tensor in flattened(value):
+
+    def met(name: str) -> None:
+        nonlocal taken
         taken += 1 + len(name) // _NAME_CHARACTERS_PER_BYTE
-        # A list that holds one list ten times multiplies what that one holds, in 20 bytes.
+        # A list that holds one list ten times multiplies what that one holds, be it nothing, in 20 bytes.
         if taken > max(pickle_bytes, _ALWAYS_FINE):
             raise FormatError(f"{source} holds more values, or longer names, than its pickle of {pickle_bytes} B can")
+
+    for name, tensor in flattened(value, met=met):
         if isinstance(tensor, torch.Tensor):
             _check(tensor, records, f"tensor {quoted(name)} of {source}")
 

@@ -14,19 +14,25 @@ from pathlib import Path
 import aiofiles
 from aiofiles.os import wrap
 
-from tierstore.errors import StorageError
+from tierstore.errors import FormatError, StorageError
 from tierstore.io.backend import Backend, storage_error
 from tierstore.io.tasks import to_the_end
 
 
-async def read_bytes(path: Path) -> bytes:
+async def read_bytes(path: Path, *, most_bytes: int = 2**30) -> bytes:
     """All bytes of a file, which may not be a link.
 
+    Args:
+        most_bytes: more, be they of holes, are not read: nobody vouches for the file.
+
     Raises:
+        FormatError: there are more.
         StorageError: the system refused; `__cause__` is the `OSError` (`FileNotFoundError` if there is none).
     """
     try:
         async with aiofiles.open(path, "rb", opener=_open_itself) as file:
+            if (size := os.fstat(file.fileno()).st_size) > most_bytes:
+                raise FormatError(f"{path} is damaged: it has {size} B, and at most {most_bytes} B are expected")
             return await file.read()
     except OSError as error:
         raise storage_error(error, "read", path) from error

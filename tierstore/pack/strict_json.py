@@ -73,6 +73,8 @@ def _integer(digits: str) -> int:
     # Bounded before int(): its cost is quadratic in the digits.
     if len(digits) > _LONGEST_INTEGER:
         raise ValueError(f"an integer of {len(digits)} digits does not fit 64 bits")
+    if digits == "-0":
+        raise ValueError("-0 is not an integer")  # to others it is a float, or the file none of the format
     return int(digits)
 
 

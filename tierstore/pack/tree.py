@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from tierstore.errors import FormatError
+from tierstore.pack.layout import quoted
 from tierstore.pack.strict_json import MOST_DEPTH, parse_json
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -141,15 +142,15 @@ class _Decoder:
             return tree
         tags = [key for key in tree if key.startswith("$")]
         if not tags:
-            return {key: self.decode(item, f"{path}.{key}", depth + 1) for key, item in tree.items()}
+            return {key: self.decode(item, f"{path}.{_shown(key)}", depth + 1) for key, item in tree.items()}
         if len(tree) > 1:
-            raise FormatError(f"{path}: {tags[0]!r} stands beside other keys")
+            raise FormatError(f"{path}: {quoted(tags[0])} stands beside other keys")
         try:
             return self._tagged(tags[0], tree[tags[0]], path, depth)
         except FormatError:
             raise
         except (TypeError, ValueError, KeyError, binascii.Error) as error:
-            raise FormatError(f"{path}: malformed {tags[0]}: {error}") from None
+            raise FormatError(f"{path}: malformed {_shown(tags[0])}: {str(error)[:200]}") from None
 
     def _tagged(self, tag: str, body: Any, path: str, depth: int) -> Any:
         if tag in _SEQUENCES or tag in _MAPPINGS:
@@ -165,14 +166,14 @@ class _Decoder:
         if tag in ("$array", "$scalar"):
             return self._array(tag, body, path)
         if not isinstance(body, str):
-            raise FormatError(f"{path}: {tag} holds a {type(body).__name__}, not text")
+            raise FormatError(f"{path}: {_shown(tag)} holds a {type(body).__name__}, not text")
         if tag == "$int" and re.fullmatch(r"-?0x[0-9a-f]+", body):
             return int(body, 16)
         if tag == "$float":
             return struct.unpack(">d", _eight_bytes(body))[0]
         if tag == "$bytes":
             return base64.b64decode(body, validate=True)
-        raise FormatError(f"{path}: unknown {tag[:40]} {body[:40]!r}; written by a newer version?")
+        raise FormatError(f"{path}: unknown {_shown(tag)} {body[:40]!r}; written by a newer version?")
 
     def _pair(self, pair: Any, path: str, depth: int) -> list[Any]:
         if not isinstance(pair, list) or len(pair) != 2:
@@ -183,12 +184,16 @@ class _Decoder:
         name, dtype, shape = body
         array = self._arrays.get(name) if isinstance(name, str) else None
         if array is None:
-            raise FormatError(f"{path}: the array {name!r} is missing")
+            raise FormatError(f"{path}: the array {name!r:.80} is missing")
         if array.dtype.str != dtype or list(array.shape) != shape:
-            raise FormatError(
-                f"{path}: the array {name!r} is {array.dtype.str} {list(array.shape)}, not {dtype} {shape}"
-            )
+            found, wanted = f"{array.dtype.str} {list(array.shape)}", f"{dtype} {shape}"
+            raise FormatError(f"{path}: the array {quoted(name)} is {found:.200}, not {wanted!r:.200}")
         return array if tag == "$array" else array[()]
+
+
+def _shown(key: str) -> str:
+    """A key of a file as a message may show it."""
+    return key if key.isprintable() and len(key) <= 80 else quoted(key)
 
 
 def _mapping(tag: str, pairs: list[Any]) -> dict[Any, Any]:

@@ -39,6 +39,7 @@ _PACK = re.compile(r"(weights|state|gradients1?|put-\d+)\.[ab]\.safetensors")
 _LOCK, _UNFINISHED, _IDENTITY = "lock", "unfinished", "identity"
 _LOCKS = re.compile(r"lock(\.\d+)?")
 _MOST_IDENTITY_BYTES = 1000
+_SPARE_BYTES = 2**20  # a file that is a little too long is read, and is damaged
 PER_RANK = ("registered", "buffers", "random")
 """What of the captured state every rank has its own of; the rest is the same at all."""
 
@@ -326,7 +327,7 @@ class Manifests:
         path = self._manifest(number)
         body = read_manifest(await read_bytes(path), number, str(path))
         try:
-            captured = await read_bytes(self._captured(number))
+            captured = await read_bytes(self._captured(number), most_bytes=body["captured_bytes"] + _SPARE_BYTES)
         except StorageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise

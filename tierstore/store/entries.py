@@ -76,9 +76,10 @@ def recorded_entries(generation: Generation) -> list[tuple[Entry, str]]:
     found = []
     for item in list_of(items, "the entries"):
         name, tier, pack, tensors = object_of(item, ("name", "tier", "pack", "tensors"), "an entry")
+        text_of(name, "the name of an entry")
         layout = ExtentLayout.from_description(tensors, generation.layout["chunk_bytes"])
         for slot in layout.slots:  # as `put` checks them: a name that is refused here cannot be told from there
-            check_plain_name(f"{text_of(name, 'the name of an entry')}/{slot.name}")
+            check_plain_name(f"{name}/{slot.name}")
         records = generation.records.get(text_of(pack, f"the pack of {quoted(name)}"))
         if records is None or not PACK.fullmatch(pack) or len(records) != -(-layout.nbytes // layout.chunk_bytes):
             raise FormatError(f"the entry {quoted(name)} of {layout.nbytes} B has no pack of its size: {pack[:40]!r}")

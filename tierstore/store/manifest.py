@@ -97,6 +97,7 @@ def read_manifest(text: bytes, number: int, source: str) -> dict[str, Any]:
         )
     object_of(body, _KEYS, source)
     number_of(body["generation"], number, number, f"{source}: generation")
+    number_of(body["captured_bytes"], 0, 2**63 - 1, f"{source}: captured_bytes")
     records = mapping_of(body["records"], f"{source}: records")
     body["records"] = {kind: _records(rows, f"{source}: records of {quoted(kind)}") for kind, rows in records.items()}
     _check_layout(mapping_of(body["layout"], f"{source}: layout"), body["records"], source)
@@ -125,7 +126,10 @@ def _arrays(captured: bytes, source: str) -> dict[str, tree.Array]:
             raise FormatError(f"{source}: array {quoted(name)} has the dtype {entry.dtype}, which numpy does not have")
         # A copy that can be written: objects take what they are given as their own.
         data = bytearray(captured[header.data_start + entry.begin : header.data_start + entry.end])
-        arrays[name] = np.ndarray(entry.shape, _ARRAY_DTYPES[entry.dtype], data)
+        try:
+            arrays[name] = np.ndarray(entry.shape, _ARRAY_DTYPES[entry.dtype], data)
+        except ValueError as error:  # of no elements, but of more rows or dimensions than numpy counts
+            raise FormatError(f"{source}: array {quoted(name)} of shape {list(entry.shape)}: {error}") from None
     return arrays
 
 
