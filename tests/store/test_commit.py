@@ -165,6 +165,16 @@ class TestDirectories:
                 scenario(backend)
 
 
+def test_a_store_in_fewer_directories_than_one_that_was_broken_off_there(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    for path in (first, second):
+        claim_directory(path)
+    begin_store([first, second])
+    begin_store([first])
+    assert identity_of(first) is None
+    assert identity_of(second) is not None
+
+
 class TestManifests:
     def test_two_are_kept_also_when_one_was_killed_while_it_removed_an_old_one(self, tmp_path: Path) -> None:
         manifests = Manifests(tmp_path, Backend())

@@ -52,7 +52,7 @@ async def two_commits() -> None:
     placement: Any = SimpleNamespace(groups=(), chunk_count=lambda group: 0)
     others: dict[str, Any] = {"updates": None, "workers": pack}
     commits = Commits(
-        [], placement, files, [], dict.fromkeys(Kind, {}), team=Alone(),
+        [], placement, files, [], {kind: {} for kind in Kind}, team=Alone(),
         spawn=lambda work, name: asyncio.get_running_loop().create_task(work), tracer=Tracer(lambda: 0.0), **others,
     )  # fmt: skip
     for _ in range(2):

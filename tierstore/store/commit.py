@@ -245,18 +245,23 @@ def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> 
     mark_unfinished(directories, backend)  # before any pack, which nobody could tell from those of another store
     for directory in directories:
         for name in backend.names(directory):
-            if holds_data(name):
+            if holds_data(name) or name == _IDENTITY:  # of one that had other directories
                 backend.remove(directory / name)
     _identify(directories, backend)
 
 
 def end_store_making(directories: Sequence[Path], backend: Backend | None = None) -> None:
-    """Take away the mark of `begin_store`: the store holds a generation, or nothing, and then no identity either."""
+    """Take away the mark of `begin_store`: the store holds a generation, or nothing, and then no identity either.
+
+    Directories that hold a generation belong together, which they say from now on: an older release did not write it.
+    """
     backend = backend or Backend()
     names = [_UNFINISHED]  # last: what is marked can be removed
-    is_striped = any((directory / _IDENTITY).exists() for directory in directories)
-    if is_striped and not Manifests(directories[0], backend).numbers():
+    known = [identity_of(directory) for directory in directories]
+    if not Manifests(directories[0], backend).numbers():
         names.insert(0, _IDENTITY)
+    elif None in known or len({one.store for one in known if one}) > 1:
+        _identify(directories, backend)
     for directory in directories:
         if gone := [directory / name for name in names if (directory / name).exists()]:
             for path in gone:

@@ -81,7 +81,9 @@ def _are_identified(found: Sequence[StoreDirectory]) -> bool:
         return False
     for one in full:
         identity = identities[one.path]
-        if identity is None or identity.store != known.store:
+        if identity is None:
+            raise _silent(one)
+        if identity.store != known.store:
             raise ConfigError(f"{full[0].path} and {one.path} are not of one store; nothing was removed")
     if len({one.directory for one in identities.values() if one and one.store == known.store}) < known.directories:
         raise _striped(full[0], known.directories)
@@ -99,11 +101,18 @@ def _check_by_manifests(found: Sequence[StoreDirectory], backend: Backend) -> No
         raise _striped(found[0], count)
     for one in found:
         if not any(map(marks_a_store, one.files)):  # packs alone, of a store whose manifests are in another directory
-            raise _no_store(one)
+            raise _no_store(one) if count is None else _silent(one)
 
 
 def _striped(one: StoreDirectory, count: int) -> ConfigError:
     return ConfigError(f"the store in {one.path} is striped over {count} directories; give all of them")
+
+
+def _silent(one: StoreDirectory) -> ConfigError:
+    return ConfigError(
+        f"{one.path} does not say of which store it is: it was made by an older release, or its file 'identity' is "
+        "damaged; resume the store with all its directories once, and delete it then; nothing was removed"
+    )
 
 
 def _no_store(one: StoreDirectory) -> ConfigError:
