@@ -80,7 +80,7 @@ def train(
     taken: Callable[[int, int], tuple[int, ...]],
     *,
     accumulate: int = 1,
-    steps: int = 10,
+    steps: int = 6,
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
 ) -> Bits:
     """Gradients of every step and the weights at the end. The first backward is only for the order of buckets."""

@@ -41,7 +41,7 @@ def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_same_as_ddp(compared: list[dict[str, Any]], case: str) -> None:
-    """Ten steps: gradients, weights and buffers, with the same bucket boundaries."""
+    """Six steps: gradients, weights and buffers, with the same bucket boundaries."""
     for of_rank in compared:
         is_same, ours, theirs = of_rank[case]
         assert ours == theirs

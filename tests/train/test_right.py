@@ -15,7 +15,7 @@ from torch import nn
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.train.engine import Engine
 
-STEPS = 20
+STEPS = 12
 SCHEDULES = [("forward", 1.0), ("speculative", 1.0), ("step", 1.0), ("backward", None), ("step", None)]
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
