@@ -93,11 +93,11 @@ TENSORS_CUT = "store/test_tensors_faults.py::test_killed_anywhere_the_last_gener
 MUTATIONS: Sequence[Mutation] = (
     # Files, small and large.
     Mutation(
-        "fdatasync of a file", "io/backend.py BlockFile.datasync",
+        "fdatasync of a file", "io/block_file.py BlockFile.datasync",
         "self._backend._call_fdatasync(descriptor, self.path)", POWER_CUT,
     ),
     Mutation(
-        "a failed fdatasync is remembered", "io/backend.py BlockFile.datasync", "self._sync_failure is not None",
+        "a failed fdatasync is remembered", "io/block_file.py BlockFile.datasync", "self._sync_failure is not None",
         "io/test_backend.py::test_a_failed_datasync_is_never_retried", "False",
     ),
     Mutation("fsync of a file", "io/backend.py Backend.fsync_file", "self._call_fsync(descriptor, path)", POWER_CUT),
@@ -106,7 +106,7 @@ MUTATIONS: Sequence[Mutation] = (
         POWER_CUT,
     ),
     Mutation(
-        "a short transfer goes on", "io/backend.py BlockFile._transfer", "if done + moved >= required:",
+        "a short transfer goes on", "io/block_file.py BlockFile._transfer", "if done + moved >= required:",
         "io/test_backend.py::test_each_fault_at_each_transfer", "if moved:",
     ),
     Mutation(
@@ -122,7 +122,7 @@ MUTATIONS: Sequence[Mutation] = (
         "io/test_backend.py::test_each_fault_while_creating_leaves_nothing",
     ),
     Mutation(
-        "close waits for transfers", "io/backend.py BlockFile.close", " and self._users == 0",
+        "close waits for transfers", "io/block_file.py BlockFile.close", " and self._users == 0",
         "io/test_backend.py::test_close_waits_for_the_transfer_in_flight", "",
     ),
     Mutation(
