@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from tierstore.alignment import ALIGNMENT as ALIGNMENT  # for those who open files
+from tierstore.errors import ClosedError
 from tierstore.io.block_file import BlockFile as BlockFile  # as `storage_error`: for those who use a backend
 from tierstore.io.block_file import storage_error as storage_error
 
@@ -73,6 +74,13 @@ class Counters:
         return self._totals
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    action: str
+    path: Path
+    start: float
+
+
 class Backend:
     """Opens block files and changes directories durably.
 
@@ -86,12 +94,33 @@ class Backend:
     def __init__(self, counters: Counters | None = None) -> None:
         self.counters = Counters() if counters is None else counters
         self.buffered_directories: set[Path] = set()
-        self._running: dict[int, tuple[str, Path, float]] = {}
+        self._running: dict[int, _Call] = {}  # by thread; in the order in which they were begun
+        self._latest: _Call | None = None
+        self._refusal: str | None = None
 
     def in_flight(self) -> list[str]:
         """One line per call of the system that has not returned. Any thread."""
         now = self.counters.clock()
-        return [f"{action} of {path}, for {now - start:.1f} s" for action, path, start in self._running.copy().values()]
+        return [f"{call.action} of {call.path}, for {now - call.start:.1f} s" for call in self._running.copy().values()]
+
+    def threads_in_flight(self) -> list[int]:
+        """Numbers of the threads that wait for those calls. Any thread."""
+        return list(self._running.copy())
+
+    def pulse(self) -> tuple[object, bool]:
+        """The call that has run the longest and True; or the last one and False, if none runs. Any thread.
+
+        As long as it is the same, nothing moves.
+        """
+        oldest = next(iter(self._running.copy().values()), None)
+        return oldest or self._latest, oldest is not None
+
+    def refuse(self, reason: str) -> None:
+        """From now on whoever works with this stops at their next call: nobody waits for them any more. Any thread.
+
+        What removes and closes still works.
+        """
+        self._refusal = reason
 
     def create(self, path: Path, size_bytes: int, mode: int = 0o600) -> BlockFile:
         """A new file with all its space allocated, so that a full disk is found before anything is written.
@@ -104,7 +133,7 @@ class Backend:
         try:
             try:
                 if size_bytes:
-                    with self._mapped(f"allocation of {size_bytes} B", path):
+                    with self.calling(f"allocation of {size_bytes} B", path):
                         self._call_allocate(descriptor, size_bytes, path)
             finally:
                 self._close(descriptor, path)
@@ -141,19 +170,19 @@ class Backend:
         """
         descriptor = self._open(path, os.O_RDWR, 0)
         try:
-            with self._mapped(f"allocation of {size_bytes} B", path):
+            with self.calling(f"allocation of {size_bytes} B", path):
                 self._call_allocate(descriptor, size_bytes, path)
         finally:
             self._close(descriptor, path)
 
     def truncate(self, path: Path, size_bytes: int) -> None:
         """Cuts a file; durable once it is synced."""
-        with self._mapped(f"cut to {size_bytes} B", path):
+        with self.calling(f"cut to {size_bytes} B", path):
             self._call_truncate(path, size_bytes)
 
     def replace(self, source: Path, destination: Path) -> None:
         """Renames over `destination`; durable once the directory is synced."""
-        with self._mapped(f"rename to {destination}", source):
+        with self.calling(f"rename to {destination}", source):
             self._call_replace(source, destination)
 
     def write_file(self, path: Path, data: bytes, mode: int) -> None:
@@ -166,7 +195,7 @@ class Backend:
         """
         descriptor = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
         try:
-            with self._mapped("setting the mode", path):
+            with self.calling("setting the mode", path):
                 os.fchmod(descriptor, mode)  # a leftover keeps its own otherwise
             file = BlockFile(self, path, descriptor, direct=False, is_counted=False)
             file.write_from(np.frombuffer(data, np.uint8), 0)
@@ -176,7 +205,7 @@ class Backend:
 
     def fsync_file(self, descriptor: int, path: Path) -> None:
         """Makes a file's bytes and size durable. Never retried (see `BlockFile.datasync`)."""
-        with self._mapped("fsync", path):
+        with self.calling("fsync", path):
             self._call_fsync(descriptor, path)
 
     def sync_directory(self, path: Path) -> None:
@@ -189,7 +218,7 @@ class Backend:
 
     def make_directory(self, path: Path, mode: int = 0o700) -> None:
         """Makes a directory if it is not there; its parent must be."""
-        with self._mapped("making", path), contextlib.suppress(FileExistsError):
+        with self.calling("making", path), contextlib.suppress(FileExistsError):
             self._call_mkdir(path, mode)
 
     def make_directories(self, path: Path, mode: int = 0o777) -> bool:
@@ -201,7 +230,7 @@ class Backend:
         Returns:
             Whether it was made.
         """
-        with self._mapped("making", path):
+        with self.calling("making", path):
             missing = [directory for directory in (path, *path.parents) if not directory.exists()]
         for directory in reversed(missing):
             self.make_directory(directory, mode if directory == path else 0o777)
@@ -214,35 +243,45 @@ class Backend:
 
     def remove(self, path: Path) -> None:
         """Removes one file, which must be there."""
-        with self._mapped("removal", path):
+        with self.calling("removal", path, is_ending=True):
             self._call_unlink(path)
 
     def names(self, path: Path) -> list[str]:
         """What a directory holds, sorted."""
-        with self._mapped("listing", path):
+        with self.calling("listing", path):
             return sorted(self._call_list(path))
 
     def _open(self, path: Path, flags: int, mode: int) -> int:
-        with self._mapped("open", path):
+        with self.calling("open", path):
             return self._call_open(path, flags, mode)
 
     def _close(self, descriptor: int, path: Path) -> None:
-        with self._mapped("close", path):
+        with self.calling("close", path, is_ending=True):
             self._call_close(descriptor, path)
 
     @contextlib.contextmanager
-    def _noted(self, action: str, path: Path) -> Iterator[None]:
+    def _noted(self, action: str, path: Path, *, is_ending: bool = False) -> Iterator[None]:
+        if self._refusal is not None and not is_ending:
+            raise ClosedError(f"{action} of {path} was not begun: {self._refusal}")
         me = threading.get_ident()
-        self._running[me] = (action, path, self.counters.clock())
+        self._running[me] = self._latest = _Call(action, path, self.counters.clock())
         try:
             yield
         finally:
             self._running.pop(me, None)
 
     @contextlib.contextmanager
-    def _mapped(self, action: str, path: Path) -> Iterator[None]:
+    def calling(self, action: str, path: Path, *, is_ending: bool = False) -> Iterator[None]:
+        """A call of the system, of one's own too: told while it runs, its error in words.
+
+        Args:
+            is_ending: it removes or closes something.
+
+        Raises:
+            StorageError: the system refused.
+        """
         try:
-            with self._noted(action, path):
+            with self._noted(action, path, is_ending=is_ending):
                 yield
         except OSError as error:
             raise storage_error(error, action, path) from error

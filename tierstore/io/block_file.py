@@ -160,14 +160,14 @@ class BlockFile(ForkAware):
     def _transfer(self, verb: str, buffer: Bytes, offset: int, required: int) -> int:
         view, call = self._check(verb, buffer, offset), self._backend._transfer_call(verb, self.is_counted)
         done = fruitless = 0
-        doing = self._backend._noted(f"{verb} of {len(view)} B at offset {offset}", self.path)
-        with self._in_use() as descriptor, doing:
+        with self._in_use() as descriptor:
             while done < required:
+                action = f"{verb} of {len(view) - done} B at offset {offset + done}"
                 try:
-                    moved = call(descriptor, view[done:], offset + done, self.path)
+                    with self._backend._noted(action, self.path):
+                        moved = call(descriptor, view[done:], offset + done, self.path)
                 except OSError as error:
                     if error.errno not in _RETRIED or fruitless >= FRUITLESS_LIMIT:
-                        action = f"{verb} of {len(view) - done} B at offset {offset + done}"
                         raise storage_error(error, action, self.path) from error
                     fruitless += 1
                     continue

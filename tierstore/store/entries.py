@@ -344,7 +344,7 @@ class Homes:
         self.gpu.unpin(copy)
 
     async def write_back(self, entry: Entry, copy: DeviceCopy) -> None:
-        """A user has gone who changed the tensors: make that the value of the entry.
+        """A modifier has gone who changed the tensors: make that the value of the entry.
 
         Raises:
             StorageError: the entry is as it was before, and the changes are lost.
@@ -358,6 +358,7 @@ class Homes:
                 self.gpu.disown(copy)
             raise
         finally:
+            copy.modifiers -= 1
             self.gpu.unpin(copy)
 
     async def _write_back(self, entry: Entry, copy: DeviceCopy) -> None:
