@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,7 +101,7 @@ class TensorStore:
         for description in (self._workers.in_flight, self._files.in_flight, backend.in_flight):
             self._owner.describe(description)
         self._arena: Arena | None = None
-        self._leaving: asyncio.Future[None] | None = None
+        self._leaving: Future[None] | None = None
         self._is_given_back = False
 
     @classmethod
@@ -454,9 +455,9 @@ class TensorStore:
     async def _leave(self) -> None:
         if self._leaving is None or self._leaving.done():
             thread = FileThreads(1, "tierstore-close")
-            self._leaving = asyncio.get_running_loop().run_in_executor(thread, self._give_back)
+            self._leaving = thread.submit(self._give_back)  # goes on where nobody waits for it any more
             thread.shutdown(wait=False)
-        await asyncio.shield(self._leaving)
+        await asyncio.wrap_future(self._leaving)
 
     def _give_back(self) -> None:
         self._workers.close(JOIN_S)
