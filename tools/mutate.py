@@ -130,7 +130,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "fsync of the directory after a rename", "io/files.py _write_atomic",
-        "await wrap(backend.sync_directory)(path.parent)", POWER_CUT,
+        "await wrap(backend.sync_directory)(path.parent, executor=threads)", POWER_CUT,
     ),
     Mutation(
         "small files are replaced by a rename", "io/files.py _write_atomic", 'path.with_name(path.name + ".tmp")',
@@ -243,7 +243,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "an adopted manifest is synced", "store/commit.py Manifests.adopt",
-        "await wrap(self._backend.sync_directory)(self.directory)", OVERWRITTEN,
+        "await wrap(self._backend.sync_directory)(self.directory, executor=self._threads)", OVERWRITTEN,
     ),
     Mutation(
         "an abandoned manifest is removed", "store/commit.py Manifests.publish",

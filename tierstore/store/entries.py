@@ -228,13 +228,18 @@ class Homes:
                     held.is_home = True
                     self._leave_home(entry, tier)
                     return True
-                async with self._source(entry, Priority.DEMAND) as source:
+                try:
+                    async with self._source(entry, Priority.DEMAND) as source:
+                        if tier is Tier.CPU:
+                            entry.host = await self._to_host(entry.layout, source)
+                        elif entry.pack is None and not await self._write_pack(entry, source, Priority.DEMAND):
+                            return False
+                except BaseException:  # closing the source may fail, or be cancelled, too
                     if tier is Tier.CPU:
-                        entry.host = await self._to_host(entry.layout, source)
-                    elif entry.pack is None and not await self._write_pack(entry, source, Priority.DEMAND):
-                        return False
-                    self._leave_home(entry, tier)
-                    return True
+                        self._leave_host(entry)
+                    raise
+                self._leave_home(entry, tier)
+                return True
         finally:
             if held is not None:
                 self.gpu.unpin(held)

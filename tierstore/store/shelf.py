@@ -64,6 +64,7 @@ class Directories:
 
     Attributes:
         threads: which read and write what is not a pack.
+        before_release: what is to be closed when no thread uses it any more.
         is_unfinished: they are marked as those of a store that holds no generation yet.
     """
 
@@ -73,6 +74,7 @@ class Directories:
     lock: StoreLock = field(default_factory=StoreLock)
     numbers: list[int] = field(default_factory=list)
     is_unfinished: bool = False
+    before_release: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def claim(self) -> None:
         """Make and lock them. Worker thread.
@@ -140,6 +142,7 @@ class Directories:
 
     def release(self) -> None:
         """Leave nothing behind of a store that never had a generation, and unlock; twice is fine."""
+        self.before_release.close()
         if self.is_unfinished:
             with contextlib.suppress(TierstoreError):  # whatever stays is marked, and removed by the next
                 if not self.manifests().numbers():
@@ -208,11 +211,9 @@ class Shelf:
 
     async def _close(self, pack: ExtentPack) -> None:
         try:
-            job = self._workers.submit(Priority.WRITE, pack.slots.close)
-        except ClosedError:  # no thread is left
-            pack.slots.close()
-        else:
-            await job
+            await self._workers.submit(Priority.WRITE, pack.slots.close)
+        except ClosedError:  # the threads are gone, or were given up and may still use it
+            self._directories.before_release.callback(pack.slots.close)
 
     @contextlib.asynccontextmanager
     async def opened(self, pack: ExtentPack, priority: Priority) -> AsyncIterator[PackPlace]:
