@@ -85,6 +85,7 @@ def never(name: str, place: str, condition: str, test: str) -> Mutation:
     return Mutation(name, place, condition, test, "if False:")
 
 
+HANGS = "store/test_bounded_time.py::test_any_hang_of_a_tensor_store_is_told_and_nothing_is_lost"
 POWER_CUT = "store/test_power_cut.py"
 OVERWRITTEN = "store/test_power_cut.py::test_no_chunk_that_the_last_generation_needs_is_written"
 ARCHIVE_CUT = "archive/test_power_cut.py"
@@ -343,6 +344,18 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "the name of a single file", "archive/publish.py Publication.commit",
         "self._backend.sync_directory(self.single.parent)", ARCHIVE_CUT,
+    ),
+    Mutation(
+        "work that was given up stops", "io/backend.py Backend._noted", "self._refusal is not None",
+        "apps/test_stuck_disk.py", "False",
+    ),
+    Mutation(
+        "what was given up is waited for", "store/owner.py LoopOwner.in_time", "self._own(task)",
+        "store/test_bounded_time.py::test_a_call_of_a_tensor_store_that_came_too_late_can_be_repeated",
+    ),
+    Mutation(
+        "a store that hangs stays locked", "store/tensors.py TensorStore._give_back",
+        "self._workers.close(JOIN_S)", HANGS,
     ),
     Mutation(
         "lock of a file being written", "archive/publish.py _lock",

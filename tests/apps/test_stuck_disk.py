@@ -83,6 +83,6 @@ def test_a_call_that_never_returns(
     assert re.search(r"\n  \S+: wait .* < _step \(faults\.py", said), said
     assert f"out/{INDEX}" not in there or there >= whole, "half of it is visible"
     left = names(tmp_path / "hangs")
-    assert left in (set(), whole), "what was given up removes what it made, or was all but done"
+    assert not left or (place == "last" and left == whole), "it removes what it made, if it was not all but done"
     if not left:
         assert done_with(work, tmp_path / "again", FaultyBackend(), monkeypatch) == whole

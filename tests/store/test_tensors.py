@@ -758,6 +758,8 @@ def test_a_close_that_takes_too_long_says_what_is_in_flight(tmp_path: Path) -> N
         with pytest.raises(Timeout, match=said):  # noqa: PT012
             async with store:
                 await store.put("a", block(1), tier=Tier.NVME)
+                with pytest.raises(RuntimeError, match="closed by the end of its 'async with'"):
+                    await store.close()
                 task = asyncio.create_task(value_of(store, "a"))
                 await asyncio.sleep(0)
         with pytest.raises(Timeout):

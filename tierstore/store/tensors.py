@@ -287,6 +287,10 @@ class TensorStore:
         self._owner.begin()
         try:
             await self._owner.in_time("the store did not open", to_the_end(self._open()))
+        except Timeout:
+            with contextlib.suppress(Timeout):  # it hangs still
+                await self.close()
+            raise
         except BaseException:
             await self.close()
             raise
@@ -424,7 +428,10 @@ class TensorStore:
         except TierstoreError as failure:
             self._owner.keep_failure(failure)  # behind those that came first
         finally:
-            await self.close()
+            try:
+                await self.close()
+            except Timeout as failure:
+                self._owner.keep_failure(failure)
         self._owner.raise_kept()
 
     async def _remove_unnamed(self) -> None:
@@ -435,7 +442,11 @@ class TensorStore:
 
         Raises:
             Timeout: something hangs still; call again.
+            RuntimeError: it is in use.
         """
+        self._owner.check_process()
+        if self._owner.is_open:
+            raise RuntimeError("a store that is in use is closed by the end of its 'async with', which commits it")
         if self._is_given_back:
             return
         try:
