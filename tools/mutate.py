@@ -85,6 +85,7 @@ def never(name: str, place: str, condition: str, test: str) -> Mutation:
     return Mutation(name, place, condition, test, "if False:")
 
 
+HANGS = "store/test_bounded_time.py::test_any_hang_of_a_tensor_store_is_told_and_nothing_is_lost"
 POWER_CUT = "store/test_power_cut.py"
 OVERWRITTEN = "store/test_power_cut.py::test_no_chunk_that_the_last_generation_needs_is_written"
 ARCHIVE_CUT = "archive/test_power_cut.py"
@@ -93,11 +94,11 @@ TENSORS_CUT = "store/test_tensors_faults.py::test_killed_anywhere_the_last_gener
 MUTATIONS: Sequence[Mutation] = (
     # Files, small and large.
     Mutation(
-        "fdatasync of a file", "io/backend.py BlockFile.datasync",
+        "fdatasync of a file", "io/block_file.py BlockFile.datasync",
         "self._backend._call_fdatasync(descriptor, self.path)", POWER_CUT,
     ),
     Mutation(
-        "a failed fdatasync is remembered", "io/backend.py BlockFile.datasync", "self._sync_failure is not None",
+        "a failed fdatasync is remembered", "io/block_file.py BlockFile.datasync", "self._sync_failure is not None",
         "io/test_backend.py::test_a_failed_datasync_is_never_retried", "False",
     ),
     Mutation("fsync of a file", "io/backend.py Backend.fsync_file", "self._call_fsync(descriptor, path)", POWER_CUT),
@@ -106,7 +107,7 @@ MUTATIONS: Sequence[Mutation] = (
         POWER_CUT,
     ),
     Mutation(
-        "a short transfer goes on", "io/backend.py BlockFile._transfer", "if done + moved >= required:",
+        "a short transfer goes on", "io/block_file.py BlockFile._transfer", "if done + moved >= required:",
         "io/test_backend.py::test_each_fault_at_each_transfer", "if moved:",
     ),
     Mutation(
@@ -122,7 +123,7 @@ MUTATIONS: Sequence[Mutation] = (
         "io/test_backend.py::test_each_fault_while_creating_leaves_nothing",
     ),
     Mutation(
-        "close waits for transfers", "io/backend.py BlockFile.close", " and self._users == 0",
+        "close waits for transfers", "io/block_file.py BlockFile.close", " and self._users == 0",
         "io/test_backend.py::test_close_waits_for_the_transfer_in_flight", "",
     ),
     Mutation(
@@ -130,7 +131,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "fsync of the directory after a rename", "io/files.py _write_atomic",
-        "await wrap(backend.sync_directory)(path.parent)", POWER_CUT,
+        "await wrap(backend.sync_directory)(path.parent, executor=threads)", POWER_CUT,
     ),
     Mutation(
         "small files are replaced by a rename", "io/files.py _write_atomic", 'path.with_name(path.name + ".tmp")',
@@ -243,7 +244,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "an adopted manifest is synced", "store/commit.py Manifests.adopt",
-        "await wrap(self._backend.sync_directory)(self.directory)", OVERWRITTEN,
+        "await wrap(self._backend.sync_directory)(self.directory, executor=self._threads)", OVERWRITTEN,
     ),
     Mutation(
         "an abandoned manifest is removed", "store/commit.py Manifests.publish",
@@ -343,6 +344,18 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "the name of a single file", "archive/publish.py Publication.commit",
         "self._backend.sync_directory(self.single.parent)", ARCHIVE_CUT,
+    ),
+    Mutation(
+        "work that was given up stops", "io/backend.py Backend._noted", "self._refusal is not None",
+        "apps/test_stuck_disk.py", "False",
+    ),
+    Mutation(
+        "what was given up is waited for", "store/owner.py LoopOwner.in_time", "self._own(task)",
+        "store/test_bounded_time.py::test_a_call_of_a_tensor_store_that_came_too_late_can_be_repeated",
+    ),
+    Mutation(
+        "a store that hangs stays locked", "store/tensors.py TensorStore._give_back",
+        "self._workers.close(JOIN_S)", HANGS,
     ),
     Mutation(
         "lock of a file being written", "archive/publish.py _lock",

@@ -11,7 +11,8 @@ import pytest
 from faults import EAGAIN, EINTR, EIO, ENOSPC, NOTHING, PART, UNALIGNED, Fault, FaultyBackend, each_fault
 
 from tierstore.errors import ClosedError, ShortTransfer, StorageError, StorageFull
-from tierstore.io.backend import FRUITLESS_LIMIT, Backend, BlockFile, Counters
+from tierstore.io.backend import Backend, BlockFile, Counters
+from tierstore.io.block_file import FRUITLESS_LIMIT
 from tierstore.io.memory import Arena, Bytes
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import tensor_stores
 from faults import HANG, FaultyBackend
-from resuming import DISK, Run, State, Way, check_resumes, expected_states, open_run, opened
+from resuming import DISK, Run, State, Way, check_resumes, open_run, opened
 
+from tierstore import TensorStore
 from tierstore.config import Tier
 from tierstore.errors import ClosedError, StoreLocked, TierstoreError, Timeout
 from tierstore.io.runtime import Runtime
+from tierstore.io.watch import Watch
 from tierstore.store.commit import StoreLock
+from tierstore.store.owner import LoopOwner
 from tierstore.train import assembly
 
 WAY = Way("forward", cpu_memory=DISK)
@@ -36,20 +39,6 @@ CALLS = {
 }
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[State]:
-    return expected_states(WAY, tmp_path_factory.mktemp("expected"), STEPS)
-
-
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that was closed after its first step."""
-    folder = tmp_path_factory.mktemp("begun")
-    with opened(WAY, folder) as run:
-        run.until(BEGUN)
-    return folder
 
 
 def flush_all(run: Run) -> None:
@@ -178,21 +167,168 @@ def test_a_lost_thread_is_told_at_once(lose: Callable[[Run], None], expected: li
     assert check_resumes(WAY, tmp_path, expected) == 2
 
 
-def test_a_load_of_a_tensor_store_that_never_ends(tmp_path: Path) -> None:
-    disk = FaultyBackend(HANG, at=0, kinds=("pread",))
+def test_a_load_of_a_tensor_store_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Hanging(HANG, at=0, kinds=("pread",))
+    slow_to_judge(disk, monkeypatch)
 
     async def main() -> None:
-        async with tensor_stores.opened(tmp_path, backend=disk) as store:
+        async with of_store(tmp_path, disk) as store:
             await store.put("h.0", tensor_stores.block(1), tier=Tier.NVME)
-            store._owner._timeout_s = 0.02
             with pytest.raises(Timeout) as caught:
                 await tensor_stores.value_of(store, "h.0")
-            store._owner._timeout_s = 30.0
             disk.goes_on.set()
             assert await tensor_stores.value_of(store, "h.0") == 1
             await tensor_stores.settled(store)
             tensor_stores.assert_at_rest(store)
-        assert re.search(r"'h\.0' was not loaded within 0\.02 s; in flight: acquire 'h\.0'", str(caught.value))
-        assert re.search(r"read of 4096 B at offset 0 of .*put-0\.a\.safetensors, for", str(caught.value))
+        said = str(caught.value)
+        assert said.startswith("'h.0' was not loaded: nothing has moved for 0.1 s; in flight:\n  acquire 'h.0'\n")
+        assert "\n  task load h.0: " in said
+        assert re.search(r"read of 4096 B at offset 0 of .*put-0\.a\.safetensors, for", said)
+
+    tensor_stores.run(main())
+
+
+# --- stores of tensors -------------------------------------------------------------------------------------------
+
+STORE_CALLS = {**CALLS, "close": "close", "allocate": r"allocation of \d+ B", "mkdir": "making"}
+TIERS = list(Tier)
+
+
+class Hanging(FaultyBackend, tensor_stores.QuickBackend):
+    """Hangs as told, and does not wait for the disk."""
+
+    def _call_fdatasync(self, descriptor: int, path: Path) -> None:
+        self._step("fdatasync", path)
+
+    def _call_fsync(self, descriptor: int, path: Path) -> None:
+        self._step("fsync", path)
+
+
+def slow_to_judge(disk: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait is over before the disk hangs, and then every one soon is."""
+
+    def begin(self: Watch) -> Callable[[], bool]:
+        return lambda: self._backend is disk and disk.is_hung.is_set() and not disk.goes_on.is_set()
+
+    monkeypatch.setattr(Watch, "begin", begin)
+
+
+async def first(folder: Path) -> None:
+    async with tensor_stores.opened(folder) as store:
+        for tier in TIERS:
+            await store.put(tier.value, tensor_stores.block(1), tier=tier)
+
+
+async def second(store: TensorStore) -> None:
+    for tier in TIERS:
+        await store.put(tier.value, tensor_stores.block(2), tier=tier)
+    await store.move("cpu", Tier.NVME)
+    async with store.acquire("nvme", modify=True) as tensors:
+        tensors["w"].fill_(2)
+    await store.commit()
+
+
+async def values(folder: Path) -> set[float]:
+    async with tensor_stores.opened(folder, resume="must") as store:
+        return {await tensor_stores.value_of(store, name) for name in store.names()}
+
+
+def of_store(folder: Path, disk: FaultyBackend) -> TensorStore:
+    return TensorStore.open(tensor_stores.config(folder, timeout_s=0.1), backend=disk)
+
+
+async def use(folder: Path, disk: FaultyBackend) -> None:
+    async with of_store(folder, disk) as store:
+        await second(store)
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("kind", STORE_CALLS)
+def test_any_hang_of_a_tensor_store_is_told_and_nothing_is_lost(
+    kind: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In opening, use, commit or closing: the loop ends though the disk hangs; the store closes when it answers."""
+    folder = tmp_path / "run"
+    clean = Hanging(kinds=(kind,))
+    if kind != "mkdir":  # a store that is there makes no directory
+        tensor_stores.run(first(folder))
+        shutil.copytree(folder, tmp_path / "clean")
+    tensor_stores.run(use(tmp_path / "clean", clean))
+    disk = Hanging(HANG, at=0 if place == "first" else clean.counted - 1, kinds=(kind,))
+    slow_to_judge(disk, monkeypatch)
+    store = of_store(folder, disk)
+
+    async def main() -> None:
+        async with store:
+            await second(store)
+
+    with pytest.raises(Timeout) as caught:
+        tensor_stores.run(main())
+    with pytest.raises(Timeout):
+        tensor_stores.run(store.close())
+    if store._directories.lock._descriptors:  # not before it was claimed
+        with pytest.raises(StoreLocked):
+            tensor_stores.run(values(folder))
+    disk.goes_on.set()
+    tensor_stores.run(store.close())
+    tensor_stores.run(store.close())
+    assert disk.hit is not None
+    message = str(caught.value)
+    assert re.search(rf"\n +{STORE_CALLS[kind]} of {re.escape(str(disk.hit[1]))}, for \d", message), message
+    assert re.search(r"_step \(faults\.py", message), message
+    if kind != "mkdir":
+        assert tensor_stores.run(values(folder)) <= {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("verb", "tier"),
+    [
+        *(("put", tier) for tier in TIERS), *(("move", tier) for tier in TIERS),
+        ("commit", Tier.CPU), ("commit", Tier.GPU), ("modify", Tier.NVME),
+    ],
+)  # fmt: skip
+def test_a_call_of_a_tensor_store_that_came_too_late_can_be_repeated(
+    verb: str, tier: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Hanging(HANG, at=10**9, kinds=("pread",) if (verb, tier) == ("move", Tier.NVME) else ("pwrite",))
+    slow_to_judge(disk, monkeypatch)
+
+    async def modify(store: TensorStore) -> None:
+        async with store.acquire("h.0", modify=True) as tensors:
+            tensors["w"].fill_(2)
+
+    async def main() -> None:
+        async with of_store(tmp_path, disk) as store:
+            call: Callable[[], Any] = {
+                "put": lambda: store.put("h.0", tensor_stores.block(2), tier=Tier.NVME),
+                "move": lambda: store.move("h.0", Tier.CPU if tier is Tier.NVME else Tier.NVME),
+                "commit": store.commit,
+                "modify": lambda: modify(store),
+            }[verb]
+            await store.put("h.0", tensor_stores.block(1), tier=tier)
+            disk.at = disk.counted
+            with pytest.raises(Timeout, match=f"{'write back' if verb == 'modify' else verb}.* did not end: nothing"):
+                await call()
+            assert store.home("h.0") is tier
+            disk.goes_on.set()
+            await tensor_stores.settled(store)
+            tensor_stores.assert_at_rest(store)
+            assert await tensor_stores.value_of(store, "h.0") == (2 if verb == "modify" else 1)
+            await call()
+            assert await tensor_stores.value_of(store, "h.0") == (2 if verb in ("put", "modify") else 1)
+            await tensor_stores.settled(store)
+            tensor_stores.assert_at_rest(store)
+
+    tensor_stores.run(main())
+
+
+def test_an_inner_deadline_is_told_as_it_was(tmp_path: Path) -> None:
+    """It says more than the outer one, whether that has passed or not."""
+    owner = LoopOwner(Watch(FaultyBackend(), 10.0))
+
+    async def main() -> None:
+        with pytest.raises(Timeout, match=r"^rank 1 is late$"):
+            async with owner.deadline("the store did not close"):
+                raise Timeout("rank 1 is late")
 
     tensor_stores.run(main())

@@ -18,31 +18,17 @@ from typing import Any
 import pytest
 import tensor_stores
 from faults import EAGAIN, EINTR, ENOSPC, FLIP, NOTHING, PART, UNALIGNED, Fault, FaultyBackend
-from resuming import DISK, MEMORY, State, Way, check_resumes, expected_states, opened
+from resuming import DISK, MEMORY, State, Way, check_resumes, opened
 
 from tierstore.config import Tier
 from tierstore.errors import ChecksumMismatch, ShortTransfer, StorageError, StorageFull
 
 WAY = Way("forward", cpu_memory=DISK)
-BEGUN, STEPS = 1, 2
+BEGUN = 1
 TRANSFERS = ("pread", "pwrite")
 ENOUGH = 4
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[State]:
-    return expected_states(WAY, tmp_path_factory.mktemp("expected"), STEPS)
-
-
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that was closed after its first step."""
-    folder = tmp_path_factory.mktemp("begun")
-    with opened(WAY, folder) as run:
-        run.until(BEGUN)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -743,28 +743,35 @@ def test_closing_under_an_acquire(tmp_path: Path) -> None:
 
 
 def test_a_close_that_takes_too_long_says_what_is_in_flight(tmp_path: Path) -> None:
-    go_on = threading.Event()
+    is_stuck, go_on = threading.Event(), threading.Event()
 
     class StuckBackend(QuickBackend):
         def _call_pread(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+            is_stuck.set()
             assert go_on.wait(30)
             return super()._call_pread(descriptor, view, offset, path)
 
     async def main() -> None:
-        with pytest.raises(Timeout, match=r"within 0.01 s; in flight: acquire 'a'"):  # noqa: PT012
-            async with opened(tmp_path, backend=StuckBackend()) as store:
+        store = TensorStore.open(config(tmp_path, timeout_s=0.1), backend=StuckBackend())
+        store._watch.begin = lambda: lambda: is_stuck.is_set() and not go_on.is_set()  # type: ignore[method-assign]
+        said = r"did not close: nothing has moved for 0.1 s; in flight:\n(.*\n)*  read of 4096 B at offset 0 of "
+        with pytest.raises(Timeout, match=said):  # noqa: PT012
+            async with store:
                 await store.put("a", block(1), tier=Tier.NVME)
+                with pytest.raises(RuntimeError, match="closed by the end of its 'async with'"):
+                    await store.close()
                 task = asyncio.create_task(value_of(store, "a"))
                 await asyncio.sleep(0)
-                store._owner._timeout_s = 0.01  # from here on: the load has its own
-                join = store._workers.close
-
-                def close(timeout_s: float) -> None:
-                    go_on.set()
-                    join(timeout_s)
-
-                store._workers.close = close  # type: ignore[method-assign]
+        with pytest.raises(Timeout):
+            await store.close()
+        with pytest.raises(StoreLocked):
+            async with opened(tmp_path):
+                pass
         task.cancel()
         await asyncio.wait({task})
+        go_on.set()
+        await store.close()
+        async with opened(tmp_path):
+            pass
 
     run(main())

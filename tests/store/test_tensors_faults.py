@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import threading
@@ -30,6 +31,7 @@ from tensor_stores import (
 from tierstore import TensorStore, Tier
 from tierstore.errors import ChecksumMismatch, FormatError, StorageError, StorageFull
 from tierstore.io.backend import Backend
+from tierstore.store.owner import LoopOwner
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 TierPair = tuple[Tier, Tier]
@@ -41,14 +43,14 @@ TierPair = tuple[Tier, Tier]
 class Stepped:
     """A coroutine that is cancelled where it waits for the n-th time.
 
-    Attributes:
-        waits: how often it has waited.
+    Args:
+        waits: of this one and of others with which they are counted together.
     """
 
-    def __init__(self, work: Coroutine[Any, Any, Any], at: int) -> None:
+    def __init__(self, work: Coroutine[Any, Any, Any], at: int, waits: Iterator[int]) -> None:
         self._work = work
         self._at = at
-        self.waits = 0
+        self._waits = waits
 
     def __await__(self) -> Iterator[Any]:
         step: Callable[[], Any] = lambda: self._work.send(None)  # noqa: E731
@@ -57,8 +59,7 @@ class Stepped:
                 waited_for = step()
             except StopIteration as end:
                 return end.value
-            self.waits += 1
-            if self.waits == self._at:
+            if next(self._waits) == self._at:
                 task = asyncio.current_task()
                 assert task is not None
                 asyncio.get_running_loop().call_soon(task.cancel)
@@ -69,21 +70,32 @@ class Stepped:
                 step = lambda error=error: self._work.throw(error)  # noqa: E731
 
 
-async def at_every_wait(work: Callable[[], Coroutine[Any, Any, Any]], check: Callable[[bool], Awaitable[None]]) -> None:
-    """Run `work` anew, cancelled at its first wait, at its second, ... until it is over before that."""
+async def at_every_wait(
+    store: TensorStore, work: Callable[[], Coroutine[Any, Any, Any]], check: Callable[[bool], Awaitable[None]]
+) -> None:
+    """Run `work` anew, cancelled at its first wait, at its second, ... until it is over before that.
+
+    The waits of what it does in a task of the store's own are among them.
+    """
+    owner = store._owner
     for at in range(1, 200):
-        stepped = Stepped(work(), at)
+        waits = itertools.count(1)
 
-        async def step(stepped: Stepped = stepped) -> None:
-            await stepped
+        async def step(work: Coroutine[Any, Any, Any], at: int = at, waits: Iterator[int] = waits) -> Any:
+            return await Stepped(work, at, waits)
 
-        task = asyncio.create_task(step())
+        async def in_time(what: str, work: Coroutine[Any, Any, Any], step: Callable[..., Any] = step) -> Any:
+            return await LoopOwner.in_time(owner, what, step(work))
+
+        owner.in_time = in_time  # type: ignore[method-assign]
+        task = asyncio.create_task(step(work()))
         await asyncio.wait({task})
+        del owner.in_time
         was_cancelled = task.cancelled()
         if not was_cancelled:
             task.result()
         await check(was_cancelled)
-        if stepped.waits < at:
+        if next(waits) <= at:
             return
     raise AssertionError("it never ends")
 
@@ -99,7 +111,7 @@ def test_a_cancelled_put_leaves_the_old_entry(tmp_path: Path, tiers: TierPair) -
                 assert await value_of(store, "h.0") == (1 if was_cancelled else 2)
                 assert_at_rest(store)
 
-            await at_every_wait(lambda: store.put("h.0", block(2, 40000), tier=tiers[1]), check)
+            await at_every_wait(store, lambda: store.put("h.0", block(2, 40000), tier=tiers[1]), check)
             await store.commit()
             assert len(pack_files(tmp_path)) == 1
 
@@ -118,7 +130,7 @@ def test_a_cancelled_move_leaves_it_where_it_was(tmp_path: Path, tiers: TierPair
                 await store.put("h.0", block(1, 40000), tier=tiers[0])  # without a copy on the device
                 assert_at_rest(store)
 
-            await at_every_wait(lambda: store.move("h.0", tiers[1]), check)
+            await at_every_wait(store, lambda: store.move("h.0", tiers[1]), check)
 
     run(main())
 
@@ -137,7 +149,7 @@ def test_a_cancelled_acquire_gives_everything_back(tmp_path: Path, tier: Tier) -
                 assert_at_rest(store)
                 await store.put("h.0", block(1, 40000), tier=tier)
 
-            await at_every_wait(use, check)
+            await at_every_wait(store, use, check)
 
     run(main())
 
@@ -162,7 +174,7 @@ def test_a_cancelled_release_has_written_back(tmp_path: Path, tier: Tier) -> Non
                 if tier is Tier.CPU:
                     await store.commit()
 
-            await at_every_wait(change, check)
+            await at_every_wait(store, change, check)
             assert changes > 1
 
     run(main())
@@ -186,7 +198,7 @@ def test_a_cancelled_commit_can_be_done_again(tmp_path: Path) -> None:
                     assert await value_of(store, tier.value) <= number
                 number += 1
 
-            await at_every_wait(commit, check)
+            await at_every_wait(store, commit, check)
             assert_at_rest(store)
         assert len(pack_files(tmp_path)) == 3
         async with opened(tmp_path, resume="must") as store:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tierstore.apps.outputs import copy_companions
 from tierstore.apps.progress import byte_bar
+from tierstore.archive import flow
 from tierstore.archive.choosing import choose, codec_named, measure
 from tierstore.archive.opening import open_archive
 from tierstore.archive.packing import Packed, PackOptions, pack
@@ -26,6 +27,7 @@ from tierstore.archive.sources import Source, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.config import Codec, format_size
 from tierstore.errors import ConfigError
+from tierstore.io.watch import Attended
 from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.plan.archive_codec import Choice
 
@@ -47,48 +49,68 @@ class PackSummary:
 
 
 def run_pack(
-    path: Path, options: PackOptions, codec: str, read_bytes_per_s: float | None, console: Console
+    path: Path,
+    options: PackOptions,
+    codec: str,
+    read_bytes_per_s: float | None,
+    console: Console,
+    *,
+    timeout_s: float = flow.TIMEOUT_S,
 ) -> PackSummary:
     """Pack the checkpoint at `path`.
 
     Args:
         codec: a codec's name, or "auto".
         read_bytes_per_s: of the disk from which the pack will be read; None: it is an archive, the smallest is best.
+        timeout_s: for so long a call of the system may take; what was being written is removed when it returns.
 
     Raises:
         ConfigError, BudgetError, StorageError, FormatError: as `archive.packing.pack`.
+        Timeout: a disk does not answer.
     """
     wanted = codec_named(codec)
     if read_bytes_per_s is not None and read_bytes_per_s <= 0:
         raise ConfigError("--read-rate 0 reads nothing: give bytes per second, such as 2GB")
-    source = open_source(path)
-    with console.status("measuring codecs on the checkpoint's own tensors"):
-        measured = measure(source, options.chunk_bytes, _TRIED.get(wanted, (wanted,)))
-    choices = choose(measured, read_bytes_per_s) if wanted is Codec.AUTO else {}
-    codecs = {dtype: choices[dtype].codec if choices else wanted for dtype in measured}
-    ratios = {
-        dtype: rates.ratio for dtype, tried in measured.items() for rates in tried if rates.codec is codecs[dtype]
-    }
-    total_bytes = sum(piece.nbytes for tensor in source.tensors.values() for piece in tensor.pieces)
-    start = time.perf_counter()
-    with byte_bar(console, "packing", total_bytes) as advance:
-        packed = pack(source, options, codecs, ratios=ratios, progress=advance)
-    seconds = time.perf_counter() - start
-    if not options.names_a_file:
-        copy_companions(path if path.is_dir() else path.parent, options.destinations[0])
+    with Attended("pack", timeout_s) as attended:
+        source = attended.call(open_source, path)
+        tried = _TRIED.get(wanted, (wanted,))
+        with console.status("measuring codecs on the checkpoint's own tensors"):
+            measured = attended.call(measure, source, options.chunk_bytes, tried)
+        choices = choose(measured, read_bytes_per_s) if wanted is Codec.AUTO else {}
+        codecs = {dtype: choices[dtype].codec if choices else wanted for dtype in measured}
+        ratios = {
+            dtype: rates.ratio for dtype, tried in measured.items() for rates in tried if rates.codec is codecs[dtype]
+        }
+        total_bytes = sum(piece.nbytes for tensor in source.tensors.values() for piece in tensor.pieces)
+        start = time.perf_counter()
+        with byte_bar(console, "packing", total_bytes) as advance:
+            packed = attended.call(
+                pack, source, options, codecs, ratios=ratios, backend=attended.backend, progress=advance
+            )
+        seconds = time.perf_counter() - start
+        if not options.names_a_file:
+            attended.call(copy_companions, path if path.is_dir() else path.parent, options.destinations[0])
     return PackSummary(source, packed, choices, seconds)
 
 
-def run_unpack(paths: Sequence[Path], options: UnpackOptions, console: Console) -> tuple[list[Path], float]:
-    """Unpack an archive; the files written, and the seconds that it took."""
-    files = open_archive(paths)
-    total_bytes = sum(group.content_bytes for file in files for group in file.archive.groups)
-    start = time.perf_counter()
-    with byte_bar(console, "unpacking", total_bytes) as advance:
-        written = unpack(files, options, progress=advance)
-    seconds = time.perf_counter() - start
-    if not options.names_a_file:
-        copy_companions(paths[0] if paths[0].is_dir() else paths[0].parent, options.destination)
+def run_unpack(
+    paths: Sequence[Path], options: UnpackOptions, console: Console, *, timeout_s: float = flow.TIMEOUT_S
+) -> tuple[list[Path], float]:
+    """Unpack an archive; the files written, and the seconds that it took.
+
+    Args:
+        timeout_s: as for `run_pack`.
+    """
+    with Attended("unpack", timeout_s) as attended:
+        files = attended.call(open_archive, paths)
+        total_bytes = sum(group.content_bytes for file in files for group in file.archive.groups)
+        start = time.perf_counter()
+        with byte_bar(console, "unpacking", total_bytes) as advance:
+            written = attended.call(unpack, files, options, backend=attended.backend, progress=advance)
+        seconds = time.perf_counter() - start
+        if not options.names_a_file:
+            source = paths[0] if paths[0].is_dir() else paths[0].parent
+            attended.call(copy_companions, source, options.destination)
     return written, seconds
 
 

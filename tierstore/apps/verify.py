@@ -29,6 +29,7 @@ from tierstore.archive.reading import Damage, verify
 from tierstore.config import format_size
 from tierstore.errors import ChecksumMismatch, FormatError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
+from tierstore.io.watch import Attended
 from tierstore.pack.codecs import checksum
 from tierstore.pack.layout import quoted
 from tierstore.store.commit import Manifests
@@ -67,30 +68,39 @@ class Verdict:
         }
 
 
-def run_verify(paths: Sequence[Path], memory_bytes: int, console: Console) -> Verdict:
+def run_verify(
+    paths: Sequence[Path], memory_bytes: int, console: Console, *, timeout_s: float = flow.TIMEOUT_S
+) -> Verdict:
     """Read all of a pack, or of the last generation of a store.
+
+    Args:
+        timeout_s: for so long a call of the system may take.
 
     Raises:
         FormatError, StorageError: what is there is neither, or its table cannot be read.
+        Timeout: a disk does not answer.
     """
-    if is_store(paths[0]):
-        return _verify_store(paths, memory_bytes, console)
-    files = open_archive(paths)
-    total = sum(file.header.file_bytes for file in files)
-    start = time.perf_counter()
-    with byte_bar(console, "verifying", total) as advance:
-        damages = verify(files, memory_bytes, progress=advance)
+    with Attended("verify", timeout_s) as attended:
+        if attended.call(is_store, paths[0]):
+            return _verify_store(paths, memory_bytes, console, attended)
+        files = attended.call(open_archive, paths)
+        total = sum(file.header.file_bytes for file in files)
+        start = time.perf_counter()
+        with byte_bar(console, "verifying", total) as advance:
+            damages = attended.call(verify, files, memory_bytes, backend=attended.backend, progress=advance)
     count = sum(len(file.chunks()) for file in files)
     what = f"{'pack' if len(files) == 1 else f'{len(files)} packs'} {paths[0]}"
     return Verdict(what, count, total, time.perf_counter() - start, tuple(damages))
 
 
-def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console) -> Verdict:
-    generation, chunks = committed_chunks(paths)
+def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console, attended: Attended) -> Verdict:
+    generation, chunks = attended.call(committed_chunks, paths)
     total = sum(padded(chunk.stored_bytes) for chunk in chunks)
     start = time.perf_counter()
     with byte_bar(console, "verifying", total) as advance:
-        damages = _damages(chunks, flow.room(memory_bytes, _largest(chunks)), advance)
+        damages = attended.call(
+            _damages, chunks, flow.room(memory_bytes, _largest(chunks)), advance, attended.backend
+        )
     what = f"store {paths[0]}, generation {generation.number}"
     return Verdict(what, len(chunks), total, time.perf_counter() - start, tuple(damages))
 
@@ -100,10 +110,13 @@ def _largest(chunks: Sequence[CommittedChunk]) -> int:
 
 
 def _damages(
-    chunks: Sequence[CommittedChunk], room: flow.Room, advance: Callable[[int], None] = lambda nbytes: None
+    chunks: Sequence[CommittedChunk],
+    room: flow.Room,
+    advance: Callable[[int], None] = lambda nbytes: None,
+    backend: Backend | None = None,
 ) -> list[Damage]:
     damages: list[Damage] = []
-    with OpenFiles(Backend()) as files:
+    with OpenFiles(backend or Backend()) as files:
 
         def matches(chunk: CommittedChunk, buffer: npt.NDArray[np.uint8]) -> bool:
             files(chunk.path).read_into(buffer[: padded(chunk.stored_bytes)], chunk.offset)

@@ -32,6 +32,8 @@ THREADS = 8
 """Chunks in flight: while some threads compute checksums, others keep the disk busy."""
 QUEUED = 4
 """Chunks that wait for a thread: one that has ended its chunk goes on without waiting for the loop."""
+TIMEOUT_S = 1800.0
+"""For one call of the system: the sync of a file that a large page cache holds takes a slow disk many minutes."""
 _CLOSE_S = 60.0
 _SLACK_BYTES = 48 * 2**20
 """Interpreter and libraries grow by about this while they work."""

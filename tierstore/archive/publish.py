@@ -171,7 +171,8 @@ class Publication(contextlib.ExitStack):
             self._remove(path)
 
     def _lock(self, path: Path) -> None:
-        descriptor = _lock(path)
+        with self._backend.calling("lock", path):
+            descriptor = _lock(path)
         if descriptor is None:
             raise ConfigError(f"another process writes {path}; wait for it, or give another destination")
         self.callback(os.close, descriptor)
@@ -185,7 +186,8 @@ class Publication(contextlib.ExitStack):
             self._backend.remove(path)
 
     def _write(self, path: Path, data: bytes) -> None:
-        with _mapped(f"write of {len(data)} B", path), open(path, "wb", opener=_open_itself) as file:
+        calling = self._backend.calling(f"write of {len(data)} B", path)
+        with calling, open(path, "wb", opener=_open_itself) as file:
             file.write(data)
             file.flush()
             self._backend.fsync_file(file.fileno(), path)

@@ -26,7 +26,7 @@ from tierstore.archive.publish import Publication
 from tierstore.archive.reading import content_room, read_content
 from tierstore.archive.sources import INDEX, SINGLE, own_metadata
 from tierstore.errors import ConfigError
-from tierstore.io.backend import Backend, storage_error
+from tierstore.io.backend import Backend
 from tierstore.pack.archive import back_to_back
 from tierstore.pack.layout import DTYPE_BITS, TensorEntry, TensorSpec, build_header, tensor_bytes
 from tierstore.plan.order import natural_key
@@ -128,12 +128,16 @@ class _Unpacking:
             if len(shards) > 1 and (there := [name for name in names if (destination / name).exists()]):
                 raise ConfigError(f"{destination / there[0]} is there already; give another destination")
             for path, shard in zip(publication.temporaries, shards):
-                _write_head(path, shard.header)
+                self._write_head(path, shard.header)
             self._fill({path: shard.places for path, shard in zip(publication.temporaries, shards)})
             if len(shards) == 1:
                 return publication.commit()
             written = publication.commit(names, _index(shards, names))
         return [*written, destination / INDEX]
+
+    def _write_head(self, path: Path, header: bytes) -> None:
+        with self.backend.calling(f"write of a header of {len(header)} B", path), open(path, "r+b") as file:
+            file.write(header)
 
     def _fill(self, targets: Mapping[Path, Mapping[str, int]]) -> None:
         """Write all data; the bytes are durable on return.
@@ -215,14 +219,6 @@ def _index(shards: Sequence[_Shard], names: Sequence[str]) -> bytes:
     files = {tensor: name for shard, name in zip(shards, names) for tensor in shard.places}
     body = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     return (json.dumps(body, indent=2) + "\n").encode()
-
-
-def _write_head(path: Path, header: bytes) -> None:
-    try:
-        with open(path, "r+b") as file:
-            file.write(header)
-    except OSError as error:
-        raise storage_error(error, f"write of a header of {len(header)} B", path) from error
 
 
 def _nbytes(spec: TensorSpec) -> int:

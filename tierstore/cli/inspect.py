@@ -44,6 +44,9 @@ def inspect(
 def verify(
     paths: Annotated[list[Path], _PATHS],
     memory: Annotated[int, size_option("The most memory it may take [default: 1GiB].")] = 2**30,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="A disk that has not answered for so long is stuck.")
+    ] = 1800.0,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Totals and all damage.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -60,7 +63,7 @@ def verify(
 
         check_outputs(json=json)
         console = Console()
-        verdict = app.run_verify(paths, memory, console)
+        verdict = app.run_verify(paths, memory, console, timeout_s=timeout)
         if verdict.damages:
             console.print(app.damage_table(verdict))
             say(str(verdict))

@@ -15,6 +15,9 @@ from tierstore.cli.interrupts import interruptible
 from tierstore.config import Codec
 
 _MEMORY = size_option("The most memory this process may take [default: 1GiB].")
+_TIMEOUT = typer.Option(
+    min=1.0, metavar="SECONDS", help="A disk that has not answered one call for so long is stuck: an error says where."
+)
 _JSON = typer.Option(metavar="FILE", help="What was done, in bytes and seconds.")
 _INTERRUPTED = "interrupted; what was not finished is removed"
 
@@ -44,6 +47,7 @@ def pack(
     memory: Annotated[int, _MEMORY] = 2**30,
     chunk: Annotated[int, size_option("Unit of checksums [default: 8MiB].")] = 2**23,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")] = False,
+    timeout: Annotated[float, _TIMEOUT] = 1800.0,
     json: Annotated[Path | None, _JSON] = None,
     debug: Debug = False,
 ) -> None:
@@ -65,7 +69,7 @@ def pack(
         )
         check_outputs(json=json)
         with interruptible(_INTERRUPTED):
-            summary = run_pack(source, options, codec, read_rate, console)
+            summary = run_pack(source, options, codec, read_rate, console, timeout_s=timeout)
         show_pack(summary, console)
         if json is not None:
             write_object(json, pack_json(summary), "--json")
@@ -84,6 +88,7 @@ def unpack(
     ],
     shard_size: Annotated[int, size_option("Of one file [default: 5GB].")] = 5 * 10**9,
     memory: Annotated[int, _MEMORY] = 2**30,
+    timeout: Annotated[float, _TIMEOUT] = 1800.0,
     json: Annotated[Path | None, _JSON] = None,
     debug: Debug = False,
 ) -> None:
@@ -103,7 +108,8 @@ def unpack(
         check_outputs(json=json)
         console = Console()
         with interruptible(_INTERRUPTED):
-            written, seconds = run_unpack(packs, UnpackOptions(destination, shard_size, memory), console)
+            options = UnpackOptions(destination, shard_size, memory)
+            written, seconds = run_unpack(packs, options, console, timeout_s=timeout)
         if json is not None:
             write_object(json, {"files": [str(path) for path in written], "seconds": seconds}, "--json")
         for path in written:

@@ -1,7 +1,8 @@
 """Files of blocks: O_DIRECT where the filesystem takes it, buffered where it does not.
 
-Scope: opening, whole transfers, durability calls, counters, and the one place where `OSError` becomes `StorageError`.
-Not here: what the bytes mean; threads (every call here blocks its caller); small files (see `io/files.py`).
+Scope: opening, directories, durability calls, counters, and the one place where `OSError` becomes `StorageError`.
+Not here: transfers (see `block_file.py`); what the bytes mean; threads (every call here blocks its caller); small files
+    (see `files.py`).
 Owner: whoever opened a `BlockFile` closes it; counters take their own lock.
 
 Every system call goes through a method of `Backend` whose name starts with `_call`, so that a test can fail it.
@@ -17,22 +18,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore.alignment import ALIGNMENT as ALIGNMENT  # for those who open files
-from tierstore.errors import ClosedError, ShortTransfer, StorageError, StorageFull
-from tierstore.io.fork import ForkAware
+from tierstore.errors import ClosedError
+from tierstore.io.block_file import BlockFile as BlockFile  # as `storage_error`: for those who use a backend
+from tierstore.io.block_file import storage_error as storage_error
 
-FRUITLESS_LIMIT = 64  # calls in a row that moved nothing before a transfer is given up
-
-_RETRIED = frozenset({errno.EINTR, errno.EAGAIN})
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,157 +74,11 @@ class Counters:
         return self._totals
 
 
-def storage_error(error: OSError, action: str, path: Path) -> StorageError:
-    """The `StorageError` that says what an `OSError` meant; raise it `from` the error.
-
-    Args:
-        action: what was tried, with numbers: `write of 4096 B at offset 0`.
-    """
-    kind = StorageFull if error.errno in _FULL else StorageError
-    name = errno.errorcode.get(error.errno or 0, "no errno")
-    return kind(f"{action} of {path} failed: {error.strerror or error} ({name})")
-
-
-class BlockFile(ForkAware):
-    """An open file that is read and written in whole transfers at given offsets.
-
-    Threads: any number at once; `close` lets the transfers in flight end first.
-
-    Attributes:
-        direct: O_DIRECT, so address, offset and length of each transfer must be multiples of 4096.
-        is_counted: its transfers are part of the backend's traffic.
-    """
-
-    def __init__(
-        self, backend: Backend, path: Path, descriptor: int, direct: bool, *, is_counted: bool = True
-    ) -> None:
-        super().__init__()
-        self.path = path
-        self.direct = direct
-        self.is_counted = is_counted
-        self._backend = backend
-        self._descriptor = descriptor
-        self._lock = threading.Lock()
-        self._users = 0
-        self._is_closed = False
-        self._sync_failure: StorageError | None = None
-
-    @property
-    def descriptor_path(self) -> Path:
-        """Where another process of the same user finds the open file, its name removed or not."""
-        return Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
-
-    def read_into(self, buffer: Bytes, offset: int, required_bytes: int | None = None) -> int:
-        """Fills `buffer` from `offset` on.
-
-        Args:
-            required_bytes: how many must be there; the rest of the buffer may lie past the end of the file
-                (the aligned range around an unaligned end). None: all of it.
-
-        Returns:
-            Bytes read, at least `required_bytes`.
-
-        Raises:
-            ShortTransfer: the file ends too early.
-            StorageError: the system refused; the buffer's contents are undefined.
-        """
-        required = buffer.nbytes if required_bytes is None else required_bytes
-        return self._transfer("read", buffer, offset, required)
-
-    def write_from(self, buffer: Bytes, offset: int) -> None:
-        """Writes all of `buffer` at `offset`.
-
-        Raises:
-            StorageFull: no space is left; part of the buffer may have been written.
-            StorageError: the system refused; likewise.
-        """
-        self._transfer("write", buffer, offset, buffer.nbytes)
-
-    def datasync(self) -> None:
-        """Makes what was written durable.
-
-        Raises:
-            StorageError: what was written may be lost. The kernel may report such a loss only once and mark the pages
-                clean, so a failed call is never retried: from then on each call raises the same.
-        """
-        with self._in_use() as descriptor:
-            if self._sync_failure is not None:
-                raise StorageError(f"{self._sync_failure}; what was written since the last good sync may be lost")
-            try:
-                with self._backend._noted("fdatasync", self.path):
-                    self._backend._call_fdatasync(descriptor, self.path)
-            except OSError as error:
-                self._sync_failure = storage_error(error, "fdatasync", self.path)
-                raise self._sync_failure from error
-
-    def close(self) -> None:
-        """Refuses new transfers; the last one in flight closes the descriptor. Twice is fine."""
-        if self.is_inherited:
-            return
-        with self._lock:
-            is_last = not self._is_closed and self._users == 0
-            self._is_closed = True
-        if is_last:
-            self._backend._close(self._descriptor, self.path)
-
-    @contextlib.contextmanager
-    def _in_use(self) -> Iterator[int]:
-        # A descriptor closed under a running call could be opened again as another file, and be written to.
-        self.check_process()
-        with self._lock:
-            if self._is_closed:
-                raise ClosedError(f"{self.path} is closed")
-            self._users += 1
-        try:
-            yield self._descriptor
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            is_last = self._is_closed and self._users == 0
-        if is_last:
-            self._backend._close(self._descriptor, self.path)
-
-    def _check(self, verb: str, buffer: Bytes, offset: int) -> memoryview:
-        if buffer.dtype != np.uint8 or not buffer.flags.c_contiguous:
-            raise ValueError(f"{verb} of {self.path}: the buffer must be contiguous uint8, not {buffer.dtype}")
-        address = buffer.ctypes.data
-        if self.direct and (address % ALIGNMENT or offset % ALIGNMENT or buffer.nbytes % ALIGNMENT):
-            raise ValueError(
-                f"{verb} of {self.path}: O_DIRECT needs multiples of {ALIGNMENT}; "
-                f"got address {address:#x}, offset {offset}, {buffer.nbytes} B"
-            )
-        return buffer.data
-
-    def _transfer(self, verb: str, buffer: Bytes, offset: int, required: int) -> int:
-        view, call = self._check(verb, buffer, offset), self._backend._transfer_call(verb, self.is_counted)
-        done = fruitless = 0
-        doing = self._backend._noted(f"{verb} of {len(view)} B at offset {offset}", self.path)
-        with self._in_use() as descriptor, doing:
-            while done < required:
-                try:
-                    moved = call(descriptor, view[done:], offset + done, self.path)
-                except OSError as error:
-                    if error.errno not in _RETRIED or fruitless >= FRUITLESS_LIMIT:
-                        action = f"{verb} of {len(view) - done} B at offset {offset + done}"
-                        raise storage_error(error, action, self.path) from error
-                    fruitless += 1
-                    continue
-                if done + moved >= required:
-                    return done + moved
-                # O_DIRECT goes on from the aligned boundary: the remainder of a short transfer is issued again.
-                gain = moved - (done + moved) % ALIGNMENT if self.direct else moved
-                fruitless = 0 if gain > 0 else fruitless + 1
-                if moved == 0 or fruitless > FRUITLESS_LIMIT:
-                    self._raise_short(verb, done + moved, required, offset)
-                done += gain
-        return done
-
-    def _raise_short(self, verb: str, done: int, required: int, offset: int) -> NoReturn:
-        hint = "is the file truncated?" if verb == "read" else "the system accepted no more, without an error"
-        raise ShortTransfer(f"short {verb}: {done} of {required} B at offset {offset} of {self.path}; {hint}")
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    action: str
+    path: Path
+    start: float
 
 
 class Backend:
@@ -246,12 +94,33 @@ class Backend:
     def __init__(self, counters: Counters | None = None) -> None:
         self.counters = Counters() if counters is None else counters
         self.buffered_directories: set[Path] = set()
-        self._running: dict[int, tuple[str, Path, float]] = {}
+        self._running: dict[int, _Call] = {}  # by thread; in the order in which they were begun
+        self._latest: _Call | None = None
+        self._refusal: str | None = None
 
     def in_flight(self) -> list[str]:
         """One line per call of the system that has not returned. Any thread."""
         now = self.counters.clock()
-        return [f"{action} of {path}, for {now - start:.1f} s" for action, path, start in self._running.copy().values()]
+        return [f"{call.action} of {call.path}, for {now - call.start:.1f} s" for call in self._running.copy().values()]
+
+    def threads_in_flight(self) -> list[int]:
+        """Numbers of the threads that wait for those calls. Any thread."""
+        return list(self._running.copy())
+
+    def pulse(self) -> tuple[object, bool]:
+        """The call that has run the longest and True; or the last one and False, if none runs. Any thread.
+
+        As long as it is the same, nothing moves.
+        """
+        oldest = next(iter(self._running.copy().values()), None)
+        return oldest or self._latest, oldest is not None
+
+    def refuse(self, reason: str) -> None:
+        """From now on whoever works with this stops at their next call: nobody waits for them any more. Any thread.
+
+        What removes and closes still works.
+        """
+        self._refusal = reason
 
     def create(self, path: Path, size_bytes: int, mode: int = 0o600) -> BlockFile:
         """A new file with all its space allocated, so that a full disk is found before anything is written.
@@ -264,7 +133,7 @@ class Backend:
         try:
             try:
                 if size_bytes:
-                    with self._mapped(f"allocation of {size_bytes} B", path):
+                    with self.calling(f"allocation of {size_bytes} B", path):
                         self._call_allocate(descriptor, size_bytes, path)
             finally:
                 self._close(descriptor, path)
@@ -301,19 +170,19 @@ class Backend:
         """
         descriptor = self._open(path, os.O_RDWR, 0)
         try:
-            with self._mapped(f"allocation of {size_bytes} B", path):
+            with self.calling(f"allocation of {size_bytes} B", path):
                 self._call_allocate(descriptor, size_bytes, path)
         finally:
             self._close(descriptor, path)
 
     def truncate(self, path: Path, size_bytes: int) -> None:
         """Cuts a file; durable once it is synced."""
-        with self._mapped(f"cut to {size_bytes} B", path):
+        with self.calling(f"cut to {size_bytes} B", path):
             self._call_truncate(path, size_bytes)
 
     def replace(self, source: Path, destination: Path) -> None:
         """Renames over `destination`; durable once the directory is synced."""
-        with self._mapped(f"rename to {destination}", source):
+        with self.calling(f"rename to {destination}", source):
             self._call_replace(source, destination)
 
     def write_file(self, path: Path, data: bytes, mode: int) -> None:
@@ -326,7 +195,7 @@ class Backend:
         """
         descriptor = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
         try:
-            with self._mapped("setting the mode", path):
+            with self.calling("setting the mode", path):
                 os.fchmod(descriptor, mode)  # a leftover keeps its own otherwise
             file = BlockFile(self, path, descriptor, direct=False, is_counted=False)
             file.write_from(np.frombuffer(data, np.uint8), 0)
@@ -336,7 +205,7 @@ class Backend:
 
     def fsync_file(self, descriptor: int, path: Path) -> None:
         """Makes a file's bytes and size durable. Never retried (see `BlockFile.datasync`)."""
-        with self._mapped("fsync", path):
+        with self.calling("fsync", path):
             self._call_fsync(descriptor, path)
 
     def sync_directory(self, path: Path) -> None:
@@ -349,7 +218,7 @@ class Backend:
 
     def make_directory(self, path: Path, mode: int = 0o700) -> None:
         """Makes a directory if it is not there; its parent must be."""
-        with self._mapped("making", path), contextlib.suppress(FileExistsError):
+        with self.calling("making", path), contextlib.suppress(FileExistsError):
             self._call_mkdir(path, mode)
 
     def make_directories(self, path: Path, mode: int = 0o777) -> bool:
@@ -361,7 +230,7 @@ class Backend:
         Returns:
             Whether it was made.
         """
-        with self._mapped("making", path):
+        with self.calling("making", path):
             missing = [directory for directory in (path, *path.parents) if not directory.exists()]
         for directory in reversed(missing):
             self.make_directory(directory, mode if directory == path else 0o777)
@@ -374,35 +243,45 @@ class Backend:
 
     def remove(self, path: Path) -> None:
         """Removes one file, which must be there."""
-        with self._mapped("removal", path):
+        with self.calling("removal", path, is_ending=True):
             self._call_unlink(path)
 
     def names(self, path: Path) -> list[str]:
         """What a directory holds, sorted."""
-        with self._mapped("listing", path):
+        with self.calling("listing", path):
             return sorted(self._call_list(path))
 
     def _open(self, path: Path, flags: int, mode: int) -> int:
-        with self._mapped("open", path):
+        with self.calling("open", path):
             return self._call_open(path, flags, mode)
 
     def _close(self, descriptor: int, path: Path) -> None:
-        with self._mapped("close", path):
+        with self.calling("close", path, is_ending=True):
             self._call_close(descriptor, path)
 
     @contextlib.contextmanager
-    def _noted(self, action: str, path: Path) -> Iterator[None]:
+    def _noted(self, action: str, path: Path, *, is_ending: bool = False) -> Iterator[None]:
+        if self._refusal is not None and not is_ending:
+            raise ClosedError(f"{action} of {path} was not begun: {self._refusal}")
         me = threading.get_ident()
-        self._running[me] = (action, path, self.counters.clock())
+        self._running[me] = self._latest = _Call(action, path, self.counters.clock())
         try:
             yield
         finally:
             self._running.pop(me, None)
 
     @contextlib.contextmanager
-    def _mapped(self, action: str, path: Path) -> Iterator[None]:
+    def calling(self, action: str, path: Path, *, is_ending: bool = False) -> Iterator[None]:
+        """A call of the system, of one's own too: told while it runs, its error in words.
+
+        Args:
+            is_ending: it removes or closes something.
+
+        Raises:
+            StorageError: the system refused.
+        """
         try:
-            with self._noted(action, path):
+            with self._noted(action, path, is_ending=is_ending):
                 yield
         except OSError as error:
             raise storage_error(error, action, path) from error

@@ -9,7 +9,7 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,12 @@ def of_thread(thread: threading.Thread) -> str:
     if frame is None:
         return "not started" if thread.ident is None else "has ended"
     return _in_words(traceback.extract_stack(frame))
+
+
+def of_threads(numbers: Collection[int]) -> list[str]:
+    """One line for each of these threads, told by their numbers."""
+    threads = [thread for thread in threading.enumerate() if thread.ident in numbers]
+    return [f"{thread.name}: {of_thread(thread)}" for thread in sorted(threads, key=lambda thread: thread.name)]
 
 
 def _in_words(frames: Sequence[traceback.FrameSummary]) -> str:

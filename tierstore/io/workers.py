@@ -147,6 +147,16 @@ class WorkerPool(ForkAware):
         waiting = sum(len(queue) for queue in self._queues)
         return [*lines, f"{self.name}: {waiting} jobs queued"] if waiting else lines
 
+    def give_up(self) -> None:
+        """End all waits for jobs, by `ClosedError`; what runs goes on. The loop thread; `close` waits for the threads.
+
+        A running job still uses what its waiter frees now: lend it to nobody.
+        """
+        lost = ClosedError(f"worker pool {self.name!r} was given up")
+        self._refuse(lost)
+        for work, _ in self._running.copy().values():
+            _finish(work.job, None, lost)
+
     def close(self, timeout_s: float) -> None:
         """Refuses new jobs, lets the queued ones end, joins the threads. Twice is fine. Any thread but its own.
 
@@ -212,10 +222,13 @@ class WorkerPool(ForkAware):
         """Nobody is left waiting for a thread that is gone: what it had, and all that is queued, fails."""
         lost = ClosedError(f"thread {name} was ended by {error!r}; close what uses it, and open it again")
         lost.__cause__ = error
-        with self._lock:
-            self._lost = lost
+        self._refuse(lost)
         if name in self._running:
             _end(self._running.pop(name)[0], None, lost)
+
+    def _refuse(self, lost: ClosedError) -> None:
+        with self._lock:
+            self._lost = lost
         while (work := self._next()) is not None:
             _end(work, None, lost)
 

@@ -19,7 +19,9 @@ import os
 import re
 import secrets
 from collections.abc import Collection, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from aiofiles.os import wrap
@@ -270,11 +272,16 @@ def end_store_making(directories: Sequence[Path], backend: Backend | None = None
 
 
 class Manifests:
-    """The manifests of a store, in its first directory. The last two are kept."""
+    """The manifests of a store, in its first directory. The last two are kept.
 
-    def __init__(self, directory: Path, backend: Backend) -> None:
+    Args:
+        threads: which do what coroutines ask for; None: those of the loop.
+    """
+
+    def __init__(self, directory: Path, backend: Backend, threads: Executor | None = None) -> None:
         self.directory = directory
         self._backend = backend
+        self._threads = threads
 
     def numbers(self) -> list[int]:
         """Numbers of the committed generations that are still there, newest first; none without the directory."""
@@ -291,22 +298,25 @@ class Manifests:
 
     async def _remove(self, numbers: Collection[int]) -> None:
         """Remove the files of these generations, the manifests first."""
-        for name in reversed(self._backend.names(self.directory)):
+        names = await wrap(self._backend.names)(self.directory, executor=self._threads)
+        for name in reversed(names):
             match = _SMALL.fullmatch(name)
             if match and int(match["number"]) in numbers:
-                await wrap(self._backend.remove)(self.directory / name)
+                await wrap(self._backend.remove)(self.directory / name, executor=self._threads)
 
     async def _remove_all_but_two(self, last: int) -> None:
         """Keep this generation and the one before it, if there is one."""
-        kept = [number for number in self.numbers() if number <= last][:2]
-        await self._remove(set(self._numbers(_SMALL)) - set(kept))
+        numbers = await wrap(self.numbers)(executor=self._threads)
+        there = await wrap(self._numbers)(_SMALL, executor=self._threads)
+        await self._remove(set(there) - set([number for number in numbers if number <= last][:2]))
 
     async def publish(self, generation: Generation) -> None:
         """Write, fsync and rename. See [Note: the barrier]: chunks are durable before this is called."""
         manifest, captured = texts_of(generation)
-        await write_atomic(self._captured(generation.number), captured, backend=self._backend)
+        write = partial(write_atomic, backend=self._backend, threads=self._threads)
+        await write(self._captured(generation.number), captured)
         try:
-            await write_atomic(self._manifest(generation.number), manifest, backend=self._backend)
+            await write(self._manifest(generation.number), manifest)
         except BaseException:
             # Perhaps renamed, but not known to be durable: abandoned.
             with contextlib.suppress(StorageError):
@@ -321,7 +331,7 @@ class Manifests:
         that a power cut may still take back. One that was killed while it removed an old generation has left a part.
         """
         await self._remove_all_but_two(number)
-        await wrap(self._backend.sync_directory)(self.directory)
+        await wrap(self._backend.sync_directory)(self.directory, executor=self._threads)
 
     async def read(self, number: int) -> Generation:
         """Read one generation.
@@ -330,9 +340,10 @@ class Manifests:
             FormatError: it is not a manifest of this version, or damaged.
         """
         path = self._manifest(number)
-        body = read_manifest(await read_bytes(path), number, str(path))
+        body = read_manifest(await read_bytes(path, threads=self._threads), number, str(path))
         try:
-            captured = await read_bytes(self._captured(number), most_bytes=body["captured_bytes"] + _SPARE_BYTES)
+            most_bytes = body["captured_bytes"] + _SPARE_BYTES
+            captured = await read_bytes(self._captured(number), most_bytes=most_bytes, threads=self._threads)
         except StorageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise

@@ -229,13 +229,18 @@ class Homes:
                     held.is_home = True
                     self._leave_home(entry, tier)
                     return True
-                async with self._source(entry, Priority.DEMAND) as source:
+                try:
+                    async with self._source(entry, Priority.DEMAND) as source:
+                        if tier is Tier.CPU:
+                            entry.host = await self._to_host(entry.layout, source)
+                        elif entry.pack is None and not await self._write_pack(entry, source, Priority.DEMAND):
+                            return False
+                except BaseException:  # closing the source may fail, or be cancelled, too
                     if tier is Tier.CPU:
-                        entry.host = await self._to_host(entry.layout, source)
-                    elif entry.pack is None and not await self._write_pack(entry, source, Priority.DEMAND):
-                        return False
-                    self._leave_home(entry, tier)
-                    return True
+                        self._leave_host(entry)
+                    raise
+                self._leave_home(entry, tier)
+                return True
         finally:
             if held is not None:
                 self.gpu.unpin(held)
@@ -345,7 +350,7 @@ class Homes:
         self.gpu.unpin(copy)
 
     async def write_back(self, entry: Entry, copy: DeviceCopy) -> None:
-        """A user has gone who changed the tensors: make that the value of the entry.
+        """A modifier has gone who changed the tensors: make that the value of the entry.
 
         Raises:
             StorageError: the entry is as it was before, and the changes are lost.
@@ -359,6 +364,7 @@ class Homes:
                 self.gpu.disown(copy)
             raise
         finally:
+            copy.modifiers -= 1
             self.gpu.unpin(copy)
 
     async def _write_back(self, entry: Entry, copy: DeviceCopy) -> None:

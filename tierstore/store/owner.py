@@ -1,6 +1,6 @@
 """One event loop owns a store: refusing all others, knowing what runs, and keeping failures that nobody heard of.
 
-Scope: the loop check, calls in progress, background tasks, coming to rest.
+Scope: the loop check, calls in progress and how long they may stand still, background tasks, coming to rest.
 Not here: what the calls do (`tensors.py`); a loop in a thread of its own (`io/runtime.py`).
 Owner: the event loop that called `begin`.
 """
@@ -10,25 +10,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from tierstore.errors import ClosedError, Timeout
+from tierstore.io import stacks
 from tierstore.io.fork import ForkAware
 from tierstore.io.tasks import raise_first
+from tierstore.io.watch import Watch
 from tierstore.io.workers import Priority, WorkerPool
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class LoopOwner(ForkAware):
     """What a store knows of the loop that runs it.
 
     Args:
-        timeout_s: the deadline of its waits.
+        watch: tells when a wait is over.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.is_open = False
-        self._timeout_s = timeout_s
+        self._watch = watch
         self._descriptions: list[Callable[[], list[str]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[object, str] = {}
@@ -79,9 +84,12 @@ class LoopOwner(ForkAware):
     def spawn(self, work: Coroutine[Any, Any, None], name: str, *, is_load: bool = False) -> asyncio.Task[None]:
         """Start a task of the store's own; its failure is kept, but a load tells those who wait for it."""
         task = asyncio.get_running_loop().create_task(work, name=name)
+        self._own(task, is_load=is_load)
+        return task
+
+    def _own(self, task: asyncio.Task[Any], *, is_load: bool = False) -> None:
         self._tasks[task] = is_load
         task.add_done_callback(self._task_ended)
-        return task
 
     def later(self, workers: WorkerPool, job: Callable[[], None], name: str) -> None:
         """Run a job in a worker, without waiting."""
@@ -105,19 +113,68 @@ class LoopOwner(ForkAware):
         """Adds lines to the message of a deadline that has passed."""
         self._descriptions.append(description)
 
+    async def run(self, what: str, work: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts) -> T:
+        """The result of a call, which ends in time.
+
+        Cancellation: of the work, and held back until it has ended.
+
+        Raises:
+            Timeout: it is cancelled, and ends when its disk answers; a failure of it is kept.
+        """
+        with self.call(what):
+            return await self.in_time(f"{what} did not end", work(*args))
+
+    async def in_time(self, what: str, work: Coroutine[Any, Any, T]) -> T:
+        """As `run`, of what is no call. See [Note: given up] in `io/watch.py`."""
+        task = asyncio.get_running_loop().create_task(work, name=what)
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                async with self.deadline(what):
+                    await asyncio.wait({task})
+            except asyncio.CancelledError as error:
+                cancelled = error
+                task.cancel()
+            except Timeout:
+                task.cancel()
+                self._own(task)
+                raise
+        result = task.result()
+        if cancelled is not None:
+            raise cancelled
+        return result
+
     @contextlib.asynccontextmanager
     async def deadline(self, what: str) -> AsyncIterator[None]:
-        """What is awaited in here ends in time, or is cancelled.
+        """What is awaited in here is cancelled when nothing moves any more.
 
         Raises:
             Timeout: `what`, and what was in flight.
         """
+        loop, is_over = asyncio.get_running_loop(), self._watch.begin()
+        next_look: asyncio.Handle
+
+        def look() -> None:
+            nonlocal next_look
+            if is_over():
+                limit.reschedule(loop.time())
+            else:
+                next_look = loop.call_later(self._watch.interval_s, look)
+
+        next_look = loop.call_soon(look)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(None) as limit:
                 yield
+        except Timeout:  # from within: it says more
+            raise
         except TimeoutError:
-            running = [*self._calls.values(), *(line for lines in self._descriptions for line in lines())]
-            raise Timeout(f"{what} within {self._timeout_s} s; in flight: {'; '.join(running)}") from None
+            raise self._watch.timeout(what, self._in_flight()) from None
+        finally:
+            next_look.cancel()
+
+    def _in_flight(self) -> list[str]:
+        tasks = [f"task {task.get_name()}: {stacks.of_task(task)}" for task in self._tasks]
+        return [*self._calls.values(), *tasks, *(line for lines in self._descriptions for line in lines())]
 
     async def rest(self) -> None:
         """Wait for the calls in progress, then end loads that nobody waits for, and wait for all tasks.

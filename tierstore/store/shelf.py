@@ -15,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tierstore.config import Codec, Resume
-from tierstore.errors import ConfigError, StorageError, TierstoreError
+from tierstore.errors import ClosedError, ConfigError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
@@ -62,14 +63,18 @@ class Directories:
     """The directories of a store, claimed and locked.
 
     Attributes:
+        threads: which read and write what is not a pack.
+        before_release: what is to be closed when no thread uses it any more.
         is_unfinished: they are marked as those of a store that holds no generation yet.
     """
 
     paths: list[Path]
     backend: Backend
+    threads: Executor
     lock: StoreLock = field(default_factory=StoreLock)
     numbers: list[int] = field(default_factory=list)
     is_unfinished: bool = False
+    before_release: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def claim(self) -> None:
         """Make and lock them. Worker thread.
@@ -79,8 +84,13 @@ class Directories:
         """
         for path in self.paths:
             claim_directory(path, self.backend)
-        self.lock.add(self.paths)
-        self.numbers = Manifests(self.paths[0], self.backend).numbers()
+        with self.backend.calling("lock", self.paths[0]):
+            self.lock.add(self.paths)
+        self.numbers = self.manifests().numbers()
+
+    def manifests(self) -> Manifests:
+        """Those of the store."""
+        return Manifests(self.paths[0], self.backend, self.threads)
 
     def begin(self) -> None:
         """Mark them, and remove what a store that never had a generation has left. Worker thread."""
@@ -120,7 +130,7 @@ class Directories:
         if not numbers:
             return None
         number = numbers[1] if resume is Resume.PREVIOUS else numbers[0]
-        generation = await Manifests(where, self.backend).read(number)
+        generation = await self.manifests().read(number)
         if generation.layout.get("kind") != KIND:
             raise ConfigError(f"{where} holds the training state of a model, not named tensors; open it with Engine")
         if generation.layout["directories"] != len(self.paths):
@@ -132,9 +142,10 @@ class Directories:
 
     def release(self) -> None:
         """Leave nothing behind of a store that never had a generation, and unlock; twice is fine."""
+        self.before_release.close()
         if self.is_unfinished:
             with contextlib.suppress(TierstoreError):  # whatever stays is marked, and removed by the next
-                if not Manifests(self.paths[0], self.backend).numbers():
+                if not self.manifests().numbers():
                     begin_store(self.paths, self.backend)
                 self.finish()
         self.lock.release()
@@ -159,7 +170,7 @@ class Shelf:
     ) -> None:
         self.generation = opened.number if opened is not None else -1
         self._directories = directories
-        self._manifests = Manifests(directories.paths[0], io.backend) if directories.paths else None
+        self._manifests = directories.manifests() if directories.paths else None
         self._io = io
         self._route = route
         self._workers: WorkerPool = io.workers
@@ -192,11 +203,17 @@ class Shelf:
                 await self._workers.submit(Priority.WRITE, pack.slots.create)
                 await self._route.copy(layout, source, PackPlace(pack.slots), priority)
             finally:
-                pack.slots.close()
+                await self._close(pack)
         except BaseException:
             self.discard(pack)
             raise
         return pack
+
+    async def _close(self, pack: ExtentPack) -> None:
+        try:
+            await self._workers.submit(Priority.WRITE, pack.slots.close)
+        except ClosedError:  # the threads are gone, or were given up and may still use it
+            self._directories.before_release.callback(pack.slots.close)
 
     @contextlib.asynccontextmanager
     async def opened(self, pack: ExtentPack, priority: Priority) -> AsyncIterator[PackPlace]:
@@ -206,10 +223,12 @@ class Shelf:
             await self._workers.submit(priority, pack.slots.open, pack.slots.current)
             yield PackPlace(pack.slots)
         finally:
-            pack.is_open = False
-            if pack.is_discarded:
-                self.discard(pack)
-            pack.slots.close()
+            try:
+                await self._close(pack)
+            finally:
+                pack.is_open = False
+                if pack.is_discarded:
+                    self.discard(pack)
 
     async def sync(self, pack: ExtentPack) -> None:
         """Make a pack durable; done once, because it is never written again.

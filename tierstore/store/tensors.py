@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,12 @@ import torch
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Codec, Resume, Tier, TierConfig, format_size
 from tierstore.device.streams import ComputeDevice, open_device
-from tierstore.errors import BudgetError, ConfigError, TierstoreError
+from tierstore.errors import BudgetError, ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
+from tierstore.io.file_threads import FileThreads
 from tierstore.io.memory import Arena, Pool
 from tierstore.io.tasks import to_the_end
+from tierstore.io.watch import Watch
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.buffers import DEFAULT_CHUNK_BYTES, BufferPlan, plan_buffers
 from tierstore.store.commit import Generation
@@ -87,15 +90,19 @@ class TensorStore:
         self._backend = backend
         self._clock = clock
         self._tracer = tracer
-        self._owner = LoopOwner(tiers.timeout_s)
+        self._watch = Watch(backend, tiers.timeout_s)
+        self._owner = LoopOwner(self._watch)
         self._entries: dict[str, Entry] = {}
         self._committed: Any = None
         self._publishing = asyncio.Lock()
-        self._directories = Directories([Path(path) for path in tiers.nvme], backend)
+        self._files = FileThreads(1, "tierstore-files")
+        self._directories = Directories([Path(path) for path in tiers.nvme], backend, self._files)
         self._workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)), self._owner.keep_failure)
-        for description in (self._workers.in_flight, backend.in_flight):
+        for description in (self._workers.in_flight, self._files.in_flight, backend.in_flight):
             self._owner.describe(description)
         self._arena: Arena | None = None
+        self._leaving: Future[None] | None = None
+        self._is_given_back = False
 
     @classmethod
     def open(
@@ -137,19 +144,21 @@ class TensorStore:
         Raises:
             BudgetError: with the smallest budget that fits. The old entry counts: it stays until the new one is whole.
             StorageError: or cancelled; the old entry is there, unchanged.
+            Timeout: likewise; `tensors` are read until the disk answers.
         """
-        home = _tier(tier)
-        with self._owner.call(f"put {name!r}"):
-            self._check_tier(home)
-            check_tensors(name, tensors, self._device.torch_device)
-            described = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
-            entry = Entry(name, ExtentLayout.of(described, self._plan.chunk_bytes), home)
-            source = await flattened(self._device, entry.layout, tensors, self._workers)
-            await self._homes.settle_in(entry, source)
-            replaced = self._entries.get(name)
-            self._entries[name] = entry
-            if replaced is not None:
-                self._homes.retire(replaced)
+        await self._owner.run(f"put {name!r}", self._put, name, tensors, _tier(tier))
+
+    async def _put(self, name: str, tensors: Mapping[str, torch.Tensor], home: Tier) -> None:
+        self._check_tier(home)
+        check_tensors(name, tensors, self._device.torch_device)
+        described = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
+        entry = Entry(name, ExtentLayout.of(described, self._plan.chunk_bytes), home)
+        source = await flattened(self._device, entry.layout, tensors, self._workers)
+        await self._homes.settle_in(entry, source)
+        replaced = self._entries.get(name)
+        self._entries[name] = entry
+        if replaced is not None:
+            self._homes.retire(replaced)
 
     @contextlib.asynccontextmanager
     async def acquire(self, name: str, *, modify: bool = False) -> AsyncIterator[dict[str, torch.Tensor]]:
@@ -164,7 +173,7 @@ class TensorStore:
             KeyError: there is no such entry.
             BudgetError: what is acquired already does not leave room, with the smallest budget that fits.
             ChecksumMismatch: names the damaged chunk and its file.
-            Timeout: the load did not end in time; it goes on.
+            Timeout: nothing moves any more; the load, or writing back, goes on when the disk answers.
         """
         with self._owner.call(f"acquire {name!r}"):
             self._owner.raise_kept()
@@ -181,11 +190,7 @@ class TensorStore:
         if not modify:
             self._homes.leave(entry, copy, is_modified=False)
             return
-        try:
-            with self._owner.call(f"write back {name!r}"):
-                await self._homes.write_back(entry, copy)
-        finally:
-            copy.modifiers -= 1
+        await self._owner.run(f"write back {name!r}", self._homes.write_back, entry, copy)
 
     async def prefetch(self, names: Iterable[str]) -> list[str]:
         """Begin to load entries, in this order, and return at once.
@@ -205,13 +210,14 @@ class TensorStore:
 
         Raises:
             KeyError: there is no such entry.
-            BudgetError, StorageError: or cancelled; it is where it was.
+            BudgetError, StorageError, Timeout: or cancelled; it is where it was.
         """
-        home = _tier(tier)
-        with self._owner.call(f"move {name!r}"):
-            self._check_tier(home)
-            while not await self._homes.move(self._find(name), home):
-                pass
+        await self._owner.run(f"move {name!r}", self._move, name, _tier(tier))
+
+    async def _move(self, name: str, home: Tier) -> None:
+        self._check_tier(home)
+        while not await self._homes.move(self._find(name), home):
+            pass
 
     async def delete(self, name: str) -> None:
         """Forget an entry; who has it acquired keeps it to the release.
@@ -232,10 +238,11 @@ class TensorStore:
             Its number; that of the last one if nothing has changed since.
         Raises:
             StorageError: or cancelled; the generation before is there.
+            Timeout: likewise, or this one, if only its end is not known to be durable.
         """
-        with self._owner.call("commit"):
-            self._owner.raise_kept()
-            return await self._commit()
+        self._owner.check()
+        self._owner.raise_kept()
+        return await self._owner.run("commit", self._commit)
 
     def usage(self) -> dict[Tier, TierUsage]:
         """Count, bytes and share of the entries at home on each tier, and its budget."""
@@ -279,9 +286,13 @@ class TensorStore:
     async def __aenter__(self) -> TensorStore:
         self._owner.begin()
         try:
-            await to_the_end(self._open())
+            await self._owner.in_time("the store did not open", to_the_end(self._open()))
+        except Timeout:
+            with contextlib.suppress(Timeout):  # it hangs still
+                await self.close()
+            raise
         except BaseException:
-            self._take_down()
+            await self.close()
             raise
         self._owner.is_open = True
         return self
@@ -394,7 +405,8 @@ class TensorStore:
         remove what no generation names, join the workers, free the memory, unlock.
 
         Raises:
-            Timeout: something did not end in time; everything was given back nevertheless.
+            Timeout: something did not end. What hangs may still write, so memory and lock are kept: for `close`, or the
+                end of the process.
             TierstoreError: the first failure on the way, or one that nobody has heard of yet.
         """
         self._owner.check()
@@ -410,23 +422,57 @@ class TensorStore:
         try:
             await self._owner.rest()
             if is_clean and self._shelf.is_durable:
-                await self._commit()
+                await self._owner.in_time("the last commit did not end", self._commit())
             await self._owner.rest()  # removals
-            await self._workers.submit(Priority.WRITE, self._shelf.unlink, self._shelf.unnamed())
+            await self._owner.in_time("the store did not close", self._remove_unnamed())
         except TierstoreError as failure:
             self._owner.keep_failure(failure)  # behind those that came first
         finally:
-            self._take_down()
+            try:
+                await self.close()
+            except Timeout as failure:
+                self._owner.keep_failure(failure)
         self._owner.raise_kept()
 
-    def _take_down(self) -> None:
-        # Should a thread hang, this raises and the rest stays as it is: memory and lock go with the process.
-        self._workers.close(JOIN_S)
+    async def _remove_unnamed(self) -> None:
+        await self._workers.submit(Priority.WRITE, self._shelf.unlink, self._shelf.unnamed())
+
+    async def close(self) -> None:
+        """Give everything back; for a store whose opening or closing ended as `Timeout`. Twice is fine.
+
+        Raises:
+            Timeout: something hangs still; call again.
+            RuntimeError: it is in use.
+        """
+        self._owner.check_process()
+        if self._owner.is_open:
+            raise RuntimeError("a store that is in use is closed by the end of its 'async with', which commits it")
+        if self._is_given_back:
+            return
+        try:
+            await self._owner.rest()
+            await self._owner.in_time("the store did not close", self._leave())
+        except Timeout:
+            self._workers.give_up()  # or who waits for them would keep the event loop from ending
+            self._files.shutdown(wait=False)
+            raise
         self._entries = {}
         if self._arena is not None:
             for lease in self._arena.close():
                 lease.free()
             self._arena.close()
+        self._is_given_back = True
+
+    async def _leave(self) -> None:
+        if self._leaving is None or self._leaving.done():
+            thread = FileThreads(1, "tierstore-close")
+            self._leaving = thread.submit(self._give_back)  # goes on where nobody waits for it any more
+            thread.shutdown(wait=False)
+        await asyncio.wrap_future(self._leaving)
+
+    def _give_back(self) -> None:
+        self._workers.close(JOIN_S)
+        self._files.shutdown()
         self._directories.release()
 
 

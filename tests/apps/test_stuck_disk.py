@@ -1,0 +1,88 @@
+"""A disk that does not answer, under pack, unpack and verify: told in time, and nothing is half there."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import small_checkpoint
+from faults import HANG, FaultyBackend
+from rich.console import Console
+
+from tierstore.apps.pack import run_pack, run_unpack
+from tierstore.apps.verify import run_verify
+from tierstore.archive.packing import PackOptions
+from tierstore.archive.sources import INDEX
+from tierstore.archive.unpacking import UnpackOptions
+from tierstore.errors import Timeout
+from tierstore.io import watch
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+CONSOLE, MEMORY, TIMEOUT_S = Console(quiet=True), 2**40, 0.1
+WRITES = ("allocate", "close", "fdatasync", "fsync", "mkdir", "open", "pread", "pwrite", "replace", "truncate")
+CASES = [
+    *(("pack", kind, place) for kind in WRITES for place in ("first", "last")),
+    *(("unpack", kind, place) for kind in WRITES for place in ("first", "last")),
+    *(("verify", kind, "last") for kind in ("close", "open", "pread")),
+]
+
+
+def pack(folder: Path) -> None:
+    options = PackOptions((folder / "out",), shards=2, memory_bytes=MEMORY)
+    run_pack(folder.parent / "a", options, "none", None, CONSOLE, timeout_s=TIMEOUT_S)
+
+
+def unpack(folder: Path) -> None:
+    run_unpack([folder.parent / "p"], UnpackOptions(folder / "out", 5000, MEMORY), CONSOLE, timeout_s=TIMEOUT_S)
+
+
+def verify(folder: Path) -> None:
+    assert not run_verify([folder.parent / "p"], MEMORY, CONSOLE, timeout_s=TIMEOUT_S).damages
+
+
+WORK: dict[str, Callable[[Path], None]] = {"pack": pack, "unpack": unpack, "verify": verify}
+
+
+def done_with(work: Callable[[Path], None], folder: Path, disk: FaultyBackend, patch: pytest.MonkeyPatch) -> set[str]:
+    """What is there when it is done; deadlines pass only where the disk hangs."""
+    folder.mkdir()
+    patch.setattr(watch, "Backend", lambda: disk)
+    patch.setattr(watch.Watch, "begin", lambda self: lambda: disk.is_hung.is_set() and not disk.goes_on.is_set())
+    work(folder)
+    return names(folder)
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("command", "kind", "place"), CASES)
+def test_a_call_that_never_returns(
+    command: str, kind: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_checkpoint(tmp_path / "a", blocks=1)
+    work: Any = WORK[command]
+    options = PackOptions((tmp_path / "p",), shards=2, memory_bytes=MEMORY)
+    run_pack(tmp_path / "a", options, "none", None, CONSOLE)
+    clean, threads = FaultyBackend(kinds=(kind,)), set(threading.enumerate())
+    whole = done_with(work, tmp_path / "clean", clean, monkeypatch)
+    disk = FaultyBackend(HANG, at=0 if place == "first" else clean.counted - 1, kinds=(kind,))
+    with pytest.raises(Timeout) as caught:
+        done_with(work, tmp_path / "hangs", disk, monkeypatch)
+    there = names(tmp_path / "hangs")
+    disk.goes_on.set()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(30)
+    assert disk.hit is not None
+    said, path = str(caught.value), re.escape(str(disk.hit[1]))
+    assert re.search(rf"^{command} does not go on: .*\n(.*\n)*  [a-z].* of {path}.*, for \d", said), said
+    assert re.search(r"\n  \S+: wait .* < _step \(faults\.py", said), said
+    assert f"out/{INDEX}" not in there or there >= whole, "half of it is visible"
+    left = names(tmp_path / "hangs")
+    assert not left or (place == "last" and left == whole), "it removes what it made, if it was not all but done"
+    if not left:
+        assert done_with(work, tmp_path / "again", FaultyBackend(), monkeypatch) == whole

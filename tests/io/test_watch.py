@@ -1,0 +1,132 @@
+"""When a disk is stuck, and what becomes of work that is given up then."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from faults import HANG, FaultyBackend
+
+from tierstore.errors import ClosedError, Timeout
+from tierstore.io.backend import Backend
+from tierstore.io.watch import Attended, Watch
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+TIMEOUT_S = 10.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def looks_until_over(watch: Watch, clock: Clock, step_s: float = 1.0, most: int = 100) -> int:
+    is_over = watch.begin()
+    for look in range(1, most):
+        clock.now += step_s
+        if is_over():
+            return look
+    return most
+
+
+def test_a_slow_disk_is_never_stuck() -> None:
+    backend, clock = Backend(), Clock()
+    is_over = Watch(backend, TIMEOUT_S, clock).begin()
+    with backend.calling("first", Path("a")):
+        for _ in range(100):
+            with backend.calling("read", Path("b")):
+                clock.now += 0.9 * TIMEOUT_S
+                assert not is_over()
+
+
+def test_where_nothing_is_begun_the_wait_is_over() -> None:
+    clock = Clock()
+    watch = Watch(Backend(), TIMEOUT_S, clock)
+    assert [looks_until_over(watch, clock) for _ in range(2)] == [10, 10]
+
+
+def test_one_call_that_does_not_return_is_enough_and_ends_later_waits_at_once() -> None:
+    backend, clock = Backend(), Clock()
+    watch, looks = Watch(backend, TIMEOUT_S, clock), 0
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with backend.calling("fsync", Path("stuck")):
+            begun.set()
+            assert goes_on.wait(30)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    assert begun.wait(30)
+    is_over = watch.begin()
+    while not is_over():
+        with backend.calling("read", Path("others go on")):
+            clock.now += 1
+        looks += 1
+    assert looks == 10
+    assert looks_until_over(watch, clock, 0.0) == 1
+    goes_on.set()
+    thread.join()
+    assert looks_until_over(watch, clock) == 10
+
+
+def test_a_process_that_was_stopped_has_lost_no_time() -> None:
+    clock = Clock()
+    watch = Watch(Backend(), TIMEOUT_S, clock)
+    assert looks_until_over(watch, clock, 1e6) == 10
+
+
+def test_work_that_is_given_up_ends_at_its_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, ends = FaultyBackend(HANG, kinds=("mkdir",)), threading.Event()
+    monkeypatch.setattr(Watch, "begin", lambda self: disk.is_hung.is_set)
+
+    def work() -> None:
+        disk.make_empty(tmp_path / "mine")
+        disk.make_directory(tmp_path / "made")
+        with pytest.raises(ClosedError, match=r"^making of .*never was not begun: pack was given up$"):
+            disk.make_directory(tmp_path / "never")
+        disk.remove(tmp_path / "mine")
+        ends.set()
+
+    with Attended("pack", 0.1, disk) as attended:
+        with pytest.raises(Timeout) as caught:
+            attended.call(work)
+        disk.goes_on.set()
+        assert ends.wait(30)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    said = str(caught.value)
+    assert said.startswith("pack does not go on: nothing has moved for 0.1 s; in flight:\n  making of ")
+    assert re.search(r"\n  pack_0: wait .* < _step \(faults\.py", said)
+
+
+def test_an_interrupt_waits_until_the_work_has_stopped() -> None:
+    backend, is_told, has_stopped = Backend(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        assert is_told.wait(30)
+        try:
+            backend.names(Path("."))
+        except ClosedError:
+            has_stopped.set()
+
+    class Interrupted(Attended):
+        def _wait(self, work: object) -> None:
+            if not is_told.is_set():
+                raise KeyboardInterrupt
+            super()._wait(work)  # type: ignore[arg-type]
+
+    refuse = backend.refuse
+
+    def refuse_and_tell(reason: str) -> None:
+        refuse(reason)
+        is_told.set()
+
+    backend.refuse = refuse_and_tell  # type: ignore[method-assign]
+    with Interrupted("pack", 30.0, backend) as attended, pytest.raises(KeyboardInterrupt):
+        attended.call(work)
+    assert has_stopped.is_set()

@@ -1,0 +1,116 @@
+"""Slow or stuck: work that may take hours, on a disk that has to answer.
+
+Scope: when a wait is over because nothing moves; blocking work that is given up then.
+Not here: the work; what a loop of its own waits for (`runtime.py`); coroutines of a store (`store/owner.py`).
+Owner: an `Attended` owns its thread.
+
+[Note: a standstill] Work as a whole has no deadline: 100 GB take a slow disk hours. Its steps have one: while the
+oldest call of the system that has not returned is the same, or none has been begun, nothing moves. That time is counted
+look by look, an interval at most for each, so that a process that was stopped (Ctrl-Z) and goes on has lost none.
+
+[Note: given up] A thread cannot be stopped in the middle of a call of the system. Who gives up waiting for it leaves it
+all that it uses, files, memory and locks: it ends as after a failure when its call returns, and gives them back then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from tierstore.errors import Timeout
+from tierstore.io import stacks
+from tierstore.io.backend import Backend
+from tierstore.io.file_threads import FileThreads
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_LOOKS = 10
+
+
+class Watch:
+    """Looks after the calls of a backend. See [Note: a standstill].
+
+    Args:
+        timeout_s: for so long nothing may move.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, backend: Backend, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeout_s = timeout_s
+        self._backend = backend
+        self._clock = clock
+        self._stuck: object = None
+
+    @property
+    def interval_s(self) -> float:
+        """Between two looks."""
+        return self.timeout_s / _LOOKS
+
+    def begin(self) -> Callable[[], bool]:
+        """A wait begins: what tells, at each look, whether it is over. A call that was found stuck ends it at once."""
+        quiet_s, seen, last = 0.0, self._backend.pulse(), self._clock()
+
+        def is_over() -> bool:
+            nonlocal quiet_s, seen, last
+            now, pulse = self._clock(), self._backend.pulse()
+            quiet_s = quiet_s + min(now - last, self.interval_s) if pulse == seen else 0.0
+            seen, last = pulse, now
+            oldest, is_running = pulse
+            if quiet_s >= self.timeout_s and is_running:
+                self._stuck = oldest
+            return quiet_s >= self.timeout_s or (is_running and oldest is self._stuck)
+
+        return is_over
+
+    def timeout(self, what: str, in_flight: list[str]) -> Timeout:
+        """The error of a wait that is over."""
+        return Timeout("\n  ".join([f"{what}: nothing has moved for {self.timeout_s:g} s; in flight:", *in_flight]))
+
+
+class Attended:
+    """Blocking work in a thread of its own. See [Note: given up].
+
+    Attributes:
+        backend: whose calls show that it moves; the work should use it for all of them.
+    """
+
+    def __init__(self, name: str, timeout_s: float, backend: Backend | None = None) -> None:
+        self.backend = backend or Backend()
+        self._name = name
+        self._watch = Watch(self.backend, timeout_s)
+        self._threads = FileThreads(1, name)
+
+    def __enter__(self) -> Attended:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._threads.shutdown(wait=False)
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `function`. Ctrl-C: it is raised when the work has stopped, at its next call of the system.
+
+        Raises:
+            Timeout: nothing moves any more.
+        """
+        work = self._threads.submit(function, *args, **kwargs)
+        try:
+            self._wait(work)
+        except BaseException as error:  # KeyboardInterrupt too
+            self.backend.refuse(f"{self._name} was given up")
+            if not isinstance(error, Timeout):
+                self._wait(work)
+            raise
+        return work.result()
+
+    def _wait(self, work: Future[Any]) -> None:
+        is_over = self._watch.begin()
+        while not wait([work], self._watch.interval_s).done:
+            if is_over():
+                raise self._watch.timeout(f"{self._name} does not go on", self._in_flight())
+
+    def _in_flight(self) -> list[str]:
+        waiting = stacks.of_threads(self.backend.threads_in_flight())
+        return list(dict.fromkeys([*self.backend.in_flight(), *self._threads.in_flight(), *waiting]))
