@@ -66,14 +66,15 @@ def test_json_holds_all_figures(tmp_path: Path) -> None:
     assert len(found["strategies"]) == 8
     assert found["simplest"] == "nothing offloaded"
     written_s = 12 * 124_439_808 / NODES["laptop"].rates.write_bytes_per_s  # of the commit: nothing else moves
-    assert found["strategies"][-1]["phases"][0]["links_s"]["disks"] == pytest.approx(written_s, rel=0.01)
+    disks_s = sum(phase["links_s"]["disks"] for phase in found["strategies"][-1]["phases"])
+    assert disks_s == pytest.approx(written_s, rel=0.01)
     assert found["machine"]["source"] == NODES["laptop"].source
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
-    for update in ("auto", "step"):  # with "step" a strategy in memory has one phase, one on disk three
+    for update in ("auto", "step"):
         assert run("--params", "13B", "--machine", "rtx-4090", "--update", update, "--plot", str(path)).exit_code == 0
     assert path.read_bytes().startswith(PNG)
 

@@ -114,6 +114,30 @@ def test_where_the_update_hides() -> None:
     assert seconds[UpdateSchedule.DELAYED] == [3]
 
 
+def test_a_commit_is_written_where_the_disks_are_idle() -> None:
+    work = {"forward": Work(compute_s=1, read_bytes=28e9), "backward": Work(compute_s=2),
+            "update": Work(read_bytes=28e9)}  # fmt: skip
+    for schedule in UpdateSchedule:
+        plain_s = sum(phase.seconds for phase in phases_of(work, ONE_LINK, schedule))
+        for written_s in (0.5, 9.0):  # the disks read for two seconds anyway
+            phases = phases_of(work | {"commit": Work(written_bytes=written_s * 28e9)}, ONE_LINK, schedule)
+            assert sum(phase.seconds for phase in phases) == pytest.approx(max(plain_s, 2 + written_s))
+            assert sum(phase.links_s[Link.DISKS] for phase in phases) == pytest.approx(2 + written_s)
+    busy = {name: Work(read_bytes=28e9) for name in ("forward", "backward", "update")}
+    phases = phases_of(busy | {"commit": Work(written_bytes=28e9)}, ONE_LINK, UpdateSchedule.STEP)
+    assert sum(phase.seconds for phase in phases) == pytest.approx(4)
+
+
+def test_an_update_after_the_step_hides_behind_nothing() -> None:
+    job = Job(from_parameters(7e9), batch=1)
+    here = Situation(job, Layout(), NODES["dgx-h100"].with_gpus(1), UpdateSchedule.STEP, commit_every=1000)
+    (option,) = options_of(here, [Strategy.STATE_CPU])
+    # 14 GB to the GPU and back at 64 GB/s, then 7e9 updates of 26 B at 614.4 GB/s.
+    assert [phase.seconds for phase in option.phases] == pytest.approx([0.2188, 0.2188, 0.2962], rel=1e-3)
+    (beside,) = options_of(replace(here, schedule=UpdateSchedule.FORWARD), [Strategy.STATE_CPU])
+    assert beside.step_s < option.step_s
+
+
 def test_of_several_micro_batches_one_pass_hides_the_update() -> None:
     work = {"forward": Work(compute_s=4), "backward": Work(compute_s=8), "update": Work(read_bytes=5 * 28e9)}
     single = {"forward": Work(compute_s=1), "backward": Work(compute_s=2), "update": Work(read_bytes=5 * 28e9)}
@@ -171,7 +195,7 @@ def test_cores_that_compute_and_update_take_turns() -> None:
     copied_s = (work["forward"].h2d_bytes + work["backward"].d2h_bytes) / 16e9
     assert work["update"].optimizer_s == pytest.approx(adam_s)
     assert plain.step_s == pytest.approx(plain.compute_s + adam_s + copied_s)
-    free = on_cores(replace(CORES, slowdowns=()), nvme=False)  # Adam has a turn of its own even so
+    free = on_cores(replace(CORES, slowdowns=()), nvme=False)  # Adam has a phase of its own even so
     assert free.step_s == pytest.approx(plain.compute_s + adam_s)
 
 

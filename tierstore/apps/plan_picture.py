@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _COLORS = {Kind.WEIGHTS: "tab:blue", Kind.GRADIENTS: "tab:orange", Kind.STATE: "tab:green"}
 _OTHER = "0.75"  # what is taken beside those
-_PHASES = ("tab:purple", "tab:olive", "tab:cyan", "tab:pink")
+_PHASES = ("tab:purple", "tab:olive", "tab:cyan", "tab:pink", "tab:brown")
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
 
 
@@ -66,7 +66,7 @@ def _draw_tier(axes: Axes, options: tuple[Option, ...], tier: Tier, limit: float
 
 
 def _draw_seconds(axes: Axes, options: tuple[Option, ...]) -> None:
-    # Not all have the same: where state is in memory and cores are shared, a step is one phase.
+    # Not all have the same: where cores are shared, "auto" is another schedule for state in memory.
     names = dict.fromkeys(phase.name for option in options for phase in option.phases)
     rows = range(len(options))
     left = [0.0] * len(options)

@@ -9,13 +9,16 @@ latencies, the traffic between pipeline stages, and an update on the GPU.
 [Note: what hides] What moves or updates beside computing is hidden as far as the two do not slow each other: on a GPU
 nearly all of it, on a CPU whose cores compute, copy and update nearly nothing. How much is measured in pairs
 (`BandwidthTable.slowdown`); a pair that was not measured does not slow.
+
+[Note: commits] What lives in CPU memory is written for a commit in the background, under any schedule, until the next
+one: first where the disks have nothing else to do, and only what is left makes a step longer.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 from tierstore.config import Tier, UpdateSchedule
 from tierstore.plan.bandwidth import Activity
@@ -111,48 +114,60 @@ class Phase:
 def phases_of(
     work: Mapping[str, Work], node: Node, schedule: UpdateSchedule, single: Mapping[str, Work] | None = None
 ) -> tuple[Phase, ...]:
-    """The phases of a step, in its order; the update hides where the schedule puts it.
+    """The phases of a step, in its order; the update hides where the schedule puts it, a commit in all of them.
 
     Of several micro-batches only one pass hides the update: the first forward, in which a layer waits for its own
     update at its first visit; or the last backward, which completes the gradients. The other passes are a phase apart.
 
     Args:
-        work: of "forward", "backward" and "update".
+        work: of "forward", "backward" and "update", and of a "commit" if there is one.
         single: likewise, of a step with one micro-batch; None: this one has no more.
     """
+    parts = _parts(work, schedule, single)
+    phases = tuple(_phase(name, part, node) for name, part in parts.items())
+    written_bytes = work.get("commit", Work()).written_bytes
+    if not written_bytes:
+        return phases
+    # See [Note: commits].
+    idle_s = [max(0.0, phase.seconds - phase.sync_s - phase.links_s[Link.DISKS]) for phase in phases]
+    if not any(idle_s):
+        idle_s = [1.0] * len(phases)
+    share = written_bytes / sum(idle_s)
+    return tuple(
+        _phase(name, part + Work(written_bytes=share * one_s), node)
+        for (name, part), one_s in zip(parts.items(), idle_s)
+    )
+
+
+def _parts(work: Mapping[str, Work], schedule: UpdateSchedule, single: Mapping[str, Work] | None) -> dict[str, Work]:
+    """The work of each phase by its name, in the order of the step; see `phases_of`."""
     forward, backward, update = work["forward"], work["backward"], work["update"]
-    if schedule is UpdateSchedule.STEP and not update.read_bytes:
-        # All state is in memory: what is written is written for a commit, beside the whole of the next step.
-        return (_phase("forward, backward, update", forward + backward + update, node, _IN_TURNS),)
     if schedule is UpdateSchedule.STEP:
-        return tuple(_phase(name, part, node) for name, part in work.items())
+        return {"forward": forward, "backward": backward, "update": update}
     if schedule is UpdateSchedule.DELAYED:
-        return (_phase("forward, backward, update", forward + backward + update, node),)
+        return {"forward, backward, update": forward + backward + update}
     if schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE):
         if single is None:
-            return (_phase("forward", forward, node), _phase("backward, update", backward + update, node))
+            return {"forward": forward, "backward, update": backward + update}
         last = single["backward"]
-        return (_phase("forward", forward, node), _phase("other backwards", backward - last, node),
-                _phase("last backward, update", last + update, node))  # fmt: skip
+        return {"forward": forward, "other backwards": backward - last, "last backward, update": last + update}
     if single is None:
-        return (_phase("forward, update", forward + update, node), _phase("backward", backward, node))
+        return {"forward, update": forward + update, "backward": backward}
     first = single["forward"]
-    return (_phase("first forward, update", first + update, node), _phase("other forwards", forward - first, node),
-            _phase("backward", backward, node))  # fmt: skip
+    return {"first forward, update": first + update, "other forwards": forward - first, "backward": backward}
 
 
 _ACTIVITIES = {Link.OPTIMIZER: Activity.ADAM, Link.H2D: Activity.H2D, Link.D2H: Activity.D2H}
-_IN_TURNS = {Link.OPTIMIZER: (2.0, 2.0)}  # one after the other: see `beside_s`
 
 
-def _phase(name: str, work: Work, node: Node, slower: Mapping[Link, tuple[float, float]] = {}) -> Phase:
+def _phase(name: str, work: Work, node: Node) -> Phase:
     rates = node.rates
-    measured = {
+    slower = {
         link: (rates.slowdown(Activity.MATMUL, activity), rates.slowdown(activity, Activity.MATMUL))
         for link, activity in _ACTIVITIES.items()
     }
     way = Activity.WRITE if work.written_bytes > work.read_bytes else Activity.READ
-    measured[Link.DISKS] = rates.slowdown(Activity.MATMUL, way), rates.slowdown(way, Activity.MATMUL)
+    slower[Link.DISKS] = rates.slowdown(Activity.MATMUL, way), rates.slowdown(way, Activity.MATMUL)
     return Phase(
         name,
         work.compute_s,
@@ -164,14 +179,14 @@ def _phase(name: str, work: Work, node: Node, slower: Mapping[Link, tuple[float,
             Link.OPTIMIZER: work.optimizer_s,
             Link.PEERS: work.peers_s,
         },
-        {**measured, **slower},
+        slower,
     )
 
 
 def step_work(
     job: Job, layout: Layout, node: Node, placement: Placement | None, schedule: UpdateSchedule, commits_per_step: float
 ) -> dict[str, Work]:
-    """What forward, backward and update ask of a node.
+    """What forward, backward, update and commit ask of a node.
 
     Args:
         placement: of one rank; None: nothing is offloaded.
@@ -181,6 +196,7 @@ def step_work(
         "forward": _gpu_work(job, layout, node, 1, forward_s),
         "backward": _gpu_work(job, layout, node, 2 if job.checkpointing else 1, backward_s),
         "update": Work(),
+        "commit": Work(),
     }
     if placement is None and node.computes_on_cpu:  # what a GPU updates is not counted: it is little
         parts["update"] = Work(optimizer_s=job.shape.parameters / layout.count / _adam_elements_per_s(job, node))
@@ -314,7 +330,8 @@ def _offload_work(
     placement: Placement, pattern: StepPattern, loads: Sequence[tuple[int, int]], adam_elements_per_s: float
 ) -> dict[str, Work]:
     """Bytes of one rank on disks and links, by part of the step, and seconds of its update."""
-    traffic = step_traffic(placement, pattern)
+    traffic = step_traffic(placement, replace(pattern, commits_per_step=0.0))
+    committed = step_traffic(placement, pattern).written_bytes - traffic.written_bytes
     grids = [Grid(need, placement.chunk_elements).total(need.weight_bytes) for need in placement.groups]
     on_nvme = [home is Tier.NVME for home in placement.weights_home]
     fetched = [sum(size * count[way] for size, count in zip(grids, loads)) for way in (0, 1)]
@@ -333,4 +350,5 @@ def _offload_work(
             written_bytes=traffic.written_bytes - traffic.written[Kind.GRADIENTS],
             optimizer_s=traffic.trained_parameters / adam_elements_per_s,
         ),
+        "commit": Work(written_bytes=committed),
     }  # fmt: skip

@@ -94,7 +94,7 @@ class Option:
         bytes: by kind and tier at rest; of each GPU on the GPU tier, of a node on the others.
         taken: by tier: of each GPU with activations, of a node with staging, of its disks with both slots.
         problems: why it does not fit, a sentence each.
-        work: of forward, backward and update, in bytes of one node.
+        work: of forward, backward, update and commit, in bytes of one node.
         phases: of a step; none, and no work, where a budget is too small for any placement.
         placement: of one rank; None if nothing is offloaded.
     """
