@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 from profiling import fitted, fitted_by_ticks, refused
 from ranks import run_ranks
 
@@ -56,10 +57,14 @@ def test_the_medians_are_those_of_the_channel() -> None:
     assert channel.launched == list(SIZES_BYTES) * 5  # in turn, with two rounds to warm up
 
 
-def test_cores_are_the_processor_time_of_the_collectives() -> None:
+@pytest.mark.parametrize(("threads", "cores"), [(1, 0.75), (2, 0.375)])
+def test_cores_are_the_collectives_share_of_the_threads(
+    threads: int, cores: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     channel = Channel(LINK, noise=0.0)
     timings = time_collectives(channel, SIZES_BYTES, 3, channel.clock, lambda: 0.75 * channel.now_s)
-    assert timings.busy_cores == pytest.approx(0.75)
+    assert timings.cores == pytest.approx(cores)
 
 
 def test_a_slow_first_round_does_not_count() -> None:

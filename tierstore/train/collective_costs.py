@@ -39,12 +39,12 @@ class Timings:
 
     Attributes:
         launch_s: until a launch returns.
-        busy_cores: CPU time of the process while collectives run, per second.
+        cores: CPU time of the process while collectives run, as a share of that of the threads that compute.
     """
 
     by_size: tuple[Timing, ...]
     launch_s: float
-    busy_cores: float
+    cores: float
 
 
 def time_collectives(
@@ -70,7 +70,8 @@ def time_collectives(
                 cpu_s += cpu_clock() - cpu_begun_s
     taken_s = sum(map(sum, seconds.values()))
     by_size = tuple(Timing(size, median(times)) for size, times in seconds.items())
-    return Timings(by_size, median(launches), cpu_s / taken_s if taken_s > 0 else 0.0)
+    busy_cores = cpu_s / taken_s if taken_s > 0 else 0.0
+    return Timings(by_size, median(launches), min(1.0, busy_cores / torch.get_num_threads()))
 
 
 def fit_cost_model(
@@ -111,8 +112,7 @@ def fit_cost_model(
             ranks.close()
     fit = fit_timings(timings.by_size)
     # A GPU's collectives take none of what computes, though a thread of the CPU may wait for them busily.
-    threads = torch.get_num_threads()
-    cores = min(1.0, timings.busy_cores / threads) if torch.device(device).type == "cpu" else 0.0
+    cores = timings.cores if torch.device(device).type == "cpu" else 0.0
     return replace(fit, model=replace(fit.model, launch_s=timings.launch_s, cores=cores))
 
 
@@ -146,10 +146,10 @@ class _Group:
 
     def agreed(self, timings: Timings) -> Timings:
         """The largest of all ranks."""
-        figures = [*(one.seconds for one in timings.by_size), timings.launch_s, timings.busy_cores]
+        figures = [*(one.seconds for one in timings.by_size), timings.launch_s, timings.cores]
         seconds = torch.tensor(figures, dtype=torch.float64)
         seconds = seconds.to(self._device)
         distributed.all_reduce(seconds, op=distributed.ReduceOp.MAX, group=self._group)
-        *by_size, launch_s, busy_cores = seconds.tolist()
+        *by_size, launch_s, cores = seconds.tolist()
         found = tuple(Timing(one.nbytes, s) for one, s in zip(timings.by_size, by_size, strict=True))
-        return Timings(found, launch_s, busy_cores)
+        return Timings(found, launch_s, cores)
