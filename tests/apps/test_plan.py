@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tierstore.apps.options import Preset
+from tierstore.apps.options import Precision, Preset
 from tierstore.apps.plan import PlanOptions, plan, situation_of
 from tierstore.cli import app
 from tierstore.errors import ConfigError
@@ -132,6 +132,8 @@ def test_layers_that_were_timed_say_how_long_computing_takes(tmp_path: Path) -> 
     found = plan(asked)
     assert not found.notes
     assert found.options[-1].compute_s == pytest.approx(3 * (12 + 1), rel=1e-6)
+    (note,) = plan(replace(asked, dtype=Precision.FP16)).notes  # not timed, so it is the data sheet's
+    assert "flop/s are those of the data sheet of dgx-h100" in note
     for other in (replace(asked, machine="laptop"), replace(asked, flops=1e14)):
         assert plan(other).options[-1].compute_s < 1
 

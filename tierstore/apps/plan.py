@@ -19,6 +19,7 @@ from tierstore.errors import ConfigError
 from tierstore.measure.table_file import read_table
 from tierstore.plan.advice import Change, changes
 from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.layers import is_timed
 from tierstore.plan.machine import Node, node_called
 from tierstore.plan.memory import Attention, Job, Layout
 from tierstore.plan.model_size import ModelShape, from_config, from_parameters
@@ -110,7 +111,9 @@ def plan(asked: PlanOptions) -> Plan:
 
 def _notes(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
     machine = node_called(asked.machine or _DEFAULT_MACHINE)
-    if asked.bandwidth is None or asked.flops is not None or situation.node.computes_on_cpu:
+    if asked.bandwidth is None or asked.flops is not None:
+        return ()
+    if is_timed(situation.node.rates.layers, situation.job.dtype):
         return ()
     if situation.node.flop_per_s != machine.flop_per_s:
         return ()

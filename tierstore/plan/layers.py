@@ -58,6 +58,11 @@ class TimedLayer:
             raise ConfigError(f"a timed layer has work and seconds, positive and finite, not {figures}")
 
 
+def is_timed(timed: Iterable[TimedLayer], dtype: str) -> bool:
+    """Whether layers of both kinds were timed in this dtype."""
+    return {one.kind for one in timed if one.dtype == dtype} == set(LayerKind)
+
+
 def computing_s(
     timed: Iterable[TimedLayer], dtype: str, work: Mapping[LayerKind, LayerWork]
 ) -> tuple[float, float] | None:
