@@ -21,7 +21,9 @@ from tierstore.errors import ConfigError, FormatError
 from tierstore.plan.cost_model import CostModel
 from tierstore.plan.layers import TimedLayer
 
-VERSION = 1
+VERSION = 2
+"""Of the form: 2 has rates of norms, timed layers, and the cores of a collective; what a table of 1 has it has too."""
+_READ_VERSIONS = (1, VERSION)
 REPORT = "report"
 """A key that whoever writes a table may add; it is not read."""
 
@@ -221,8 +223,9 @@ class BandwidthTable(_Part):
         if not isinstance(value, dict):
             raise FormatError(f"a bandwidth table is a JSON object, not {type(value).__name__}")
         version = value.get("version", VERSION)
-        if version != VERSION or isinstance(version, bool):
-            raise FormatError(f"a bandwidth table of version {version!r}; this tierstore reads version {VERSION}")
+        if version not in _READ_VERSIONS or isinstance(version, bool):
+            known = " and ".join(map(str, _READ_VERSIONS))
+            raise FormatError(f"a bandwidth table of version {version!r}; this tierstore reads versions {known}")
         rates = {name: part for name, part in value.items() if name not in ("version", REPORT)}
         try:  # as text: what JSON can hold, and nothing that only looks like it
             return _ADAPTER.validate_json(json.dumps(rates), strict=True)
