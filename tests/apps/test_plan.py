@@ -132,8 +132,8 @@ def test_layers_that_were_timed_say_how_long_computing_takes(tmp_path: Path) -> 
     found = plan(asked)
     assert not found.notes
     assert found.options[-1].compute_s == pytest.approx(3 * (12 + 1), rel=1e-6)
-    (note,) = plan(replace(asked, dtype=Precision.FP16)).notes  # not timed, so it is the data sheet's
-    assert "flop/s are those of the data sheet of dgx-h100" in note
+    other_dtype = plan(replace(asked, dtype=Precision.FP16))  # not timed, so it is the data sheet's
+    assert "flop/s are those of the data sheet of dgx-h100" in other_dtype.notes[0]
     for other in (replace(asked, machine="laptop"), replace(asked, flops=1e14)):
         assert plan(other).options[-1].compute_s < 1
 
@@ -147,7 +147,24 @@ def test_measured_flops_are_those_of_a_machine_without_a_name(tmp_path: Path) ->
     }
     assert flops == {None: 3e13, "laptop": NODES["laptop"].flop_per_s}
     found = plan(PlanOptions(params="7e9", bandwidth=path))
-    assert not found.notes
+    assert not any("flop/s" in note for note in found.notes)
+
+
+def test_every_strategy_commits_where_there_are_disks() -> None:
+    asked = PlanOptions(params="7e9", gpus=1)
+    found = plan(asked)
+    on_cpu, split = found.options[1], found.options[-1]
+    assert on_cpu.bytes == split.bytes
+    assert on_cpu.taken == split.taken
+    # 12 B of each parameter at 8 x 3.8 GB/s: longer than all else.
+    assert on_cpu.step_s == split.step_s == pytest.approx(7e9 * 12 / (8 * 3.8e9), rel=1e-3)
+    assert "for a commit every step" in found.notes[0]
+    rare, without = plan(replace(asked, commit_every=50)), plan(replace(asked, nvme_capacity=0))
+    for other in (rare, without):
+        assert other.options[1].step_s == pytest.approx(other.options[-1].step_s)
+        assert other.options[1].step_s == pytest.approx(without.options[-1].step_s)
+    assert not (*rare.notes, *without.notes)
+    assert "for a commit every 2 steps" in plan(replace(asked, commit_every=2)).notes[0]
 
 
 def test_what_a_pipeline_waits_for() -> None:

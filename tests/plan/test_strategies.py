@@ -152,7 +152,7 @@ def test_of_several_micro_batches_one_pass_hides_the_update() -> None:
 
 def test_six_micro_batches_by_hand() -> None:
     job = Job(from_parameters(7e9), batch=1, accumulate=6, checkpointing=True)
-    here = Situation(job, Layout(), NODES["rtx-4090"], UpdateSchedule.FORWARD)
+    here = Situation(job, Layout(), replace(NODES["rtx-4090"], nvme_bytes=0.0), UpdateSchedule.FORWARD)
     option = options_of(here, [Strategy.STATE_CPU])[0]
     # 7e9 updates of 26 B at 89.6 GB/s; five more forwards and six backwards at 82.5e12 flop/s.
     assert [phase.seconds for phase in option.phases] == pytest.approx([2.031, 5 * 0.375, 6.75], rel=1e-3)

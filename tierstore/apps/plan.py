@@ -8,6 +8,7 @@ No torch: a plan is there at once.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,10 +107,11 @@ def plan(asked: PlanOptions) -> Plan:
     situation = situation_of(asked)
     options = options_of(situation)
     best = fastest(options)
-    return Plan(situation, options, simplest(options), best, changes(situation, best), _notes(asked, situation))
+    return Plan(situation, options, simplest(options), best, changes(situation, best),
+                (*_flops_note(asked, situation), *_commit_note(situation, options)))  # fmt: skip
 
 
-def _notes(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
+def _flops_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
     machine = node_called(asked.machine or _DEFAULT_MACHINE)
     if asked.bandwidth is None or asked.flops is not None:
         return ()
@@ -118,6 +120,16 @@ def _notes(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
     if situation.node.flop_per_s != machine.flop_per_s:
         return ()
     return (f"the GPUs' {machine.flop_per_s:g} flop/s are those of the data sheet of {machine.name}: give --flops",)
+
+
+def _commit_note(situation: Situation, options: Sequence[Option]) -> tuple[str, ...]:
+    if not any(option.fits and option.waits_for_commits for option in options):
+        return ()
+    every = "every step" if situation.commit_every == 1 else f"every {situation.commit_every} steps"
+    return (
+        f"what is offloaded to CPU memory is written to the disks for a commit {every}, and a step waits for that: "
+        "--commit-every N commits less often, --nvme-capacity 0 plans without a store",
+    )
 
 
 def situation_of(asked: PlanOptions) -> Situation:

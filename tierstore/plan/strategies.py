@@ -143,6 +143,11 @@ class Option:
         """To the disks of a node, per step."""
         return sum(work.written_bytes for work in self.work.values())
 
+    @property
+    def waits_for_commits(self) -> bool:
+        """Whether it waits for disks that nothing lives on."""
+        return self.bottleneck is Link.DISKS and not self.read_bytes
+
     def wear_days(self, endurance_bytes: float) -> float | None:
         """Days of training until the drives have had all the writes they are rated for; None: never, or unknown."""
         if not (endurance_bytes and self.written_bytes):
@@ -173,7 +178,7 @@ def _option(situation: Situation, strategy: Strategy) -> Option:
         placement = _placement(situation, strategy)
     except BudgetError as error:
         return Option(strategy, {}, {}, (str(error),), {}, ())
-    has_store = _has_store(situation, strategy, placement)
+    has_store = _has_store(situation, placement)
     work, phases = _phases(situation, placement, has_store)
     taken = _taken(situation, placement, has_store)
     return Option(strategy, _bytes(placement, situation.layout), taken, _problems(situation.node, taken), work, phases,
@@ -235,10 +240,9 @@ def _phases(
     return work, phases_of(work, node, schedule, single)
 
 
-def _has_store(situation: Situation, strategy: Strategy, placement: Placement) -> bool:
-    """The engine commits to the disks that it is given, even if nothing lives there."""
-    is_given = strategy is Strategy.ENGINE and situation.node.nvme_bytes > 0
-    return is_given or any(row.tier is Tier.NVME for row in placement.usage())
+def _has_store(situation: Situation, placement: Placement) -> bool:
+    """The engine commits to the disks that it is given, even if nothing lives there: under every strategy."""
+    return situation.node.nvme_bytes > 0 or any(row.tier is Tier.NVME for row in placement.usage())
 
 
 def _bytes(placement: Placement, layout: Layout) -> dict[tuple[Kind, Tier], float]:
