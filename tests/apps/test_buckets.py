@@ -53,7 +53,7 @@ def test_json_holds_all_figures(tmp_path: Path) -> None:
     assert found["layers"] == [
         {"nbytes": nbytes, "compute_s": s} for nbytes, s in ((10**6, 2e-3), *[(3 * 10**6, 1e-3)] * 2)
     ]
-    assert found["link"] == {"alpha_s": 2e-4, "beta_bytes_per_s": 12e9, "launch_s": 1e-5}
+    assert found["link"] == {"alpha_s": 2e-4, "beta_bytes_per_s": 12e9, "launch_s": 1e-5, "cores": 0.0}
     assert (found["before_s"], found["max_in_flight"], found["first_bucket_bytes"]) == (5e-3, 2, 10**6)
     assert found["compute_s"] == pytest.approx(9e-3)
     assert {row["buckets"] for row in found["rows"]} == {3, 2}

@@ -29,7 +29,10 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
             cancelled = error
-    result = task.result()
+    try:
+        result = task.result()
+    finally:
+        del task  # an error would be held by the frame that it holds, and all arguments with it
     if cancelled is not None:
         raise cancelled
     return result

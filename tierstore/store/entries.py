@@ -356,7 +356,6 @@ class Homes:
             StorageError: the entry is as it was before, and the changes are lost.
         Cancellation: held back until it is written.
         """
-        copy.used_until(self.gpu.device.record())
         try:
             await to_the_end(self._write_back(entry, copy))
         except Exception:

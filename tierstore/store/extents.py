@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -296,18 +296,28 @@ class TensorsPlace(Place):
         buffer[position:] = 0
 
 
-async def flattened(
-    device: ComputeDevice, layout: ExtentLayout, tensors: Mapping[str, torch.Tensor], workers: WorkerPool
-) -> TensorsPlace:
+class Given(NamedTuple):
+    """Tensors as a caller gives them, whole once `after` is reached; those of a device are contiguous."""
+
+    tensors: dict[str, torch.Tensor]
+    after: Mark
+
+
+def taken(device: ComputeDevice, tensors: Mapping[str, torch.Tensor]) -> Given:
+    """Take tensors. Call it in the caller's own turn of the loop: in the next one another stream may be current."""
+    plain = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
+    # A launch does not block; a copy in CPU memory does, and is left to a worker.
+    there = {name: tensor if tensor.device.type == "cpu" else tensor.contiguous() for name, tensor in plain.items()}
+    return Given(there, device.record())
+
+
+async def flattened(device: ComputeDevice, layout: ExtentLayout, given: Given, workers: WorkerPool) -> TensorsPlace:
     """Given tensors as a place to read from. One that is not contiguous is copied first, beside all budgets."""
     flat = {}
-    for name, tensor in tensors.items():
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        if plain.is_contiguous() or plain.device.type != "cpu":  # a launch on the caller's stream does not block
-            flat[name] = _flat_bytes(plain)
-        else:
-            flat[name] = await workers.submit(Priority.DEMAND, _flat_bytes, plain)
-    return TensorsPlace(device, layout, flat, device.record())
+    for name, tensor in given.tensors.items():
+        is_quick = tensor.is_contiguous()
+        flat[name] = await workers.perform(is_quick, Priority.DEMAND, _flat_bytes, tensor)
+    return TensorsPlace(device, layout, flat, given.after)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -139,7 +139,10 @@ class LoopOwner(ForkAware):
                 task.cancel()
                 self._own(task)
                 raise
-        result = task.result()
+        try:
+            result = task.result()
+        finally:
+            del task  # an error would be held by the frame that it holds, and all arguments with it
         if cancelled is not None:
             raise cancelled
         return result

@@ -34,7 +34,7 @@ from tierstore.store.buffers import DEFAULT_CHUNK_BYTES, BufferPlan, plan_buffer
 from tierstore.store.commit import Generation
 from tierstore.store.copies import DeviceTier
 from tierstore.store.entries import Entry, Homes, recorded_entries
-from tierstore.store.extents import ExtentLayout, Route, check_tensors, flattened
+from tierstore.store.extents import ExtentLayout, Given, Route, check_tensors, flattened, taken
 from tierstore.store.owner import LoopOwner
 from tierstore.store.shelf import Directories, Shelf
 from tierstore.store.slots import ChunkIO
@@ -146,14 +146,15 @@ class TensorStore:
             StorageError: or cancelled; the old entry is there, unchanged.
             Timeout: likewise; `tensors` are read until the disk answers.
         """
-        await self._owner.run(f"put {name!r}", self._put, name, tensors, _tier(tier))
-
-    async def _put(self, name: str, tensors: Mapping[str, torch.Tensor], home: Tier) -> None:
-        self._check_tier(home)
+        self._owner.check()
         check_tensors(name, tensors, self._device.torch_device)
-        described = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
+        await self._owner.run(f"put {name!r}", self._put, name, taken(self._device, tensors), _tier(tier))
+
+    async def _put(self, name: str, given: Given, home: Tier) -> None:
+        self._check_tier(home)
+        described = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in given.tensors.items()]
         entry = Entry(name, ExtentLayout.of(described, self._plan.chunk_bytes), home)
-        source = await flattened(self._device, entry.layout, tensors, self._workers)
+        source = await flattened(self._device, entry.layout, given, self._workers)
         await self._homes.settle_in(entry, source)
         replaced = self._entries.get(name)
         self._entries[name] = entry
@@ -190,6 +191,7 @@ class TensorStore:
         if not modify:
             self._homes.leave(entry, copy, is_modified=False)
             return
+        copy.used_until(self._device.record())  # now: in the next turn of the loop another stream may be current
         await self._owner.run(f"write back {name!r}", self._homes.write_back, entry, copy)
 
     async def prefetch(self, names: Iterable[str]) -> list[str]:
