@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import threading
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -411,6 +412,42 @@ def test_no_device_memory_goes_before_the_work_that_uses_it_is_over(tmp_path: Pa
             await store.delete("home")
             await settled(store)
             assert_at_rest(store)
+
+    run(main())
+
+
+def test_work_is_marked_on_the_stream_of_who_calls(tmp_path: Path) -> None:
+    """`torch.cuda.stream` is of the thread: in another turn of the loop that of another task is current."""
+
+    class OfStreams(CpuDevice):
+        current, marked = "mine", ""
+
+        def record(self) -> Mark:
+            self.marked += f" {self.current}"
+            return super().record()
+
+    async def other(device: OfStreams) -> None:
+        while True:
+            device.current = "another"
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        device = OfStreams()
+        async with TensorStore.open(config(tmp_path), backend=QuickBackend(), device=device) as store:
+            task = asyncio.create_task(other(device))
+
+            async def first_mark(work: Coroutine[Any, Any, Any]) -> str:
+                device.current, device.marked = "mine", ""
+                await work
+                return device.marked.split()[0]
+
+            async def modified() -> None:
+                async with store.acquire("a", modify=True):
+                    device.current, device.marked = "mine", ""
+
+            assert await first_mark(store.put("a", block(1), tier=Tier.NVME)) == "mine"
+            assert await first_mark(modified()) == "mine"
+            task.cancel()
 
     run(main())
 

@@ -36,7 +36,8 @@ _LOCAL_HEADER_BYTES, _END_BYTES, _LOCATOR_BYTES, _END_64_BYTES = 30, 22, 20, 56
 _MOST_PIECES = 2**16
 _MOST_DEPTH = 100
 _NAME_CHARACTERS_PER_BYTE = 64
-_ALWAYS_FINE = 2**16  # values, whatever the pickle is: small ones take a byte each, and long names are shared
+_ALWAYS_FINE = 2**16  # values, whatever the pickle is
+_VALUES_PER_BYTE = 8  # a flag takes one byte, a list of ten values that is named again two
 _ALWAYS_FINE_PIECES, _BYTES_OF_A_PIECE = 2**17, 16
 _METADATA = {"format": "pt"}
 
@@ -269,7 +270,7 @@ def _check_all(value: Any, records: Mapping[int, int], pickle_bytes: int, source
         nonlocal taken
         taken += 1 + len(name) // _NAME_CHARACTERS_PER_BYTE
         # A list that holds one list ten times multiplies what that one holds, be it nothing, in 20 bytes.
-        if taken > max(pickle_bytes, _ALWAYS_FINE):
+        if taken > max(_VALUES_PER_BYTE * pickle_bytes, _ALWAYS_FINE):
             raise FormatError(f"{source} holds more values, or longer names, than its pickle of {pickle_bytes} B can")
 
     for name, tensor in flattened(value, met=met):
