@@ -45,7 +45,7 @@ def test_what_is_not_a_size(value: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("size", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1.46 * 2**30, "1.46 GiB"), (1000 * 2**20, "1000 MiB"),
-     (5000 * 2**40, "5000 TiB"), (-2048, "-2 KiB")],
+     (999.5 * 2**20, "1000 MiB"), (5000 * 2**40, "5000 TiB"), (-2048, "-2 KiB")],
 )  # fmt: skip
 def test_sizes_as_text(size: float, text: str) -> None:
     assert format_size(size) == text

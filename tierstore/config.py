@@ -52,7 +52,7 @@ def format_size(size_bytes: float) -> str:
         if abs(value) < 1024:
             break
         value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 999.5 else f"{value:.3g} {unit}"
 
 
 @runtime_checkable

@@ -135,7 +135,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _short(value: float) -> str:
     """Three digits, and never an exponent for what is large."""
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
