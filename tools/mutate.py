@@ -280,6 +280,10 @@ MUTATIONS: Sequence[Mutation] = (
         "a child lets go of the lock", "io/fork.py _mark_inherited", "item.let_go()",
         "store/test_commit.py::TestLock",
     ),
+    Mutation(
+        "a child unmaps nothing of its parent", "io/fork.py _mark_inherited",
+        "ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))", "io/test_fork.py",
+    ),
     never(
         "directories of others are refused", "store/commit.py claim_directory", "if strangers:",
         "train/test_bad_input.py",

@@ -5,13 +5,17 @@ Not here: what each object does when it is used anyway (it raises `ClosedError`)
 Owner: the registry holds weak references; the child alone keeps what it inherited alive.
 
 [Note: inherited objects live as long as the child]
-A mapping under MADV_DONTFORK does not exist in the child, so unmapping it there could unmap something newer at the
-same address; and closing an inherited event loop would change the epoll set that the kernel shares with the parent.
-So the child never finalizes what it inherited: it keeps one reference to each such object for good.
+Closing an inherited event loop would change the epoll set that the kernel shares with the parent. And a mapping under
+MADV_DONTFORK does not exist in the child: soon something newer stands at its address, a heap of the interpreter for
+one, and unmapping the inherited object would unmap that. So the child never finalizes what it inherited. It keeps one
+reference to each object that belongs to its parent; and one more, never to be dropped, to each mapping: the end of the
+interpreter drops the others, and a mapping may outlive its closed arena, by a view that waits for the collector.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import weakref
 
@@ -19,6 +23,7 @@ from tierstore.errors import ClosedError
 
 _registered: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 _inherited: list[ForkAware] = []
+_unshared: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 class ForkAware:
@@ -42,8 +47,16 @@ class ForkAware:
         """Called in the child of a fork, which must not keep what the parent holds for as long as it is open."""
 
 
+def unshare(mapping: mmap.mmap) -> None:
+    """Leaves a mapping out of every child of a fork, where its object is never finalized."""
+    mapping.madvise(mmap.MADV_DONTFORK)
+    _unshared.add(mapping)
+
+
 def _mark_inherited() -> None:
-    # Only the forking thread exists here, so nothing can change the set meanwhile.
+    # Only the forking thread exists here, so nothing can change the sets meanwhile.
+    for mapping in list(_unshared):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
     for item in list(_registered):
         item.is_inherited = True
         _inherited.append(item)

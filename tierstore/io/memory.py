@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tierstore.alignment import padded
 from tierstore.config import format_size
 from tierstore.errors import BudgetError, ClosedError
-from tierstore.io.fork import ForkAware
+from tierstore.io.fork import ForkAware, unshare
 
 HUGE_PAGE_BYTES = 2 * 2**20
 
@@ -53,8 +53,8 @@ class Arena(ForkAware):
         self._unregister = unregister
         # One huge page more, so that the first byte lent can stand on a huge-page boundary.
         mapping = mmap.mmap(-1, self.capacity_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            mapping.madvise(getattr(mmap, advice))
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        unshare(mapping)
         whole: Bytes = np.frombuffer(mapping, dtype=np.uint8)
         skip = -whole.ctypes.data % HUGE_PAGE_BYTES
         # numpy holds the mapping: it is unmapped when the last view of it is gone, never under one.
