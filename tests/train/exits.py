@@ -6,7 +6,6 @@ go to a line of JSON.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -51,8 +50,6 @@ def main(root: Path) -> None:
     torch.set_num_threads(1)
     with opened(WAYS["memory"], root / "first") as run:
         run.until(1)  # what is imported and loaded on first use, once
-    del run
-    gc.collect()  # a child is to end what it has itself begun
     children, start_s = {}, time.monotonic()
     for name, case in CASES:
         folder = root / f"{name}-{case.__name__}"
