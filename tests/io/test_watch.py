@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from faults import HANG, FaultyBackend
 
 from tierstore.errors import ClosedError, Timeout
+from tierstore.io import watch
 from tierstore.io.backend import Backend
 from tierstore.io.watch import Attended, Watch
 
@@ -48,6 +52,49 @@ def test_where_nothing_is_begun_the_wait_is_over() -> None:
     clock = Clock()
     watch = Watch(Backend(), TIMEOUT_S, clock)
     assert [looks_until_over(watch, clock) for _ in range(2)] == [10, 10]
+
+
+def test_computing_between_calls_is_no_standstill_but_a_call_that_stands_is() -> None:
+    backend, clock, cpu_share = Backend(), Clock(), 0.5
+    watch = Watch(backend, TIMEOUT_S, clock, lambda: cpu_share * clock.now)
+    assert looks_until_over(watch, clock) == 100
+    with backend.calling("fsync", Path("stuck")):
+        assert looks_until_over(watch, clock) == 10
+    cpu_share = 0.0
+    assert looks_until_over(watch, clock) == 10
+
+
+def test_work_that_computes_is_attended_for_as_long_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, has_looked = itertools.count(1), threading.Event()
+
+    def busy() -> float:
+        if (look := next(looks)) == 50:
+            has_looked.set()
+        return 1000.0 * look
+
+    monkeypatch.setattr(watch, "_others_cpu_s", busy)
+    with Attended("pack", 0.02) as attended:
+        assert attended.call(has_looked.wait, 30)
+
+
+def test_the_cpu_time_of_work_is_that_of_other_threads() -> None:
+    def taken_by(work: Callable[[], object]) -> float:
+        start = watch._others_cpu_s()
+        work()
+        return watch._others_cpu_s() - start
+
+    def compute() -> None:
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+
+    def compute_elsewhere() -> None:
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+
+    assert taken_by(compute_elsewhere) > 0.015
+    assert taken_by(compute) < 0.01
 
 
 def test_one_call_that_does_not_return_is_enough_and_ends_later_waits_at_once() -> None:

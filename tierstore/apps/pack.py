@@ -75,7 +75,7 @@ def run_pack(
         source = attended.call(open_source, path)
         tried = _TRIED.get(wanted, (wanted,))
         with console.status("measuring codecs on the checkpoint's own tensors"):
-            measured = attended.call(measure, source, options.chunk_bytes, tried)
+            measured = attended.call(measure, source, options.chunk_bytes, tried, backend=attended.backend)
         choices = choose(measured, read_bytes_per_s) if wanted is Codec.AUTO else {}
         codecs = {dtype: choices[dtype].codec if choices else wanted for dtype in measured}
         ratios = {

@@ -43,13 +43,15 @@ def codec_named(name: str) -> Codec:
         raise ConfigError(f"there is no codec {name!r}; the codecs are {known}") from None
 
 
-def measure(source: Source, chunk_bytes: int, codecs: Sequence[Codec] = COMPRESSING) -> dict[str, list[CodecRates]]:
+def measure(
+    source: Source, chunk_bytes: int, codecs: Sequence[Codec] = COMPRESSING, *, backend: Backend | None = None
+) -> dict[str, list[CodecRates]]:
     """What codecs make of each dtype of a checkpoint. Reads a few chunks of each."""
     by_dtype: dict[str, list[SourceTensor]] = defaultdict(list)
     for tensor in source.tensors.values():
         by_dtype[tensor.spec.dtype].append(tensor)
     measured = {}
-    with OpenFiles(Backend()) as files:
+    with OpenFiles(backend or Backend()) as files:
         for dtype, tensors in by_dtype.items():
             samples = _samples(tensors, files, chunk_bytes) if codecs else []
             tried = codecs if samples else ()

@@ -67,11 +67,13 @@ class Publication(contextlib.ExitStack):
             ConfigError: the destination is there already, or another process writes it.
             StorageFull: a disk is too small; nothing was written.
         """
-        self._refuse_existing()
+        with self._backend.calling("inspection", self.directories[0]):
+            self._refuse_existing()
         for directory in self.directories:
             self._make_directory(directory)
         self._clear_leftovers()
-        check_room(dict(zip(self.temporaries, sizes)))
+        with self._backend.calling("room on the disk", self.directories[0]):
+            check_room(dict(zip(self.temporaries, sizes)))
         for path, size in zip(self.temporaries, sizes):
             self._lock(path)
             self.callback(self._discard, path)

@@ -7,6 +7,7 @@ Owner: an `Attended` owns its thread.
 [Note: a standstill] Work as a whole has no deadline: 100 GB take a slow disk hours. Its steps have one: while the
 oldest call of the system that has not returned is the same, or none has been begun, nothing moves. That time is counted
 look by look, an interval at most for each, so that a process that was stopped (Ctrl-Z) and goes on has lost none.
+Blocking work may compute for long between two calls: where none stands, it moves as long as its threads take CPU time.
 
 [Note: given up] A thread cannot be stopped in the middle of a call of the system. Who gives up waiting for it leaves it
 all that it uses, files, memory and locks: it ends as after a failure when its call returns, and gives them back then.
@@ -28,6 +29,8 @@ from tierstore.io.file_threads import FileThreads
 P = ParamSpec("P")
 T = TypeVar("T")
 _LOOKS = 10
+_IDLE = 0.01
+"""Of a core: two clocks are read, not at one instant."""
 
 
 class Watch:
@@ -36,12 +39,20 @@ class Watch:
     Args:
         timeout_s: for so long nothing may move.
         clock: seconds, monotonic.
+        cpu_clock: CPU seconds of work that may compute; None: what moves makes calls.
     """
 
-    def __init__(self, backend: Backend, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] | None = None,
+    ) -> None:
         self.timeout_s = timeout_s
         self._backend = backend
         self._clock = clock
+        self._cpu_clock = cpu_clock or (lambda: 0.0)
         self._stuck: object = None
 
     @property
@@ -51,14 +62,15 @@ class Watch:
 
     def begin(self) -> Callable[[], bool]:
         """A wait begins: what tells, at each look, whether it is over. A call that was found stuck ends it at once."""
-        quiet_s, seen, last = 0.0, self._backend.pulse(), self._clock()
+        quiet_s, seen, last, last_cpu = 0.0, self._backend.pulse(), self._clock(), self._cpu_clock()
 
         def is_over() -> bool:
-            nonlocal quiet_s, seen, last
-            now, pulse = self._clock(), self._backend.pulse()
-            quiet_s = quiet_s + min(now - last, self.interval_s) if pulse == seen else 0.0
-            seen, last = pulse, now
+            nonlocal quiet_s, seen, last, last_cpu
+            now, cpu, pulse = self._clock(), self._cpu_clock(), self._backend.pulse()
             oldest, is_running = pulse
+            stands = pulse == seen and (is_running or cpu - last_cpu <= _IDLE * (now - last))
+            quiet_s = quiet_s + min(now - last, self.interval_s) if stands else 0.0
+            seen, last, last_cpu = pulse, now, cpu
             if quiet_s >= self.timeout_s and is_running:
                 self._stuck = oldest
             return quiet_s >= self.timeout_s or (is_running and oldest is self._stuck)
@@ -80,7 +92,7 @@ class Attended:
     def __init__(self, name: str, timeout_s: float, backend: Backend | None = None) -> None:
         self.backend = backend or Backend()
         self._name = name
-        self._watch = Watch(self.backend, timeout_s)
+        self._watch = Watch(self.backend, timeout_s, cpu_clock=_others_cpu_s)
         self._threads = FileThreads(1, name)
 
     def __enter__(self) -> Attended:
@@ -114,3 +126,8 @@ class Attended:
     def _in_flight(self) -> list[str]:
         waiting = stacks.of_threads(self.backend.threads_in_flight())
         return list(dict.fromkeys([*self.backend.in_flight(), *self._threads.in_flight(), *waiting]))
+
+
+def _others_cpu_s() -> float:
+    """Of all threads but this one, which looks."""
+    return time.process_time() - time.thread_time()
