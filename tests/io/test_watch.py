@@ -7,7 +7,9 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import HANG, FaultyBackend
@@ -15,6 +17,7 @@ from faults import HANG, FaultyBackend
 from tierstore.errors import ClosedError, Timeout
 from tierstore.io import watch
 from tierstore.io.backend import Backend
+from tierstore.io.file_threads import FileThreads
 from tierstore.io.watch import Attended, Watch
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -175,5 +178,28 @@ def test_an_interrupt_waits_until_the_work_has_stopped() -> None:
 
     backend.refuse = refuse_and_tell  # type: ignore[method-assign]
     with Interrupted("pack", 30.0, backend) as attended, pytest.raises(KeyboardInterrupt):
+        attended.call(work)
+    assert has_stopped.is_set()
+
+
+def test_an_interrupt_while_the_work_is_handed_over_waits_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, is_told, has_stopped = Backend(), threading.Event(), threading.Event()
+    submit = FileThreads.submit
+
+    def work() -> None:
+        assert is_told.wait(30)
+        with pytest.raises(ClosedError):
+            backend.names(Path("."))
+        has_stopped.set()
+
+    def submit_and_interrupt(self: FileThreads, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        future = submit(self, fn, *args)
+        if fn is work:
+            raise KeyboardInterrupt
+        is_told.set()
+        return future
+
+    monkeypatch.setattr(FileThreads, "submit", submit_and_interrupt)
+    with Attended("pack", 30.0, backend) as attended, pytest.raises(KeyboardInterrupt):
         attended.call(work)
     assert has_stopped.is_set()

@@ -107,13 +107,13 @@ class Attended:
         Raises:
             Timeout: nothing moves any more.
         """
-        work = self._threads.submit(function, *args, **kwargs)
         try:
+            work = self._threads.submit(function, *args, **kwargs)
             self._wait(work)
         except BaseException as error:  # KeyboardInterrupt too
             self.backend.refuse(f"{self._name} was given up")
             if not isinstance(error, Timeout):
-                self._wait(work)
+                self._wait(self._threads.submit(int))  # behind the work, which may be under way though nobody has it
             raise
         return work.result()
 
