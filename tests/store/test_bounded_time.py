@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import re
@@ -18,7 +19,7 @@ from resuming import DISK, Run, State, Way, check_resumes, open_run, opened
 
 from tierstore import TensorStore
 from tierstore.config import Tier
-from tierstore.errors import ClosedError, StoreLocked, TierstoreError, Timeout
+from tierstore.errors import ClosedError, StorageError, StoreLocked, TierstoreError, Timeout
 from tierstore.io.runtime import Runtime
 from tierstore.io.watch import Watch
 from tierstore.store.commit import StoreLock
@@ -330,5 +331,36 @@ def test_an_inner_deadline_is_told_as_it_was(tmp_path: Path) -> None:
         with pytest.raises(Timeout, match=r"^rank 1 is late$"):
             async with owner.deadline("the store did not close"):
                 raise Timeout("rank 1 is late")
+
+    tensor_stores.run(main())
+
+
+@pytest.mark.parametrize("error", [None, StorageError("the disk is full")])
+def test_work_that_ends_as_its_deadline_passes_is_told_as_it_ended(
+    error: StorageError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both in one turn of the loop."""
+
+    async def main() -> None:
+        ends, owner = asyncio.Event(), LoopOwner(Watch(FaultyBackend(), 10.0))
+
+        def is_over() -> bool:
+            ends.set()
+            return True
+
+        monkeypatch.setattr(Watch, "begin", lambda self: is_over)
+
+        async def work() -> str:
+            await ends.wait()
+            if error is not None:
+                raise error
+            return "done"
+
+        if error is None:
+            assert await owner.in_time("it did not end", work()) == "done"
+        else:
+            with pytest.raises(StorageError, match="the disk is full"):
+                await owner.in_time("it did not end", work())
+        owner.raise_kept()
 
     tensor_stores.run(main())

@@ -136,9 +136,10 @@ class LoopOwner(ForkAware):
                 cancelled = error
                 task.cancel()
             except Timeout:
-                task.cancel()
-                self._own(task)
-                raise
+                if not task.done():  # in the same turn of the loop
+                    task.cancel()
+                    self._own(task)
+                    raise
         try:
             result = task.result()
         finally:
