@@ -359,7 +359,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a store that hangs stays locked", "store/tensors.py TensorStore._give_back",
-        "self._workers.close(JOIN_S)", HANGS,
+        "self._workers.close(threading.TIMEOUT_MAX)", HANGS,
     ),
     Mutation(
         "lock of a file being written", "archive/publish.py _lock",

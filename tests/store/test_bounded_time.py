@@ -22,6 +22,7 @@ from tierstore.config import Tier
 from tierstore.errors import ClosedError, StorageError, StoreLocked, TierstoreError, Timeout
 from tierstore.io.runtime import Runtime
 from tierstore.io.watch import Watch
+from tierstore.io.workers import WorkerPool
 from tierstore.store.commit import StoreLock
 from tierstore.store.owner import LoopOwner
 from tierstore.train import assembly
@@ -364,3 +365,15 @@ def test_work_that_ends_as_its_deadline_passes_is_told_as_it_ended(
         owner.raise_kept()
 
     tensor_stores.run(main())
+
+
+def test_a_store_closes_however_long_its_last_jobs_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = WorkerPool.close
+
+    def close_after_a_day(self: WorkerPool, timeout_s: float) -> None:
+        if timeout_s < 86400:
+            raise Timeout("jobs have not ended, though they move")
+        close(self, timeout_s)
+
+    monkeypatch.setattr(WorkerPool, "close", close_after_a_day)
+    tensor_stores.run(first(tmp_path))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -40,8 +41,6 @@ from tierstore.store.shelf import Directories, Shelf
 from tierstore.store.slots import ChunkIO
 from tierstore.store.tasks import together
 from tierstore.trace import Tracer
-
-JOIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +472,7 @@ class TensorStore:
         await asyncio.wrap_future(self._leaving)
 
     def _give_back(self) -> None:
-        self._workers.close(JOIN_S)
+        self._workers.close(threading.TIMEOUT_MAX)  # who waits for this looks whether it moves
         self._files.shutdown()
         self._directories.release()
 
