@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import threading
 from pathlib import Path
 
 import pytest
 import tensor_stores
+from faults import HANG, FaultyBackend
 from rich.console import Console
 from runs import next_token_loss, tiny, tokens
 from typer.testing import CliRunner
@@ -16,6 +19,7 @@ from tierstore.apps.verify import advised
 from tierstore.cli import app
 from tierstore.config import Codec, Tier, TierConfig
 from tierstore.errors import ChecksumMismatch
+from tierstore.io import watch
 from tierstore.store.verification import CommittedChunk, committed_chunks
 from tierstore.train.engine import Engine
 
@@ -116,3 +120,18 @@ def test_the_generation_that_is_whole_is_offered_and_no_other(tmp_path: Path) ->
 def test_what_is_not_of_the_store_is_told_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(ChecksumMismatch, match=r"^another file; pack again$"), advised([tmp_path / "store"], NOBODY):
         raise ChecksumMismatch("another file; pack again")
+
+
+def test_damage_is_told_without_advice_where_the_disk_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store([tmp_path], Codec.NONE)
+    disk, before = FaultyBackend(HANG, kinds=("pread",)), set(threading.enumerate())
+    monkeypatch.setattr(watch, "Backend", lambda: disk)
+    monkeypatch.setattr(watch.Watch, "begin", lambda self: disk.is_hung.is_set)
+    damage = f"damaged: what was written in {tmp_path}; some advice"
+    with pytest.raises(ChecksumMismatch, match=f"^{re.escape(damage)}$"), advised([tmp_path], NOBODY, timeout_s=0.1):
+        raise ChecksumMismatch(damage)
+    disk.goes_on.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)

@@ -26,7 +26,7 @@ from tierstore.archive import flow
 from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import open_archive
 from tierstore.archive.reading import Damage, verify
-from tierstore.config import format_size
+from tierstore.config import TierConfig, format_size
 from tierstore.errors import ChecksumMismatch, FormatError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.watch import Attended
@@ -34,6 +34,8 @@ from tierstore.pack.codecs import checksum
 from tierstore.pack.layout import quoted
 from tierstore.store.commit import Manifests
 from tierstore.store.verification import CommittedChunk, committed_chunks
+
+_STORE_TIMEOUT_S = TierConfig().timeout_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +137,13 @@ def _damages(
 
 
 @contextlib.contextmanager
-def advised(paths: Sequence[Path], console: Console) -> Iterator[None]:
+def advised(paths: Sequence[Path], console: Console, *, timeout_s: float = _STORE_TIMEOUT_S) -> Iterator[None]:
     """Damage that is found in a store is told with what can be done: all chunks of its generations are read.
 
     Args:
         paths: directories of the store, closed when the block has ended; none: errors stay as they are.
         console: for a bar meanwhile.
+        timeout_s: for so long a call of the system may take; the damage is told alone then.
     """
     try:
         yield
@@ -149,20 +152,21 @@ def advised(paths: Sequence[Path], console: Console) -> Iterator[None]:
             raise
         damage = str(error).rpartition("; ")[0] or str(error)  # without its advice
         try:
-            advice = _advice(paths, console)
+            with Attended("advice", timeout_s) as attended:
+                advice = attended.call(_advice, paths, console, attended.backend)
         except TierstoreError:
             raise error from None
         raise ChecksumMismatch(f"{damage}; {advice}") from error
 
 
-def _advice(paths: Sequence[Path], console: Console) -> str:
-    numbers = Manifests(paths[0], Backend()).numbers()
+def _advice(paths: Sequence[Path], console: Console, backend: Backend) -> str:
+    numbers = Manifests(paths[0], backend).numbers()
     for number, resume in zip(numbers, ("auto", "previous")):
         with contextlib.suppress(FormatError, StorageError):
             _, chunks = committed_chunks(paths, number)
             total = sum(padded(chunk.stored_bytes) for chunk in chunks)
             with byte_bar(console, f"damage was found: reading generation {number}", total) as advance:
-                damages = _damages(chunks, flow.Room(flow.THREADS, _largest(chunks)), advance)
+                damages = _damages(chunks, flow.Room(flow.THREADS, _largest(chunks)), advance, backend)
             if not damages:
                 return f"generation {number} is whole, every chunk of it was read: go on with resume='{resume}'"
     return f"no generation of the store is whole ({len(numbers)} were read): restore it from a copy"
