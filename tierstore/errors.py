@@ -61,3 +61,7 @@ class RankLost(TierstoreError):
 
 class GraphError(TierstoreError):
     """The model did in this step what the chosen update schedule cannot follow exactly."""
+
+
+class Abandoned(KeyboardInterrupt):
+    """Ctrl-C, and a thread that changes nothing computes on: end the process without the end of the interpreter."""

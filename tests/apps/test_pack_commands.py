@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,26 @@ import pytest
 from checkpoints import read_safetensors, small_checkpoint, write_safetensors
 from typer.testing import CliRunner
 
+import tierstore
 from tierstore.archive.publish import PARTIAL
 from tierstore.cli import app
 from tierstore.io.backend import BlockFile
+
+ENDLESS = """
+import os, signal, sys, threading
+from tierstore.apps import pack
+from tierstore.cli import main
+
+def endless(*arguments, **options):
+    os.kill(os.getpid(), int(number))
+    threading.Event().wait()
+
+number, phase, *sys.argv[1:] = sys.argv[1:]
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, signal.default_int_handler)  # a shell that starts tests in the background has one ignored
+setattr(pack, phase, endless)
+main()
+"""
 
 
 def run(*arguments: object, code: int = 0) -> Any:
@@ -96,6 +115,26 @@ def test_damage_is_shown_and_is_an_exit_code(tmp_path: Path) -> None:
     result = run("verify", tmp_path / "p.safetensors", "--memory", "1TiB", "--json", tmp_path / "j", code=1)
     assert "ln_f" in result.output
     assert [one["tensors"] for one in json.loads((tmp_path / "j").read_text())["damages"]] == [["ln_f"]]
+
+
+@pytest.mark.parametrize(
+    ("phase", "number", "command"),
+    [
+        ("open_source", signal.SIGINT, "pack"), ("measure", signal.SIGTERM, "pack"),
+        ("open_archive", signal.SIGTERM, "unpack"),
+    ],
+)  # fmt: skip
+def test_a_signal_does_not_wait_for_what_only_computes(
+    phase: str, number: signal.Signals, command: str, tmp_path: Path
+) -> None:
+    small_checkpoint(tmp_path / "a")
+    root = str(Path(tierstore.__file__).parents[1])
+    arguments = [str(int(number)), phase, command, "a", "out"]
+    result = subprocess.run([sys.executable, "-c", ENDLESS, *arguments], cwd=tmp_path, env={"PYTHONPATH": root},
+                            capture_output=True, text=True, timeout=60)  # fmt: skip
+    said = "tierstore: interrupted; what was not finished is removed\n"
+    assert (result.returncode, result.stderr) == (128 + number, said)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from faults import HANG, FaultyBackend
 
-from tierstore.errors import ClosedError, Timeout
+from tierstore.errors import Abandoned, ClosedError, Timeout
 from tierstore.io import watch
 from tierstore.io.backend import Backend
 from tierstore.io.file_threads import FileThreads
@@ -184,7 +184,7 @@ def test_an_interrupt_waits_until_the_work_has_stopped() -> None:
 
 def test_an_interrupt_while_the_work_is_handed_over_waits_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, is_told, has_stopped = Backend(), threading.Event(), threading.Event()
-    submit = FileThreads.submit
+    submit, futures = FileThreads.submit, list[Future[Any]]()
 
     def work() -> None:
         assert is_told.wait(30)
@@ -194,7 +194,8 @@ def test_an_interrupt_while_the_work_is_handed_over_waits_for_it_too(monkeypatch
 
     def submit_and_interrupt(self: FileThreads, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
         future = submit(self, fn, *args)
-        if fn is work:
+        futures.append(future)
+        if len(futures) == 1:
             raise KeyboardInterrupt
         is_told.set()
         return future
@@ -203,3 +204,15 @@ def test_an_interrupt_while_the_work_is_handed_over_waits_for_it_too(monkeypatch
     with Attended("pack", 30.0, backend) as attended, pytest.raises(KeyboardInterrupt):
         attended.call(work)
     assert has_stopped.is_set()
+
+
+def test_an_interrupt_does_not_wait_for_work_that_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    def interrupt(self: Attended, work: Future[Any]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Attended, "_wait", interrupt)
+    with Attended("pack", 30.0) as attended, pytest.raises(Abandoned):
+        attended.look(goes_on.wait, 30)
+    goes_on.set()

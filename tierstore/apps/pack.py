@@ -72,10 +72,10 @@ def run_pack(
     if read_bytes_per_s is not None and read_bytes_per_s <= 0:
         raise ConfigError("--read-rate 0 reads nothing: give bytes per second, such as 2GB")
     with Attended("pack", timeout_s) as attended:
-        source = attended.call(open_source, path)
+        source = attended.look(open_source, path)
         tried = _TRIED.get(wanted, (wanted,))
         with console.status("measuring codecs on the checkpoint's own tensors"):
-            measured = attended.call(measure, source, options.chunk_bytes, tried, backend=attended.backend)
+            measured = attended.look(measure, source, options.chunk_bytes, tried, backend=attended.backend)
         choices = choose(measured, read_bytes_per_s) if wanted is Codec.AUTO else {}
         codecs = {dtype: choices[dtype].codec if choices else wanted for dtype in measured}
         ratios = {
@@ -102,7 +102,7 @@ def run_unpack(
         timeout_s: as for `run_pack`.
     """
     with Attended("unpack", timeout_s) as attended:
-        files = attended.call(open_archive, paths)
+        files = attended.look(open_archive, paths)
         total_bytes = sum(group.content_bytes for file in files for group in file.archive.groups)
         start = time.perf_counter()
         with byte_bar(console, "unpacking", total_bytes) as advance:

@@ -3,26 +3,34 @@
 Scope: one exception for both signals, one exit code each. Not here: `train`, which ends its step first
     (`apps/stopping.py`).
 Owner: the main thread, for the duration of a `with` block; elsewhere nothing is installed.
+
+[Note: a thread that computes on] When the interpreter ends, a thread that comes back to it is cut off, in the middle of
+the C++ of torch too, which then aborts the process. So nothing but the end of the process ends one that is abandoned.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import typer
 
 from tierstore.cli.common import say
+from tierstore.errors import Abandoned
 
 
 @contextlib.contextmanager
-def interruptible(last_words: str) -> Iterator[None]:
+def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) -> Iterator[None]:
     """In here both signals raise KeyboardInterrupt; it ends as `last_words` and exit code 130 or 143.
 
     A second SIGTERM changes nothing: what the first one began is being cleaned up. A second Ctrl-C raises again.
+
+    Args:
+        leave: ends the process with this exit code; a seam for tests. See [Note: a thread that computes on].
     """
     seen: list[int] = []
 
@@ -45,7 +53,10 @@ def interruptible(last_words: str) -> Iterator[None]:
         if not seen and not isinstance(error, KeyboardInterrupt):
             raise
         say(last_words)
-        raise typer.Exit(128 + (seen[0] if seen else signal.SIGINT)) from None
+        code = 128 + (seen[0] if seen else signal.SIGINT)
+        if isinstance(error, Abandoned):
+            leave(code)
+        raise typer.Exit(code) from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

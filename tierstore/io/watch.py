@@ -18,10 +18,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from tierstore.errors import Timeout
+from tierstore.errors import Abandoned, Timeout
 from tierstore.io import stacks
 from tierstore.io.backend import Backend
 from tierstore.io.file_threads import FileThreads
@@ -29,6 +30,8 @@ from tierstore.io.file_threads import FileThreads
 P = ParamSpec("P")
 T = TypeVar("T")
 _LOOKS = 10
+_LONGEST_WAIT_S = 0.5
+"""A signal that comes just as a wait begins is seen when it ends."""
 _IDLE = 0.01
 """Of a core: two clocks are read, not at one instant."""
 
@@ -107,11 +110,24 @@ class Attended:
         Raises:
             Timeout: nothing moves any more.
         """
+        return self._result(partial(function, *args, **kwargs), is_awaited=True)
+
+    def look(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `call`, of work that changes nothing: nobody waits for what it computes.
+
+        Raises:
+            Abandoned: Ctrl-C, at once.
+        """
+        return self._result(partial(function, *args, **kwargs), is_awaited=False)
+
+    def _result(self, function: Callable[[], T], *, is_awaited: bool) -> T:
         try:
-            work = self._threads.submit(function, *args, **kwargs)
+            work = self._threads.submit(function)
             self._wait(work)
         except BaseException as error:  # KeyboardInterrupt too
             self.backend.refuse(f"{self._name} was given up")
+            if isinstance(error, KeyboardInterrupt) and not is_awaited:
+                raise Abandoned from None
             if not isinstance(error, Timeout):
                 self._wait(self._threads.submit(int))  # behind the work, which may be under way though nobody has it
             raise
@@ -119,7 +135,7 @@ class Attended:
 
     def _wait(self, work: Future[Any]) -> None:
         is_over = self._watch.begin()
-        while not wait([work], self._watch.interval_s).done:
+        while not wait([work], min(self._watch.interval_s, _LONGEST_WAIT_S)).done:
             if is_over():
                 raise self._watch.timeout(f"{self._name} does not go on", self._in_flight())
 
