@@ -252,6 +252,23 @@ class TestClose:
         thread.join(30)
         assert "was cancelled" in str(errors[0])
 
+    def test_in_two_threads_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runtime, inside = Runtime("test").start(), list[int]()
+        close, other = runtime.loop.close, threading.Thread(target=runtime.close)
+
+        def close_slowly() -> None:
+            inside.append(len(inside))
+            if not other.ident:
+                other.start()
+                other.join(0.2)  # it goes through, if nothing holds it
+            assert len(inside) == 1
+            close()
+            inside.clear()
+
+        monkeypatch.setattr(runtime.loop, "close", close_slowly)
+        runtime.close()
+        other.join(30)
+
     def test_raises_the_kept_failure_after_closing(self) -> None:
         runtime = Runtime("test").start()
         runtime.keep_failure(OSError("kept"))

@@ -66,6 +66,7 @@ class Runtime(ForkAware):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_open = False
+        self._closes = threading.Lock()  # the end of the interpreter may come upon another thread that closes it
         self._lost: ClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
         self._calls: set[_Call[Any]] = set()
@@ -228,7 +229,8 @@ class Runtime(ForkAware):
         self._thread.join(min(limit_s, threading.TIMEOUT_MAX))
         if self._thread.is_alive():
             raise self._timeout(f"runtime {self.name!r} did not close within {limit_s} s")
-        self._loop.close()
+        with self._closes:
+            self._loop.close()
         atexit.unregister(self._close_at_exit)
         for call in list(self._calls):
             if not call.has_ended:  # queued after the loop had stopped; others' waiters have just not woken yet
@@ -263,7 +265,7 @@ class Runtime(ForkAware):
         return Timeout("\n  ".join([f"{what}; in flight:", *self.in_flight()]))
 
     def _refuse_loop_thread(self, verb: str) -> None:
-        if self._thread is not None and threading.get_ident() == self._thread.ident:
+        if threading.current_thread() is self._thread:  # not by number: one that ended gives its own away
             raise RuntimeError(f"{verb} on the loop thread would wait for itself; await instead")
 
     # On the loop thread.
