@@ -16,6 +16,7 @@ import errno
 import itertools
 import os
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,11 @@ _ALWAYS_FINE = 2**16  # values, whatever the pickle is
 _VALUES_PER_BYTE = 8  # a flag takes one byte, a list of ten values that is named again two
 _ALWAYS_FINE_PIECES, _BYTES_OF_A_PIECE = 2**17, 16
 _METADATA = {"format": "pt"}
+_ODD = {
+    "_rebuild_sparse_tensor": "sparse", "_rebuild_qtensor": "quantized", "_rebuild_nested_tensor": "nested",
+    "_rebuild_njt": "nested", "_rebuild_meta_tensor_no_storage": "on the meta device, without values",
+}  # fmt: skip
+"""What functions of torch make."""
 
 
 def torch_source(path: Path, files: Sequence[Path], config: Mapping[str, Any] | None) -> Source:
@@ -233,8 +239,33 @@ def _records(opened: IO[bytes], source: str) -> tuple[dict[int, int], int]:
         if pickle_bytes > MOST_BYTES:
             raise ValueError(f"a pickle of {pickle_bytes} B, more than {MOST_BYTES}")
         for info in pickles:
-            check_pickle(archive.read(info), source)
+            data = archive.read(info)
+            check_pickle(data, source)
+            _refuse_odd(data, source)
     return records, pickle_bytes
+
+
+def _refuse_odd(data: bytes, source: str) -> None:
+    """Of a pickle: tensors that torch cannot make without their data, and no pack could hold."""
+    if not any(function.encode() in data for function in _ODD):
+        return
+    name = text = ""  # the string that what comes now belongs to; the one on top of the stack
+    memo: dict[Any, str] = {}
+    for opcode, argument, _ in pickletools.genops(data):
+        if "UNICODE" in opcode.name:
+            name = text = str(argument)
+        elif "PUT" in opcode.name:
+            memo[argument] = text
+        elif "GET" in opcode.name:
+            text = memo.get(argument, "")
+            name = text or name
+        elif opcode.name in ("GLOBAL", "MARK"):
+            if (kind := _ODD.get(str(argument).rpartition(" ")[2])) is not None:
+                what = f"tensor {quoted(name)}" if name else "a tensor"
+                raise FormatError(f"{what} of {source} is {kind}, which a safetensors file cannot hold")
+            text = ""
+        else:
+            name = text = ""
 
 
 def _check_directory(opened: IO[bytes], file_bytes: int) -> None:
@@ -281,6 +312,8 @@ def _check_all(value: Any, records: Mapping[int, int], pickle_bytes: int, source
 def _check(tensor: torch.Tensor, records: Mapping[int, int], what: str) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise FormatError(f"{what} is sparse or quantized, which a safetensors file cannot hold")
+    if tensor.is_conj() or tensor.is_neg():
+        raise FormatError(f"{what} is a conjugate or negative of its bytes; save it with .resolve_conj().resolve_neg()")
     if not tensor.numel():
         return
     length = records.get(_offset(tensor))
