@@ -168,6 +168,16 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, tensors: dict[str, Any],
     run(main())
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch: they are a prototype
+def test_a_nested_tensor_cannot_be_stored(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            with pytest.raises(ConfigError, match=r"^tensor 'w' of 'h.0' is nested; only dense tensors"):
+                await store.put("h.0", {"w": torch.nested.nested_tensor([torch.ones(2)])}, tier=Tier.NVME)
+
+    run(main())
+
+
 # --- tiers -------------------------------------------------------------------------------------------------------
 
 

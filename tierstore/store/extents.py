@@ -182,8 +182,9 @@ def check_tensors(name: str, tensors: Mapping[str, torch.Tensor], device: torch.
             check_plain_name(f"{name}/{key}")
         except FormatError as error:
             raise ConfigError(f"{what}: {error}") from None
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise ConfigError(f"{what} is {tensor.layout} {tensor.dtype}; only dense tensors can be stored")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else f"{tensor.layout} {tensor.dtype}"
+            raise ConfigError(f"{what} is {kind}; only dense tensors can be stored")
         if tensor.device.type != "cpu" and tensor.device != device:
             raise ConfigError(f"{what} is on {tensor.device}; give it on the CPU or on the store's device, {device}")
 
