@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,38 @@ class TestOptions:
         assert "has dtype torch.float64; fp32, bf16 and fp16 can be trained" in refuse(
             ConfigError, tmp_path, model=Way().model().double()
         )
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch: these are beta, or will go
+class TestOddTensors:
+    @pytest.mark.parametrize(
+        ("make", "parameter", "buffer"),
+        [
+            (lambda dense: dense.to_sparse(), "is torch.sparse_coo; only dense", "torch.float32, torch.sparse_coo"),
+            (lambda dense: dense.to_sparse_csr(), "is torch.sparse_csr; only dense", "torch.float32, torch.sparse_csr"),
+            (lambda dense: torch.nested.nested_tensor([dense]), "is nested; only dense", "torch.float32"),
+            (
+                lambda dense: torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
+                "has dtype torch.qint8; fp32, bf16 and fp16 can", "torch.qint8",
+            ),
+            (lambda dense: dense.to(torch.complex128), "has dtype torch.complex128; fp32,", "complex128"),
+        ],
+        ids=["coo", "csr", "nested", "quantized", "complex"],
+    )  # fmt: skip
+    def test_are_named(self, make: Callable[[torch.Tensor], Any], parameter: str, buffer: str, tmp_path: Path) -> None:
+        model = WAY.model()
+        model.register_parameter("odd", nn.Parameter(make(torch.eye(4)), requires_grad=False))
+        assert f"parameter odd {parameter}" in refuse_late(WAY, tmp_path, model=model)
+        model = WAY.model()
+        model.register_buffer("odd", make(torch.eye(4)))
+        said = refuse_late(WAY, tmp_path, model=model)
+        assert re.search(rf"captured\.odd(\.data)?: cannot store .* of {buffer}", said)
+        assert all(one.untyped_storage().nbytes() for one in model.parameters()), "the weights were not taken"
+
+    def test_a_buffer_without_values(self, tmp_path: Path) -> None:
+        model = WAY.model()
+        model.register_buffer("odd", torch.ones(2, device="meta"), persistent=False)
+        assert "buffer odd holds no values (meta device)" in refuse_late(WAY, tmp_path, model=model)
 
 
 def refuse_late(way: Way, folder: Path, **changes: Any) -> str:

@@ -114,7 +114,8 @@ class Engine:
                 scheduler = lr_scheduler(optimizer)
                 check_scheduler(scheduler)
             states = {name: value.state_dict() for name, value in (registered or {}).items()}
-            capture.plain(states | capture.extra_states(model), "captured")  # whether it can be stored
+            of_model = capture.module_state(model) if tiers.nvme else capture.extra_states(model)
+            capture.plain(states | of_model, "captured")  # whether it can be stored
 
         self._parts: Assembly = assemble(
             model, tiers, optimizer or AdamWConfig(), options, partition_of(zero, process_group, device_mesh, tiers),

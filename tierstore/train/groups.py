@@ -144,6 +144,7 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
     """
     refuse_taken(model)
     _refuse_unsplittable(model)
+    _refuse_odd_tensors(model)
     _refuse_shared_memory(model)
     replaced = _replace_meta_parameters(model, device)
     blocks = _block_of_parameters(model)
@@ -193,6 +194,16 @@ def _refuse_unsplittable(model: nn.Module) -> None:
             )
 
 
+def _refuse_odd_tensors(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.layout is not torch.strided or parameter.is_nested:
+            kind = "nested" if parameter.is_nested else parameter.layout
+            raise ConfigError(f"parameter {name} is {kind}; only dense parameters can be trained")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ConfigError(f"buffer {name} holds no values (meta device); make it on the CPU, as deferred() does")
+
+
 def _refuse_shared_memory(model: nn.Module) -> None:
     """Every group gets a memory of its own, so what shared some would silently no longer do so.
 
@@ -201,7 +212,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     places: list[tuple[str, int, int, bool, str]] = []
     for is_parameter, tensors in ((True, model.named_parameters()), (False, model.named_buffers())):
         for name, tensor in tensors:
-            if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+            if tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested and tensor.numel():
                 begin, last = tensor.data_ptr(), sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
                 end = begin + (last + 1) * tensor.itemsize
                 places.append((str(tensor.device), begin, end, is_parameter, name))
