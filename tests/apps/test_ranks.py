@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 TINY = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64,
         "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 WAITING_S = 60  # for processes; far more than they need
-STEPS = 12
+STEPS = 16
 RANKS = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
