@@ -99,11 +99,10 @@ def test_bytes_per_step_are_the_plan_s(tmp_path_factory: Any, update: str, clip:
     if update == "delayed":  # pending gradients that live in CPU memory are written for a commit
         kept = [g for g in range(BLOCKS) if placement.gradient_home[g] is Tier.CPU]
         kept_bytes = sum(placement.gradient_bytes(g, c) for g in kept for c in range(placement.chunk_count(g)))
-    # Now and then, in either of the two runs, memory that reads ahead is taken back (`TripLeases.recall`), and a chunk
-    # of state is read once more: seen in 2 of 18 runs, with three of them at a time.
-    fewer_bytes = plan.read_bytes - read if update == "speculative" else 0
-    assert abs(fewer_bytes) <= GROUP_BYTES, loads
-    assert (read + fewer_bytes, written) == (plan.read_bytes, plan.written_bytes + kept_bytes), loads
+    # Speculation: now and then, in either of the two runs, a chunk is read once more or once less, as a race between
+    # updates and what reads ahead ends: seen in 3 of 36 runs, with three of them at a time.
+    assert abs(read - plan.read_bytes) <= (GROUP_BYTES if update == "speculative" else 0), loads
+    assert written == plan.written_bytes + kept_bytes, loads
 
 
 @pytest.mark.parametrize(
