@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 import threading
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 from faults import HANG, FaultyBackend
+from rich.console import Console
 
+from tierstore.apps.progress import byte_bar
 from tierstore.errors import Abandoned, ClosedError, Timeout
 from tierstore.io import watch
 from tierstore.io.backend import Backend
@@ -78,6 +81,14 @@ def test_work_that_computes_is_attended_for_as_long_as_it_does(monkeypatch: pyte
     monkeypatch.setattr(watch, "_others_cpu_s", busy)
     with Attended("pack", 0.02) as attended:
         assert attended.call(has_looked.wait, 30)
+
+
+def test_a_bar_that_is_drawn_is_no_work() -> None:
+    goes_on, terminal = threading.Event(), Console(force_terminal=True, file=io.StringIO())
+    with Attended("pack", 0.5) as attended, byte_bar(terminal, "packing", 100):
+        with pytest.raises(Timeout, match=r"^pack does not go on: nothing has moved for 0\.5 s; in flight:"):
+            attended.call(goes_on.wait, 10)
+        goes_on.set()
 
 
 def test_the_cpu_time_of_work_is_that_of_other_threads() -> None:
