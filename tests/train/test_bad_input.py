@@ -222,6 +222,13 @@ class TestOddTensors:
         assert re.search(rf"captured\.odd(\.data)?: cannot store .* of {buffer}", said)
         assert all(one.untyped_storage().nbytes() for one in model.parameters()), "the weights were not taken"
 
+    def test_a_buffer_is_kept_where_no_generation_is_written(self, tmp_path: Path) -> None:
+        model = WAY.model()
+        model.register_buffer("odd", torch.eye(4).to_sparse())
+        with opened(WAY, tmp_path, model=model, durability="none") as run:
+            run.step()
+        assert model.get_buffer("odd").layout is torch.sparse_coo
+
     def test_a_buffer_without_values(self, tmp_path: Path) -> None:
         model = WAY.model()
         model.register_buffer("odd", torch.ones(2, device="meta"), persistent=False)

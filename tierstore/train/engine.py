@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tierstore.config import AdamWConfig, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule
+from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
 from tierstore.measure.table_file import with_rates
@@ -114,7 +114,8 @@ class Engine:
                 scheduler = lr_scheduler(optimizer)
                 check_scheduler(scheduler)
             states = {name: value.state_dict() for name, value in (registered or {}).items()}
-            of_model = capture.module_state(model) if tiers.nvme else capture.extra_states(model)
+            is_written = tiers.nvme and options.durability is Durability.COMMIT
+            of_model = capture.module_state(model) if is_written else capture.extra_states(model)
             capture.plain(states | of_model, "captured")  # whether it can be stored
 
         self._parts: Assembly = assemble(
