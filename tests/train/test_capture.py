@@ -149,6 +149,14 @@ def test_tensors_come_back_as_they_were(dtype: torch.dtype) -> None:
     assert torch.equal(found, tensor)
 
 
+def test_tensors_that_are_lazily_conjugate_or_negative_are_kept_as_they_read() -> None:
+    mirror = torch.tensor([1 + 2j, -3j]).conj()
+    assert (mirror.is_conj(), mirror.imag.is_neg()) == (True, True)
+    found = with_tensors(plain({"mirror": mirror, "part": mirror.imag}))
+    assert torch.equal(found["mirror"], torch.tensor([1 - 2j, 3j]))
+    assert torch.equal(found["part"], torch.tensor([-2.0, 3.0]))
+
+
 def test_registered_before_and_after_the_engine_was_made(tmp_path: Path) -> None:
     early, late = Holder(), Holder()
     with opened(WAY, tmp_path, registered={"early": early}) as run:

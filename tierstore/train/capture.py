@@ -136,7 +136,7 @@ def plain(state: Any, name: str = "state") -> Any:
 def _plain(value: Any, path: str) -> Any:
     if isinstance(value, torch.Tensor):
         try:
-            tensor = value.detach().cpu()
+            tensor = value.detach().cpu().resolve_conj().resolve_neg()
             array = tensor.view(_AS_INTEGERS.get(tensor.dtype, tensor.dtype)).numpy().copy()
         except (TypeError, RuntimeError):
             raise ConfigError(f"{path}: cannot store a tensor of {value.dtype}, {value.layout}") from None
