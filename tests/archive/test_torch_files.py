@@ -155,6 +155,12 @@ def test_a_tensor_that_no_pack_holds_is_named(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_an_empty_tensor_is_no_conjugate_of_its_bytes(tmp_path: Path) -> None:
+    torch.save({"a": torch.empty(0, 3, dtype=torch.complex64).conj(), "b": torch.ones(3)}, tmp_path / "a.pt")
+    packed(tmp_path / "a.pt", tmp_path / "p.safetensors", memory_bytes=MEMORY)
+    assert load_pack(tmp_path / "p.safetensors")["a"].shape == (0, 3)
+
+
 def _saved(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)

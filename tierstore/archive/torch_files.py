@@ -312,10 +312,10 @@ def _check_all(value: Any, records: Mapping[int, int], pickle_bytes: int, source
 def _check(tensor: torch.Tensor, records: Mapping[int, int], what: str) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise FormatError(f"{what} is sparse or quantized, which a safetensors file cannot hold")
-    if tensor.is_conj() or tensor.is_neg():
-        raise FormatError(f"{what} is a conjugate or negative of its bytes; save it with .resolve_conj().resolve_neg()")
     if not tensor.numel():
         return
+    if tensor.is_conj() or tensor.is_neg():
+        raise FormatError(f"{what} is a conjugate or negative of its bytes; save it with .resolve_conj().resolve_neg()")
     length = records.get(_offset(tensor))
     last = tensor.storage_offset() + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
     if (last + 1) * tensor.dtype.itemsize > tensor.untyped_storage().nbytes():
