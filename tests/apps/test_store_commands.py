@@ -25,6 +25,7 @@ from tierstore.train.engine import Engine
 
 SHOWN = io.StringIO()
 NOBODY = Console(file=SHOWN, force_terminal=False)
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
 def store(directories: list[Path], codec: Codec) -> None:
@@ -129,9 +130,11 @@ def test_damage_is_told_without_advice_where_the_disk_does_not_answer(
     disk, before = FaultyBackend(HANG, kinds=("pread",)), set(threading.enumerate())
     monkeypatch.setattr(watch, "Backend", lambda: disk)
     monkeypatch.setattr(watch.Watch, "begin", lambda self: disk.is_hung.is_set)
-    damage = f"damaged: what was written in {tmp_path}; some advice"
-    with pytest.raises(ChecksumMismatch, match=f"^{re.escape(damage)}$"), advised([tmp_path], NOBODY, timeout_s=0.1):
+    damage, shown = f"damaged: what was written in {tmp_path}; some advice", io.StringIO()
+    terminal = Console(file=shown, force_terminal=True)
+    with pytest.raises(ChecksumMismatch, match=f"^{re.escape(damage)}$"), advised([tmp_path], terminal, timeout_s=0.1):
         raise ChecksumMismatch(damage)
+    assert re.findall(r"\x1b\[\?25[hl]", shown.getvalue()) == [HIDE_CURSOR, SHOW_CURSOR]
     disk.goes_on.set()
     for thread in set(threading.enumerate()) - before:
         thread.join(30)

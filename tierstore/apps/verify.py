@@ -153,20 +153,21 @@ def advised(paths: Sequence[Path], console: Console, *, timeout_s: float = _STOR
         damage = str(error).rpartition("; ")[0] or str(error)  # without its advice
         try:
             with Attended("advice", timeout_s) as attended:
-                advice = attended.call(_advice, paths, console, attended.backend)
+                advice = _advice(paths, console, attended)
         except TierstoreError:
             raise error from None
         raise ChecksumMismatch(f"{damage}; {advice}") from error
 
 
-def _advice(paths: Sequence[Path], console: Console, backend: Backend) -> str:
-    numbers = Manifests(paths[0], backend).numbers()
+def _advice(paths: Sequence[Path], console: Console, attended: Attended) -> str:
+    numbers = attended.call(Manifests(paths[0], attended.backend).numbers)
     for number, resume in zip(numbers, ("auto", "previous")):
         with contextlib.suppress(FormatError, StorageError):
-            _, chunks = committed_chunks(paths, number)
+            _, chunks = attended.call(committed_chunks, paths, number)
             total = sum(padded(chunk.stored_bytes) for chunk in chunks)
+            room = flow.Room(flow.THREADS, _largest(chunks))
             with byte_bar(console, f"damage was found: reading generation {number}", total) as advance:
-                damages = _damages(chunks, flow.Room(flow.THREADS, _largest(chunks)), advance, backend)
+                damages = attended.call(_damages, chunks, room, advance, attended.backend)
             if not damages:
                 return f"generation {number} is whole, every chunk of it was read: go on with resume='{resume}'"
     return f"no generation of the store is whole ({len(numbers)} were read): restore it from a copy"
