@@ -20,13 +20,17 @@ from tierstore.cli import app
 from tierstore.io.backend import BlockFile
 
 ENDLESS = """
-import os, signal, sys, threading
+import os, signal, sys, time
+import torch
 from tierstore.apps import pack
 from tierstore.cli import main
 
 def endless(*arguments, **options):
+    torch.set_num_threads(1)
+    end, some = time.monotonic() + 100, torch.ones(200, 200)
     os.kill(os.getpid(), int(number))
-    threading.Event().wait()
+    while time.monotonic() < end:
+        some @ some  # back in the interpreter every now and then
 
 number, phase, *sys.argv[1:] = sys.argv[1:]
 for each in (signal.SIGINT, signal.SIGTERM):

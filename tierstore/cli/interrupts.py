@@ -14,7 +14,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 
 import typer
@@ -24,13 +24,10 @@ from tierstore.errors import Abandoned
 
 
 @contextlib.contextmanager
-def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) -> Iterator[None]:
+def interruptible(last_words: str) -> Iterator[None]:
     """In here both signals raise KeyboardInterrupt; it ends as `last_words` and exit code 130 or 143.
 
     A second SIGTERM changes nothing: what the first one began is being cleaned up. A second Ctrl-C raises again.
-
-    Args:
-        leave: ends the process with this exit code; a seam for tests. See [Note: a thread that computes on].
     """
     seen: list[int] = []
 
@@ -55,7 +52,7 @@ def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) ->
         say(last_words)
         code = 128 + (seen[0] if seen else signal.SIGINT)
         if isinstance(error, Abandoned):
-            leave(code)
+            os._exit(code)  # see [Note: a thread that computes on]
         raise typer.Exit(code) from None
     finally:
         for number, handler in previous.items():
