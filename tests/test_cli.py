@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import runpy
 import signal
 import subprocess
 import sys
@@ -7,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import tierstore.apps.train
+from tierstore.apps.bench import step_worker
 from tierstore.apps.options import Precision, Preset, TrainOptions
 from tierstore.apps.report import Totals
 from tierstore.apps.train import Outcome
 from tierstore.cli import app
 from tierstore.config import Codec, Durability, Resume, UpdateSchedule
 from tierstore.errors import BudgetError, ConfigError, StorageFull
+from tierstore.store import slots
 
 
 @pytest.fixture
@@ -198,6 +202,34 @@ def test_the_scripts_run(command: list[str]) -> None:
                             text=True, timeout=60)  # fmt: skip
     assert result.returncode == 2
     assert "Invalid value for '--update'" in result.stderr
+
+
+def tool(name: str, monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
+    monkeypatch.setattr(sys, "path", sys.path[:])  # a script may change it
+    script = typer.Typer()
+    script.command()(runpy.run_path(str(Path(tierstore.__file__).parents[1] / "tools" / f"{name}.py"))[name])
+    return script
+
+
+def test_the_help_of_a_tool_shows_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, defaults in (("checksum_cost", ("a temporary one",)), ("crash_loop", ("200", "all", "a temporary one"))):
+        result = CliRunner().invoke(tool(name, monkeypatch), ["--help"], env={"COLUMNS": "200"})
+        assert [f"[default: {default}]." in result.output for default in defaults] == [True] * len(defaults)
+
+
+def test_a_measurement_that_is_interrupted_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(options: dict[str, Any]) -> None:
+        assert list(tmp_path.iterdir()) == [Path(options["train"]["nvme"][0])]
+        raise KeyboardInterrupt
+
+    for owner, name in ((slots, "checksum"), (slots.SlotPack, "read_here")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # the tool puts its own there
+    monkeypatch.setattr(step_worker, "contend", interrupted)
+    result = CliRunner().invoke(tool("checksum_cost", monkeypatch), ["--nvme", str(tmp_path)])
+    assert (result.exit_code, result.stderr) == (130, "tierstore: interrupted; nothing is left behind\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_names_the_commands() -> None:

@@ -57,17 +57,18 @@ class Switch:
 
 
 def checksum_cost(
-    nvme: Annotated[Path | None, typer.Option(help="Directory on the disk [default: a temporary one].")] = None,
+    nvme: Annotated[Path | None, typer.Option(help="Directory on the disk \\[default: a temporary one].")] = None,
     preset: Annotated[str, typer.Option(help="Model, as in `tierstore train`.")] = "124m",
     cpu_memory: Annotated[str, typer.Option(help="Budget, as in `tierstore train`.")] = "512MiB",
     pairs: Annotated[int, typer.Option(min=3, help="Pairs of rounds per line; a round is four steps.")] = 20,
 ) -> None:
     """Measure on an otherwise idle machine: twenty pairs of GPT-2 124M take 12 minutes."""
     from tierstore.apps.bench.step_worker import contend
+    from tierstore.cli.interrupts import interruptible
 
     switch, ratios = Switch(), {name: list[float]() for name in _WAYS}
     switch.put_in()
-    with tempfile.TemporaryDirectory(dir=nvme) as folder:
+    with interruptible("interrupted; nothing is left behind"), tempfile.TemporaryDirectory(dir=nvme) as folder:
         train = {
             "preset": preset, "batch": 1, "sequence": 64, "cpu_memory": cpu_memory, "gpu_memory": "256MiB",
             "update": "speculative", "nvme": [folder], "evaluate": 0,

@@ -27,14 +27,19 @@ KILLS = 200
 
 def crash_loop(
     kills: Annotated[
-        int, typer.Option(min=0, help=f"So many kills and stops by a signal, at random moments [default: {KILLS}].")
+        int,
+        typer.Option(
+            min=0,
+            show_default=False,
+            help=f"So many kills and stops by a signal, at random moments \\[default: {KILLS}].",
+        ),
     ] = 0,
     ranks: Annotated[int, typer.Option(min=1, max=4, help="Processes that train one model together, in --kills.")] = 1,
-    variant: Annotated[list[str] | None, typer.Option(help="A way to train, in --kills [default: all].")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="A way to train, in --kills \\[default: all].")] = None,
     cuts: Annotated[int, typer.Option(min=0, help="Power cuts at so many random instants.")] = 0,
     soak: Annotated[int, typer.Option(min=0, help="So many steps on a disk that fails now and then, as 2000.")] = 0,
     seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
-    directory: Annotated[Path | None, typer.Option(help="Where the stores are [default: a temporary one].")] = None,
+    directory: Annotated[Path | None, typer.Option(help="Where the stores are \\[default: a temporary one].")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures.")] = None,
 ) -> None:
     """Train, disturb, resume and compare; exit code 1 if a promise was not kept."""
