@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import small_checkpoint
 from faults import HANG, FaultyBackend
 from rich.console import Console
 
 from tierstore.apps.pack import run_pack, run_unpack
 from tierstore.apps.verify import run_verify
+from tierstore.archive import packing, publish, unpacking
+from tierstore.archive.opening import open_archive
 from tierstore.archive.packing import PackOptions
-from tierstore.archive.sources import INDEX
+from tierstore.archive.sources import INDEX, open_source
 from tierstore.archive.unpacking import UnpackOptions
 from tierstore.errors import Timeout
 from tierstore.io import watch
+from tierstore.io.backend import Backend
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 CONSOLE, MEMORY, TIMEOUT_S = Console(quiet=True), 2**40, 0.1
@@ -86,3 +90,28 @@ def test_a_call_that_never_returns(
     assert not left or (place == "last" and left == whole), "it removes what it made, if it was not all but done"
     if not left:
         assert done_with(work, tmp_path / "again", FaultyBackend(), monkeypatch) == whole
+
+
+def test_what_asks_the_system_in_its_own_way_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, asked, untold = Backend(), set[str](), set[str]()
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*arguments: Any, **options: Any) -> Any:
+            asked.add(name)
+            if threading.get_ident() not in disk.threads_in_flight():
+                untold.add(name)
+            return call(*arguments, **options)
+
+        return told
+
+    small_checkpoint(tmp_path / "a", blocks=1)
+    source = open_source(tmp_path / "a")
+    options = PackOptions((tmp_path / "p",), shards=2, memory_bytes=MEMORY, overwrite=True)
+    packing.pack(source, options, {}, backend=disk)
+    (tmp_path / "p" / "model-00007-of-00007.safetensors.partial").touch()  # of a writer that was killed
+    files = open_archive([tmp_path / "p"])
+    for owner, name in ((Path, "exists"), (publish, "weight_files"), (publish, "_lock"), (torch, "save")):
+        monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+    unpacking.unpack(files, UnpackOptions(tmp_path / "u.pt", 5000, MEMORY), backend=disk)
+    packing.pack(source, options, {}, backend=disk)
+    assert (asked, untold) == ({"exists", "weight_files", "_lock", "save"}, set())

@@ -99,9 +99,10 @@ class Publication(contextlib.ExitStack):
         first = self.directories[0]
         old = self._named(first / INDEX)
         finals = [self._directory(number) / name for number, name in enumerate(names)]
-        for final in finals:
-            if final.exists() and final not in old and not _OF_A_PACK.fullmatch(final.name):
-                raise ConfigError(f"{final} is there already, and no index names it; give another destination")
+        with self._backend.calling("inspection", first):
+            for final in finals:
+                if final.exists() and final not in old and not _OF_A_PACK.fullmatch(final.name):
+                    raise ConfigError(f"{final} is there already, and no index names it; give another destination")
         with contextlib.ExitStack() as undo:
             undo.callback(self._discard, _partial(first / INDEX))
             self._write(_partial(first / INDEX), index)
@@ -137,7 +138,8 @@ class Publication(contextlib.ExitStack):
 
     def _make_directory(self, directory: Path) -> None:
         """With those above it; what is empty in the end is removed again."""
-        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        with self._backend.calling("inspection", directory):
+            missing = [path for path in (directory, *directory.parents) if not path.exists()]
         for path in reversed(missing):  # before they are made, for that may end half way; the deepest goes first
             self.callback(_remove_empty, path)
         self._backend.make_directories(directory)
@@ -154,17 +156,16 @@ class Publication(contextlib.ExitStack):
         for directory in self.directories:
             for name in self._backend.names(directory):
                 path = directory / name
-                if _LEFTOVER.fullmatch(name) and path not in self.temporaries and _is_abandoned(path):
+                if _LEFTOVER.fullmatch(name) and path not in self.temporaries and self._is_abandoned(path):
                     self._remove(path)
 
     def _named(self, index: Path) -> set[Path]:
         """Files that an index names: in its directory, and those of a pack in any of the directories."""
-        if not index.exists():
-            return set()
-        try:
-            names = weight_files(index)
-        except TierstoreError:  # cut short by the kill: then nothing was renamed
-            return set()
+        with self._backend.calling("inspection", index, is_ending=True):  # they are to be removed
+            try:
+                names = weight_files(index) if index.exists() else set()
+            except TierstoreError:  # cut short by the kill: then nothing was renamed
+                return set()
         ours = {directory / name for directory in self.directories for name in names if _OF_A_PACK.fullmatch(name)}
         return ours | {index.parent / name for name in names}
 
@@ -178,6 +179,13 @@ class Publication(contextlib.ExitStack):
         if descriptor is None:
             raise ConfigError(f"another process writes {path}; wait for it, or give another destination")
         self.callback(os.close, descriptor)
+
+    def _is_abandoned(self, path: Path) -> bool:
+        with self._backend.calling("lock", path):
+            descriptor = _lock(path)
+            if descriptor is not None:
+                os.close(descriptor)
+        return descriptor is not None
 
     def _discard(self, path: Path) -> None:
         with contextlib.suppress(StorageError):  # the first error is the one to tell
@@ -231,13 +239,6 @@ def _partial(path: Path) -> Path:
 def _remove_empty(directory: Path) -> None:
     with contextlib.suppress(OSError):
         directory.rmdir()
-
-
-def _is_abandoned(path: Path) -> bool:
-    descriptor = _lock(path)
-    if descriptor is not None:
-        os.close(descriptor)
-    return descriptor is not None
 
 
 def _open_itself(path: str, flags: int) -> int:

@@ -30,7 +30,7 @@ from tierstore.archive.dtypes import file_dtype, torch_dtype
 from tierstore.archive.pickles import MOST_BYTES, check_pickle
 from tierstore.archive.sources import Piece, Source, SourceTensor
 from tierstore.errors import FormatError, StorageError, TierstoreError
-from tierstore.io.backend import storage_error
+from tierstore.io.backend import Backend, storage_error
 from tierstore.pack.layout import TensorSpec, quoted
 
 _LOCAL_HEADER_BYTES, _END_BYTES, _LOCATOR_BYTES, _END_64_BYTES = 30, 22, 20, 56
@@ -119,7 +119,9 @@ def flattened(
         yield from flattened(item, f"{prefix}.{key}" if prefix else str(key), depth + 1, met)
 
 
-def empty_torch_file(path: Path, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> dict[str, int]:
+def empty_torch_file(
+    path: Path, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str], backend: Backend
+) -> dict[str, int]:
     """A file of torch.save with room for these tensors, where their bytes are to be written.
 
     Raises:
@@ -134,7 +136,7 @@ def empty_torch_file(path: Path, specs: Mapping[str, TensorSpec], aliases: Mappi
         for alias, name in aliases.items():
             tensors[alias] = tensors[name]
     try:
-        with skip_data(materialize_fake_tensors=True):
+        with backend.calling("write of an empty torch file", path), skip_data(materialize_fake_tensors=True):
             torch.save(tensors, path)
     except (OSError, RuntimeError) as error:  # its writer in C++ raises the latter
         raise StorageError(f"cannot write {path}: {error}") from error

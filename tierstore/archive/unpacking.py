@@ -109,7 +109,7 @@ class _Unpacking:
         size = sum(_nbytes(spec) + 1024 + 4 * len(spec.name) for spec in specs.values()) + 2**16
         with Publication(self.options.destination, 1, self.backend) as publication:
             publication.begin([size])
-            places = empty_torch_file(publication.temporaries[0], specs, self.aliases)
+            places = empty_torch_file(publication.temporaries[0], specs, self.aliases, self.backend)
             self._fill({publication.temporaries[0]: places})
             return publication.commit()
 
