@@ -67,8 +67,12 @@ def test_what_is_left_opens_and_goes_on_exactly(case: Case, tmp_path: Path) -> N
     assert {known[0], known[-1]} == {BEGIN - case.way.commit_every, END}
 
 
-def test_of_a_store_that_is_made(tmp_path: Path) -> None:
-    way = Way("delayed", cpu_memory=DISK, directories=2)  # it has the most packs; a manifest syncs only the first
+@pytest.mark.parametrize("directories", [1, 2])
+def test_of_a_store_that_is_made(directories: int, tmp_path: Path) -> None:
+    """A sync that has no need in one directory has one in two, of which a manifest syncs only the first; or the other
+    way, for only those of several say which they are.
+    """
+    way = Way("delayed", cpu_memory=DISK, directories=directories)  # it has the most packs
     expected = expected_states(way, tmp_path / "expected", 1)
     for image in images(*journal_of(way, tmp_path / "run", 1)):
         check(way, image, tmp_path / "left", expected)
