@@ -153,14 +153,23 @@ def test_a_step_broken_off_where_the_loop_waits(
     told, watch = train(way, tmp_path / "clean")
     assert told is None
     acts = itertools.cycle(TOLD) if way.update == "forward" else itertools.cycle(reversed(TOLD))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    dropped: list[int] = []
+
+    def interrupted(number: int, frame: Any) -> None:
+        if frame.f_code.co_name == "_remove":  # of a weak set, as asyncio's of its tasks: Python would ignore the error
+            dropped.append(number)
+        else:
+            signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, interrupted)
     try:
         for number, (place, act) in enumerate(zip(sorted(watch.places), acts)):
             folder = tmp_path / str(number)
             shutil.copytree(begun, folder)
             told, watch = train(way, folder, place, act)
             if place in watch.places:  # what is waited for depends on what is sooner
-                assert isinstance(told, TOLD[act]), (place, told)
+                assert isinstance(told, TOLD[act]) or dropped, (place, told)
+            dropped.clear()
             check_resumes(way, folder, expected)
     finally:
         signal.signal(signal.SIGINT, before)

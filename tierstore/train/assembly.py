@@ -33,7 +33,7 @@ from tierstore.train.codec_trial import codecs_of
 from tierstore.train.depth import DepthChooser
 from tierstore.train.filling import Piece, fill, weights_of
 from tierstore.train.gathering import Gathers
-from tierstore.train.groups import ModelGroups, find_groups
+from tierstore.train.groups import ModelGroups, find_groups, refuse_empty_buffers
 from tierstore.train.hooks import ModelHooks
 from tierstore.train.opening import check_same_store, find_generation, open_generation
 from tierstore.train.optimizer import AdamStepper, TieredOptimizer
@@ -151,6 +151,7 @@ def assemble(
         lock = StoreLock(member=None if leads(team) else team.rank)
         generation = find_generation(runtime, tiers, options, backend, lock, partition, team)
         pieces: Iterable[Piece] = weights_of(model) if source is None else source.stream()
+        refuse_empty_buffers(model)
         groups = find_groups(model, device.torch_device)
         specs = [group.spec for group in groups.groups]
         partition.check_same_model(specs)

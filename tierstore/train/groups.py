@@ -144,7 +144,7 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
     """
     refuse_taken(model)
     _refuse_unsplittable(model)
-    _refuse_odd_tensors(model)
+    _refuse_odd_parameters(model)
     _refuse_shared_memory(model)
     replaced = _replace_meta_parameters(model, device)
     blocks = _block_of_parameters(model)
@@ -194,11 +194,19 @@ def _refuse_unsplittable(model: nn.Module) -> None:
             )
 
 
-def _refuse_odd_tensors(model: nn.Module) -> None:
+def _refuse_odd_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.layout is not torch.strided or parameter.is_nested:
             kind = "nested" if parameter.is_nested else parameter.layout
             raise ConfigError(f"parameter {name} is {kind}; only dense parameters can be trained")
+
+
+def refuse_empty_buffers(model: nn.Module) -> None:
+    """Buffers on the meta device: those of a skeleton are as they should be, a model that runs needs values.
+
+    Raises:
+        ConfigError: names one.
+    """
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ConfigError(f"buffer {name} holds no values (meta device); make it on the CPU, as deferred() does")
