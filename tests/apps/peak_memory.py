@@ -39,10 +39,11 @@ def _base() -> dict[str, int]:
 def _activations(preset: str) -> dict[str, int]:
     import torch
 
-    from tierstore.apps import presets, train
+    from tierstore.apps import presets
+    from tierstore.apps.heap import return_freed_memory
     from tierstore.apps.options import Precision, Preset
 
-    train.return_freed_memory()
+    return_freed_memory()
     model = presets.build(presets.prepare(presets.preset_configuration(Preset(preset)), dropout=0), Precision.BF16)
     warm = torch.ones(256, 256, dtype=torch.bfloat16)
     torch.nn.functional.linear(warm, warm)  # the libraries behind it load themselves

@@ -31,7 +31,7 @@ from crash.kills import descriptors, files_of
 from resuming import DISK, Way
 from runs import VOCABULARY, next_token_loss
 
-from tierstore.apps.assembly import return_freed_memory
+from tierstore.apps.heap import return_freed_memory
 from tierstore.config import AdamWConfig
 from tierstore.errors import StorageError
 from tierstore.io.backend import Backend

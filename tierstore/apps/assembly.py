@@ -8,9 +8,7 @@ Owner: the thread that makes the engine.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +27,6 @@ from tierstore.train.checkpoints import CheckpointSource
 from tierstore.train.materialize import Source, deferred
 
 _LONGEST_DEFAULT_SEQUENCE = 1024
-_M_MMAP_THRESHOLD, _RETURNED_FROM_BYTES = -3, 2**20  # malloc.h
 _MOST_UPDATE_THREADS = 64  # of TierConfig
 _SMALLEST_VOCABULARY = 256  # one id per byte
 
@@ -140,14 +137,3 @@ def _enable_checkpointing(model: nn.Module) -> None:
     else:
         enable = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def return_freed_memory() -> None:
-    """Have glibc give large buffers back to the system as soon as they are freed.
-
-    By default it keeps them once a few were freed, so that the storages that groups leave behind on the CPU's GPU tier
-    add up: 1.55 GB instead of 1.20 GB at preset 124m with 256 MiB for each tier (no difference in time was measured).
-    It is a setting of the whole process, therefore made here and not in the engine.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another libc has no mallopt
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _RETURNED_FROM_BYTES)

@@ -39,6 +39,14 @@ class Precision(enum.Enum):
     FP16 = "fp16"
 
 
+class FreedMemory(enum.Enum):
+    """What becomes of the CPU memory that a step frees; "auto" keeps it if all state is in memory."""
+
+    AUTO = "auto"
+    KEEP = "keep"
+    RETURN = "return"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
     """All options of one run; every field is the command-line option of the same name.
@@ -57,6 +65,7 @@ class TrainOptions:
         prefetch_depth: groups fetched ahead; None computes it from what is measured meanwhile.
         chunk: upper bound in bytes of a unit of I/O and update; None leaves it to the planner.
         evaluate: samples of held-out text, measured before and after; 0 leaves the evaluation out.
+        freed_memory: whether freed memory serves the next step, for some more of it (see `apps/heap.py`).
         bandwidth: rates that `tierstore probe --json` measured; None measures while training.
         threads: threads of torch and, apart from those, of the update; None leaves both to their defaults.
 
@@ -99,6 +108,7 @@ class TrainOptions:
     trace: Path | None = None
     device: str = "cpu"
     threads: int | None = None
+    freed_memory: FreedMemory = FreedMemory.AUTO
     bandwidth: Path | None = None
 
     def __post_init__(self) -> None:

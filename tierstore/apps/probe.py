@@ -176,7 +176,7 @@ def _measure(
 
 def _time_layers(options: ProbeOptions, rounds: int, tell: Callable[[str, float], None]) -> tuple[TimedLayer, ...]:
     """By this thread, and with memory that is new each time: as `train` computes."""
-    from tierstore.apps.assembly import return_freed_memory
+    from tierstore.apps.heap import return_freed_memory
     from tierstore.measure.layers import DTYPES, time_layers
 
     return_freed_memory()

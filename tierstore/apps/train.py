@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import torch
 
 from tierstore.apps import outputs
-from tierstore.apps.assembly import Parts, assemble, engine_arguments, return_freed_memory
+from tierstore.apps.assembly import Parts, assemble, engine_arguments
 from tierstore.apps.crew import Crew
 from tierstore.apps.data import corpus_bytes, held_out_batches
+from tierstore.apps.heap import return_freed_memory, serve_steps
 from tierstore.apps.metrics import StepLog, peak_resident_bytes
 from tierstore.apps.options import TrainOptions
 from tierstore.apps.report import Reporter, Totals
@@ -90,6 +91,7 @@ def train(
         stack.callback(parts.batches.close)
         tracer = Tracer(time.perf_counter, enabled=options.trace is not None and crew.leads)
         engine = stack.enter_context(make_engine(**engine_arguments(options, parts, tracer, crew)))
+        serve_steps(options.freed_memory, updates_in_memory=engine.placement.updates_in_memory)
         run = _Run(options, reporter, parts, engine, log, stop or StopRequest(), crew)
         run.describe()
         outcome = run.run()

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tierstore.apps.assembly import Parts, assemble, engine_arguments, return_freed_memory
+from tierstore.apps.assembly import Parts, assemble, engine_arguments
 from tierstore.apps.crew import Crew
+from tierstore.apps.heap import return_freed_memory, serve_steps
 from tierstore.apps.options import TrainOptions
 from tierstore.config import UpdateSchedule
 from tierstore.plan.placement import Placement
@@ -150,4 +151,5 @@ def trial(options: TrainOptions) -> Iterator[Trial]:
         stack.callback(parts.batches.close)
         tracer = Tracer(time.perf_counter, enabled=False)
         engine = stack.enter_context(Engine(**engine_arguments(own, parts, tracer, Crew())))
+        serve_steps(own.freed_memory, updates_in_memory=engine.placement.updates_in_memory)
         yield Trial(engine, parts, options.device)

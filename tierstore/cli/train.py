@@ -13,7 +13,7 @@ import typer
 
 from tierstore.apps.files import read_object
 from tierstore.apps.launch import Launch
-from tierstore.apps.options import Precision, Preset, TrainOptions, options_of_object
+from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions, options_of_object
 from tierstore.apps.stopping import StopRequest
 from tierstore.cli.common import Debug, directory, given_options, say, size_option, told
 from tierstore.config import Codec, Durability, MicroBatchSchedule, Resume, UpdateSchedule
@@ -105,6 +105,12 @@ def train(
     threads: Annotated[
         int | None, typer.Option(help="Threads of torch, and of the update [default: all cores, shared by ranks].")
     ] = None,
+    freed_memory: Annotated[
+        FreedMemory,
+        typer.Option(
+            help="Keep it for the next step (faster, up to 0.2 GiB more at 124m); auto: if no state is on disk."
+        ),
+    ] = FreedMemory.AUTO,
     bandwidth: Annotated[
         Path | None,
         typer.Option(

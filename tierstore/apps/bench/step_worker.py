@@ -30,9 +30,10 @@ from typing import Any
 
 import torch
 
-from tierstore.apps.assembly import assemble, engine_arguments, return_freed_memory
+from tierstore.apps.assembly import assemble, engine_arguments
 from tierstore.apps.bench.serve import Round
 from tierstore.apps.crew import Crew
+from tierstore.apps.heap import return_freed_memory, serve_steps
 from tierstore.apps.options import TrainOptions, options_of_object
 from tierstore.apps.trial import Trial
 from tierstore.config import Durability, MicroBatchSchedule, Tier, UpdateSchedule
@@ -134,6 +135,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         own = replace(train, commit_every=_NEVER) if train.commit_every > 1 else train
         arguments = engine_arguments(own, parts, commits, Crew()) | {"registered": {}}
         engine = stack.enter_context(Engine(**arguments))
+        serve_steps(train.freed_memory, updates_in_memory=engine.placement.updates_in_memory)
         facts = _facts(engine)
         if is_recorded(train):
             same = replace(parts, batches=tokens)  # type: ignore[arg-type]  # has all that a trial asks of batches

@@ -1,0 +1,42 @@
+"""What becomes of freed memory: by the pages that the system has to give again, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_ROUNDS, _BYTES, _PAGE = 10, 2**23, 4096
+_PROGRAM = f"""
+import resource
+from tierstore.apps.heap import return_freed_memory, serve_steps
+from tierstore.apps.options import FreedMemory
+
+def faults(rounds):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(rounds):
+        bytearray({_BYTES})[::{_PAGE}] = bytes({_BYTES // _PAGE})
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+return_freed_memory()
+built = faults({_ROUNDS})
+serve_steps(FreedMemory(WISH), updates_in_memory=IN_MEMORY)
+faults(2)
+print(built, faults({_ROUNDS}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("wish", "updates_in_memory", "keeps"),
+    [("keep", False, True), ("return", True, False), ("auto", True, True), ("auto", False, False)],
+)
+def test_freed_memory_is_returned_while_an_engine_is_made_and_then_kept_or_not(
+    wish: str, updates_in_memory: bool, keeps: bool
+) -> None:
+    program = _PROGRAM.replace("WISH", repr(wish)).replace("IN_MEMORY", repr(updates_in_memory))
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    built, served = map(int, told.split())
+    pages = _ROUNDS * _BYTES // _PAGE
+    assert built >= pages // 2
+    assert served < pages // 20 if keeps else served >= pages // 2
