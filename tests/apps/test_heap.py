@@ -23,7 +23,10 @@ return_freed_memory()
 built = faults({_ROUNDS})
 serve_steps(FreedMemory(WISH), updates_in_memory=IN_MEMORY)
 faults(2)
-print(built, faults({_ROUNDS}))
+served = faults({_ROUNDS})
+return_freed_memory()
+faults(1)
+print(built, served, faults({_ROUNDS}))
 """
 
 
@@ -36,7 +39,7 @@ def test_freed_memory_is_returned_while_an_engine_is_made_and_then_kept_or_not(
 ) -> None:
     program = _PROGRAM.replace("WISH", repr(wish)).replace("IN_MEMORY", repr(updates_in_memory))
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    built, served = map(int, told.split())
+    built, served, built_again = map(int, told.split())
     pages = _ROUNDS * _BYTES // _PAGE
-    assert built >= pages // 2
+    assert min(built, built_again) >= pages // 2
     assert served < pages // 20 if keeps else served >= pages // 2

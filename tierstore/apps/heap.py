@@ -13,6 +13,7 @@ from tierstore.apps.options import FreedMemory
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # malloc.h
 _LARGE_BYTES = 2**20
+_SMALL_BYTES, _MANY = 2**17, 2**16  # glibc's defaults
 _NEVER = 2**31 - 1
 
 
@@ -23,7 +24,7 @@ def return_freed_memory() -> None:
     tier add up, as does what an engine needs only while it is made.
     """
     # One arena for all threads: what one of them frees serves the others.
-    _set((_ARENA_MAX, 1), (_MMAP_THRESHOLD, _LARGE_BYTES))
+    _set((_ARENA_MAX, 1), (_MMAP_THRESHOLD, _LARGE_BYTES), (_MMAP_MAX, _MANY), (_TRIM_THRESHOLD, _SMALL_BYTES))
 
 
 def serve_steps(wish: FreedMemory, *, updates_in_memory: bool) -> None:
