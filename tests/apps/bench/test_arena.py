@@ -42,12 +42,15 @@ def contestant(log: Path, name: str, *, ready: str = "pass", body: str = "pass",
 
 
 def run(*contestants: Contestant, rounds: int = 2) -> dict[str, Result]:
-    return contest(contestants, rounds, lambda what, done: None)
+    results = {one.name: Result(one) for one in contestants}
+    contest(results, rounds, lambda what, done: None)
+    return results
 
 
 def test_they_take_turns_and_the_warm_up_does_not_count(tmp_path: Path) -> None:
     log, said = tmp_path / "log", list[tuple[str, float]]()
-    found = contest([contestant(log, "a"), contestant(log, "b")], 2, lambda what, done: said.append((what, done)))
+    found = {name: Result(contestant(log, name)) for name in "ab"}
+    contest(found, 2, lambda what, done: said.append((what, done)))
     assert log.read_text() == "a0 b0 b1 a1 a2 b2 "
     assert [answer.figures["figure"] for answer in found["a"].answers] == [11.0, 12.0]
     assert (found["a"].median("figure"), found["a"].median("seconds"), found["a"].median("other")) == (11.5, 2.0, None)
@@ -107,7 +110,7 @@ def test_an_interrupt_ends_all_at_once(tmp_path: Path) -> None:
 
     body = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
     with pytest.raises(KeyboardInterrupt):
-        contest([contestant(tmp_path / "log", "a", body=body)], 1, tell)
+        contest({"a": Result(contestant(tmp_path / "log", "a", body=body))}, 1, tell)
     assert_ended(pids[0])
 
 

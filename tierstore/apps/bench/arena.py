@@ -15,11 +15,11 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import IO, Any, cast
 
-from tierstore.apps.bench.case import Answer, Contestant, Result
+from tierstore.apps.bench.case import Answer, Contestant, Result, Results
 
 Tell = Callable[[str, float], None]
 _CLOSE_S = 30.0
@@ -30,14 +30,14 @@ class _Lost(Exception):
     """A contestant that will not answer any more, and why."""
 
 
-def contest(contestants: Sequence[Contestant], rounds: int, tell: Tell) -> dict[str, Result]:
-    """Results by name. Round 0 warms up and does not count.
+def contest(results: Results, rounds: int, tell: Tell) -> None:
+    """Fill the results of contestants, round by round. Round 0 warms up and does not count.
 
     Args:
+        results: without answers; what an interrupt leaves in them holds.
         tell: called before each start and each round of a contestant, with what is done and the share that is over.
     """
-    results = {one.name: Result(one) for one in contestants}
-    total, begun = len(contestants) * (rounds + 2), 0
+    total, begun = len(results) * (rounds + 2), 0
 
     def tell_of(what: str) -> None:
         nonlocal begun
@@ -46,9 +46,8 @@ def contest(contestants: Sequence[Contestant], rounds: int, tell: Tell) -> dict[
 
     with contextlib.ExitStack() as ended:
         running: list[tuple[Result, _Process]] = []
-        for contestant in contestants:
-            tell_of(f"{contestant.name}: starts")
-            result = results[contestant.name]
+        for name, result in results.items():
+            tell_of(f"{name}: starts")
             try:
                 running.append((result, ended.enter_context(_started(result))))
             except _Lost as error:
@@ -65,7 +64,6 @@ def contest(contestants: Sequence[Contestant], rounds: int, tell: Tell) -> dict[
                 if number:
                     result.answers.append(answer)
             running = [(result, process) for result, process in running if result.trouble is None]
-    return results
 
 
 def _started(result: Result) -> _Process:

@@ -65,7 +65,8 @@ def run_case(case: Case, options: BenchOptions, tell: Tell, keep: Callable[[Outc
     """All heats of a case.
 
     Args:
-        keep: called after each heat with all that is known by then; contestants of later ones are in it as missing.
+        keep: called after each heat with all that is known by then; contestants of later ones are in it as missing. An
+            interrupted heat counts as far as it came.
     """
     with tempfile.TemporaryDirectory(prefix=".tierstore-bench-", dir=options.nvme) as name:
         scratch = Path(name)
@@ -82,7 +83,15 @@ def run_case(case: Case, options: BenchOptions, tell: Tell, keep: Callable[[Outc
             def tell_of(what: str, done: float, index: int = index) -> None:
                 tell(f"{case.name}: {what}", (index + done) / len(heats))
 
-            results |= contest(heat, options.rounds, tell_of)
-            outcome = Outcome(case.name, case.rows(options, results), results)
-            keep(outcome)
+            taking_turns = {one.name: Result(one) for one in heat}
+            results |= taking_turns
+            try:
+                contest(taking_turns, options.rounds, tell_of)
+            except KeyboardInterrupt:
+                for one in taking_turns.values():
+                    one.trouble = one.trouble or f"interrupted: {len(one.answers)} rounds of {options.rounds}"
+                raise
+            finally:
+                outcome = Outcome(case.name, case.rows(options, results), results)
+                keep(outcome)
         return outcome
