@@ -8,8 +8,9 @@ import sys
 import pytest
 
 _ROUNDS, _BYTES, _PAGE = 10, 2**23, 4096
+_SET_THP_DISABLE = 41  # PR_SET_THP_DISABLE of linux/prctl.h
 _PROGRAM = f"""
-import resource
+import ctypes, resource
 from tierstore.apps.heap import return_freed_memory, serve_steps
 from tierstore.apps.options import FreedMemory
 
@@ -19,11 +20,14 @@ def faults(rounds):
         bytearray({_BYTES})[::{_PAGE}] = bytes({_BYTES // _PAGE})
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
+ctypes.CDLL(None).prctl({_SET_THP_DISABLE}, 1, 0, 0, 0)  # a huge page is one fault
 return_freed_memory()
 built = faults({_ROUNDS})
 serve_steps(FreedMemory(WISH), updates_in_memory=IN_MEMORY)
 faults(2)
 served = faults({_ROUNDS})
+hole, above = bytearray({_BYTES}), bytearray({_BYTES})
+del hole
 return_freed_memory()
 faults(1)
 print(built, served, faults({_ROUNDS}))

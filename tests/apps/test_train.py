@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tierstore.apps import assembly, presets
 from tierstore.apps import train as application
-from tierstore.apps.options import Precision, TrainOptions
+from tierstore.apps.options import FreedMemory, Precision, TrainOptions
 from tierstore.apps.recipe import parameter_groups
 from tierstore.apps.report import Reporter
 from tierstore.apps.stopping import StopRequest
@@ -75,6 +75,22 @@ def run(options: TrainOptions, store: FakeStore | None = None, **fake: Any) -> t
     with StopRequest(leave=_killed) as stop:
         outcome = application.train(options, Reporter(Console(file=output, width=100)), make_engine, stop)
     return outcome, engines[0], output.getvalue()
+
+
+def test_freed_memory_is_returned_until_the_engine_is_made_and_then_as_asked(
+    options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def make_engine(**arguments: Any) -> FakeEngine:
+        made.append("engine")
+        return FakeEngine(**arguments, store=FakeStore())
+
+    monkeypatch.setattr(application, "return_freed_memory", lambda: made.append("return"))
+    monkeypatch.setattr(application, "serve_steps", lambda wish, **known: made.append((wish, known)))
+    asked = options(steps=1, evaluate=0, freed_memory=FreedMemory.KEEP)
+    application.train(asked, Reporter(Console(file=io.StringIO())), make_engine)
+    assert made == ["return", "engine", (FreedMemory.KEEP, {"updates_in_memory": False})]
 
 
 def _killed(code: int) -> None:

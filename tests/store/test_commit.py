@@ -139,6 +139,7 @@ class TestDirectories:
             with pytest.raises(StorageError, match=f"{tmp_path}.*Input/output error"):
                 scenario(backend)
 
+
     def test_a_striped_store_that_was_broken_off_in_the_making_can_be_made_again(self, tmp_path: Path) -> None:
         """Each directory says of which store it is, before there is a pack in any."""
         runs = itertools.count()

@@ -292,7 +292,9 @@ def test_a_gradient_that_waits_for_memory_says_so(tmp_path: Path) -> None:
             pieces = [Piece(0, torch.ones(parts.store.groups[0].elements), True)]
             await gradients.accept(0, pieces, Reached(), is_final=True, is_streaming=True)
             heard.clear()
-            second = asyncio.ensure_future(gradients.accept(1, pieces, Reached(), is_final=True, is_streaming=True))
+            second = asyncio.ensure_future(
+                gradients.accept(1, pieces, Reached(), is_final=True, is_streaming=True)
+            )
             for _ in range(5):  # turns of the loop: it begins, asks, waits
                 await asyncio.sleep(0)
             was_told = list(heard)

@@ -175,11 +175,9 @@ def _measure(
 
 
 def _time_layers(options: ProbeOptions, rounds: int, tell: Callable[[str, float], None]) -> tuple[TimedLayer, ...]:
-    """By this thread, and with memory that is new each time: as `train` computes."""
-    from tierstore.apps.heap import return_freed_memory
+    """By this thread, as a training loop computes."""
     from tierstore.measure.layers import DTYPES, time_layers
 
-    return_freed_memory()
     return time_layers(tuple(DTYPES)[:1] if options.quick else tuple(DTYPES), rounds, lambda name: tell(name, 1.0))
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.files import read_object, write_object
-from tierstore.apps.options import Precision, Preset, TrainOptions
+from tierstore.apps.heap import return_freed_memory
+from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import Durability, TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError
@@ -132,6 +133,8 @@ def save(options: TuneOptions, outcome: Outcome) -> None:
 def rates_for(train: TrainOptions) -> Rates:
     """The rates of the file that is given; without one each call measures them, in a few seconds.
 
+    Freed memory is returned first, as by `tierstore probe`: until an engine is made, every buffer is new.
+
     Raises:
         ConfigError: no file, and no disk to measure. FormatError: the file holds something else.
     """
@@ -140,6 +143,7 @@ def rates_for(train: TrainOptions) -> Rates:
         return lambda: given
     if not train.nvme:
         raise ConfigError("tune needs rates: give --bandwidth the file of `tierstore probe --json`, or --nvme")
+    return_freed_memory()
 
     def measured() -> Machine:
         from tierstore.apps.probe import ProbeOptions, probe
@@ -260,7 +264,7 @@ def as_train_options(train: TrainOptions, tuning: Tuning) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (Preset, Precision, UpdateSchedule, Durability)):
+    if isinstance(value, (Preset, Precision, UpdateSchedule, Durability, FreedMemory)):
         return value.value
     if isinstance(value, tuple):
         return [str(item) for item in value]

@@ -100,7 +100,9 @@ def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console, at
     total = sum(padded(chunk.stored_bytes) for chunk in chunks)
     start = time.perf_counter()
     with byte_bar(console, "verifying", total) as advance:
-        damages = attended.call(_damages, chunks, flow.room(memory_bytes, _largest(chunks)), advance, attended.backend)
+        damages = attended.call(
+            _damages, chunks, flow.room(memory_bytes, _largest(chunks)), advance, attended.backend
+        )
     what = f"store {paths[0]}, generation {generation.number}"
     return Verdict(what, len(chunks), total, time.perf_counter() - start, tuple(damages))
 

@@ -137,7 +137,9 @@ def _metadata(path: Path) -> Any:
     return content
 
 
-def _joined(path: Path, name: str, item: Any, infos: dict[tuple[int, ...], Any], parts: _Parts) -> Iterator[Piece]:
+def _joined(
+    path: Path, name: str, item: Any, infos: dict[tuple[int, ...], Any], parts: _Parts
+) -> Iterator[Piece]:
     """The pieces of a tensor in row-major order.
 
     Raises:

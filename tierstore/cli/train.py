@@ -108,7 +108,8 @@ def train(
     freed_memory: Annotated[
         FreedMemory,
         typer.Option(
-            help="Keep it for the next step (faster, up to 0.2 GiB more at 124m); auto: if no state is on disk."
+            help="keep what a step frees for the next one, faster on a CPU; or return it to the system; auto: keep it "
+            "if no update needs the disk."
         ),
     ] = FreedMemory.AUTO,
     bandwidth: Annotated[

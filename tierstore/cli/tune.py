@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.apps.options import Precision, Preset, TrainOptions
+from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions
 from tierstore.cli.common import Debug, directory, say, size_option, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import UpdateSchedule
@@ -40,6 +40,9 @@ def tune(
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="Threads of torch and of the update [default: all].")] = None,
+    freed_memory: Annotated[
+        FreedMemory, typer.Option(help="Of the run: keep what a step frees, or return it; see train.")
+    ] = FreedMemory.AUTO,
     record: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Recorded step [default: record one now, with the engine].")
     ] = None,
@@ -62,7 +65,7 @@ def tune(
         train = TrainOptions(
             preset=preset, config=config, checkpoint=checkpoint, gpu_memory=gpu_memory, cpu_memory=cpu_memory,
             nvme=tuple(nvme or ()), dtype=dtype, batch=batch, sequence=sequence, clip=clip, update=update, chunk=chunk,
-            commit_every=commit_every, device=device, threads=threads, bandwidth=bandwidth,
+            commit_every=commit_every, device=device, threads=threads, freed_memory=freed_memory, bandwidth=bandwidth,
         )  # fmt: skip
 
         from rich.console import Console

@@ -70,7 +70,10 @@ def seconds_per_byte(kind: Kind, rates: CodecRates, conditions: Conditions) -> f
         (1.0, conditions.write_bytes_per_s, rates.encode_bytes_per_s),
     )
     return sum(
-        times / codec_rate_bytes_per_s(disk, rates.ratio, codec * conditions.cores, overlapped=conditions.is_overlapped)
+        times
+        / codec_rate_bytes_per_s(
+            disk, rates.ratio, codec * conditions.cores, overlapped=conditions.is_overlapped
+        )
         for times, disk, codec in ways
     )
 

@@ -39,7 +39,9 @@ class CommittedChunk:
     checksum: int
 
 
-def committed_chunks(directories: Sequence[Path], number: int | None = None) -> tuple[Generation, list[CommittedChunk]]:
+def committed_chunks(
+    directories: Sequence[Path], number: int | None = None
+) -> tuple[Generation, list[CommittedChunk]]:
     """A generation of a store, and every chunk of it.
 
     Args:

@@ -114,6 +114,18 @@ def test_an_interrupt_ends_all_at_once(tmp_path: Path) -> None:
     assert_ended(pids[0])
 
 
+def test_an_interrupt_leaves_what_was_answered(tmp_path: Path) -> None:
+    def tell(what: str, done: float) -> None:
+        if what == "a: round 2 of 2":
+            raise KeyboardInterrupt
+
+    found = {"a": Result(contestant(tmp_path / "log", "a"))}
+    with pytest.raises(KeyboardInterrupt):
+        contest(found, 2, tell)
+    assert [answer.figures["figure"] for answer in found["a"].answers] == [11.0]
+    assert found["a"].trouble is None
+
+
 def assert_ended(pid: int) -> None:
     """It is gone, or a zombie that its new parent has yet to fetch."""
     deadline_s = time.monotonic() + 10.0

@@ -113,7 +113,7 @@ def test_what_was_measured_outlives_an_interrupt_as_far_as_it_came(
     assert done.exit_code == 130, done.output
     (kept,) = json.loads(files[0].read_text())["cases"]
     assert [(row["contestant"], row["trouble"]) for row in kept["rows"]] == [
-        ("first", None), ("second", "interrupted: 1 rounds of 5"), ("third", "missing: its turn has not come")
+        ("first", None), ("second", "interrupted after 1 of 5 rounds"), ("third", "missing: its turn has not come")
     ]  # fmt: skip
     assert "| toy | first | 1 s (1, 1) |" in files[1].read_text()
     assert "| toy | second | 1 s (1, 1) |" in files[1].read_text()

@@ -151,7 +151,7 @@ class Result:
     Attributes:
         facts: what it said of itself: versions, sizes.
         answers: of the rounds that count.
-        trouble: why there are no more: `missing: ...` or `failed: ...`.
+        trouble: why there are no more: `missing: ...`, `failed: ...` or `interrupted ...`.
     """
 
     contestant: Contestant

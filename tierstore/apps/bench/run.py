@@ -65,8 +65,8 @@ def run_case(case: Case, options: BenchOptions, tell: Tell, keep: Callable[[Outc
     """All heats of a case.
 
     Args:
-        keep: called after each heat with all that is known by then; contestants of later ones are in it as missing. An
-            interrupted heat counts as far as it came.
+        keep: called after each heat, also one that is interrupted, with all that is known by then; contestants of later
+            ones are in it as missing.
     """
     with tempfile.TemporaryDirectory(prefix=".tierstore-bench-", dir=options.nvme) as name:
         scratch = Path(name)
@@ -87,11 +87,13 @@ def run_case(case: Case, options: BenchOptions, tell: Tell, keep: Callable[[Outc
             results |= taking_turns
             try:
                 contest(taking_turns, options.rounds, tell_of)
-            except KeyboardInterrupt:
+            except BaseException as error:
+                how = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed: it ended"
                 for one in taking_turns.values():
-                    one.trouble = one.trouble or f"interrupted: {len(one.answers)} rounds of {options.rounds}"
+                    if one.trouble is None and len(one.answers) < options.rounds:
+                        one.trouble = f"{how} after {len(one.answers)} of {options.rounds} rounds"
+                keep(Outcome(case.name, case.rows(options, results), results))
                 raise
-            finally:
-                outcome = Outcome(case.name, case.rows(options, results), results)
-                keep(outcome)
+            outcome = Outcome(case.name, case.rows(options, results), results)
+            keep(outcome)
         return outcome
