@@ -42,8 +42,10 @@ def pool() -> Iterator[WorkerPool]:
 
 def test_the_jobs_of_a_lost_worker_fail_at_once(pool: WorkerPool) -> None:
     begun, may_end, both = threading.Event(), threading.Event(), threading.Barrier(2)
+    runs = list[threading.Thread]()
 
     def job() -> str:
+        runs.append(threading.current_thread())
         begun.set()
         assert may_end.wait(30)
         return "ended"
@@ -52,7 +54,7 @@ def test_the_jobs_of_a_lost_worker_fail_at_once(pool: WorkerPool) -> None:
         await asyncio.gather(*[pool.submit(Priority.DEMAND, both.wait) for _ in range(2)])  # both threads are up
         busy = pool.submit(Priority.DEMAND, job)
         begun.wait(30)
-        (idle,) = [thread for thread in pool._threads if thread.name not in pool._running]
+        (idle,) = [thread for thread in pool._threads if thread not in runs]
         end(idle)
         with pytest.raises(ClosedError, match=r"thread test-\d was ended by SystemExit\(\)"):
             await asyncio.gather(*[pool.submit(Priority.WRITE, int) for _ in range(3)])
