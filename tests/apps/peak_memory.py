@@ -40,10 +40,10 @@ def _activations(preset: str) -> dict[str, int]:
     import torch
 
     from tierstore.apps import presets
-    from tierstore.apps.heap import return_freed_memory
+    from tierstore.apps.heap import prepare_heap
     from tierstore.apps.options import Precision, Preset
 
-    return_freed_memory()
+    prepare_heap()
     model = presets.build(presets.prepare(presets.preset_configuration(Preset(preset)), dropout=0), Precision.BF16)
     warm = torch.ones(256, 256, dtype=torch.bfloat16)
     torch.nn.functional.linear(warm, warm)  # the libraries behind it load themselves

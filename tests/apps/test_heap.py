@@ -1,7 +1,8 @@
-"""What becomes of freed memory: by the pages that the system has to give again, in a process of its own."""
+"""What memory torch gets, and what becomes of it: by what the system says of its pages, in a process of its own."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ _ROUNDS, _BYTES, _PAGE = 10, 2**23, 4096
 _SET_THP_DISABLE = 41  # PR_SET_THP_DISABLE of linux/prctl.h
 _PROGRAM = f"""
 import ctypes, resource
-from tierstore.apps.heap import return_freed_memory, serve_steps
+from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import FreedMemory
 
 def faults(rounds):
@@ -21,14 +22,14 @@ def faults(rounds):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 ctypes.CDLL(None).prctl({_SET_THP_DISABLE}, 1, 0, 0, 0)  # a huge page is one fault
-return_freed_memory()
+prepare_heap()
 built = faults({_ROUNDS})
 serve_steps(FreedMemory(WISH), updates_in_memory=IN_MEMORY)
 faults(2)
 served = faults({_ROUNDS})
 hole, above = bytearray({_BYTES}), bytearray({_BYTES})
 del hole
-return_freed_memory()
+prepare_heap()
 print(built, served, faults(1))
 """
 
@@ -47,3 +48,30 @@ def test_freed_memory_is_returned_while_an_engine_is_made_and_then_kept_or_not(
     assert built >= pages // 2
     assert served < pages // 20 if keeps else served >= pages // 2
     assert given_back >= pages // _ROUNDS // 2
+
+
+_TENSOR_PROGRAM = """
+from tierstore.apps.heap import prepare_heap
+import torch
+
+prepare_heap()
+tensor = torch.empty(2**26, dtype=torch.uint8)
+address = tensor.data_ptr() + 2**25
+with open("/proc/self/smaps") as maps:
+    for line in maps:
+        first, dash, last = line.split()[0].partition("-")
+        if dash:
+            is_its = int(first, 16) <= address < int(last, 16)
+        elif is_its and first == "VmFlags:":
+            print("hg" in line.split())
+"""
+
+
+@pytest.mark.parametrize(("before", "is_huge"), [({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)])
+def test_large_tensors_ask_for_huge_pages_unless_the_environment_says_otherwise(
+    before: dict[str, str], is_huge: bool
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"} | before
+    asked = [sys.executable, "-c", _TENSOR_PROGRAM]
+    told = subprocess.run(asked, capture_output=True, text=True, check=True, env=environment).stdout
+    assert told.split() == [str(is_huge)]

@@ -86,7 +86,7 @@ def test_freed_memory_is_returned_until_the_engine_is_made_and_then_as_asked(
         made.append("engine")
         return FakeEngine(**arguments, store=FakeStore())
 
-    monkeypatch.setattr(application, "return_freed_memory", lambda: made.append("return"))
+    monkeypatch.setattr(application, "prepare_heap", lambda: made.append("return"))
     monkeypatch.setattr(application, "serve_steps", lambda wish, **known: made.append((wish, known)))
     asked = options(steps=1, evaluate=0, freed_memory=FreedMemory.KEEP)
     application.train(asked, Reporter(Console(file=io.StringIO())), make_engine)

@@ -31,7 +31,7 @@ from crash.kills import descriptors, files_of
 from resuming import DISK, Way
 from runs import VOCABULARY, next_token_loss
 
-from tierstore.apps.heap import return_freed_memory
+from tierstore.apps.heap import prepare_heap
 from tierstore.config import AdamWConfig
 from tierstore.errors import StorageError
 from tierstore.io.backend import Backend
@@ -253,7 +253,7 @@ def _step_when_asked(seed: int, folder: Path, asked: Connection) -> None:
 
 def settle_in() -> None:
     torch.set_num_threads(1)
-    return_freed_memory()  # as `tierstore train`
+    prepare_heap()  # as `tierstore train`
 
 
 def soak(steps: int, seed: int, root: Path, advance: Callable[[], object]) -> Findings:

@@ -24,7 +24,7 @@ from tierstore.apps import outputs
 from tierstore.apps.assembly import Parts, assemble, engine_arguments
 from tierstore.apps.crew import Crew
 from tierstore.apps.data import corpus_bytes, held_out_batches
-from tierstore.apps.heap import return_freed_memory, serve_steps
+from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.metrics import StepLog, peak_resident_bytes
 from tierstore.apps.options import TrainOptions
 from tierstore.apps.report import Reporter, Totals
@@ -77,7 +77,7 @@ def train(
         if log is not None:
             log.open(resumed=outputs.holds_a_run(options))
             stack.callback(log.close)
-        return_freed_memory()
+        prepare_heap()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         return assemble(options, crew)

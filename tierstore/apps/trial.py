@@ -18,7 +18,7 @@ import torch
 
 from tierstore.apps.assembly import Parts, assemble, engine_arguments
 from tierstore.apps.crew import Crew
-from tierstore.apps.heap import return_freed_memory, serve_steps
+from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import TrainOptions
 from tierstore.config import UpdateSchedule
 from tierstore.plan.placement import Placement
@@ -144,7 +144,7 @@ def trial(options: TrainOptions) -> Iterator[Trial]:
             stack.callback(shutil.rmtree, stores[-1], ignore_errors=True)
             stores[-1].mkdir(mode=0o700)
         own = replace(options, nvme=tuple(path / "store" for path in stores))
-        return_freed_memory()
+        prepare_heap()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         parts = assemble(own)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.files import read_object, write_object
-from tierstore.apps.heap import return_freed_memory
+from tierstore.apps.heap import prepare_heap
 from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import Durability, TierConfig, UpdateSchedule
@@ -143,7 +143,7 @@ def rates_for(train: TrainOptions) -> Rates:
         return lambda: given
     if not train.nvme:
         raise ConfigError("tune needs rates: give --bandwidth the file of `tierstore probe --json`, or --nvme")
-    return_freed_memory()
+    prepare_heap()
 
     def measured() -> Machine:
         from tierstore.apps.probe import ProbeOptions, probe

@@ -49,7 +49,7 @@ def probe(
     """
     from rich.console import Console
 
-    from tierstore.apps.heap import return_freed_memory
+    from tierstore.apps.heap import prepare_heap
     from tierstore.apps.launch import Launch
     from tierstore.apps.probe import ProbeOptions, save
     from tierstore.apps.probe import probe as run
@@ -61,7 +61,7 @@ def probe(
         launch = Launch.of(os.environ)
         console = Console() if launch.rank == 0 else Console(quiet=True, force_terminal=False)
         with interruptible("interrupted; the files that were measured on are gone" if launch.rank == 0 else ""):
-            return_freed_memory()
+            prepare_heap()
             with progress(console) as tell:
                 outcome = run(options, tell, launch)
             if outcome is not None:

@@ -33,7 +33,7 @@ import torch
 from tierstore.apps.assembly import assemble, engine_arguments
 from tierstore.apps.bench.serve import Round
 from tierstore.apps.crew import Crew
-from tierstore.apps.heap import return_freed_memory, serve_steps
+from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import TrainOptions, options_of_object
 from tierstore.apps.trial import Trial
 from tierstore.config import Durability, MicroBatchSchedule, Tier, UpdateSchedule
@@ -128,7 +128,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     with contextlib.ExitStack() as stack:
         for directory in train.nvme:
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        return_freed_memory()
+        prepare_heap()
         parts = assemble(train)
         parts.batches.close()
         tokens = SameTokens(train.batch, parts.sequence, parts.configuration.vocab_size)
