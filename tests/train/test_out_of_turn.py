@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -290,7 +291,7 @@ def test_a_gradient_that_waits_for_memory_says_so(tmp_path: Path) -> None:
             heard: list[bool] = []
             gradients.on_change = lambda: heard.append(gradients.is_short)
             pieces = [Piece(0, torch.ones(parts.store.groups[0].elements), True)]
-            await gradients.accept(0, pieces, Reached(), is_final=True, is_streaming=True)
+            await gradients.accept(0, pieces.copy(), Reached(), is_final=True, is_streaming=True)
             heard.clear()
             second = asyncio.ensure_future(
                 gradients.accept(1, pieces, Reached(), is_final=True, is_streaming=True)
@@ -387,3 +388,26 @@ def test_a_group_is_in_use_or_not_for_a_whole_decision() -> None:
     answers = iter([True, False])
     in_use = _InUse(lambda group: next(answers))
     assert [0 in in_use, 0 in in_use] == [True, True]  # what is evicted and what fits must not disagree
+
+
+def test_the_memory_of_a_gradient_is_given_back_in_a_thread(tmp_path: Path) -> None:
+    """Not on the loop, where others would wait for that."""
+    ended: list[str] = []
+
+    class Watched(torch.Tensor):
+        def __del__(self) -> None:
+            ended.append(threading.current_thread().name)
+
+    with tight_engine(tmp_path, "backward", nn.Sequential(nn.Linear(200, 200))) as engine:
+        parts = engine._parts
+        assert parts.store.groups[0].elements * 4 > parts.device.at_once_bytes
+
+        async def accept() -> None:
+            pieces = [Piece(0, torch.ones(parts.store.groups[0].elements).as_subclass(Watched), True)]
+            await parts.store.gradients[0].accept(0, pieces, Reached(), is_final=True, is_streaming=True)
+            assert not pieces
+            parts.store.gradients[0].drop_all()
+
+        parts.runtime.call(accept)
+        assert len(ended) == 1
+        assert ended[0].startswith("tierstore-update")

@@ -105,11 +105,12 @@ class Gradients:
         return self._placement.gradient_home[group] is Tier.NVME
 
     def accept(
-        self, group: int, pieces: Sequence[Piece], after: Mark, *, is_final: bool, is_streaming: bool = False
+        self, group: int, pieces: list[Piece], after: Mark, *, is_final: bool, is_streaming: bool = False
     ) -> Coroutine[Any, Any, None]:
-        """Take gradients off the device; the coroutine ends when their device memory is not needed any more.
+        """Take gradients off the device; the coroutine ends when their device memory was given back.
 
-        From this call on (not from the first await) `fetch` waits for them.
+        From this call on (not from the first await) `fetch` waits for them. `pieces` is emptied: the last reference to
+        a gradient goes in the thread that has copied it, for to give back its memory may take milliseconds.
 
         Args:
             after: the device work that must be over before the gradients are valid.
@@ -127,12 +128,8 @@ class Gradients:
                 coming = (turn, state.coming[-1])
                 arguments = (state, group, chunk, parts, after, is_final, in_passing, coming)
                 work.append(partial(self._accept_chunk, *arguments))
+        pieces.clear()
         return together(begin() for begin in work)
-
-    async def let_go(self, pieces: list[Piece]) -> None:
-        """Forget what was accepted, in a thread unless it is little: to give back its memory may take milliseconds."""
-        nbytes = sum(piece.gradient.nbytes for piece in pieces)
-        await self._workers.perform(nbytes <= self._device.at_once_bytes, Priority.DEMAND, pieces.clear)
 
     async def _accept_chunk(
         self,
@@ -211,6 +208,7 @@ class Gradients:
             for part in parts:
                 if not part.is_first:
                     _add(device, dtype, total, part, after)
+            parts.clear()
             if partials is not None:
                 square_sums(dtype, total, partials)
 
@@ -357,7 +355,7 @@ def _cut(piece: Piece, start: int, stop: int) -> list[Piece]:
     if first >= last:
         return []
     if last - first == piece.gradient.numel():
-        return [piece._replace(start=first - start)]
+        return [Piece(first - start, piece.gradient, piece.is_first)]
     flat = piece.gradient[first - piece.start : last - piece.start]
     return [Piece(first - start, flat, piece.is_first)]
 

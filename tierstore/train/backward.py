@@ -287,23 +287,17 @@ class GradientCollector:
     ) -> None:
         if (store := self.store) is None:
             return
+        nbytes = self._device_bytes(group) if pieces else 0
         accepted = store.accept(group.index, pieces, after, is_final=is_final, is_streaming=then is not None)
-        work = self._accept(store, group, pieces, accepted, self._accepting.get(group.index))
+        work = self._accept(accepted, nbytes, self._accepting.get(group.index))
         if then is not None:
             then()  # the update may begin with the first chunk that has arrived
         self._accepting[group.index] = self._runtime.spawn(work, f"gradient of {group.spec.name}")
 
     async def _accept(
-        self,
-        store: Gradients,
-        group: Group,
-        pieces: list[Piece],
-        work: Coroutine[Any, Any, None],
-        before: asyncio.Task[None] | None,
+        self, work: Coroutine[Any, Any, None], nbytes: int, before: asyncio.Task[None] | None
     ) -> None:
-        nbytes = self._device_bytes(group) if pieces else 0
         await work
-        await store.let_go(pieces)
         self._count_done(nbytes)
         if before is not None:
             await asyncio.shield(before)
