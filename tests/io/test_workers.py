@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -54,21 +53,6 @@ def test_most_urgent_first_and_fifo_within(pool: WorkerPool) -> None:
 
     names = ["DEMAND", "UPDATE", "WRITE", "PREFETCH"]
     assert asyncio.run(play()) == [f"{name} {index}" for name in names for index in range(2)]
-
-
-def test_niceness_is_that_of_its_threads_only() -> None:
-    def of_this_thread() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    pool, before = WorkerPool("test", 1, niceness=3), of_this_thread()
-
-    async def play() -> tuple[int, int]:
-        return await pool.submit(Priority.DEMAND, of_this_thread), of_this_thread()
-
-    try:
-        assert asyncio.run(play()) == (before + 3, before)
-    finally:
-        pool.close(10)
 
 
 def test_results_errors_and_threads() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import os
 import threading
 import time
 from collections import deque
@@ -72,7 +71,6 @@ class WorkerPool(ForkAware):
         keep_failure: told of an error in a job whose waiter was cancelled meanwhile (`Runtime.keep_failure`);
             None: the loop's exception handler is.
         clock: seconds, monotonic.
-        niceness: of its threads, on top of the process's: with 10 they get a tenth of a core that others want, too.
     """
 
     def __init__(
@@ -81,7 +79,6 @@ class WorkerPool(ForkAware):
         threads: int,
         keep_failure: Callable[[BaseException], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        niceness: int = 0,
     ) -> None:
         super().__init__()
         if threads < 1:
@@ -89,7 +86,6 @@ class WorkerPool(ForkAware):
         self.name = name
         self._keep_failure = keep_failure
         self._clock = clock
-        self._niceness = niceness
         self._queues: tuple[deque[_Work[Any]], ...] = tuple(deque() for _ in Priority)
         # One True per queued job, then one False per thread: a thread that took a True finds a job in some queue.
         self._tokens: SimpleQueue[bool] = SimpleQueue()
@@ -213,7 +209,6 @@ class WorkerPool(ForkAware):
     def _work(self) -> None:
         name = threading.current_thread().name
         try:
-            os.nice(self._niceness)  # of this thread only, on Linux
             while self._tokens.get():
                 if (work := self._next()) is not None:
                     self._running[name] = (work, self._clock())

@@ -40,12 +40,6 @@ from tierstore.trace import Tracer
 _LAST_JOBS_S = 30.0  # for jobs in threads when the runtime has closed: chunks, which take far less on a disk that works
 
 
-def _niceness(placement: Placement, device: ComputeDevice) -> int:
-    """Of the threads that update. Where the model computes on their cores, a core that is late is an operator late."""
-    # Not where the disk waits for updates: there they are what takes longest.
-    return 10 if device.kind == "cpu" and placement.updates_in_memory else 0
-
-
 class TrainingStore:
     """All state of one model on its tiers.
 
@@ -79,8 +73,7 @@ class TrainingStore:
         self._index = ChunkIndex(groups, placement)
         self._storages: list[torch.UntypedStorage] = []
         self._io_workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)))
-        update_threads = tiers.update_threads or min(8, os.cpu_count() or 1)
-        self._compute = WorkerPool("tierstore-update", update_threads, niceness=_niceness(placement, device))
+        self._compute = WorkerPool("tierstore-update", tiers.update_threads or min(8, os.cpu_count() or 1))
         for workers in (self._io_workers, self._compute):
             runtime.describe(workers.in_flight)
         self.arena = Arena(placement.pools.total_bytes + codec_scratch_bytes, device.pin, device.unpin)
