@@ -1,12 +1,13 @@
-"""Small JSON files that commands read and write.
+"""Small files that commands read and write: JSON objects, and text.
 
-Scope: one object per file, and what is wrong with it in one sentence.
+Scope: one object per file, what is wrong with it in one sentence, and writing so that an interrupt cuts nothing short.
 Not here: what the objects mean.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,26 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def write_object(path: Path, value: dict[str, Any], option: str) -> None:
-    """Writes the JSON object that `option` asked for.
+    """Writes the JSON object that `option` asked for; see `write_text`."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n", option)
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """Writes the file that `option` asked for: all of it, or what was there before stays.
 
     Raises:
         StorageError: it cannot be written.
     """
+    target = path.resolve()  # a link stays one
+    new = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+            target.write_text(text, encoding="utf-8")  # a pipe, or a directory that takes no new file
+            return
+        try:
+            new.write_text(text, encoding="utf-8")
+            new.replace(target)
+        finally:
+            new.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(f"cannot write {option} {path}: {error.strerror}") from error

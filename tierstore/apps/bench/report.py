@@ -21,9 +21,8 @@ from rich.table import Table
 
 from tierstore.apps.bench.case import BenchOptions, Row
 from tierstore.apps.bench.run import Outcome
-from tierstore.apps.files import write_object
+from tierstore.apps.files import write_object, write_text
 from tierstore.config import format_size, parse_size
-from tierstore.errors import StorageError
 
 _COLUMNS = ("work", "contestant", "median (quartiles)", "of floor", "peak memory", "bar")
 
@@ -63,10 +62,7 @@ def save(options: BenchOptions, outcomes: Sequence[Outcome], context: dict[str, 
     if options.json is not None:
         write_object(options.json, context | {"cases": [_as_json(one) for one in outcomes]}, "--json")
     if options.markdown is not None:
-        try:
-            options.markdown.write_text(markdown(outcomes, context), encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"cannot write --markdown {options.markdown}: {error.strerror}") from error
+        write_text(options.markdown, markdown(outcomes, context), "--markdown")
 
 
 def context_of(case: str, options: BenchOptions, outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -1,0 +1,39 @@
+"""Files that commands write: whole, or as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tierstore.apps.files import write_text
+from tierstore.errors import StorageError
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_what_ends_the_writing_leaves_the_file_that_was_there(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rounds.json"
+    write_text(path, "three rounds", "--json")
+
+    def cut_short(self: Path, text: str, encoding: str) -> None:
+        self.write_bytes(text.encode(encoding)[:4])
+        raise error
+
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    told = StorageError if isinstance(error, OSError) else type(error)
+    with pytest.raises(told):
+        write_text(path, "four rounds", "--json")
+    assert path.read_bytes() == b"three rounds"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(file)
+    write_text(link, "text", "--json")
+    assert link.is_symlink()
+    assert file.read_text(encoding="utf-8") == "text"
+    write_text(Path("/dev/null"), "text", "--json")
+    assert Path("/dev/null").is_char_device()
