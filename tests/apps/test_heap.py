@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from typer.testing import CliRunner
+
+from tierstore.apps import crew, heap
+from tierstore.cli import app
+from tierstore.errors import ConfigError
 
 _ROUNDS, _BYTES, _PAGE = 10, 2**23, 4096
 _SET_THP_DISABLE = 41  # PR_SET_THP_DISABLE of linux/prctl.h
@@ -67,6 +74,7 @@ with open("/proc/self/smaps") as maps:
 """
 
 
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
 @pytest.mark.parametrize(("before", "is_huge"), [({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)])
 def test_large_tensors_ask_for_huge_pages_unless_the_environment_says_otherwise(
     before: dict[str, str], is_huge: bool
@@ -75,3 +83,20 @@ def test_large_tensors_ask_for_huge_pages_unless_the_environment_says_otherwise(
     asked = [sys.executable, "-c", _TENSOR_PROGRAM]
     told = subprocess.run(asked, capture_output=True, text=True, check=True, env=environment).stdout
     assert told.split() == [str(is_huge)]
+
+
+def test_ranks_ask_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To meet they make tensors, and torch looks for the wish once."""
+    found: list[str | None] = []
+
+    def met(*_: object) -> NoReturn:
+        found.append(os.environ.get("THP_MEM_ALLOC_ENABLE"))
+        raise ConfigError("that was all")
+
+    monkeypatch.setattr(heap, "_HUGE_PAGES", Path("/"))
+    monkeypatch.setattr(crew, "joined", met)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")  # so that it is as it was afterwards
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+    result = CliRunner().invoke(app, ["train", "--preset", "25m", "--steps", "1"])
+    assert "that was all" in result.stderr
+    assert found == ["1"]

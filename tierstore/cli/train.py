@@ -161,10 +161,12 @@ def _run_training(options: TrainOptions, launch: Launch, stop: StopRequest) -> N
     from rich.console import Console
 
     from tierstore.apps.crew import joined
+    from tierstore.apps.heap import ask_for_huge_pages
     from tierstore.apps.report import Reporter
     from tierstore.apps.train import train as run
 
     console = Console() if launch.rank == 0 else Console(quiet=True, force_terminal=False)
+    ask_for_huge_pages()  # ranks make tensors to meet each other
     with joined(launch, options.device) as crew:
         outcome = run(options, Reporter(console), stop=stop, crew=crew)
         if outcome.stopped_by is not None and crew.leads:

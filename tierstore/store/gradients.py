@@ -109,8 +109,9 @@ class Gradients:
     ) -> Coroutine[Any, Any, None]:
         """Take gradients off the device; the coroutine ends when their device memory was given back.
 
-        From this call on (not from the first await) `fetch` waits for them. `pieces` is emptied: the last reference to
-        a gradient goes in the thread that has copied it, for to give back its memory may take milliseconds.
+        From this call on (not from the first await) `fetch` waits for them. `pieces` is emptied, and no reference kept
+        when all is copied: if the caller has none, the thread that copies last gives back the memory, which may take
+        milliseconds.
 
         Args:
             after: the device work that must be over before the gradients are valid.
@@ -208,9 +209,9 @@ class Gradients:
             for part in parts:
                 if not part.is_first:
                     _add(device, dtype, total, part, after)
-            parts.clear()
             if partials is not None:
                 square_sums(dtype, total, partials)
+            parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
 
         with self._tracer.measure("reduce", self._groups[group].name):
             is_quick = total.nbytes <= device.at_once_bytes and after.is_done()

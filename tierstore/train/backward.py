@@ -198,6 +198,7 @@ class GradientCollector:
                 f"step before{advice}"
             )
         self._add(group, position, gradient)
+        del gradient  # the last reference is that of who copies it
         collected.fired += 1
         collected.missing.discard(position)
         if not collected.missing and collected.fired >= self._needed(group):
