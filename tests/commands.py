@@ -44,11 +44,11 @@ def run_program(
 
     Args:
         arguments: a file, or -m and a module, and its own arguments.
-        folder: for what it reads and writes.
+        folder: where it runs.
     """
     streams = {name: folder / name for name in ("stdin", "stdout", "stderr")}
     streams["stdin"].write_text(given)
-    process = fork_server().Process(target=_program, args=(arguments, streams))
+    process = fork_server().Process(target=_program, args=(arguments, streams, folder))
     process.start()
     process.join(wait_s)
     process.kill()
@@ -59,7 +59,8 @@ def run_program(
     )
 
 
-def _program(arguments: list[str], streams: Mapping[str, Path]) -> None:
+def _program(arguments: list[str], streams: Mapping[str, Path], folder: Path) -> None:
+    os.chdir(folder)
     _redirect(streams["stdout"], streams["stderr"])
     sys.stdin = streams["stdin"].open()
     if arguments[0] == "-m":

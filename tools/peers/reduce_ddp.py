@@ -30,7 +30,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     from torch import distributed
 
     with tempfile.TemporaryDirectory(dir=options["scratch"]) as directory:
-        meeting = f"file://{directory}/meeting"
+        meeting = f"{directory}/meeting"
         command = [sys.executable, __file__, "--rank-1", json.dumps(options | {"meeting": meeting})]
         other = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:
@@ -67,9 +67,8 @@ def _join(options: dict[str, Any], meeting: str, rank: int) -> Callable[[], tupl
 
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    distributed.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(hours=6)
-    )  # fmt: skip
+    store = distributed.FileStore(meeting, 2)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(hours=6))
     width = options["width"]
     parts = [part for _ in range(options["layers"]) for part in (nn.Linear(width, width), nn.ReLU())]
     module = DistributedDataParallel(nn.Sequential(*parts), gradient_as_bucket_view=True)

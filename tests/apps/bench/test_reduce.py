@@ -18,7 +18,9 @@ TINY = {"layers": 4, "width": 64, "batch": 4, "steps": 1, "bucket": 20_000, "del
 
 
 def converse(program: list[str], given: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    arguments = [*program, json.dumps(given | {"scratch": str(folder)})]
+    """In a relative directory, as `bench` makes one without --nvme."""
+    (folder / "scratch").mkdir()
+    arguments = [*program, json.dumps(given | {"scratch": "scratch"})]
     ended = run_program(arguments, folder, '{"round": 0}\n{"round": 1}\n')
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]

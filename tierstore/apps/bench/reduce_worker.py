@@ -39,7 +39,7 @@ _WARM_UP = 3  # the reducer makes its buckets anew after the first one
 def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     """Options: `layers`, `width`, `batch` of the model; `bucket` in bytes; `delayed`; `steps` of a round; `scratch`."""
     with tempfile.TemporaryDirectory(dir=options["scratch"]) as directory:
-        meeting = f"file://{directory}/meeting"
+        meeting = f"{directory}/meeting"
         command = [sys.executable, "-m", __name__, json.dumps(options | {"meeting": meeting})]
         other = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:
@@ -75,7 +75,9 @@ def _joined(options: dict[str, Any], meeting: str, rank: int) -> Iterator[tuple[
     """What a rank does in a round, which begins on all of them at once."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=_RANKS, timeout=_IDLE)
+    # Not by a file:// URL, which takes the first part of a relative path for a host.
+    store = distributed.FileStore(meeting, _RANKS)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS, timeout=_IDLE)
     module = stack_of_layers(options["layers"], options["width"])
     data = torch.randn(options["batch"], options["width"])
     reducer = GradientReducer(
