@@ -38,6 +38,21 @@ class DeviceContract:
         device.release(storage, device.record())
         assert storage.nbytes() == 0
 
+    def test_what_is_in_place_is_the_storage_itself(self, device: ComputeDevice) -> None:
+        storage, source, target = self.empty_storage(device), random_bytes(100), np.zeros(100, np.uint8)
+        device.allocate(storage, 100)
+        device.copy_in(storage, 0, source)
+        there = device.in_place(storage, 40, 20)
+        assert (there is None) == (device.kind == "cuda")
+        if there is None:
+            return
+        assert np.array_equal(there, source[40:60])
+        there[:] = 7
+        device.copy_out_range(storage, 0, target, device.record())
+        assert np.array_equal(target, [*source[:40], *([7] * 20), *source[60:]])
+        with pytest.raises(ValueError, match="20 B at offset 81 are not in a storage of 100 B"):
+            device.in_place(storage, 81, 20)
+
     def test_a_parameter_sees_the_bytes_and_not_the_write(self, device: ComputeDevice) -> None:
         """The saved-tensor check of autograd must not notice that a group was refilled."""
         values = torch.arange(8, dtype=torch.float32)

@@ -112,6 +112,18 @@ CASES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_copy_gets_the_new_weights_of_its_range_and_changes_nothing(dtype):
+    plain, copied = Chunk(dtype, ODD), Chunk(dtype, ODD)
+    there = np.full(ODD, 7, weights_type(dtype))
+    for chunk, copy in ((plain, None), (copied, there)):
+        update(dtype, chunk.weights, chunk.state, chunk.gradient, 70, 801, coefficients(), copy)
+    assert copied.bits() == plain.bits()
+    assert there[70:801].tobytes() == plain.weights[70:801].tobytes()
+    assert (there[:70] == 7).all()
+    assert (there[801:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("changes", CASES, ids=str)
 def test_update_is_the_formula(dtype, changes):
     c, chunk = coefficients(**changes), Chunk(dtype, ODD)

@@ -16,9 +16,10 @@ from tierstore.kernels import compiled
 
 def test_warm_up_compiles_everything_an_update_needs():
     kernels.warm_up(["fp32", "bf16", "fp16"])
-    before = {name: len(getattr(compiled, name).signatures) for name in ("adam_bf16", "square_sums", "add_into")}
+    names = ("adam_bf16", "square_sums", "copy_squares", "add_into")
+    before = {name: len(getattr(compiled, name).signatures) for name in names}
     kernels.warm_up(["bf16", "fp16", "fp32"])
-    assert before == {"adam_bf16": 1, "square_sums": 3, "add_into": 3}
+    assert before == {"adam_bf16": 2, "square_sums": 3, "copy_squares": 3, "add_into": 3}  # with a copy and without
     assert before == {name: len(getattr(compiled, name).signatures) for name in before}
 
 
@@ -37,8 +38,9 @@ from tierstore.kernels import compiled
 c = compiled.Scalars(*[np.float32(1)] * 10)
 f, h = np.zeros(8, np.float32), np.zeros(8, np.int16)
 loop = numba.njit(nogil=True, error_model="numpy")(compiled.adam_fp16.py_func)
-loop(h, h.copy(), f, f.copy(), f.copy(), c)
-print(loop.inspect_asm(loop.signatures[0]))
+for copy in (None, h.copy()):
+    loop(h, h.copy(), f, f.copy(), f.copy(), copy, c)
+print(*loop.inspect_asm().values())
 """
 
 

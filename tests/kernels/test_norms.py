@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from tierstore.errors import ConfigError
 from tierstore.kernels.adam import BLOCK
-from tierstore.kernels.norms import add_into, square_sums
+from tierstore.kernels.norms import add_into, copy_with_square_sums, square_sums
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,6 +56,25 @@ def test_order_of_addition_is_fixed():
     for lane in values.reshape(-1, 64).cumsum(axis=0)[-1]:  # cumsum adds in order
         total += lane
     assert partials("fp32", random_tensor("fp32", BLOCK))[0] == total
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    dtype=st.sampled_from(list(TORCH)),
+    edges=st.lists(st.integers(0, 2 * BLOCK + 1003), min_size=2, max_size=8, unique=True).map(sorted),
+    gap=st.integers(0, 7),
+)
+def test_copied_by_pieces_the_sums_are_the_same_bits(dtype, edges, gap):
+    whole = elements_of(random_tensor(dtype, 2 * BLOCK + 1003))
+    pieces = [(start, whole[start:stop].copy()) for start, stop in itertools.pairwise(edges)]
+    del pieces[gap : gap + 1]  # where no gradient came it is zero
+    expected, total = np.zeros_like(whole), np.zeros_like(whole)
+    for start, piece in pieces:
+        expected[start : start + piece.size] = piece
+    sums, exact = np.full(3, -1.0), np.full(3, -1.0)
+    copy_with_square_sums(dtype, pieces, total, sums)
+    square_sums(dtype, expected, exact)
+    assert (total.tobytes(), sums.tobytes()) == (expected.tobytes(), exact.tobytes())
 
 
 @pytest.mark.parametrize("dtype", TORCH)
@@ -102,5 +123,7 @@ def test_accumulation_is_that_of_torch_for_any_bits(dtype, data):
 def test_what_would_be_misread_is_refused():
     with pytest.raises(ConfigError, match="2 partials of float64"):
         square_sums("fp32", np.zeros(BLOCK + 1, np.float32), np.zeros(1))
+    with pytest.raises(ConfigError, match="a piece of 2 elements at 2 is not inside 3"):
+        copy_with_square_sums("fp32", [(2, np.zeros(2, np.float32))], np.zeros(3, np.float32), np.zeros(1))
     with pytest.raises(ConfigError, match="expected 3 contiguous bf16"):
         add_into("bf16", np.zeros(3, np.uint16), np.zeros(4, np.uint16))

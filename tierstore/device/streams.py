@@ -133,6 +133,13 @@ class ComputeDevice(Protocol):
         launched from now on, on any stream.
         """
 
+    def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> Bytes | None:
+        """A range of a storage itself, where the processor reaches it; None: it has to be copied.
+
+        Whoever uses it sees to it that the storage is not released meanwhile, and waits for its own mark, as for
+        copies. Threads: any.
+        """
+
     def record(self) -> Mark:
         """A mark after all that the calling thread's current compute stream has queued so far.
 

@@ -79,6 +79,13 @@ def _give_back_pages(storage: torch.UntypedStorage) -> None:
         _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
+class _Memory:
+    """Bytes at an address, as numpy takes them: not by torch, whose views would seem to be uses by the model."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
 class CpuDevice:
     """The CPU twin: storages in ordinary memory, copies by memcpy in the calling thread.
 
@@ -105,6 +112,10 @@ class CpuDevice:
         start = self.counters.clock()
         _copy(storage.data_ptr() + offset_bytes, source.ctypes.data, source.nbytes)
         self.counters.add("h2d", source.nbytes, start)
+
+    def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> Bytes | None:
+        _check_range(storage, offset_bytes, nbytes)
+        return np.asarray(_Memory(storage.data_ptr() + offset_bytes, nbytes))
 
     def record(self) -> Mark:
         return Reached()  # work on a CPU is over when the call that queued it returns
@@ -191,6 +202,9 @@ class CudaDevice:
         with self._finished(self._h2d):
             target.copy_(torch.from_numpy(source), non_blocking=True)
         self.counters.add("h2d", source.nbytes, start)
+
+    def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> Bytes | None:
+        return None
 
     def record(self) -> Mark:
         event = self._event()

@@ -27,7 +27,9 @@ def warm_up(dtypes: Iterable[str]) -> None:
         weights, gradient = (np.zeros(1, np.float32 if dtype == "fp32" else np.uint16) for _ in range(2))
         adam.init_state(dtype, master, weights, state)
         adam.adopt_weights(dtype, weights, adam.view_state(dtype, state), 0, 1)
-        adam.update(dtype, weights, state, gradient, 0, 1, coefficients)
+        for copy in (None, weights.copy()):
+            adam.update(dtype, weights, state, gradient, 0, 1, coefficients, copy)
         adam.read_master(dtype, weights, state, master)
         norms.add_into(dtype, gradient, weights)
         norms.square_sums(dtype, gradient, np.zeros(1, np.float64))
+        norms.copy_with_square_sums(dtype, [(0, gradient)], weights, np.zeros(1, np.float64))

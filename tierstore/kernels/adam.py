@@ -169,20 +169,37 @@ def adopt_weights(dtype: str, weights: Weights, views: StateViews, start: int, s
 
 
 def update(
-    dtype: str, weights: Weights, state: Bytes, gradient: Weights, start: int, stop: int, c: AdamCoefficients
+    dtype: str,
+    weights: Weights,
+    state: Bytes,
+    gradient: Weights,
+    start: int,
+    stop: int,
+    c: AdamCoefficients,
+    copy: Weights | None = None,
 ) -> None:
     """One Adam step in place over elements [start, stop) of a chunk; bit-identical however a chunk is cut.
 
     bf16 weights are read and written. fp16 weights are written only: the master in the state decides.
 
-    Shapes: weights [n], gradient [n] of the weights' dtype, state [n * state_bytes_per_element].
+    Args:
+        copy: elements [start, stop) of it become those of `weights`, which takes less than a copy afterwards.
+
+    Shapes: weights [n], gradient and copy [n] of the weights' dtype, state [n * state_bytes_per_element].
     Threads: releases the GIL; disjoint ranges of one chunk may run at the same time. See [Note: bit-exact elements].
     """
-    update_views(dtype, weights, _matching_views(dtype, weights, state), gradient, start, stop, c)
+    update_views(dtype, weights, _matching_views(dtype, weights, state), gradient, start, stop, c, copy)
 
 
 def update_views(
-    dtype: str, weights: Weights, views: StateViews, gradient: Weights, start: int, stop: int, c: AdamCoefficients
+    dtype: str,
+    weights: Weights,
+    views: StateViews,
+    gradient: Weights,
+    start: int,
+    stop: int,
+    c: AdamCoefficients,
+    copy: Weights | None = None,
 ) -> None:
     """`update` on sections that lie apart, as an optimizer with a tensor for each keeps them."""
     check_arrays(dtype, weights, weights.size)
@@ -191,12 +208,17 @@ def update_views(
         raise ConfigError(f"range [{start}, {stop}) is not inside a chunk of {weights.size} elements")
     # Cut here: loops that count from 0 need no check for negative indices and vectorize.
     p, g, m, v = weights[start:stop], gradient[start:stop], views.m[start:stop], views.v[start:stop]
+    rest = views.complement[start:stop]
+    if copy is not None:
+        check_arrays(dtype, copy, weights.size)
+        copy = copy[start:stop]
     if dtype == "fp32":
-        compiled.adam_fp32(p, g, m, v, c.scalars())
+        compiled.adam_fp32(p, g, m, v, copy, c.scalars())
     elif dtype == "bf16":
-        compiled.adam_bf16(p, g, m, v, views.complement[start:stop], c.scalars())
+        compiled.adam_bf16(p, g, m, v, rest, copy, c.scalars())
     else:
-        compiled.adam_fp16(p.view(np.int16), g.view(np.int16), m, v, views.complement[start:stop], c.scalars())
+        copy = copy.view(np.int16) if copy is not None else None
+        compiled.adam_fp16(p.view(np.int16), g.view(np.int16), m, v, rest, copy, c.scalars())
 
 
 def check_arrays(dtype: str, array: npt.NDArray[Any], elements: int) -> None:

@@ -175,26 +175,42 @@ def adam_element(p: Any, m: Any, v: Any, g: Any, c: Scalars) -> tuple[Any, Any, 
     return p * c.decay - c.rate * (m / (math.sqrt(v) * c.inverse_root + c.eps)), m, v
 
 
+# `copy`, where it is an array and not None, gets the new weights, too.
+
+
 @compiled
-def adam_fp32(weights: Array, gradient: Array, m: Array, v: Array, c: Scalars) -> None:
+def adam_fp32(weights: Array, gradient: Array, m: Array, v: Array, copy: Array | None, c: Scalars) -> None:
     for i in range(weights.size):
-        weights[i], m[i], v[i] = adam_element(weights[i], m[i], v[i], gradient[i], c)
+        p, m[i], v[i] = adam_element(weights[i], m[i], v[i], gradient[i], c)
+        weights[i] = p
+        if copy is not None:
+            copy[i] = p
 
 
 @compiled
-def adam_bf16(weights: Array, gradient: Array, m: Array, v: Array, residual: Array, c: Scalars) -> None:
+def adam_bf16(
+    weights: Array, gradient: Array, m: Array, v: Array, residual: Array, copy: Array | None, c: Scalars
+) -> None:
     for i in range(weights.size):
         p, m[i], v[i] = adam_element(join(weights[i], residual[i]), m[i], v[i], widen(gradient[i]), c)
-        weights[i] = round_away(p)
+        weight = round_away(p)
+        weights[i] = weight
         residual[i] = residual_of(p)
+        if copy is not None:
+            copy[i] = weight
 
 
 @compiled
-def adam_fp16(weights: Array, gradient: Array, m: Array, v: Array, master: Array, c: Scalars) -> None:
+def adam_fp16(
+    weights: Array, gradient: Array, m: Array, v: Array, master: Array, copy: Array | None, c: Scalars
+) -> None:
     for i in range(weights.size):
         p, m[i], v[i] = adam_element(master[i], m[i], v[i], widen(gradient[i]), c)
-        weights[i] = round_even(weights[i], p)
+        weight = round_even(weights[i], p)
+        weights[i] = weight
         master[i] = p
+        if copy is not None:
+            copy[i] = weight
 
 
 # ------------------------------------------------------------------------------------------------ conversions
@@ -247,6 +263,44 @@ def square_sums(values: Array, out: Array, block: int) -> None:
         total = 0.0
         for j in range(LANES):
             total += lanes[j]
+        out[k] = total
+
+
+@compiled
+def copy_squares(source: Array, target: Array, start: int, lanes: Array, block: int) -> None:
+    """target[start:] = source; lanes[k] gets what `square_sums` would add to the lanes of block k."""
+    stop = start + source.size
+    while start < stop:
+        end = min(stop, (start // block + 1) * block)
+        row, place = lanes[start // block], start % LANES
+        few = min(-start % LANES, end - start)  # up to lane 0
+        from_, to = source[source.size - (stop - start) :], target[start:end]
+        copy_few(from_, to, 0, few, place, row)
+        whole = (to.size - few) // LANES * LANES
+        body, there = from_[few : few + whole], to[few : few + whole]
+        for i in range(0, whole, LANES):
+            for j in range(LANES):
+                there[i + j] = body[i + j]
+                x = np.float64(widen(body[i + j]))
+                row[j] += x * x
+        copy_few(from_, to, few + whole, to.size, place, row)
+        start = end
+
+
+@compiled
+def copy_few(source: Array, target: Array, begin: int, end: int, place: int, lanes: Array) -> None:
+    for i in range(begin, end):
+        target[i] = source[i]
+        x = np.float64(widen(source[i]))
+        lanes[(place + i) % LANES] += x * x
+
+
+@compiled
+def add_lanes(lanes: Array, out: Array) -> None:
+    for k in range(out.size):
+        total = 0.0
+        for j in range(LANES):
+            total += lanes[k, j]
         out[k] = total
 
 

@@ -7,6 +7,7 @@ Owner: none; the caller owns the arrays.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,28 @@ def square_sums(dtype: str, gradient: npt.NDArray[Any], out: npt.NDArray[np.floa
 
     Shapes: gradient [n], out [ceil(n / BLOCK)].
     """
-    check_arrays(dtype, gradient, gradient.size)
-    blocks = -(-gradient.size // BLOCK)
-    if out.dtype != np.float64 or out.shape != (blocks,) or not out.flags.c_contiguous:
-        raise ConfigError(
-            f"{gradient.size} elements have {blocks} partials of float64, got {out.dtype}{list(out.shape)}"
-        )
+    _check_sums(dtype, gradient, out)
     compiled.square_sums(_typed(dtype, gradient), out, BLOCK)
+
+
+def copy_with_square_sums(
+    dtype: str, pieces: Iterable[tuple[int, npt.NDArray[Any]]], total: npt.NDArray[Any], out: npt.NDArray[np.float64]
+) -> None:
+    """Copies pieces into `total`, each to its start, and gives what `square_sums` of `total` would, bit for bit.
+
+    This takes less than one after the other. Pieces come in their order, do not overlap, and elements of `total` that
+    are in none of them are zero.
+
+    Shapes: total [n], out [ceil(n / BLOCK)], pieces [<= n] of total's dtype.
+    """
+    _check_sums(dtype, total, out)
+    lanes = np.zeros((out.size, compiled.LANES))
+    for start, piece in pieces:
+        check_arrays(dtype, piece, piece.size)
+        if not 0 <= start <= total.size - piece.size:
+            raise ConfigError(f"a piece of {piece.size} elements at {start} is not inside {total.size}")
+        compiled.copy_squares(_typed(dtype, piece), _typed(dtype, total), start, lanes, BLOCK)
+    compiled.add_lanes(lanes, out)
 
 
 def add_into(dtype: str, total: npt.NDArray[Any], gradient: npt.NDArray[Any]) -> None:
@@ -39,6 +55,15 @@ def add_into(dtype: str, total: npt.NDArray[Any], gradient: npt.NDArray[Any]) ->
     check_arrays(dtype, total, total.size)
     check_arrays(dtype, gradient, total.size)
     compiled.add_into(_typed(dtype, total), _typed(dtype, gradient))
+
+
+def _check_sums(dtype: str, gradient: npt.NDArray[Any], out: npt.NDArray[np.float64]) -> None:
+    check_arrays(dtype, gradient, gradient.size)
+    blocks = -(-gradient.size // BLOCK)
+    if out.dtype != np.float64 or out.shape != (blocks,) or not out.flags.c_contiguous:
+        raise ConfigError(
+            f"{gradient.size} elements have {blocks} partials of float64, got {out.dtype}{list(out.shape)}"
+        )
 
 
 def _typed(dtype: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

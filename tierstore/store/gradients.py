@@ -23,7 +23,7 @@ from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import BLOCK
-from tierstore.kernels.norms import add_into, square_sums
+from tierstore.kernels.norms import add_into, copy_with_square_sums, square_sums
 from tierstore.plan.tiers import Placement
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.slots import Bytes, SlotPack
@@ -195,11 +195,7 @@ class Gradients:
         is_new = not state.is_filled
         device = self._device
 
-        def job() -> None:
-            if is_new:
-                array[total.nbytes :] = 0
-                if sum(part.gradient.numel() for part in parts) < len(total):
-                    total[:] = 0
+        def copy_and_measure() -> None:
             first = [part for part in parts if part.is_first]
             device.copy_out(
                 [part.gradient for part in first],
@@ -211,6 +207,20 @@ class Gradients:
                     _add(device, dtype, total, part, after)
             if partials is not None:
                 square_sums(dtype, total, partials)
+
+        def job() -> None:
+            if is_new:
+                array[total.nbytes :] = 0
+                if sum(part.gradient.numel() for part in parts) < len(total):
+                    total[:] = 0
+            views = _in_place(device, dtype, parts) if partials is not None and is_new else None
+            if views is not None and partials is not None:
+                after.synchronize()
+                start_s = device.counters.clock()
+                copy_with_square_sums(dtype, views, total, partials)
+                device.counters.add("d2h", sum(view.nbytes for _, view in views), start_s)
+            else:
+                copy_and_measure()
             parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
 
         with self._tracer.measure("reduce", self._groups[group].name):
@@ -359,6 +369,19 @@ def _cut(piece: Piece, start: int, stop: int) -> list[Piece]:
         return [Piece(first - start, piece.gradient, piece.is_first)]
     flat = piece.gradient[first - piece.start : last - piece.start]
     return [Piece(first - start, flat, piece.is_first)]
+
+
+def _in_place(device: ComputeDevice, dtype: str, parts: list[Piece]) -> list[tuple[int, Array]] | None:
+    """The parts in their order, as the kernels see them, if all can be read where they lie and none is to be added."""
+    views = []
+    for part in sorted(parts, key=lambda part: part.start):
+        flat = part.gradient
+        offset_bytes = int(flat.storage_offset()) * flat.element_size()
+        here = device.in_place(flat.untyped_storage(), offset_bytes, flat.nbytes) if flat.is_contiguous() else None
+        if here is None or not part.is_first:
+            return None
+        views.append((part.start, elements_of(here, dtype, flat.numel())))
+    return views
 
 
 def _bytes_of(total: Array, start: int, count: int) -> Bytes:

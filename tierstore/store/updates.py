@@ -300,9 +300,11 @@ class UpdatePipeline:
                 # Backward's own mark was waited for when the gradients were collected.
                 device.copy_out_range(storage, offset, weights[:raw], Reached())
                 weights[raw:] = 0
+            is_whole = sum(part.stop - part.start for part in updates) == count
+            there = device.in_place(storage, offset, raw) if storage is not None and is_whole else None
             if gradient is not None:
-                _run_adam(spec, count, weights, state, gradient, updates)
-            if storage is not None:
+                _run_adam(spec, count, weights, state, gradient, updates, there)
+            if storage is not None and there is None:
                 device.copy_in(storage, offset, weights[:raw])
 
         self._device_jobs[group] = self._device_jobs.get(group, 0) + 1
@@ -348,12 +350,20 @@ class UpdatePipeline:
 
 
 def _run_adam(
-    spec: GroupSpec, count: int, weights: Bytes, state: Bytes, gradient: Array, updates: list[ParameterUpdate]
+    spec: GroupSpec,
+    count: int,
+    weights: Bytes,
+    state: Bytes,
+    gradient: Array,
+    updates: list[ParameterUpdate],
+    there: Bytes | None,
 ) -> None:
+    """The new weights go `there`, too."""
     flat = elements_of(weights, spec.dtype, count)
+    copy = elements_of(there, spec.dtype, count) if there is not None else None
     exact = state[: count * spec.need().state_bytes]
     for part in updates:
-        adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients)
+        adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients, copy)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
