@@ -13,12 +13,12 @@ from tierstore.trace import Tracer
 
 
 class HeldPack:
-    """A pack whose syncs end when they are told to."""
+    """A pack of no chunks, whose syncs end when they are told to."""
 
     kind = "state"
+    current: tuple[()] = ()
 
-    def __init__(self, chunks: int = 0) -> None:
-        self.current: list[None] = [None] * chunks
+    def __init__(self) -> None:
         self.syncs: list[asyncio.Future[None]] = []
 
     def datasync(self) -> None: ...
@@ -30,112 +30,7 @@ class HeldPack:
     def commit(self, _: Any) -> None: ...
 
     def __len__(self) -> int:
-        return len(self.current)
-
-
-class Residents:
-    """One chunk that lives in CPU memory, and the update that has it: `chain` and `dirty` are those of a pipeline."""
-
-    def __init__(self) -> None:
-        self.updated: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.chain: dict[tuple[int, int], Any] = {(0, 0): self.updated}
-        self.dirty = {(0, 0)}
-        self.writes = 0
-
-    async def write_resident(self, group: int, chunk: int) -> None:
-        self.writes += 1
-        await self.written
-
-
-async def settled() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-def commits_of(pack: HeldPack, publish: Any, residents: Residents | None = None) -> Commits:
-    groups: Any = [SimpleNamespace(first=0, size=1, trainable=True)] if residents else []
-    files: Any = SimpleNamespace(
-        packs=[pack], committed_packs=[pack], manifests=SimpleNamespace(publish=publish), layout=dict,
-        end_making=lambda: None,
-    )  # fmt: skip
-    placement: Any = SimpleNamespace(groups=groups, chunk_count=lambda group: 1, chunk_elements=1)
-    leases: dict[Kind, Any] = {kind: {(0, 0): None} if residents else {} for kind in Kind}
-    others: dict[str, Any] = {"updates": residents, "workers": pack}
-    return Commits(
-        groups, placement, files, [], leases, team=Alone(),
-        spawn=lambda work, name: asyncio.get_running_loop().create_task(work), tracer=Tracer(lambda: 0.0), **others,
-    )  # fmt: skip
-
-
-def test_what_is_written_ahead_waits_for_its_update_and_is_not_written_again() -> None:
-    asyncio.run(one_written_ahead())
-
-
-async def one_written_ahead() -> None:
-    async def publish(_: Any) -> None: ...
-
-    residents, pack = Residents(), HeldPack(1)
-    commits = commits_of(pack, publish, residents)
-    commits.write_ahead()
-    await settled()
-    assert residents.writes == 0
-    residents.updated.set_result(None)
-    await settled()
-    assert residents.writes == 1  # no commit has begun
-    waiting = asyncio.create_task(commits.published())
-    commits.begin(None, {})
-    await settled()
-    assert not waiting.done()
-    assert not pack.syncs  # files are synced after the write
-    residents.written.set_result(None)
-    await settled()
-    pack.syncs[0].set_result(None)
-    await waiting
-    await commits.published()
-    assert (residents.writes, commits.generation, residents.dirty) == (1, 0, set())
-
-
-def test_who_flushes_waits_for_what_is_written_ahead() -> None:
-    """Weights set by a callback between the update and the commit would be overwritten while they are written."""
-    asyncio.run(one_flushed())
-
-
-async def one_flushed() -> None:
-    residents, pack = Residents(), HeldPack(1)
-    commits = commits_of(pack, None, residents)
-    residents.updated.set_result(None)
-    commits.write_ahead()
-    waiting = asyncio.create_task(commits.published())
-    await settled()
-    assert not waiting.done()
-    residents.written.set_result(None)
-    await waiting
-
-
-def test_a_chunk_that_was_updated_since_is_written_once_more() -> None:
-    asyncio.run(one_updated_twice())
-
-
-async def one_updated_twice() -> None:
-    async def publish(_: Any) -> None: ...
-
-    residents, pack = Residents(), HeldPack(1)
-    commits = commits_of(pack, publish, residents)
-    residents.updated.set_result(None)
-    residents.written.set_result(None)
-    commits.write_ahead()
-    await commits.published()
-    residents.dirty.add((0, 0))
-    again = residents.chain[0, 0] = asyncio.get_running_loop().create_future()
-    commits.begin(None, {})
-    await settled()
-    assert residents.writes == 1
-    again.set_result(None)
-    await settled()
-    assert residents.writes == 2
-    pack.syncs[0].set_result(None)
-    await commits.published()
+        return 0
 
 
 def test_commits_follow_one_another() -> None:
@@ -150,13 +45,24 @@ async def two_commits() -> None:
         published.append(generation.number)
 
     pack = HeldPack()
-    commits = commits_of(pack, publish)
+    files: Any = SimpleNamespace(
+        packs=[pack], committed_packs=[pack], manifests=SimpleNamespace(publish=publish), layout=dict,
+        end_making=lambda: None,
+    )  # fmt: skip
+    placement: Any = SimpleNamespace(groups=(), chunk_count=lambda group: 0)
+    others: dict[str, Any] = {"updates": None, "workers": pack}
+    commits = Commits(
+        [], placement, files, [], {kind: {} for kind in Kind}, team=Alone(),
+        spawn=lambda work, name: asyncio.get_running_loop().create_task(work), tracer=Tracer(lambda: 0.0), **others,
+    )  # fmt: skip
     for _ in range(2):
         commits.begin(None, {})
-    await settled()
+    for _ in range(20):
+        await asyncio.sleep(0)
     for sync in reversed(pack.syncs):  # the second one's is over first, if it has begun
         sync.set_result(None)
-        await settled()
+        for _ in range(20):
+            await asyncio.sleep(0)
     while len(published) < 2:
         for sync in pack.syncs:
             if not sync.done():

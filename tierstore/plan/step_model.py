@@ -186,14 +186,14 @@ class _Trainer:
 
     def _end_step(self, round_: Round, number: int) -> Process:
         self.store.decide(round_, round_.order)
-        if self.policy.commits and number % self.policy.commit_every == self.commit_phase:
-            self.store.begin_commit(round_)
         if self.policy.schedule is UpdateSchedule.STEP:
             yield from [trip.ended for trip in round_.trips.values()]
         self.stale = self.held & set(round_.order)
         for group in self.stale:
             # A refresh begins when the next load is posted; until then it is not ready.
             self.ready[group] = Signal()
+        if self.policy.commits and number % self.policy.commit_every == self.commit_phase:
+            self.store.begin_commit(round_)
         if self.policy.depth > 0:
             self._start(self._decide(0, self.order[0], self.policy.depth - 1))
             self._refresh()

@@ -24,7 +24,6 @@ from tierstore.store.team import Team, all_succeed, leads
 from tierstore.store.updates import Spawn, UpdatePipeline
 from tierstore.trace import Tracer
 
-Key = tuple[int, int]
 Records = dict[str, dict[int, ChunkRecord | None]]
 """What a rank has written, by pack and chunk."""
 
@@ -66,7 +65,6 @@ class Commits:
         self._tracer = tracer
         self._index = ChunkIndex(groups, placement)
         self._next_number = 0
-        self._ahead: dict[Key, asyncio.Task[None]] = {}
         self.generation = -1
         self.barrier: asyncio.Task[None] | None = None
 
@@ -75,19 +73,9 @@ class Commits:
         self.generation, self._next_number = number, number + 1
 
     async def published(self) -> None:
-        """Wait for every commit that has begun, and for what was written ahead of one."""
-        for write in self._ahead.values():
-            await asyncio.shield(write)
+        """Wait for every commit that has begun."""
         if self.barrier is not None:
             await asyncio.shield(self.barrier)
-
-    def write_ahead(self) -> None:
-        """Begin the writes of the next commit, before it is known what is captured.
-
-        Each chunk that lives in CPU memory is written as soon as its last update has ended and the commit before is
-        published: the disk need not wait for the other updates of the step.
-        """
-        self._ahead = self._write_residents(None)
 
     def begin(self, round_: Round | None, captured: Mapping[str, Any], pending: Gradients | None = None) -> None:
         """Publish the state after `round_` (None: as it is), in the background; commits follow one another.
@@ -95,30 +83,22 @@ class Commits:
         Args:
             pending: gradients that the next update will use, and that are part of this generation.
         """
-        writes = self._write_residents(pending)
-        self._ahead = {}
+        previous, writes = self.barrier, []
+        for group, chunk in self._index.all():
+            key = (group, chunk)
+            is_resident = key in self._resident[Kind.WEIGHTS] or key in self._resident[Kind.STATE]
+            if (is_resident or pending is not None) and self._groups[group].trainable:
+                after = self._updates.chain.get(key)
+                work = self._commit_resident(group, chunk, after, previous, pending)
+                task = self._spawn(work, "write resident")
+                self._updates.chain[key] = task
+                writes.append(task)
         number, self._next_number = self._next_number, self._next_number + 1
         packs = self._files.packs
         kept = [*packs[:2], *(packs[2 + i] for i, set_ in enumerate(self._gradients) if set_ is pending)]
-        work = self._publish(number, round_, self.barrier, list(writes.values()), captured, kept)
-        self.barrier = self._spawn(work, "commit")
+        self.barrier = self._spawn(self._publish(number, round_, previous, writes, captured, kept), "commit")
         if pending is not None:
             pending.kept_by = self.barrier
-
-    def _write_residents(self, pending: Gradients | None) -> dict[Key, asyncio.Task[None]]:
-        """Write what lives in CPU memory, each chunk after whatever has touched it last."""
-        writes = {}
-        for key in self._index.all():
-            is_resident = key in self._resident[Kind.WEIGHTS] or key in self._resident[Kind.STATE]
-            if not (is_resident or pending is not None) or not self._groups[key[0]].trainable:
-                continue
-            last = self._updates.chain.get(key)
-            if pending is None and last is not None and last is self._ahead.get(key):
-                writes[key] = last
-            else:
-                work = self._commit_resident(*key, last, self.barrier, pending)
-                self._updates.chain[key] = writes[key] = self._spawn(work, "write resident")
-        return writes
 
     async def _commit_resident(
         self,

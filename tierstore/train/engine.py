@@ -327,8 +327,6 @@ class Engine:
         if now is not None:
             updates = {group.index: parts.stepper.updates(group, now.touched, now.scale) for group in trainable}
         parts.driver.decide(updates, is_plain=clip == 1.0 and is_finite)
-        self._generations.write_ahead()
-        parts.driver.finish()
         if now is not None:
             parts.stepper.count(now.touched)
         parts.collector.forget()

@@ -82,12 +82,6 @@ class Generations:
 
     # --- commits ------------------------------------------------------------------------------------------------
 
-    def write_ahead(self) -> None:
-        """The updates of the step that ends are decided: what its commit needs may be written as they end."""
-        is_due = (self.step_count + 1) % self._commit_every == 0
-        if is_due and self._parts.store.files.is_durable and self.pending is None:
-            self._parts.runtime.post(self._parts.store.commits.write_ahead)
-
     def commit(self, round_: Round | None) -> None:
         """Publish the state as it is after `round_`, in the background, or remember it until it is due.
 

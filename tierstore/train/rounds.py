@@ -126,13 +126,10 @@ class RoundDriver:
         is_redo = self.is_streaming and self.is_speculating and not is_plain
         decided = self._runtime.call(self._decide, round_, updates, is_redo)
         self._round = None  # not before: a round that nobody decides would wait for ever
+        if self.schedule is UpdateSchedule.STEP:
+            self._runtime.call(self._store.updates.round_ended, decided)
         self.last_round = decided
         return decided
-
-    def finish(self) -> None:
-        """Wait for the updates that belong inside step()."""
-        if self.schedule is UpdateSchedule.STEP and self.last_round is not None:
-            self._runtime.call(self._store.updates.round_ended, self.last_round)
 
     async def _decide(self, round_: Round, updates: Mapping[int, Sequence[ParameterUpdate]], is_redo: bool) -> Round:
         pipeline = self._store.updates
@@ -147,4 +144,3 @@ class RoundDriver:
         """No step will follow: what was read ahead is let go."""
         if self._round is not None:
             self.decide({})
-            self.finish()
