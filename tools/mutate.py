@@ -222,6 +222,14 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_publishing.py",
     ),
     Mutation(
+        "weights of a chunk that is updated in part are copied", "store/updates.py UpdatePipeline._apply",
+        "if storage is not None and is_whole", "train/test_must_work.py", "if storage is not None",
+    ),
+    Mutation(
+        "sums of squares are of all that has come", "store/gradients.py Gradients._collect", "if is_new else None",
+        "train/test_must_work.py", "if True else None",
+    ),
+    Mutation(
         "a chunk is on one trip at a time", "store/updates.py UpdatePipeline._read_ahead",
         "elif previous is not None and not await _unless_recalled(trip, _ended(previous)):", POWER_CUT, "elif False:",
     ),

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -64,6 +64,9 @@ def test_order_of_addition_is_fixed():
     edges=st.lists(st.integers(0, 2 * BLOCK + 1003), min_size=2, max_size=8, unique=True).map(sorted),
     gap=st.integers(0, 7),
 )
+@example(dtype="fp32", edges=[10, 30, 63, 64, 65, BLOCK - 1, BLOCK + 1], gap=7)
+@example(dtype="bf16", edges=[1, 2, BLOCK - 1, BLOCK, BLOCK + 70, 2 * BLOCK + 1], gap=1)
+@example(dtype="fp16", edges=[0, 5, 130, BLOCK + 3, 2 * BLOCK + 1003], gap=7)
 def test_copied_by_pieces_the_sums_are_the_same_bits(dtype, edges, gap):
     whole = elements_of(random_tensor(dtype, 2 * BLOCK + 1003))
     pieces = [(start, whole[start:stop].copy()) for start, stop in itertools.pairwise(edges)]
@@ -87,6 +90,9 @@ def test_inf_and_nan_propagate(dtype, value, position):
     result = partials(dtype, tensor)
     np.testing.assert_array_equal(result[block], value * value)
     assert np.isfinite(result[other])
+    copied, sums = np.zeros_like(elements_of(tensor)), np.zeros(2)
+    copy_with_square_sums(dtype, [(0, elements_of(tensor))], copied, sums)
+    assert sums.tobytes() == result.tobytes()
 
 
 def test_large_fp32_values_do_not_overflow():

@@ -67,7 +67,7 @@ class LinkTraffic:
 
 
 class LinkCounters:
-    """Counts finished copies. Any thread.
+    """Counts what has reached the other tier, most of it by copies. Any thread.
 
     Args:
         clock: seconds, monotonic; that of the tracer, if there is one.
@@ -136,8 +136,8 @@ class ComputeDevice(Protocol):
     def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> Bytes | None:
         """A range of a storage itself, where the processor reaches it; None: it has to be copied.
 
-        Whoever uses it sees to it that the storage is not released meanwhile, and waits for its own mark, as for
-        copies. Threads: any.
+        Whoever uses it sees to it that the storage is not released meanwhile, waits for its own mark, as for copies,
+        and counts what reaches the other tier. Threads: any.
         """
 
     def record(self) -> Mark:

@@ -175,11 +175,9 @@ def adam_element(p: Any, m: Any, v: Any, g: Any, c: Scalars) -> tuple[Any, Any, 
     return p * c.decay - c.rate * (m / (math.sqrt(v) * c.inverse_root + c.eps)), m, v
 
 
-# `copy`, where it is an array and not None, gets the new weights, too.
-
-
 @compiled
 def adam_fp32(weights: Array, gradient: Array, m: Array, v: Array, copy: Array | None, c: Scalars) -> None:
+    """`copy`, here and below, gets the new weights, too; None leaves that out of the machine code."""
     for i in range(weights.size):
         p, m[i], v[i] = adam_element(weights[i], m[i], v[i], gradient[i], c)
         weights[i] = p
@@ -268,31 +266,32 @@ def square_sums(values: Array, out: Array, block: int) -> None:
 
 @compiled
 def copy_squares(source: Array, target: Array, start: int, lanes: Array, block: int) -> None:
-    """target[start:] = source; lanes[k] gets what `square_sums` would add to the lanes of block k."""
-    stop = start + source.size
-    while start < stop:
-        end = min(stop, (start // block + 1) * block)
-        row, place = lanes[start // block], start % LANES
-        few = min(-start % LANES, end - start)  # up to lane 0
-        from_, to = source[source.size - (stop - start) :], target[start:end]
-        copy_few(from_, to, 0, few, place, row)
-        whole = (to.size - few) // LANES * LANES
-        body, there = from_[few : few + whole], to[few : few + whole]
-        for i in range(0, whole, LANES):
+    """Copies to element `start` of `target`; lanes[k] gets what `square_sums` would add to the lanes of block k."""
+    done = 0
+    while done < source.size:
+        row, lane = lanes[start // block], start % LANES
+        size = min(source.size - done, block - start % block)
+        from_, to = source[done : done + size], target[start : start + size]
+        head = min(-lane % LANES, size)
+        body = (size - head) // LANES * LANES
+        copy_squares_in(from_, to, 0, head, lane, row)
+        from_body, to_body = from_[head : head + body], to[head : head + body]
+        for i in range(0, body, LANES):
             for j in range(LANES):
-                there[i + j] = body[i + j]
-                x = np.float64(widen(body[i + j]))
+                to_body[i + j] = from_body[i + j]
+                x = np.float64(widen(from_body[i + j]))
                 row[j] += x * x
-        copy_few(from_, to, few + whole, to.size, place, row)
-        start = end
+        copy_squares_in(from_, to, head + body, size, lane, row)
+        done, start = done + size, start + size
 
 
 @compiled
-def copy_few(source: Array, target: Array, begin: int, end: int, place: int, lanes: Array) -> None:
+def copy_squares_in(source: Array, target: Array, begin: int, end: int, lane: int, lanes: Array) -> None:
+    """Elements [begin, end), of which element 0 belongs to this lane."""
     for i in range(begin, end):
         target[i] = source[i]
         x = np.float64(widen(source[i]))
-        lanes[(place + i) % LANES] += x * x
+        lanes[(lane + i) % LANES] += x * x
 
 
 @compiled

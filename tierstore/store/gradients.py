@@ -213,14 +213,14 @@ class Gradients:
                 array[total.nbytes :] = 0
                 if sum(part.gradient.numel() for part in parts) < len(total):
                     total[:] = 0
-            views = _in_place(device, dtype, parts) if partials is not None and is_new else None
-            if views is not None and partials is not None:
+            views = _in_place(device, dtype, parts) if is_new else None
+            if partials is None or views is None:
+                copy_and_measure()
+            else:
                 after.synchronize()
                 start_s = device.counters.clock()
                 copy_with_square_sums(dtype, views, total, partials)
                 device.counters.add("d2h", sum(view.nbytes for _, view in views), start_s)
-            else:
-                copy_and_measure()
             parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
 
         with self._tracer.measure("reduce", self._groups[group].name):
@@ -373,12 +373,13 @@ def _cut(piece: Piece, start: int, stop: int) -> list[Piece]:
 
 def _in_place(device: ComputeDevice, dtype: str, parts: list[Piece]) -> list[tuple[int, Array]] | None:
     """The parts in their order, as the kernels see them, if all can be read where they lie and none is to be added."""
-    views = []
+    views, item_bytes = [], np.dtype(_NUMPY[dtype]).itemsize
     for part in sorted(parts, key=lambda part: part.start):
         flat = part.gradient
-        offset_bytes = int(flat.storage_offset()) * flat.element_size()
-        here = device.in_place(flat.untyped_storage(), offset_bytes, flat.nbytes) if flat.is_contiguous() else None
-        if here is None or not part.is_first:
+        if not (part.is_first and flat.is_contiguous() and flat.element_size() == item_bytes):
+            return None
+        here = device.in_place(flat.untyped_storage(), int(flat.storage_offset()) * item_bytes, flat.nbytes)
+        if here is None:
             return None
         views.append((part.start, elements_of(here, dtype, flat.numel())))
     return views

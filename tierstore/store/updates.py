@@ -296,16 +296,22 @@ class UpdatePipeline:
         count = raw // spec.item_bytes
 
         def job() -> None:
-            if needs_weights and storage is not None:
-                # Backward's own mark was waited for when the gradients were collected.
-                device.copy_out_range(storage, offset, weights[:raw], Reached())
-                weights[raw:] = 0
             is_whole = sum(part.stop - part.start for part in updates) == count
             there = device.in_place(storage, offset, raw) if storage is not None and is_whole else None
+            here: Bytes = weights[:raw]
+            if needs_weights and storage is not None:
+                weights[raw:] = 0
+                if there is not None:
+                    here, there = there, here  # read on the device, written in both places
+                else:
+                    # Backward's own mark was waited for when the gradients were collected.
+                    device.copy_out_range(storage, offset, here, Reached())
             if gradient is not None:
-                _run_adam(spec, count, weights, state, gradient, updates, there)
-            if storage is not None and there is None:
-                device.copy_in(storage, offset, weights[:raw])
+                _run_adam(spec, here, state, gradient, updates, copy=there)
+            if there is not None:
+                device.counters.add("h2d", raw, device.counters.clock())  # it took no time of its own
+            elif storage is not None:
+                device.copy_in(storage, offset, here)
 
         self._device_jobs[group] = self._device_jobs.get(group, 0) + 1
         try:
@@ -351,19 +357,19 @@ class UpdatePipeline:
 
 def _run_adam(
     spec: GroupSpec,
-    count: int,
     weights: Bytes,
     state: Bytes,
     gradient: Array,
     updates: list[ParameterUpdate],
-    there: Bytes | None,
+    copy: Bytes | None,
 ) -> None:
-    """The new weights go `there`, too."""
+    """Update in place; `copy` gets the new weights, too, if all of them are updated. All bytes are without padding."""
+    count = len(weights) // spec.item_bytes
     flat = elements_of(weights, spec.dtype, count)
-    copy = elements_of(there, spec.dtype, count) if there is not None else None
+    other = elements_of(copy, spec.dtype, count) if copy is not None else None
     exact = state[: count * spec.need().state_bytes]
     for part in updates:
-        adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients, copy)
+        adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients, other)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -75,7 +75,7 @@ def _joined(options: dict[str, Any], meeting: str, rank: int) -> Iterator[tuple[
     """What a rank does in a round, which begins on all of them at once."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    # Not by a file:// URL, which takes the first part of a relative path for a host.
+    # Not by a file:// URL, which takes the first part of a relative path for a host. Ranks meet within its 5 minutes.
     store = distributed.FileStore(meeting, _RANKS)  # type: ignore[attr-defined]
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS, timeout=_IDLE)
     module = stack_of_layers(options["layers"], options["width"])

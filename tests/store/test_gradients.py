@@ -1,0 +1,33 @@
+"""Which gradients are read where they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tierstore.device.transfers import CpuDevice
+from tierstore.store.gradients import Piece, _in_place
+
+
+def test_parts_come_in_their_order_and_share_the_memory_of_the_gradients() -> None:
+    gradient = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    views: Any = _in_place(CpuDevice(), "fp32", [Piece(7, gradient[2:], True), Piece(0, gradient[:2], True)])
+    gradient.mul_(10)
+    assert [(start, view.tolist()) for start, view in views] == [(0, [10.0, 20.0]), (7, [30.0, 40.0])]
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Piece(0, torch.ones(4), True),  # fp32: half of its bytes would be taken for all
+        Piece(0, torch.ones(1, dtype=torch.bfloat16).expand(4), True),
+        Piece(0, torch.ones(4, dtype=torch.bfloat16), False),
+    ],
+    ids=["another dtype", "not contiguous", "to be added"],
+)
+def test_what_does_not_lie_there_as_it_is_wanted_is_copied(piece: Piece) -> None:
+    whole = Piece(4, torch.ones(4, dtype=torch.bfloat16), True)
+    assert _in_place(CpuDevice(), "bf16", [whole]) is not None
+    assert _in_place(CpuDevice(), "bf16", [piece, whole]) is None
