@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,8 @@ def crash_loop(
     """Train, disturb, resume and compare; exit code 1 if a promise was not kept."""
     from tierstore.cli.interrupts import interruptible
 
+    if find_spec("pytest") is None:  # the disks of the tests are made of it
+        raise typer.BadParameter("this needs pytest: run bash tools/run_tests.sh once, or pip install -e '.[dev]'")
     console, found = Console(), []
     with interruptible("interrupted; nothing is left behind"), tempfile.TemporaryDirectory(dir=directory) as folder:
         if kills or not (cuts or soak):

@@ -29,6 +29,14 @@ def test_what_ends_the_writing_leaves_the_file_that_was_there(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_who_may_read_a_file_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.json"
+    write_text(path, "three rounds", "--json")
+    path.chmod(0o640)
+    write_text(path, "four rounds", "--json")
+    assert (path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777) == ("four rounds", 0o640)
+
+
 def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     link.symlink_to(file)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def write_text(path: Path, text: str, option: str) -> None:
             return
         try:
             new.write_text(text, encoding="utf-8")
+            if target.exists():
+                shutil.copymode(target, new)
             new.replace(target)
         finally:
             new.unlink(missing_ok=True)
