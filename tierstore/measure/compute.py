@@ -26,6 +26,7 @@ from tierstore.pack.codecs import ChunkCodec, checksum, codec_for
 MAX_THREADS = 8
 """As the engine has for updates unless it is told otherwise."""
 _COPY_BYTES = 2**25  # larger than the caches
+_CHECKED_BYTES = 2**23
 _ADAM_ELEMENTS = 2**21
 _CODEC_BYTES = 2**22
 _COEFFICIENTS = AdamCoefficients(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
@@ -50,9 +51,15 @@ def memory_copies(memory: Bytes) -> Load:
 
 
 def checksums(memory: Bytes) -> Load:
-    """The checksum of a chunk, on one thread."""
-    chunk = memory[: 2**23]
-    return Load(lambda: checksum(chunk), chunk.nbytes)
+    """The checksum of a chunk, on one thread; each time of another one, as the disk leaves them: not in the caches."""
+    size = min(_CHECKED_BYTES, memory.nbytes)
+    chunks = deque(memory[start : start + size] for start in range(0, memory.nbytes - size + 1, size))
+
+    def job() -> None:
+        checksum(chunks[0])
+        chunks.rotate()
+
+    return Load(job, size)
 
 
 def adam(dtype: str) -> Load:
