@@ -18,7 +18,7 @@ import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
@@ -31,12 +31,21 @@ Ts = TypeVarTuple("Ts")
 
 
 class Priority(enum.IntEnum):
-    """Smaller goes first; equal ones in the order of submission."""
+    """Smaller goes first; equal ones in the order of submission.
+
+    A write gives back memory that reads ahead need. What stays in memory and is written for a commit (`COMMIT`) gives
+    back none, so it comes last, unless somebody waits for that commit (`WorkerPool.hurry`).
+    """
 
     DEMAND = 0
     UPDATE = 1
     WRITE = 2
     PREFETCH = 3
+    COMMIT = 4
+
+
+_USUAL = tuple(Priority)
+_HURRIED = (Priority.DEMAND, Priority.UPDATE, Priority.WRITE, Priority.COMMIT, Priority.PREFETCH)
 
 
 class Job(asyncio.Future[T]):
@@ -87,6 +96,8 @@ class WorkerPool(ForkAware):
         self._keep_failure = keep_failure
         self._clock = clock
         self._queues: tuple[deque[_Work[Any]], ...] = tuple(deque() for _ in Priority)
+        self._order = _USUAL
+        self._hurries = 0
         # One True per queued job, then one False per thread: a thread that took a True finds a job in some queue.
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._running: dict[str, tuple[_Work[Any], float]] = {}
@@ -136,6 +147,17 @@ class WorkerPool(ForkAware):
             return await self.submit(priority, function, *args)
         self._check_open()
         return function(*args)
+
+    @contextlib.contextmanager
+    def hurry(self) -> Iterator[None]:
+        """In here somebody waits for a commit: its jobs go before reads ahead. The loop thread only."""
+        self._hurries += 1
+        self._order = _HURRIED
+        try:
+            yield
+        finally:
+            self._hurries -= 1
+            self._order = _HURRIED if self._hurries else _USUAL
 
     def in_flight(self) -> list[str]:
         """One line per running job, with the stack of its thread, and one for those that wait. Any thread."""
@@ -200,9 +222,9 @@ class WorkerPool(ForkAware):
     def _next(self) -> _Work[Any] | None:
         """The most urgent job; None if all were given up with a thread that is gone."""
         while True:
-            for queue in self._queues:
+            for priority in self._order:
                 with contextlib.suppress(IndexError):
-                    return queue.popleft()
+                    return self._queues[priority].popleft()
             if self._lost is not None:
                 return None
 

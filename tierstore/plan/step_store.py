@@ -15,7 +15,7 @@ from tierstore.plan.events import Clock, Memory, Process, Shared, Signal
 from tierstore.plan.placement import Placement
 from tierstore.plan.step_machine import Machine
 
-DEMAND, UPDATE, WRITE, PREFETCH = range(4)  # as io/workers.Priority
+DEMAND, UPDATE, WRITE, PREFETCH, COMMIT = range(5)  # as io/workers.Priority; nobody hurries here
 _SAME_THREAD = -1  # goes on with what it has begun
 Key = tuple[int, int]
 
@@ -64,6 +64,7 @@ class Store:
         clock.set(self.commit)
         self._rounds: list[Round] = []
         self._chain: dict[Key, Signal] = {}
+        self._resident_writes: dict[Key, Signal] = {}
         self._pending: dict[Key, Trip] = {}
         self._allocated: set[int] = set()
         self._announced: dict[int, Signal] = {}
@@ -98,7 +99,7 @@ class Store:
         round_.allowed = 0 if is_lazy else len(order)
         for key in (key for group in order for key in self.keys(group)):
             trip = round_.trips[key] = Trip(key)
-            self.clock.spawn(self._travel(round_, trip, self._chain.get(key)))
+            self.clock.spawn(self._travel(round_, trip, self._chain.get(key), self._resident_writes.get(key)))
             self._chain[key] = trip.ended
         self._rounds = [*self._rounds[-1:], round_]
         return round_
@@ -124,7 +125,7 @@ class Store:
             if group in round_.decided:
                 self.clock.set(round_.gates[group])
 
-    def _travel(self, round_: Round, trip: Trip, previous: Signal | None) -> Process:
+    def _travel(self, round_: Round, trip: Trip, previous: Signal | None, write: Signal | None) -> Process:
         group, chunk = trip.key
         placement, lease_bytes = self.placement, self.placement.trip_bytes(*trip.key)
         yield self._update.reserve(lease_bytes)
@@ -135,6 +136,8 @@ class Store:
         reads = [self._io("read", state_bytes, PREFETCH)]
         reads.append(self._io("read", weight_bytes if round_.reads_weights else 0, PREFETCH))
         yield from reads
+        if write is not None:
+            yield write
         yield round_.gates[group]
         yield trip.arrived
         yield from self._apply(round_, trip)
@@ -244,7 +247,7 @@ class Store:
             nbytes = self._resident_bytes(key)
             if nbytes:
                 writes.append(self.clock.spawn(self._write_resident(self._chain[key], previous, nbytes)))
-                self._chain[key] = writes[-1]
+                self._resident_writes[key] = writes[-1]
         self.commit = self.clock.spawn(self._publish(round_, previous, writes))
 
     def _resident_bytes(self, key: Key) -> list[int]:
@@ -255,7 +258,7 @@ class Store:
     def _write_resident(self, after: Signal, previous: Signal, sizes: Sequence[int]) -> Process:
         yield after
         yield previous
-        yield from [self._io("write", nbytes, WRITE) for nbytes in sizes]
+        yield from [self._io("write", nbytes, COMMIT) for nbytes in sizes]
 
     def _publish(self, round_: Round, previous: Signal, writes: Sequence[Signal]) -> Process:
         yield from [trip.ended for trip in round_.trips.values()]

@@ -91,7 +91,7 @@ class Commits:
                 after = self._updates.chain.get(key)
                 work = self._commit_resident(group, chunk, after, previous, pending)
                 task = self._spawn(work, "write resident")
-                self._updates.chain[key] = task
+                self._updates.resident_writes[key] = task
                 writes.append(task)
         number, self._next_number = self._next_number, self._next_number + 1
         packs = self._files.packs

@@ -37,7 +37,7 @@ class Trip:
         applied: ends when the new weights exist; True if they were put on the device too.
         task: ends when they are at rest.
         recalled: set to take back a lease that read ahead, because a trip behind it is needed sooner.
-        before: the records of state and weights that the trip read; a redo begins from them.
+        before: the records of weights and state that the trip began from, as does a redo.
         is_redo: it takes the place of a trip whose update was wrong.
     """
 

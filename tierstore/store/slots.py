@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -286,8 +287,14 @@ class SlotPack:
             lambda scratch: job(lambda array: self.read_here(index, array, record, scratch)), is_coded=self._is_coded,
         )  # fmt: skip
 
+    def hurry(self) -> AbstractContextManager[None]:
+        """In here somebody waits for a commit."""
+        return self._io.workers.hurry()
+
     async def write(self, index: int, array: Bytes, priority: Priority = Priority.WRITE) -> None:
         """Write `array` (padded length) to the slot that no committed generation needs."""
+        if self._is_coded:
+            priority = min(priority, Priority.WRITE)  # it holds scratch memory, which others wait for, while it queues
         committed = self.committed[index]
         slot = 0 if committed is None or self._slots == 1 else 1 - committed.slot
         place = self._places[index]

@@ -5,8 +5,9 @@ Not here: what the coefficients are (`train/optimizer.py`), the memory that trip
     generation is committed (`publishing.py`).
 Owner: the loop thread; workers read, run the kernel and write.
 
-[Note: chain] A chunk is on one trip at a time: a trip awaits the last task that touched its chunk (the trip of the step
-before, or the write of a resident chunk for a commit).
+[Note: chain] A chunk is on one trip at a time: a trip reads when that of the step before has ended. What of the chunk
+lives in CPU memory may still be on its way to the disk then, for a commit: it changes, and the chunk's gradient goes,
+only when that has ended.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from tierstore.store.weights import Weights
 from tierstore.trace import Tracer
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+_Before = tuple[asyncio.Task[None] | None, asyncio.Task[None] | None]
+"""What a trip follows: the one before it, and the write for a commit that began after that one."""
 
 
 class UpdatePipeline:
@@ -68,6 +71,9 @@ class UpdatePipeline:
         self._device_jobs: dict[int, int] = {}
         self._device_idle = asyncio.Condition()
         self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
+        """The last trip of each chunk."""
+        self.resident_writes: dict[tuple[int, int], asyncio.Task[None]] = {}
+        """The last write for a commit of what lives in CPU memory, which begins after a trip."""
         self.dirty: set[tuple[int, int]] = set()
 
     # --- rounds -------------------------------------------------------------------------------------------------
@@ -81,9 +87,9 @@ class UpdatePipeline:
                 self._start(round_, Trip(group, chunk, asyncio.get_running_loop().create_future()))
 
     def _start(self, round_: Round, trip: Trip) -> None:
-        previous = self.chain.get(trip.key)
+        before = (self.chain.get(trip.key), self.resident_writes.get(trip.key))
         name = f"update {self._groups[trip.group].name}/{trip.chunk}"
-        trip.task = self._spawn(self._guarded(round_, trip, previous), name)
+        trip.task = self._spawn(self._guarded(round_, trip, before), name)
         self.chain[trip.key] = trip.task
         round_.add(trip)
 
@@ -199,9 +205,9 @@ class UpdatePipeline:
 
     # --- one trip -----------------------------------------------------------------------------------------------
 
-    async def _guarded(self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None) -> None:
+    async def _guarded(self, round_: Round, trip: Trip, before: _Before) -> None:
         try:
-            await self._travel(round_, trip, previous)
+            await self._travel(round_, trip, before)
         except BaseException as error:
             if not trip.applied.done():
                 trip.applied.set_exception(error)
@@ -211,8 +217,8 @@ class UpdatePipeline:
             self._leases.give_back(trip)
             self._leases.recall()
 
-    async def _travel(self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None) -> None:
-        while not await self._read_ahead(round_, trip, previous):
+    async def _travel(self, round_: Round, trip: Trip, before: _Before) -> None:
+        while not await self._read_ahead(round_, trip, *before):
             self._leases.give_back(trip)
             await asyncio.sleep(0)  # who was granted memory has its turn first; until then he counts as starving
         updates = round_.updates_of(trip.group, *self._placement.chunk(trip.group, trip.chunk))
@@ -230,21 +236,31 @@ class UpdatePipeline:
             for pack, record in zip(self._packs, trip.before):
                 pack.current[self._index(*trip.key)] = record
 
-    async def _read_ahead(self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None) -> bool:
-        """Reserve, wait for the chunk, read its state, wait for the gate. False: recalled, begin again."""
+    async def _read_ahead(
+        self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None, write: asyncio.Task[None] | None
+    ) -> bool:
+        """Reserve, wait for the chunk, read its state, wait for the gate. False: recalled, begin again.
+
+        Args:
+            previous, write: see [Note: chain].
+        """
         trip.recalled.clear()
         group, chunk = trip.key
         nbytes = self._placement.trip_bytes(group, chunk)
         if nbytes and not await self._leases.reserve(round_, trip, nbytes):
             return False
-        if previous is not None and previous.done():
-            previous.result()
-        elif previous is not None and not await _unless_recalled(trip, _ended(previous)):
+        if not await _ended(trip, previous):
             return False
         is_idle = round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk))
+        if not is_idle or trip.is_redo:
+            await together(self._reads(trip, round_.reads_weights))
+        if not await _ended(trip, write):
+            return False
         if is_idle and not trip.is_redo:
             return True
-        await together(self._reads(trip, round_.reads_weights))
+        if self._packs is not None and not trip.is_redo:
+            index = self._index(*trip.key)
+            trip.before = (self._packs[0].current[index], self._packs[1].current[index])
         return round_.may_go(trip) or await _unless_recalled(trip, round_.can_go(trip))
 
     def _reads(self, trip: Trip, with_weights: bool) -> Iterator[Coroutine[Any, Any, None]]:
@@ -252,12 +268,11 @@ class UpdatePipeline:
         if self._packs is None:
             return
         (weights, state), index = self._packs, self._index(*trip.key)
-        if not trip.is_redo:
-            trip.before = (weights.current[index], state.current[index])
+        before = trip.before if trip.is_redo else (None, None)
         if trip.is_redo or trip.key not in self._resident_state:
-            yield state.read(index, self._parts(trip)[1], Priority.PREFETCH, record=trip.before[1])
+            yield state.read(index, self._parts(trip)[1], Priority.PREFETCH, record=before[1])
         if trip.is_redo or (with_weights and self._weights.is_home_nvme(trip.group)):
-            yield weights.read(index, self._parts(trip)[0], Priority.PREFETCH, record=trip.before[0])
+            yield weights.read(index, self._parts(trip)[0], Priority.PREFETCH, record=before[0])
 
     def _parts(self, trip: Trip) -> tuple[Bytes, Bytes, Bytes]:
         """Where the weights, the state and a spilled gradient of a trip are: resident, or parts of its lease."""
@@ -333,7 +348,8 @@ class UpdatePipeline:
         if self._packs is None or (is_state_resident and is_weights_resident):
             return
         if round_.barrier is not None:
-            await asyncio.shield(round_.barrier)
+            with self._packs[0].hurry():
+                await asyncio.shield(round_.barrier)
         writes = []
         if not is_state_resident:
             writes.append(self._packs[1].write(index, state))
@@ -349,9 +365,9 @@ class UpdatePipeline:
         weights = self._weights.resident(group, chunk)
         writes = []
         if state is not None:
-            writes.append(self._packs[1].write(index, state))
+            writes.append(self._packs[1].write(index, state, Priority.COMMIT))
         if weights is not None:
-            writes.append(self._packs[0].write(index, weights))
+            writes.append(self._packs[0].write(index, weights, Priority.COMMIT))
         await together(writes)
 
 
@@ -372,8 +388,20 @@ def _run_adam(
         adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients, other)
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
-    """Wait for a task. A chunk goes no further than its first failure: what came after would be no step's state."""
+async def _ended(trip: Trip, task: asyncio.Task[None] | None) -> bool:
+    """Wait for a task; False if the trip's lease is recalled first.
+
+    A chunk goes no further than its first failure: what came after would be no step's state.
+    """
+    if task is None:
+        return True
+    if task.done():
+        task.result()
+        return True
+    return await _unless_recalled(trip, _shielded(task))
+
+
+async def _shielded(task: asyncio.Task[None]) -> None:
     await asyncio.shield(task)
 
 

@@ -1,0 +1,153 @@
+"""What a trip of the update waits for, and what it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tierstore.config import Codec
+from tierstore.errors import StorageError
+from tierstore.io.workers import Priority
+from tierstore.pack.layout import ChunkSpec
+from tierstore.store.rounds import Trip
+from tierstore.store.slots import SlotPack
+from tierstore.store.updates import UpdatePipeline
+
+
+class KeptPack:
+    """A pack of one chunk, which remembers what is asked of it."""
+
+    def __init__(self, record: str) -> None:
+        self.current: Any = [record]
+        self.asked: list[tuple[str, Priority, Any]] = []
+
+    async def read(self, index: int, array: Any, priority: Priority, *, record: Any) -> None:
+        self.asked.append(("read", priority, record))
+
+    async def write(self, index: int, array: Any, priority: Priority = Priority.WRITE) -> None:
+        self.asked.append(("write", priority, None))
+
+
+def pipeline(weights_pack: KeptPack, state_pack: KeptPack) -> UpdatePipeline:
+    """Of one chunk with weights in CPU memory and state on the disk."""
+    nothing: Any = None
+    groups: Any = [SimpleNamespace(first=0, size=4)]
+    placement: Any = SimpleNamespace(
+        chunk_elements=4, chunk=lambda group, chunk: (0, 4), trip_bytes=lambda group, chunk: 0,
+        weight_bytes=lambda group, chunk: 8, state_bytes=lambda group, chunk: 40,
+    )  # fmt: skip
+    weights: Any = SimpleNamespace(
+        resident=lambda group, chunk: np.zeros(8, np.uint8), is_home_nvme=lambda group: False
+    )
+    packs: Any = (weights_pack, state_pack)
+    return UpdatePipeline(groups, placement, weights, packs, {}, nothing, nothing, nothing, nothing, nothing)
+
+
+class Begun:
+    """A trip of a chunk whose write for a commit is on its way, as far as it goes without that."""
+
+    def __init__(self, previous: Any = None, updates: Any = ("one",), is_decided: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        self.weights, self.state, self.write = KeptPack("weights 1"), KeptPack("state 2"), loop.create_future()
+        lease: Any = SimpleNamespace(array=np.zeros(48, np.uint8))
+        self.trip = Trip(0, 0, loop.create_future(), lease=lease)
+        round_: Any = SimpleNamespace(
+            is_decided=is_decided, reads_weights=False, may_go=lambda trip: True, updates_of=lambda *_: updates
+        )
+        work = pipeline(self.weights, self.state)._read_ahead(round_, self.trip, previous, self.write)
+        self.ahead = loop.create_task(work)
+
+    async def go_on(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+def test_it_reads_beside_the_write_for_a_commit_and_changes_nothing_before_its_end() -> None:
+    async def play() -> None:
+        begun = Begun()
+        await begun.go_on()
+        assert begun.state.asked == [("read", Priority.PREFETCH, None)]
+        assert not begun.ahead.done()  # Adam comes next: it would change what is being written
+        begun.weights.current[0] = "weights 2"
+        begun.write.set_result(None)
+        assert await begun.ahead
+        assert begun.trip.before == ("weights 2", "state 2")  # where a redo begins: never the weights of step 1
+
+    asyncio.run(play())
+
+
+def test_without_an_update_it_waits_too() -> None:
+    """Its end drops the gradient, which may be part of that commit (`delayed`)."""
+
+    async def play() -> None:
+        begun = Begun(updates=(), is_decided=True)
+        await begun.go_on()
+        assert (begun.state.asked, begun.ahead.done()) == ([], False)
+        begun.write.set_result(None)
+        assert await begun.ahead
+
+    asyncio.run(play())
+
+
+def test_it_reads_nothing_before_the_trip_of_the_step_before_has_ended() -> None:
+    async def play() -> None:
+        previous: Any = asyncio.get_running_loop().create_future()
+        begun = Begun(previous)
+        begun.write.set_result(None)
+        await begun.go_on()
+        assert begun.state.asked == []
+        previous.set_result(None)
+        assert await begun.ahead
+        assert begun.state.asked
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_write_that_failed_stops_the_chunk(is_over: bool) -> None:
+    async def play() -> None:
+        begun = Begun()
+        if not is_over:
+            await begun.go_on()
+        begun.write.set_exception(StorageError("lost"))
+        with pytest.raises(StorageError, match="lost"):
+            await begun.ahead
+
+    asyncio.run(play())
+
+
+def test_a_trip_that_is_recalled_does_not_wait_for_the_write() -> None:
+    async def play() -> None:
+        begun = Begun()
+        await begun.go_on()
+        begun.trip.recalled.set()
+        assert not await begun.ahead  # its memory is free for another one
+
+    asyncio.run(play())
+
+
+def test_a_write_for_a_commit_lets_all_else_go_first() -> None:
+    weights, state = KeptPack("weights 1"), KeptPack("state 1")
+    asyncio.run(pipeline(weights, state).write_resident(0, 0))
+    assert weights.asked == [("write", Priority.COMMIT, None)]
+    assert state.asked == []
+
+
+@pytest.mark.parametrize(("codec", "expected"), [(Codec.NONE, Priority.COMMIT), (Codec.LZ4, Priority.WRITE)])
+def test_what_holds_scratch_memory_does_not_go_last(codec: Codec, expected: Priority, tmp_path: Path) -> None:
+    asked: list[Priority] = []
+
+    async def run(link: str, name: str, nbytes: int, priority: Priority, job: Any, *, is_coded: bool) -> None:
+        asked.append(priority)
+        raise StorageError("that is all")
+
+    io: Any = SimpleNamespace(run=run)
+    pack = SlotPack("state", [ChunkSpec("h.0/0", (("m", "F32", 1024),))], [tmp_path], io, codec)
+    with pytest.raises(StorageError, match="that is all"):
+        asyncio.run(pack.write(0, np.zeros(4096, np.uint8), Priority.COMMIT))
+    assert asked == [expected]
