@@ -16,6 +16,7 @@ from tierstore.io.workers import Priority
 from tierstore.pack.layout import ChunkSpec
 from tierstore.store.rounds import Trip
 from tierstore.store.slots import SlotPack
+from tierstore.store.trip_leases import TripLeases
 from tierstore.store.updates import UpdatePipeline
 
 
@@ -151,3 +152,23 @@ def test_what_holds_scratch_memory_does_not_go_last(codec: Codec, expected: Prio
     with pytest.raises(StorageError, match="that is all"):
         asyncio.run(pack.write(0, np.zeros(4096, np.uint8), Priority.COMMIT))
     assert asked == [expected]
+
+
+@pytest.mark.parametrize("will_go", [True, False])
+def test_a_trip_whose_gradient_is_on_its_way_keeps_its_place(will_go: bool) -> None:
+    """Else it would queue again, behind later ones that then read ahead and are recalled."""
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        starving, granted = (Trip(0, chunk, loop.create_future()) for chunk in (1, 0))
+
+        async def reserve(nbytes: int, granted: Any) -> Any:
+            leases._starving.add(starving)  # its gradient came first
+            return SimpleNamespace(array=np.zeros(8, np.uint8))
+
+        pool: Any = SimpleNamespace(reserve=reserve)
+        leases = TripLeases(pool)
+        round_: Any = SimpleNamespace(may_go=lambda trip: False, will_go=lambda trip: will_go)
+        assert await leases.reserve(round_, granted, 8) is will_go
+
+    asyncio.run(play())

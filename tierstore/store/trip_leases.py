@@ -48,8 +48,9 @@ class TripLeases:
             raise
         finally:
             self._leave_queue(trip)
-        # It may have come to the head of the queue before one that may go.
-        return not (self._starving or self._borrowers) or round_.may_go(trip)
+        # It may have come to the head of the queue before one that may go. One whose own gradient is on its way keeps
+        # its place: it would queue again behind all later ones, which then read ahead for nothing.
+        return not (self._starving or self._borrowers) or round_.will_go(trip)
 
     def _leave_queue(self, trip: Trip) -> None:
         self._queued.pop(trip, None)
