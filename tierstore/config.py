@@ -189,6 +189,8 @@ class TierConfig(_Model):
         prefetch_depth: groups moved ahead; None is computed from measured bandwidths.
         bandwidth: measured rates: a `plan.bandwidth.BandwidthTable`, or its file as `tierstore probe --json` writes it.
             None reads some chunks at start-up, and goes by the transfers of the run.
+        accumulation_steps: backward passes per step, as far as it is known: a gradient on disk is read and written in
+            each of them, so with several of them gradients get CPU memory first. A vertical step has one.
         timeout_s: deadline of every wait.
     """
 
@@ -202,6 +204,7 @@ class TierConfig(_Model):
     update_threads: Annotated[int, Field(ge=1, le=64)] | None = None
     prefetch_depth: Annotated[int, Field(ge=0, le=64)] | None = None
     bandwidth: Rates | None = None
+    accumulation_steps: Annotated[int, Field(ge=1)] = 1
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
 
     @model_validator(mode="after")

@@ -53,6 +53,7 @@ options_of = st.fixed_dictionaries(
         "chunk_bytes": st.none() | st.integers(65536, 4 * MIB),
         "read_weights_with_state": st.booleans(),
         "workers": st.integers(1, 6),
+        "micro_batches": st.integers(1, 8),
     }
 )
 
@@ -206,6 +207,26 @@ def test_delayed_gradients_save_half_as_much_so_weights_come_first() -> None:
     placement = place(request(groups, 60 * MIB, gpu_bytes=2 * 6 * 64 * BLOCK, gradients="doubled"))
     assert placement.weights_home.count(Tier.CPU) > 0
     assert placement.gradient_home.count(Tier.CPU) == 0
+
+
+def test_gradients_that_are_added_to_come_first() -> None:
+    groups = (need(64 * BLOCK),) * 8
+    options = {"gpu_bytes": 2 * 6 * 64 * BLOCK, "read_weights_with_state": True}
+    homes = {}
+    for passes in (1, 8):
+        placement = place(request(groups, 100 * MIB, micro_batches=passes, **options))
+        homes[passes] = (placement.gradient_home.count(Tier.CPU), placement.weights_home.count(Tier.CPU))
+    assert homes[1][1] == 8 > homes[1][0], "one pass: a weight is read three times, a gradient moves twice"
+    assert homes[8][0] == 8 > homes[8][1]
+
+
+def test_streamed_gradients_that_are_added_to_are_worth_memory() -> None:
+    groups = (need(64 * BLOCK),) * 8
+    homes = [
+        place(request(groups, 150 * MIB, gradients="streamed", micro_batches=passes)).gradient_home.count(Tier.CPU)
+        for passes in (1, 2)
+    ]
+    assert homes == [0, 8]
 
 
 @pytest.mark.parametrize("cpu_mib", [8, 16, 64, 256, 1024, 4096])

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tierstore.config import AdamWConfig, Tier, TierConfig
 from tierstore.io.backend import Backend
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.costs import StepPattern, step_traffic
+from tierstore.plan.placement import Kind
 from tierstore.plan.simulate import Visit, simulate
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
@@ -48,16 +50,19 @@ def model() -> Stack:
     return Stack()
 
 
-def steps(engine: Engine, count: int) -> list[Any]:
+def steps(engine: Engine, count: int, passes: int = 1) -> list[Any]:
     x = torch.ones(2, WIDTH, requires_grad=True)  # so that backward needs the first block's weights, too
     reports = []
     for _ in range(count):
+        for _ in range(passes - 1):
+            with engine.no_sync():
+                engine.backward(engine(x).square().mean())
         engine.backward(engine(x).square().mean())
         reports.append(engine.step())
     return reports
 
 
-def traffic(make: Callable[[], Engine]) -> tuple[Engine, float, float]:
+def traffic(make: Callable[[], Engine], passes: int = 1) -> tuple[Engine, float, float]:
     """A closed engine, and the bytes read and written per step: what a longer run moves more than a shorter one.
 
     A flush within a run would change what follows, since it applies updates that wait for the next forward.
@@ -65,7 +70,7 @@ def traffic(make: Callable[[], Engine]) -> tuple[Engine, float, float]:
     totals = []
     for count in (WARM_UP, WARM_UP + COUNTED):
         with make() as engine:
-            steps(engine, count)
+            steps(engine, count, passes)
             engine.flush()
             totals.append(engine.statistics()["bytes"])
     read, written = ((totals[1][link] - totals[0][link]) / COUNTED for link in ("nvme_read", "nvme_write"))
@@ -103,6 +108,28 @@ def test_bytes_per_step_are_the_plan_s(tmp_path_factory: Any, update: str, clip:
     # updates and what reads ahead ends: seen in 3 of 36 runs, with three of them at a time.
     assert abs(read - plan.read_bytes) <= (GROUP_BYTES if update == "speculative" else 0), loads
     assert written == plan.written_bytes + kept_bytes, loads
+
+
+@pytest.mark.parametrize(("update", "cpu_memory"), [("step", "12MiB"), ("forward", "12MiB"), ("backward", "15MiB")])
+def test_micro_batches_that_are_announced_write_fewer_gradients(
+    tmp_path_factory: Any, update: str, cpu_memory: str
+) -> None:
+    passes = 4
+
+    def make(announced: int) -> Engine:
+        tiers = TierConfig(
+            gpu_memory=4 * GROUP_BYTES, cpu_memory=cpu_memory, nvme=[tmp_path_factory.mktemp("store")],
+            bandwidth=RATES, prefetch_depth=1, accumulation_steps=announced,
+        )  # fmt: skip
+        return Engine(model(), tiers, AdamWConfig(), update=update)
+
+    spilled = []
+    for announced in (passes, 1):
+        engine, _, written = traffic(partial(make, announced), passes)
+        plan = step_traffic(engine.placement, StepPattern(micro_batches=passes))
+        assert written == plan.written_bytes
+        spilled.append(plan.written[Kind.GRADIENTS])
+    assert spilled[0] < spilled[1]
 
 
 @pytest.mark.parametrize(

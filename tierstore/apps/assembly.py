@@ -20,7 +20,7 @@ from tierstore.apps.crew import Crew
 from tierstore.apps.data import Batches, Corpus, read_corpus
 from tierstore.apps.options import Preset, TrainOptions
 from tierstore.apps.recipe import Recipe, parameter_groups
-from tierstore.config import AdamWConfig, TierConfig
+from tierstore.config import AdamWConfig, MicroBatchSchedule, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
 from tierstore.train.checkpoints import CheckpointSource
@@ -86,6 +86,7 @@ def engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer, crew: 
             device=options.device, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory,
             nvme=options.nvme, codec=options.codec, update_threads=update_threads, bandwidth=options.bandwidth,
             prefetch_depth=options.prefetch_depth, chunk_bytes=options.chunk,
+            accumulation_steps=1 if options.micro_batches is MicroBatchSchedule.VERTICAL else options.accumulate,
         ),
         "optimizer": AdamWConfig(lr=options.lr, weight_decay=options.weight_decay),
         "parameter_groups": parameter_groups(parts.model, options.weight_decay),

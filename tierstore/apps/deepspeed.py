@@ -283,6 +283,7 @@ def _batch(given: _Given, found: Translation, ranks: int) -> None:
         found.train["batch"] = micro * ranks
     found.train["accumulate"] = steps or 1
     if found.train["accumulate"] > 1:
+        found.tiers["accumulation_steps"] = found.train["accumulate"]
         found.notes.append(("gradient_accumulation_steps", "in a loop of your own: with engine.no_sync()"))
 
 

@@ -74,6 +74,7 @@ class Request:
         acquired_bytes: largest sum of simultaneously acquired groups; None is the largest group.
         gradient_room_bytes: smallest room for gradients on the device; None is the largest group's.
         read_weights_with_state: the update reads weights that live on NVMe, instead of finding them at hand.
+        micro_batches: backward passes per step, each after a forward of its own.
         scratch_bytes: part of the CPU budget that is not placed: a codec's.
     """
 
@@ -87,6 +88,7 @@ class Request:
     acquired_bytes: int | None = None
     gradient_room_bytes: int | None = None
     read_weights_with_state: bool = False
+    micro_batches: int = 1
     workers: int = 4
     scratch_bytes: int = 0
 

@@ -210,6 +210,7 @@ def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_b
         gradients=_GRADIENT_MODES.get(situation.schedule, "held"),
         acquired_bytes=everything if stays else None,
         read_weights_with_state=reads_weights_with_state(situation.schedule),
+        micro_batches=situation.job.accumulate,
     )
 
 

@@ -4,10 +4,10 @@ Scope: `place`, and the smallest budgets that it accepts. The record it returns 
 Not here: when bytes move (`plan/prefetch.py`).
 
 [Note: homes] A byte of CPU memory goes where it saves most traffic of the NVMe disks per step: a gradient that stays
-is neither written nor read (2 per byte; half of it when two steps' gradients are kept, next to nothing if each is used
-at once), a weight is not read in forward
-and in backward (2, unless the GPU tier holds all weights), nor by the update where that reads it (1), a state byte is
-not read (1; it is still written for a commit).
+is neither written nor read in any micro-batch (2 per byte and micro-batch; half of it when two steps' gradients are
+kept, nothing for the last one if that is used at once), a weight is not read in forward and in backward (2 for each
+micro-batch, as far as the GPU tier does not hold it), nor by the update where that reads it (1), a state byte is not
+read (1; it is still written for a commit).
 """
 
 from __future__ import annotations
@@ -380,11 +380,21 @@ class _Filler:
 
 def _by_value(request: Request) -> list[Kind]:
     """Kinds by the NVMe traffic that a byte of CPU memory saves per step, most first (see [Note: homes])."""
-    all_weights = sum(need.device_bytes for need in request.groups)
-    weight_reads = 0 if request.gpu_bytes - _gpu_gradient_bytes(request) >= all_weights else 2
+    passes = request.micro_batches
     saved = {
-        Kind.GRADIENTS: {"held": 2.0, "doubled": 1.0, "streamed": 0.0}[request.gradients],
-        Kind.WEIGHTS: float(weight_reads + request.read_weights_with_state),
+        Kind.GRADIENTS: {"held": 2.0 * passes, "doubled": float(passes), "streamed": 2.0 * (passes - 1)}[
+            request.gradients
+        ],
+        Kind.WEIGHTS: 2.0 * passes * _fetched_share(request) + request.read_weights_with_state,
         Kind.STATE: 1.0,
     }
     return sorted(saved, key=lambda kind: -saved[kind])  # stable: gradients before weights before state
+
+
+def _fetched_share(request: Request) -> float:
+    """The part of all weights that each pass fetches: what finds no room on the GPU beside two of the largest group."""
+    sizes = [need.device_bytes for need in request.groups]
+    room = request.gpu_bytes - _gpu_gradient_bytes(request)
+    if room >= sum(sizes):
+        return 0.0
+    return 1.0 - max(0, room - 2 * max(sizes)) / sum(sizes)

@@ -44,6 +44,7 @@ def request_for(
         chunk_bytes=tiers.chunk_bytes,
         chunk_elements=chunk_elements,
         read_weights_with_state=not from_device,
+        micro_batches=tiers.accumulation_steps,
         workers=tiers.io_threads,
     )
     if not is_coded:
