@@ -58,7 +58,7 @@ class Begun:
         lease: Any = SimpleNamespace(array=np.zeros(48, np.uint8))
         self.trip = Trip(0, 0, loop.create_future(), lease=lease)
         round_: Any = SimpleNamespace(
-            is_decided=is_decided, reads_weights=False, may_go=lambda trip: True, updates_of=lambda *_: updates
+            is_decided=is_decided, reads_weights=False, obstacle=lambda trip: None, updates_of=lambda *_: updates
         )
         work = pipeline(self.weights, self.state)._read_ahead(round_, self.trip, previous, self.write)
         self.ahead = loop.create_task(work)
@@ -126,7 +126,7 @@ def test_a_trip_that_is_recalled_does_not_wait_for_the_write() -> None:
     async def play() -> None:
         begun = Begun()
         await begun.go_on()
-        begun.trip.recalled.set()
+        begun.trip.recall()
         assert not await begun.ahead  # its memory is free for another one
 
     asyncio.run(play())
@@ -163,7 +163,7 @@ def test_a_trip_whose_gradient_is_on_its_way_keeps_its_place(will_go: bool) -> N
         starving, granted = (Trip(0, chunk, loop.create_future()) for chunk in (1, 0))
 
         async def reserve(nbytes: int, granted: Any) -> Any:
-            leases._starving.add(starving)  # its gradient came first
+            leases._queued[starving] = SimpleNamespace(may_go=lambda trip: True)  # its gradient came first
             return SimpleNamespace(array=np.zeros(8, np.uint8))
 
         pool: Any = SimpleNamespace(reserve=reserve)

@@ -273,11 +273,15 @@ class Gradients:
         """Whether a gradient of this chunk was taken off autograd and is on its way."""
         return bool(self._chunks[group, chunk].coming)
 
+    def coming(self, group: int, chunk: int) -> asyncio.Future[None] | None:
+        """Ends when what is on its way of this chunk now has arrived; None if nothing is."""
+        coming = self._chunks[group, chunk].coming
+        return coming[-1] if coming else None
+
     async def arrived(self, group: int, chunk: int) -> None:
         """Wait until nothing of this chunk is on its way."""
-        coming = self._chunks[group, chunk].coming
-        if coming:
-            await asyncio.shield(coming[-1])
+        if (coming := self.coming(group, chunk)) is not None:
+            await asyncio.shield(coming)
 
     def is_filled(self, group: int, chunk: int) -> bool:
         """Whether any gradient of this chunk arrived in this step."""

@@ -36,7 +36,7 @@ class Trip:
     Attributes:
         applied: ends when the new weights exist; True if they were put on the device too.
         task: ends when they are at rest.
-        recalled: set to take back a lease that read ahead, because a trip behind it is needed sooner.
+        recalled: ends when a lease that read ahead is taken back, because a trip behind it is needed sooner.
         before: the records of weights and state that the trip began from, as does a redo.
         is_redo: it takes the place of a trip whose update was wrong.
     """
@@ -44,15 +44,27 @@ class Trip:
     group: int
     chunk: int
     applied: asyncio.Future[bool]
-    recalled: asyncio.Event = field(default_factory=asyncio.Event)
+    recalled: asyncio.Future[None] = field(init=False)
     lease: Lease | None = None
     task: asyncio.Task[None] | None = None
     before: tuple[ChunkRecord | None, ChunkRecord | None] = (None, None)
     is_redo: bool = False
 
+    def __post_init__(self) -> None:
+        self.begin()
+
     @property
     def key(self) -> tuple[int, int]:
         return self.group, self.chunk
+
+    def begin(self) -> None:
+        """It asks for its memory, perhaps again: nobody has recalled it yet."""
+        self.recalled = self.applied.get_loop().create_future()
+
+    def recall(self) -> None:
+        """Take its lease back; twice is fine."""
+        if not self.recalled.done():
+            self.recalled.set_result(None)
 
 
 class Round:
@@ -90,7 +102,8 @@ class Round:
         self._updates: dict[int, Sequence[ParameterUpdate]] = {}
         self._rank = {group: rank for rank, group in enumerate(self.order)}
         self._allowed = 0 if is_lazy else len(self.order)
-        self._gates = {group: asyncio.Event() for group in self.order}
+        self._opened: set[int] = set()
+        self._gates: dict[int, asyncio.Future[None]] = {}  # of groups that somebody waits for
 
     def add(self, trip: Trip) -> None:
         """A trip of this round begins."""
@@ -116,13 +129,14 @@ class Round:
 
     def _open(self, groups: Iterable[int]) -> None:
         for group in groups:
-            if group in self._updates and self._rank[group] < self._allowed:
-                self._gates[group].set()
+            if group in self._updates and self._rank[group] < self._allowed and group not in self._opened:
+                self._opened.add(group)
+                if group in self._gates:
+                    self._gates.pop(group).set_result(None)
 
     def is_open(self, group: int) -> bool:
         """Whether trips of this group may be applied, as soon as their gradients are here."""
-        gate = self._gates.get(group)  # frozen groups have none
-        return gate is not None and gate.is_set()
+        return group in self._opened
 
     def may_go(self, trip: Trip) -> bool:
         """Whether a trip of this round can be applied now."""
@@ -132,10 +146,13 @@ class Round:
         """Whether that needs nothing but time: its gradient may be on its way, but is not short of memory."""
         return self.is_open(trip.group) and not (self.gradients.is_short and self.gradients.is_coming(*trip.key))
 
-    async def can_go(self, trip: Trip) -> None:
-        """Wait for that."""
-        await self._gates[trip.group].wait()
-        await self.gradients.arrived(*trip.key)
+    def obstacle(self, trip: Trip) -> asyncio.Future[None] | None:
+        """What a trip that may not go has to wait for first. Many wait for it: nobody may cancel it."""
+        if trip.group in self._opened:
+            return self.gradients.coming(*trip.key)
+        if trip.group not in self._gates:
+            self._gates[trip.group] = asyncio.get_running_loop().create_future()
+        return self._gates[trip.group]
 
     def updates_of(self, group: int, start: int, stop: int) -> list[ParameterUpdate]:
         """The updates of elements `[start, stop)` of a group, cut to them and counted from `start`."""

@@ -20,24 +20,21 @@ from tierstore.store.rounds import Round, Trip
 class TripLeases:
     """Leases of one pool, one for each trip that needs memory.
 
-    A trip that is granted one has it as `trip.lease`; `trip.recalled` is set to have it back.
+    A trip that is granted one has it as `trip.lease`; it is recalled to have that back.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._queued: dict[Trip, Round] = {}  # wait for memory
         self._holding: dict[Trip, Round] = {}  # have it, or have been granted it
-        self._starving: set[Trip] = set()  # wait for memory, and need nothing else
         self._borrowers = 0
 
     async def reserve(self, round_: Round, trip: Trip, nbytes: int) -> bool:
         """Wait for a trip's lease. False: it only reads ahead, and others need that memory sooner."""
         self._queued[trip] = round_
-        if round_.may_go(trip):
-            self._starving.add(trip)
 
         def granted() -> None:
-            self._leave_queue(trip)
+            self._queued.pop(trip, None)
             self._holding[trip] = round_
 
         try:
@@ -47,14 +44,10 @@ class TripLeases:
             self._holding.pop(trip, None)
             raise
         finally:
-            self._leave_queue(trip)
+            self._queued.pop(trip, None)
         # It may have come to the head of the queue before one that may go. One whose own gradient is on its way keeps
         # its place: it would queue again behind all later ones, which then read ahead for nothing.
-        return not (self._starving or self._borrowers) or round_.will_go(trip)
-
-    def _leave_queue(self, trip: Trip) -> None:
-        self._queued.pop(trip, None)
-        self._starving.discard(trip)
+        return round_.will_go(trip) or not (self._borrowers or self._is_starving())
 
     def give_back(self, trip: Trip) -> None:
         """A trip has no use for its lease, if it has one."""
@@ -77,11 +70,15 @@ class TripLeases:
 
         In the order of need this does not happen: what reads ahead queued behind what may go.
         """
-        self._starving = {trip for trip, round_ in self._queued.items() if round_.may_go(trip)}
-        if self._starving and not any(t.applied.done() or r.will_go(t) for t, r in self._holding.items()):
+        is_moving = any(trip.applied.done() or round_.will_go(trip) for trip, round_ in self._holding.items())
+        if not is_moving and self._is_starving():
             self._recall_all()
+
+    def _is_starving(self) -> bool:
+        """Whether a trip waits for memory, and needs nothing else."""
+        return any(round_.may_go(trip) for trip, round_ in self._queued.items())
 
     def _recall_all(self) -> None:
         for trip, round_ in self._holding.items():
             if trip.lease is not None and not round_.may_go(trip):
-                trip.recalled.set()
+                trip.recall()

@@ -244,24 +244,27 @@ class UpdatePipeline:
         Args:
             previous, write: see [Note: chain].
         """
-        trip.recalled.clear()
+        trip.begin()
         group, chunk = trip.key
         nbytes = self._placement.trip_bytes(group, chunk)
         if nbytes and not await self._leases.reserve(round_, trip, nbytes):
             return False
-        if not await _ended(trip, previous):
+        if previous is not None and not await _unless_recalled(trip, previous):
             return False
         is_idle = round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk))
         if not is_idle or trip.is_redo:
             await together(self._reads(trip, round_.reads_weights))
-        if not await _ended(trip, write):
+        if write is not None and not await _unless_recalled(trip, write):
             return False
         if is_idle and not trip.is_redo:
             return True
         if self._packs is not None and not trip.is_redo:
             index = self._index(*trip.key)
             trip.before = (self._packs[0].current[index], self._packs[1].current[index])
-        return round_.may_go(trip) or await _unless_recalled(trip, round_.can_go(trip))
+        while (obstacle := round_.obstacle(trip)) is not None:
+            if not await _unless_recalled(trip, obstacle):
+                return False
+        return True
 
     def _reads(self, trip: Trip, with_weights: bool) -> Iterator[Coroutine[Any, Any, None]]:
         """What of a chunk is not in memory."""
@@ -388,41 +391,16 @@ def _run_adam(
         adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients, other)
 
 
-async def _ended(trip: Trip, task: asyncio.Task[None] | None) -> bool:
-    """Wait for a task; False if the trip's lease is recalled first.
+async def _unless_recalled(trip: Trip, wanted: asyncio.Future[None]) -> bool:
+    """Wait for what others wait for, too; False if the trip's lease is recalled first.
 
-    A chunk goes no further than its first failure: what came after would be no step's state.
+    Raises:
+        BaseException: what `wanted` failed with: a chunk goes no further than its first failure, for what came after
+            would be no step's state.
     """
-    if task is None:
+    if not wanted.done():
+        await asyncio.wait((wanted, trip.recalled), return_when=asyncio.FIRST_COMPLETED)  # cancels neither
+    if wanted.done():
+        wanted.result()
         return True
-    if task.done():
-        task.result()
-        return True
-    return await _unless_recalled(trip, _shielded(task))
-
-
-async def _shielded(task: asyncio.Task[None]) -> None:
-    await asyncio.shield(task)
-
-
-async def _unless_recalled(trip: Trip, wanted: Coroutine[Any, Any, None]) -> bool:
-    """Wait for `wanted`; False if the trip's lease is recalled first."""
-    if trip.lease is None:  # nothing to take back: no tasks for two waits
-        await wanted
-        return True
-    first = asyncio.ensure_future(wanted)
-    if not first.done():
-        await asyncio.sleep(0)
-    if first.done():
-        first.result()
-        return True
-    second = asyncio.ensure_future(trip.recalled.wait())
-    try:
-        await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
-        if first.done():
-            first.result()
-            return True
-        return False
-    finally:
-        for future in (first, second):
-            future.cancel()
+    return False
