@@ -173,6 +173,7 @@ def test_options_that_a_translation_does_not_take(arguments: list[str], sentence
 def test_batches_of_two_factors(tmp_path: Path) -> None:
     found = of({"train_batch_size": 64, "gradient_accumulation_steps": 4}, tmp_path, 2)
     assert (found.train["batch"], found.train["accumulate"]) == (16, 4)
+    assert found.tiers["accumulation_steps"] == 4
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ Not here: when bytes move (`plan/prefetch.py`).
 
 [Note: homes] A byte of CPU memory goes where it saves most traffic of the NVMe disks per step: a gradient that stays
 is neither written nor read in any micro-batch (2 per byte and micro-batch; half of it when two steps' gradients are
-kept, nothing for the last one if that is used at once), a weight is not read in forward and in backward (2 for each
+kept, next to nothing if the only one is used at once), a weight is not read in forward and in backward (2 for each
 micro-batch, as far as the GPU tier does not hold it), nor by the update where that reads it (1), a state byte is not
 read (1; it is still written for a commit).
 """
@@ -381,10 +381,9 @@ class _Filler:
 def _by_value(request: Request) -> list[Kind]:
     """Kinds by the NVMe traffic that a byte of CPU memory saves per step, most first (see [Note: homes])."""
     passes = request.micro_batches
+    of_gradients = {"held": 2.0 * passes, "doubled": 1.0 * passes, "streamed": 2.0 * passes if passes > 1 else 0.0}
     saved = {
-        Kind.GRADIENTS: {"held": 2.0 * passes, "doubled": float(passes), "streamed": 2.0 * (passes - 1)}[
-            request.gradients
-        ],
+        Kind.GRADIENTS: of_gradients[request.gradients],
         Kind.WEIGHTS: 2.0 * passes * _fetched_share(request) + request.read_weights_with_state,
         Kind.STATE: 1.0,
     }
