@@ -204,7 +204,7 @@ class TierConfig(_Model):
     update_threads: Annotated[int, Field(ge=1, le=64)] | None = None
     prefetch_depth: Annotated[int, Field(ge=0, le=64)] | None = None
     bandwidth: Rates | None = None
-    accumulation_steps: Annotated[int, Field(ge=1)] = 1
+    accumulation_steps: Annotated[int, Field(ge=1, le=2**40)] = 1
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
 
     @model_validator(mode="after")

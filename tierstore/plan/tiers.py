@@ -381,10 +381,12 @@ class _Filler:
 def _by_value(request: Request) -> list[Kind]:
     """Kinds by the NVMe traffic that a byte of CPU memory saves per step, most first (see [Note: homes])."""
     passes = request.micro_batches
+    fetched = _fetched_share(request)
     of_gradients = {"held": 2.0 * passes, "doubled": 1.0 * passes, "streamed": 2.0 * passes if passes > 1 else 0.0}
     saved = {
         Kind.GRADIENTS: of_gradients[request.gradients],
-        Kind.WEIGHTS: 2.0 * passes * _fetched_share(request) + request.read_weights_with_state,
+        # What is fetched at all is waited for by who computes: never worth less than state.
+        Kind.WEIGHTS: (max(1.0, 2.0 * passes * fetched) if fetched else 0.0) + request.read_weights_with_state,
         Kind.STATE: 1.0,
     }
     return sorted(saved, key=lambda kind: -saved[kind])  # stable: gradients before weights before state
