@@ -14,7 +14,7 @@ from tierstore.config import Codec
 from tierstore.errors import StorageError
 from tierstore.io.workers import Priority
 from tierstore.pack.layout import ChunkSpec
-from tierstore.store.rounds import Trip
+from tierstore.store.rounds import Round, Trip
 from tierstore.store.slots import SlotPack
 from tierstore.store.trip_leases import TripLeases
 from tierstore.store.updates import UpdatePipeline
@@ -49,14 +49,16 @@ def pipeline(weights_pack: KeptPack, state_pack: KeptPack) -> UpdatePipeline:
     return UpdatePipeline(groups, placement, weights, packs, {}, nothing, nothing, nothing, nothing, nothing)
 
 
+LEASE: Any = SimpleNamespace(array=np.zeros(48, np.uint8))
+
+
 class Begun:
     """A trip of a chunk whose write for a commit is on its way, as far as it goes without that."""
 
     def __init__(self, previous: Any = None, updates: Any = ("one",), is_decided: bool = False) -> None:
         loop = asyncio.get_running_loop()
         self.weights, self.state, self.write = KeptPack("weights 1"), KeptPack("state 2"), loop.create_future()
-        lease: Any = SimpleNamespace(array=np.zeros(48, np.uint8))
-        self.trip = Trip(0, 0, loop.create_future(), lease=lease)
+        self.trip = Trip(0, 0, loop.create_future(), lease=LEASE)
         round_: Any = SimpleNamespace(
             is_decided=is_decided, reads_weights=False, obstacle=lambda trip: None, updates_of=lambda *_: updates
         )
@@ -128,6 +130,34 @@ def test_a_trip_that_is_recalled_does_not_wait_for_the_write() -> None:
         await begun.go_on()
         begun.trip.recall()
         assert not await begun.ahead  # its memory is free for another one
+
+    asyncio.run(play())
+
+
+def test_a_gate_outlives_a_trip_that_is_recalled_or_cancelled_at_it() -> None:
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        coming: list[Any] = [loop.create_future(), loop.create_future()]
+        gradients: Any = SimpleNamespace(coming=lambda group, chunk: coming[0] if coming else None)
+        round_ = Round([0], gradients, reads_weights=False, is_lazy=False, keeps_gradients=False, barrier=None)
+        packs = KeptPack("weights"), KeptPack("state")
+        packs[0].current = packs[1].current = ["record"] * 3
+        updates = pipeline(*packs)
+        trips = [Trip(0, chunk, loop.create_future(), lease=LEASE) for chunk in range(3)]
+        ahead = [loop.create_task(updates._read_ahead(round_, trip, None, None)) for trip in trips]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        trips[0].recall()
+        ahead[1].cancel()
+        assert not await ahead[0]
+        round_.decide_group(0, ())
+        for _ in range(2):  # a second gradient comes while it waits for the first
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not ahead[2].done()
+            coming.pop(0).set_result(None)
+        assert await ahead[2]
+        assert ahead[1].cancelled()
 
     asyncio.run(play())
 
