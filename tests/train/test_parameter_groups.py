@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch import nn
 
 from tierstore.config import AdamWConfig
 from tierstore.errors import ConfigError
-from tierstore.train.optimizer import TieredOptimizer, check_scheduler
+from tierstore.store.layout import shard
+from tierstore.train.groups import find_groups
+from tierstore.train.optimizer import AdamStepper, TieredOptimizer, check_scheduler
 
 WAY = Way()
 
@@ -125,3 +127,44 @@ def test_a_scheduler_that_waits_for_a_metric_is_refused() -> None:
     check_scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
     with pytest.raises(ConfigError, match="lr_scheduler must make an object with step and state_dict, not a NoneType"):
         check_scheduler(None)
+
+
+class TestUpdatesOfAGroup:
+    """Elements `[start, stop)` with the coefficients that they get, of one block of two layers."""
+
+    names = ("0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias")  # of 12, 4, 20 and 5 elements
+
+    def stepper(self, *, is_split: bool = False) -> AdamStepper:
+        model = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
+        groups = find_groups(model, torch.device("cpu"))
+        options: Any = two_groups(model) if is_split else list(model.parameters())
+        self.group = groups.groups[0]
+        return AdamStepper(groups, TieredOptimizer(options, AdamWConfig(), lambda: None))
+
+    def parts(self, stepper: AdamStepper, touched: Iterable[str] = names) -> list[tuple[int, int, float, int]]:
+        updates = stepper.updates(0, set(touched), 1.0)
+        return [(u.start, u.stop, u.coefficients.weight_decay, u.coefficients.step) for u in updates]
+
+    def test_neighbours_that_get_the_same_are_one(self) -> None:
+        decay = AdamWConfig().weight_decay
+        assert self.parts(self.stepper()) == [(0, 41, decay, 1)]
+
+    def test_options_part_them(self) -> None:
+        decay = AdamWConfig().weight_decay
+        expected = [(0, 12, decay, 1), (12, 16, 0.0, 1), (16, 36, decay, 1), (36, 41, 0.0, 1)]
+        assert self.parts(self.stepper(is_split=True)) == expected
+
+    def test_one_without_a_gradient_parts_them(self) -> None:
+        decay = AdamWConfig().weight_decay
+        assert self.parts(self.stepper(), [self.names[0], *self.names[2:]]) == [(0, 12, decay, 1), (16, 41, decay, 1)]
+
+    def test_a_step_that_one_has_missed_parts_them(self) -> None:
+        stepper, decay = self.stepper(), AdamWConfig().weight_decay
+        stepper.count(self.names[2:])
+        assert self.parts(stepper) == [(0, 16, decay, 1), (16, 41, decay, 2)]
+
+    def test_a_rank_gets_its_part(self) -> None:
+        """Ranks share a group after the optimizer is made."""
+        stepper, decay = self.stepper(is_split=True), AdamWConfig().weight_decay
+        self.group.spec = shard(self.group.spec, 1, 2, 10)
+        assert self.parts(stepper) == [(0, 6, decay, 1), (6, 11, 0.0, 1)]  # from element 30 on

@@ -247,8 +247,7 @@ def _hook_up(
     collector = GradientCollector(groups, runtime, device, store.placement.gpu_gradient_bytes, is_free, reductions)
 
     def on_complete(index: int) -> Callable[[], None] | None:
-        group = groups.groups[index]
-        return driver.decide_group(index, stepper.updates(group, collector.touched, driver.guessed_scale))
+        return driver.decide_group(index, stepper.updates(index, collector.touched, driver.guessed_scale))
 
     def awaits_update(index: int) -> bool:
         # Which gradients are complete depends on the rank; what is fetched ahead must not.

@@ -17,10 +17,10 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import GraphError
@@ -72,16 +72,14 @@ class GradientCollector:
         reductions: Reductions | None = None,
     ) -> None:
         self._groups = groups.groups
-        self._names = groups.names
         self._runtime = runtime
         self._device = device
         self._capacity_bytes = capacity_bytes
         self._is_free = is_free
         self._reductions = reductions
         self._collected = [_Collected() for _ in self._groups]
-        self._places: dict[torch.Tensor, tuple[int, int]] = {
-            p: (g.index, i) for g in self._groups for i, p in enumerate(g.parameters)
-        }
+        # By identity, as a parameter's own hash is: that one is a function in Python.
+        self._places = {id(p): (g.index, i) for g in self._groups for i, p in enumerate(g.parameters)}
         self._recomputed: list[int | None] = [None] * len(self._groups)
         self._forwards = 1
         self._waiting: set[int] = set()
@@ -91,7 +89,7 @@ class GradientCollector:
         self.peak_bytes = 0
         self._accepting: dict[int, asyncio.Task[None]] = {}
         self._is_collecting = False
-        self.touched: set[nn.Parameter] = set() if reductions is None else reductions.touched
+        self.touched: set[str] = set() if reductions is None else reductions.touched
         self.is_final = True
         self.is_streaming = False
         self.completed: list[int] = []
@@ -103,7 +101,7 @@ class GradientCollector:
             reductions.on_complete = lambda group: self.on_complete(group)
             reductions.on_done = self._count_done
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(group, position))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, group, position))  # type: ignore[no-untyped-call]
             for group in self._groups
             if group.spec.trainable
             for position, parameter in enumerate(group.parameters)
@@ -148,8 +146,8 @@ class GradientCollector:
         self._collected = [_Collected() for _ in self._groups]
         self._gathering.clear()
         for leaf in leaves_of([loss]):
-            if leaf in self._places:
-                group, position = self._places[leaf]
+            if (place := self._places.get(id(leaf))) is not None:
+                group, position = place
                 self._collected[group].missing.add(position)
                 self._collected[group].reached += 1
         self._waiting.clear()
@@ -176,12 +174,6 @@ class GradientCollector:
         self.touched.clear()
         if self._reductions is not None:
             self._runtime.post(self._reductions.forget)
-
-    def _hook(self, group: Group, position: int) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            self._arrived(group, position, parameter)
-
-        return hook
 
     def _arrived(self, group: Group, position: int, parameter: torch.Tensor) -> None:
         collected, gradient = self._collected[group.index], parameter.grad
@@ -269,11 +261,11 @@ class GradientCollector:
         """What came of a group and was not handed over."""
         gradients, pieces = self._collected[group.index].gradients, []
         for position, gradient in sorted(gradients.items()):
-            parameter = group.parameters[position]
+            spec = group.spec.parameters[position]
             # Flat here, in the thread and the stream that made it: a gradient that is not contiguous is copied.
             flat = gradient.reshape(-1)
-            pieces.append(Piece(group.spec.parameters[position].start, flat, parameter not in self.touched))
-            self.touched.add(parameter)
+            pieces.append(Piece(spec.start, flat, spec.name not in self.touched))
+            self.touched.add(spec.name)
         gradients.clear()
         self._gathering.pop(group.index, None)
         return pieces

@@ -219,7 +219,7 @@ class Engine:
         touched = parts.collector.touched
         if touched:
             self._order.refuse_after_backward("zero_grad()")
-            groups = [group.index for group in parts.groups.groups if not touched.isdisjoint(group.parameters)]
+            groups = [g.index for g in parts.groups.groups if any(p.name in touched for p in g.spec.parameters)]
             parts.runtime.call(self._generations.gradients.discard, groups)
             parts.collector.forget()
             self._order.has_final_backward = False
@@ -325,7 +325,7 @@ class Engine:
         trainable = [group for group in parts.groups.groups if group.spec.trainable]
         updates: Updates = {}
         if now is not None:
-            updates = {group.index: parts.stepper.updates(group, now.touched, now.scale) for group in trainable}
+            updates = {group.index: parts.stepper.updates(group.index, now.touched, now.scale) for group in trainable}
         parts.driver.decide(updates, is_plain=clip == 1.0 and is_finite)
         if now is not None:
             parts.stepper.count(now.touched)

@@ -24,9 +24,9 @@ from tierstore.train.optimizer import LossScale
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Gradients that an update will use: whose, and what they are multiplied with."""
+    """Gradients that an update will use: the names of whose, and what they are multiplied with."""
 
-    touched: set[nn.Parameter]
+    touched: set[str]
     scale: float
 
 
@@ -132,8 +132,8 @@ class Generations:
             "pending": None,
         }
         if self.pending is not None:
-            names = sorted(self._parts.groups.names[parameter] for parameter in self.pending.touched)
-            state["pending"] = {"set": self.gradient_set, "touched": names, "scale": self.pending.scale}
+            touched = sorted(self.pending.touched)
+            state["pending"] = {"set": self.gradient_set, "touched": touched, "scale": self.pending.scale}
         # The random states last: making the others may draw.
         plain: dict[str, Any] = capture.plain(state) | {"random": capture.random_states()}
         return plain
@@ -156,9 +156,8 @@ class Generations:
         if self.scheduler is not None and captured["scheduler"] is not None:
             self.scheduler.load_state_dict(capture.with_tensors(captured["scheduler"]))
         if (pending := captured["pending"]) is not None:
-            names = set(pending["touched"])
-            touched = {parameter for parameter, name in self._parts.groups.names.items() if name in names}
-            self.pending = Pending(touched, pending["scale"])
+            touched = set(pending["touched"])
+            self.pending = Pending(touched & self._parts.stepper.steps.keys(), pending["scale"])
             self._collect_in(pending["set"])
         own, is_new_rank = self._own_part(captured)
         self._to_restore = dict(own["registered"])

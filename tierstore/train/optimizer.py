@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch import nn
 from tierstore.config import AdamWConfig
 from tierstore.errors import ConfigError
 from tierstore.kernels.adam import AdamCoefficients
+from tierstore.store.layout import GroupSpec
 from tierstore.store.rounds import ParameterUpdate
 from tierstore.train.capture import with_tensors
 from tierstore.train.cpu_adam import validate_options
-from tierstore.train.groups import Group, ModelGroups
+from tierstore.train.groups import ModelGroups
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -166,9 +167,9 @@ class AdamStepper:
     def __init__(self, groups: ModelGroups, optimizer: TieredOptimizer) -> None:
         self._groups = groups.groups
         self.optimizer = optimizer
-        self.names = groups.names
         self.steps: dict[str, int] = dict.fromkeys(groups.names.values(), 0)
-        self._option_group: dict[nn.Parameter, int] = {}
+        self._option_group: dict[str, int] = {}
+        self._kept: dict[int, list[_KeptPart]] = {}  # by group, once it is asked for: ranks share groups later
         for index, options in enumerate(optimizer.param_groups):
             trained = [parameter for parameter in options["params"] if parameter.numel()]
             for parameter in trained:
@@ -177,35 +178,67 @@ class AdamStepper:
                         f"parameter_groups[{index}] holds a parameter of shape {tuple(parameter.shape)} that the model "
                         "does not have; what is outside the model needs an optimizer of its own"
                     )
-                self._option_group[parameter] = index
             options["param_names"] = [groups.names[parameter] for parameter in trained]
+            self._option_group.update(dict.fromkeys(options["param_names"], index))
 
-    def updates(
-        self, group: Group, touched: Iterable[nn.Parameter], gradient_scale: float
-    ) -> tuple[ParameterUpdate, ...]:
-        """What the touched parameters of a group get; the learning rate and its kin are copied now."""
-        wanted, found = set(touched), []
-        for parameter, spec in zip(group.parameters, group.spec.parameters):
-            start, stop = group.spec.kept_part(spec.start, spec.stop)
-            if parameter in wanted and parameter in self._option_group and start < stop:
-                options = self.optimizer.param_groups[self._option_group[parameter]]
-                coefficients = AdamCoefficients(
-                    lr=float(options["lr"]),
-                    beta1=options["betas"][0],
-                    beta2=options["betas"][1],
-                    eps=options["eps"],
-                    weight_decay=options["weight_decay"],
-                    step=self.steps[spec.name] + 1,
-                    decoupled=options["decoupled"],
-                    gradient_scale=gradient_scale,
-                )
-                found.append(ParameterUpdate(start, stop, coefficients))
+    def updates(self, group: int, touched: Container[str], gradient_scale: float) -> tuple[ParameterUpdate, ...]:
+        """What the touched parameters of a group get; the learning rate and its kin are copied now.
+
+        Neighbours that get the same are one update.
+        """
+        if group not in self._kept:
+            self._kept[group] = list(_kept_parts(self._groups[group].spec, self._option_group))
+        made: dict[tuple[int, int], AdamCoefficients] = {}
+        found: list[ParameterUpdate] = []
+        for part in self._kept[group]:
+            if part.name not in touched:
+                continue
+            which = part.options, self.steps[part.name] + 1
+            coefficients = made.get(which) or made.setdefault(which, self._coefficients(*which, gradient_scale))
+            start = part.start
+            if found and found[-1].stop == start and found[-1].coefficients is coefficients:
+                start = found.pop().start
+            found.append(ParameterUpdate(start, part.stop, coefficients))
         return tuple(found)
 
-    def count(self, touched: Iterable[nn.Parameter]) -> None:
+    def _coefficients(self, options_index: int, step: int, gradient_scale: float) -> AdamCoefficients:
+        options = self.optimizer.param_groups[options_index]
+        return AdamCoefficients(
+            lr=float(options["lr"]),
+            beta1=options["betas"][0],
+            beta2=options["betas"][1],
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+            step=step,
+            decoupled=options["decoupled"],
+            gradient_scale=gradient_scale,
+        )
+
+    def count(self, touched: Iterable[str]) -> None:
         """These parameters have made a step."""
-        for parameter in touched:
-            self.steps[self.names[parameter]] += 1
+        for name in touched:
+            self.steps[name] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptPart:
+    """What this rank keeps of a parameter: elements `[start, stop)` of those that it keeps of the group.
+
+    Attributes:
+        options: the index of the optimizer's parameter group.
+    """
+
+    name: str
+    start: int
+    stop: int
+    options: int
+
+
+def _kept_parts(spec: GroupSpec, option_group: Mapping[str, int]) -> Iterator[_KeptPart]:
+    for parameter in spec.parameters:
+        start, stop = spec.kept_part(parameter.start, parameter.stop)
+        if parameter.name in option_group and start < stop:
+            yield _KeptPart(parameter.name, start, stop, option_group[parameter.name])
 
 
 def clip_coefficient(square_sum: float, scale: float, max_norm: float | None) -> tuple[float, float]:

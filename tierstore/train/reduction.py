@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 from tierstore.alignment import padded
 from tierstore.device.streams import ComputeDevice, Mark, Reached
@@ -112,7 +112,7 @@ class Reductions:
         meter: of the link between the ranks.
 
     Attributes:
-        touched: parameters that got a gradient in this step at any rank.
+        touched: names of parameters that got a gradient in this step at any rank.
         on_complete: decides the update of a group; called on the loop when its reduced gradient is on its way.
         on_done: told the bytes of device memory that came free.
     """
@@ -135,7 +135,7 @@ class Reductions:
         self._device = device
         self._meter = meter
         self._tracer = tracer
-        self.touched: set[nn.Parameter] = set()
+        self.touched: set[str] = set()
         self._thread = WorkerPool("tierstore-reduce", 1)
         self._ready: dict[int, _Ready] = {}
         self._next = 0
@@ -208,7 +208,7 @@ class Reductions:
         if before is not None:
             await asyncio.shield(before)
         if positions:
-            self.touched.update(group.parameters[position] for position in positions)
+            self.touched.update(spec.parameters[position].name for position in positions)
             pieces = [Piece(0, reduced, group.index not in self._begun)] if len(reduced) else []
             self._begun.add(group.index)
             accepted = store.accept(
