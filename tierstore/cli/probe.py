@@ -49,6 +49,10 @@ def probe(
     """
     from rich.console import Console
 
+    from tierstore.apps.spinning import ask_for_short_spins
+
+    ask_for_short_spins()
+
     from tierstore.apps.heap import prepare_heap
     from tierstore.apps.launch import Launch
     from tierstore.apps.probe import ProbeOptions, save

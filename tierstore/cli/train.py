@@ -160,6 +160,10 @@ def _checked(launch: Launch, **values: Any) -> TrainOptions:
 def _run_training(options: TrainOptions, launch: Launch, stop: StopRequest) -> None:
     from rich.console import Console
 
+    from tierstore.apps.spinning import ask_for_short_spins
+
+    ask_for_short_spins()
+
     from tierstore.apps.crew import joined
     from tierstore.apps.heap import ask_for_huge_pages
     from tierstore.apps.report import Reporter

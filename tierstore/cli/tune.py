@@ -70,6 +70,10 @@ def tune(
 
         from rich.console import Console
 
+        from tierstore.apps.spinning import ask_for_short_spins
+
+        ask_for_short_spins()
+
         from tierstore.apps import tune_views
         from tierstore.apps.tune import TuneOptions, rates_for, run, save
 

@@ -29,6 +29,7 @@ from tierstore.apps.bench.case import (
 )
 from tierstore.apps.options import Preset, TrainOptions, options_of_object
 from tierstore.apps.preset_sizes import PRESET_FIELDS
+from tierstore.apps.spinning import SHORT_SPIN
 from tierstore.config import MicroBatchSchedule, format_size
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
@@ -110,7 +111,7 @@ def _torch(heat: str) -> str:
 
 
 _EXACT_TORCH = "torch in memory, state in fp32"
-_HUGE_TORCH = "torch in memory, huge pages"  # as `apps/heap.py` asks for ours
+_ASKED_TORCH = "torch in memory, huge pages, short spins"  # as `apps/heap.py` and `apps/spinning.py` ask for ours
 
 
 def _rates(heat: str) -> str:
@@ -128,23 +129,29 @@ def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
     for index, own in enumerate(_own(options)):
         train = train_options(own, options, scratch / f"store-{index}")
         heat = found.setdefault(own.heat, [])
-        heat.append(ours(own.name, "step_worker", train=train, steps=options.steps))
+        heat.append(_as_commands(ours(own.name, "step_worker", train=train, steps=options.steps)))
     shared: dict[str, Any] = {"device": options.device, "steps": options.steps, "batch": 1, "sequence": _SEQUENCE}
     shared["fields"] = {name: value for name, value in PRESET_FIELDS[Preset.P124M].items() if name != "model_type"}
     for name, heat in found.items():
-        heat.append(ours(_rates(name), "rates", directory=str(scratch / f"rates-{name}"), device=options.device))
+        rates = ours(_rates(name), "rates", directory=str(scratch / f"rates-{name}"), device=options.device)
+        heat.append(_as_commands(rates))
         if options.wants("torch") and not options.large:
             heat.append(peer(_torch(name), "step_torch", options.peer_python, **shared))
             if name == "memory":
                 heat.append(peer(_EXACT_TORCH, "step_torch", options.peer_python, fp32_state=True, **shared))
-                asked = peer(_HUGE_TORCH, "step_torch", options.peer_python, **shared)
-                heat.append(replace(asked, environment={"THP_MEM_ALLOC_ENABLE": "1"}))
+                asked = peer(_ASKED_TORCH, "step_torch", options.peer_python, **shared)
+                heat.append(_as_commands(replace(asked, environment={"THP_MEM_ALLOC_ENABLE": "1"})))
         for mode, called in _MODES.get(name, {}).items() if options.wants("deepspeed") else ():
             store = str(scratch / f"deepspeed-{mode}")
             heat.append(peer(called, "step_deepspeed", options.peer_python, mode=mode, store=store, **shared))
     if not options.large and not options.curve and options.heat in (None, "cost"):
-        found["cost"] = [ours(_COST, "step_cost", directory=str(scratch))]
+        found["cost"] = [_as_commands(ours(_COST, "step_cost", directory=str(scratch)))]
     return list(found.values())
+
+
+def _as_commands(contestant: Contestant) -> Contestant:
+    """With the threads that `train` and `tune` ask for."""
+    return replace(contestant, environment={**contestant.environment, **SHORT_SPIN})
 
 
 def train_options(own: Own, options: BenchOptions, store: Path) -> dict[str, Any]:
@@ -188,7 +195,7 @@ def _bars(own: Own, result: Result, results: Results, memory: float | None, floo
         yield Bar(own.vs_all_rss, "of its peak memory", ratio(result.peak_rss_bytes, theirs), at_most=True)
     if own.vs_torch is not None:
         yield Bar(own.vs_torch, "x torch in memory", ratio(seconds, memory), at_most=True)
-        for other in (_EXACT_TORCH, _HUGE_TORCH):
+        for other in (_EXACT_TORCH, _ASKED_TORCH):
             yield Bar(own.vs_torch, f"x {other}", ratio(seconds, _median(results, other)), at_most=True)
     if own.vs_floor is not None:
         yield Bar(own.vs_floor, "x the floor", ratio(seconds, floor), at_most=True)
