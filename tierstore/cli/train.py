@@ -109,7 +109,7 @@ def train(
         FreedMemory,
         typer.Option(
             help="keep what a step frees for the next one, faster on a CPU; or return it to the system; auto: keep it "
-            "if no update needs the disk."
+            "where there is twice as much memory as the budgets take."
         ),
     ] = FreedMemory.AUTO,
     bandwidth: Annotated[
