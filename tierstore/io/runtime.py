@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 
 from tierstore.errors import ClosedError, Timeout
-from tierstore.io import stacks
+from tierstore.io import slices, stacks
 from tierstore.io.file_threads import FileThreads
 from tierstore.io.fork import ForkAware
 from tierstore.io.tasks import raise_first
@@ -272,6 +272,7 @@ class Runtime(ForkAware):
 
     def _run(self) -> None:
         """Tasks keep their errors; what ends the loop all the same (`SystemExit`) is told to all who wait for it."""
+        slices.ask_for_short_slices()
         loop = cast(asyncio.AbstractEventLoop, self._loop)
         while True:
             try:
