@@ -30,6 +30,8 @@ class FakeReport:
 
 @dataclass
 class FakePlacement:
+    updates_in_memory = False
+
     def usage(self) -> tuple[UsageRow, ...]:
         return (UsageRow(Kind.WEIGHTS, Tier.NVME, 3, 3 * 2**20),)
 

@@ -90,8 +90,7 @@ def test_freed_memory_is_returned_until_the_engine_is_made_and_then_as_asked(
     monkeypatch.setattr(application, "serve_steps", lambda wish, **known: made.append((wish, known)))
     asked = options(steps=1, evaluate=0, freed_memory=FreedMemory.KEEP)
     application.train(asked, Reporter(Console(file=io.StringIO())), make_engine)
-    budgets = {"budgets_bytes": asked.gpu_memory + asked.cpu_memory}
-    assert made == ["return", "engine", (FreedMemory.KEEP, budgets)]
+    assert made == ["return", "engine", (FreedMemory.KEEP, {"updates_in_memory": False})]
 
 
 def _killed(code: int) -> None:

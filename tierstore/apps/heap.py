@@ -13,12 +13,9 @@ import ctypes
 import os
 from pathlib import Path
 
-import psutil
-
 from tierstore.apps.options import FreedMemory
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # malloc.h
 _LARGE_BYTES = 2**20
 _SMALL_BYTES, _MANY = 2**17, 2**16  # glibc's defaults
@@ -49,38 +46,18 @@ def prepare_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)  # what was kept until now
 
 
-def serve_steps(wish: FreedMemory, *, budgets_bytes: int) -> None:
+def serve_steps(wish: FreedMemory, *, updates_in_memory: bool) -> None:
     """Once the engine is made: whether what a step frees stays for the next one.
 
     Otherwise the system clears the same pages again in each step: 440 to 580 MB of them at preset 124m, 11 % of a step
     without a store, and 4 to 12 % of one whose state is on the disk (2 cores, in turns, 2026-11-22 and 23; 0.06 to 0.4
-    GiB more at the peak). `tierstore bench step` shows what it makes of a step.
+    GiB more at the peak, so not by itself: the peak is to be the budgets and what the model computes with).
 
     Args:
-        budgets_bytes: of both tiers, and of all ranks on this machine: "auto" keeps it if there is twice as much.
+        updates_in_memory: an update needs nothing from the disk: "auto" then takes memory to be there.
     """
-    if wish is FreedMemory.KEEP or (wish is FreedMemory.AUTO and usable_bytes() >= 2 * budgets_bytes):
+    if wish is FreedMemory.KEEP or (wish is FreedMemory.AUTO and updates_in_memory):
         _set((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER))
-
-
-def usable_bytes() -> int:
-    """What this process has, and what it may still get: from the system, and in its control groups (version 2)."""
-    left = [psutil.virtual_memory().available]
-    with contextlib.suppress(OSError):
-        for line in _OWN_GROUPS.read_text(encoding="utf-8").splitlines():
-            if line.startswith("0::/"):
-                group = _GROUPS / line.removeprefix("0::/")
-                left += [room for one in (group, *group.parents) if (room := _room_bytes(one)) is not None]
-    return psutil.Process().memory_info().rss + max(0, min(left))
-
-
-def _room_bytes(group: Path) -> int | None:
-    """What a control group may still take; None: it has no limit, or is none."""
-    try:
-        used, most = (int((group / name).read_text(encoding="ascii")) for name in ("memory.current", "memory.max"))
-    except (OSError, ValueError):  # "max" is no number
-        return None
-    return most - used
 
 
 def _set(*values: tuple[int, int]) -> None:

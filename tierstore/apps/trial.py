@@ -151,5 +151,5 @@ def trial(options: TrainOptions) -> Iterator[Trial]:
         stack.callback(parts.batches.close)
         tracer = Tracer(time.perf_counter, enabled=False)
         engine = stack.enter_context(Engine(**engine_arguments(own, parts, tracer, Crew())))
-        serve_steps(own.freed_memory, budgets_bytes=own.gpu_memory + own.cpu_memory)
+        serve_steps(own.freed_memory, updates_in_memory=engine.placement.updates_in_memory)
         yield Trial(engine, parts, options.device)

@@ -109,7 +109,7 @@ def train(
         FreedMemory,
         typer.Option(
             help="keep what a step frees for the next one, faster on a CPU; or return it to the system; auto: keep it "
-            "where there is twice as much memory as the budgets take."
+            "if no update needs the disk."
         ),
     ] = FreedMemory.AUTO,
     bandwidth: Annotated[
