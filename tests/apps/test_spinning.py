@@ -37,11 +37,12 @@ def test_a_wish_of_the_environment_is_kept(wish: dict[str, str]) -> None:
     assert spins(["-c", _ASKING], **wish) == spins(["-c", "import torch"], **wish)
 
 
-@pytest.mark.parametrize("command", ["train", "tune"])
+@pytest.mark.parametrize("command", ["train", "tune", "probe"])
 def test_commands_ask_before_torch_is_there(command: str, tmp_path: Path) -> None:
     small = ["--preset", "25m", "--sequence", "8", "--steps", "2"]
     arguments = {
         "train": [*small, "--durability", "none", "--evaluate", "0"],
         "tune": [*small, "--nvme", str(tmp_path), "--depth", "1"],
+        "probe": ["--nvme", str(tmp_path), "--quick", "--size", "32MiB", "--seconds", "0.1"],
     }
     assert spins(["-m", "tierstore.cli", command, *arguments[command]]) == {"10000"}

@@ -130,6 +130,33 @@ def test_zero_grad_forgets_a_backward(update: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("update", [*LATER, "delayed"])
+def test_zero_grad_forgets_what_the_next_backward_does_not_reach(update: str, tmp_path: Path) -> None:
+    class Chosen(Net):
+        first = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks[self.first :]:
+                x = x + block(x)
+            return x
+
+    def run(name: str, bad: bool) -> dict[str, torch.Tensor]:
+        model = Chosen()
+        with tight_engine(tmp_path / name, update, model, max_grad_norm=0.1) as engine:
+            for x in batches(4):
+                if bad:
+                    model.first = 0
+                    engine.backward(loss_of(engine(100 * x)))
+                    engine.zero_grad()
+                model.first = 2
+                engine.backward(loss_of(engine(x)))
+                engine.step()
+            return engine.state_dict()
+
+    found, expected = run("bad", True), run("good", False)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_a_loss_of_weights_that_were_gathered(tmp_path: Path) -> None:
     model, data = Net(), batches(3)
     optimizer = plain(model)

@@ -8,12 +8,14 @@ Scope: the wish, told before torch is imported. Not here: how many threads there
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
-SHORT_SPIN = {"GOMP_SPINCOUNT": "10000"}
-"""Long enough to meet the next operation of a layer. By default it is 300,000 turns, about a millisecond, in which the
-threads that read, check and update get no core. Between two that were measured on 2 cores (2026-11-23, in turns): with
-2,000 and 20,000 the 99th percentile of the loop's lag was 3.8 to 5.0 ms instead of 5.0 to 7.1, and with 20,000 a step
-without a store took 0.35 s instead of 0.38 to 0.39."""
+_SHORT_SPIN = {"GOMP_SPINCOUNT": "10000"}
+"""Long enough to meet the next operation of a layer: 0.4 ms where that was measured (by the CPU time of the idle thread
+after an operation). By default it is 300,000 turns, 8 ms there, in which the threads that read, check and update get no
+core. Between two that were measured on 2 cores (2026-11-23, `tierstore bench step` in turns): with 2,000 and 20,000 the
+99th percentile of the loop's lag was 3.8 to 5.0 ms instead of 5.0 to 7.1, and with 20,000 a step without a store took
+0.35 s instead of 0.38 to 0.39."""
 
 
 def ask_for_short_spins() -> None:
@@ -21,6 +23,11 @@ def ask_for_short_spins() -> None:
 
     By the environment, and before torch is imported, because OpenMP looks there once, when it is loaded.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        for name, value in SHORT_SPIN.items():
-            os.environ.setdefault(name, value)
+    os.environ.update(short_spins(os.environ))
+
+
+def short_spins(environment: Mapping[str, str]) -> dict[str, str]:
+    """What is to be added to this environment."""
+    if "OMP_WAIT_POLICY" in environment:
+        return {}
+    return {name: value for name, value in _SHORT_SPIN.items() if name not in environment}

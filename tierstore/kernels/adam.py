@@ -38,10 +38,10 @@ _ELEMENT = {"fp32": np.dtype(np.float32), "bf16": np.dtype(np.uint16), "fp16": n
 
 @dataclass(frozen=True, slots=True)
 class AdamCoefficients:
-    """Hyper-parameters of one parameter in one step.
+    """What neighbouring parameters get in one step: hyper-parameters that are the same for all of them.
 
     Attributes:
-        step: 1 in the first update of this parameter.
+        step: 1 in their first update.
         decoupled: True is AdamW (Loshchilov and Hutter, 2019), False adds `weight_decay * p` to the gradient.
         gradient_scale: multiplied into the gradient first: clip coefficient divided by loss scale.
     """

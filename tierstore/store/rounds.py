@@ -1,4 +1,4 @@
-"""The updates of one step as plain data: what each parameter gets, and which groups may go ahead.
+"""The updates of one step as plain data: what each run of elements gets, and which groups may go ahead.
 
 Scope: gates and decisions of a round, and the record of a chunk's trip through the update.
 Not here: the trips themselves (`updates.py`).

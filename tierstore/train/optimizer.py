@@ -184,7 +184,7 @@ class AdamStepper:
     def updates(self, group: int, touched: Container[str], gradient_scale: float) -> tuple[ParameterUpdate, ...]:
         """What the touched parameters of a group get; the learning rate and its kin are copied now.
 
-        Neighbours that get the same are one update.
+        Neighbours of one parameter group that were updated as often are one update.
         """
         if group not in self._kept:
             self._kept[group] = list(_kept_parts(self._groups[group].spec, self._option_group))

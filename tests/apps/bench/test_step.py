@@ -74,6 +74,19 @@ def test_every_contestant_has_a_name_of_its_own_and_each_heat_its_rates(options:
         assert step._rates(own.heat) in [one.name for one in heat]
 
 
+@pytest.mark.parametrize(("wish", "added"), [({}, True), ({"OMP_WAIT_POLICY": "ACTIVE"}, False)])
+def test_ours_spin_as_the_commands_have_them_and_plain_torch_as_people_do(
+    options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wish: dict[str, str], added: bool
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in wish.items():
+        monkeypatch.setenv(name, value)
+    for one in (one for heat in step.heats(options, tmp_path) for one in heat):
+        is_asked = not one.is_peer or one.name == step._ASKED_TORCH
+        assert ("GOMP_SPINCOUNT" in one.environment) is (is_asked and added), one.name
+
+
 @pytest.mark.parametrize("choice", [{}, {"curve": True}, {"large": True}])
 def test_every_contestant_has_the_memory_that_its_model_needs(choice: dict[str, bool], tmp_path: Path) -> None:
     options = BenchOptions(nvme=tmp_path, **choice)

@@ -6,6 +6,7 @@ Scope: contestants, which of them are compared with each other, rows. Not here: 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from tierstore.apps.bench.case import (
 )
 from tierstore.apps.options import Preset, TrainOptions, options_of_object
 from tierstore.apps.preset_sizes import PRESET_FIELDS
-from tierstore.apps.spinning import SHORT_SPIN
+from tierstore.apps.spinning import short_spins
 from tierstore.config import MicroBatchSchedule, format_size
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
@@ -152,7 +153,7 @@ def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
 
 def _as_commands(contestant: Contestant) -> Contestant:
     """With the threads that `train` and `tune` ask for."""
-    return replace(contestant, environment={**contestant.environment, **SHORT_SPIN})
+    return replace(contestant, environment={**contestant.environment, **short_spins(os.environ)})
 
 
 def train_options(own: Own, options: BenchOptions, store: Path) -> dict[str, Any]:
