@@ -13,9 +13,9 @@ from collections.abc import Mapping
 _SHORT_SPIN = {"GOMP_SPINCOUNT": "10000"}
 """Long enough to meet the next operation of a layer: 0.4 ms where that was measured (by the CPU time of the idle thread
 after an operation). By default it is 300,000 turns, 8 ms there, in which the threads that read, check and update get no
-core. Between two that were measured on 2 cores (2026-11-23, `tierstore bench step` in turns): with 2,000 and 20,000 the
-99th percentile of the loop's lag was 3.8 to 5.0 ms instead of 5.0 to 7.1, and with 20,000 a step without a store took
-0.35 s instead of 0.38 to 0.39."""
+core. Between two that were measured on 2 cores (2026-11-23, rounds of `apps/bench/step_worker.py` in turns): with 2,000
+and 20,000 the 99th percentile of the loop's lag was 3.8 to 5.0 ms instead of 5.0 to 7.1, and with 20,000 a step without
+a store took 0.35 s instead of 0.38 to 0.39."""
 
 
 def ask_for_short_spins() -> None:
