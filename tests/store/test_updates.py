@@ -192,12 +192,12 @@ def test_a_trip_whose_gradient_is_on_its_way_keeps_its_place(will_go: bool) -> N
         loop = asyncio.get_running_loop()
         starving, granted = (Trip(0, chunk, loop.create_future()) for chunk in (1, 0))
 
-        async def reserve(nbytes: int, granted: Any) -> Any:
+        async def reserve(nbytes: int, granted: Any, elsewhere: Any) -> Any:
             leases._queued[starving] = SimpleNamespace(may_go=lambda trip: True)  # its gradient came first
             return SimpleNamespace(array=np.zeros(8, np.uint8))
 
         pool: Any = SimpleNamespace(reserve=reserve)
-        leases = TripLeases(pool)
+        leases = TripLeases(pool, pool)
         round_: Any = SimpleNamespace(may_go=lambda trip: False, will_go=lambda trip: will_go)
         assert await leases.reserve(round_, granted, 8) is will_go
 

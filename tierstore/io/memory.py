@@ -102,14 +102,16 @@ class Arena(ForkAware):
 
 
 class _Waiter(NamedTuple):
-    nbytes: int
     future: asyncio.Future[Lease]
+    allocate: Callable[[], Lease | None]
     granted: Callable[[], None]
 
 
 class Pool:
     """First-fit allocation over one range, in steps of 4096 B, first come first served.
 
+    Who has a place of his own asks for that (`reserve_at`); then others may have free places while they are not needed
+    (`try_reserve_last`).
     Threads: the loop thread only.
     """
 
@@ -129,11 +131,17 @@ class Pool:
         """Whether a reservation waits."""
         return bool(self._waiters)
 
-    async def reserve(self, nbytes: int, granted: Callable[[], None] = lambda: None) -> Lease:
+    async def reserve(
+        self,
+        nbytes: int,
+        granted: Callable[[], None] = lambda: None,
+        elsewhere: Callable[[], Lease | None] = lambda: None,
+    ) -> Lease:
         """A lease of `nbytes`, after all who asked earlier got theirs.
 
         Args:
             granted: called when a lease that was waited for is granted, which is before the waiter has its turn.
+            elsewhere: asked first; it may have a lease of another pool. `look_again` has it asked again.
 
         Blocks: until enough contiguous bytes are free.
         Cancellation: safe at any moment; what was granted meanwhile goes to the next waiter.
@@ -141,17 +149,26 @@ class Pool:
         Raises:
             BudgetError: it could never fit.
         """
-        lease = self.try_reserve(nbytes)
+        self._check(nbytes)
+        return await self._wait(lambda: elsewhere() or self._allocate(nbytes), granted)
+
+    async def reserve_at(self, start: int, nbytes: int) -> Lease:
+        """The lease of `nbytes` from `start` on, after all who asked earlier got theirs; otherwise like `reserve`."""
+        self._check(start + nbytes)
+        return await self._wait(lambda: self._allocate_at(start, nbytes), lambda: None)
+
+    async def _wait(self, allocate: Callable[[], Lease | None], granted: Callable[[], None]) -> Lease:
+        lease = None if self._waiters else allocate()
         if lease is not None:
             return lease
-        waiter = _Waiter(nbytes, asyncio.get_running_loop().create_future(), granted)
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), allocate, granted)
         self._waiters.append(waiter)
         try:
             return await waiter.future
         except BaseException:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-                self._grant()  # those behind may fit where this one did not
+                self.look_again()  # those behind may fit where this one did not
             elif not waiter.future.cancelled() and waiter.future.exception() is None:
                 waiter.future.result().free()  # granted, but cancelled before it was told
             raise
@@ -162,17 +179,29 @@ class Pool:
         Raises:
             BudgetError: it could never fit.
         """
-        self._arena.check_process()
-        if self._memory is None:
-            raise ClosedError(f"pool {self.name!r} is closed")
-        if nbytes <= 0:
-            raise ValueError(f"a lease has at least one byte, not {nbytes}")
-        if padded(nbytes) > self.capacity_bytes:
-            raise BudgetError(
-                f"pool {self.name!r} holds {self.capacity_bytes} B ({format_size(self.capacity_bytes)}), "
-                f"but one buffer of {padded(nbytes)} B ({format_size(padded(nbytes))}) is needed"
-            )
+        self._check(nbytes)
         return None if self._waiters else self._allocate(nbytes)
+
+    def try_reserve_last(self, nbytes: int, above: int) -> Lease | None:
+        """The last free place that lies above byte `above`, or None if there is none now or others wait already."""
+        self._arena.check_process()
+        size = padded(nbytes)
+        for begin, end in () if self._waiters else reversed(self._free):
+            if end - max(begin, above) >= size:
+                return self._allocate_at(end - size, nbytes)
+        return None
+
+    def look_again(self) -> None:
+        """Grant what can be granted: what they may have elsewhere has changed."""
+        while self._waiters:
+            waiter = self._waiters[0]
+            if not waiter.future.done():  # done: cancelled, and its coroutine has not run since
+                lease = waiter.allocate()
+                if lease is None:
+                    return
+                waiter.future.set_result(lease)
+                waiter.granted()
+            self._waiters.popleft()
 
     def close(self) -> list[Lease]:
         """Refuses new reservations, fails the waiting ones, and returns the leases that are out."""
@@ -183,19 +212,37 @@ class Pool:
                 waiter.future.set_exception(ClosedError(f"pool {self.name!r} was closed"))
         return sorted(self._leases, key=lambda lease: lease.start)
 
-    def _allocate(self, nbytes: int) -> Lease | None:
+    def _check(self, nbytes: int) -> None:
+        """Whether so many bytes can ever be lent."""
+        self._arena.check_process()
         if self._memory is None:
-            return None
+            raise ClosedError(f"pool {self.name!r} is closed")
+        if nbytes <= 0:
+            raise ValueError(f"a lease has at least one byte, not {nbytes}")
+        if padded(nbytes) > self.capacity_bytes:
+            raise BudgetError(
+                f"pool {self.name!r} holds {self.capacity_bytes} B ({format_size(self.capacity_bytes)}), "
+                f"but one buffer of {padded(nbytes)} B ({format_size(padded(nbytes))}) is needed"
+            )
+
+    def _allocate(self, nbytes: int) -> Lease | None:
         size = padded(nbytes)
-        for index, (start, end) in enumerate(self._free):
-            if end - start >= size:
-                self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
-                self.used_bytes += size
-                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-                lease = Lease(self, nbytes, start, self._memory[start : start + size])
-                self._leases.add(lease)
-                return lease
-        return None
+        place = next((begin for begin, end in self._free if end - begin >= size), None)
+        return None if place is None else self._allocate_at(place, nbytes)
+
+    def _allocate_at(self, start: int, nbytes: int) -> Lease | None:
+        """What is free from `start` on, if that is enough."""
+        size = padded(nbytes)
+        index = bisect.bisect(self._free, (start, self.capacity_bytes)) - 1
+        if self._memory is None or index < 0 or self._free[index][1] < start + size:
+            return None
+        begin, end = self._free[index]
+        self._free[index : index + 1] = [(a, b) for a, b in ((begin, start), (start + size, end)) if a < b]
+        self.used_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        lease = Lease(self, nbytes, start, self._memory[start : start + size])
+        self._leases.add(lease)
+        return lease
 
     def _give_back(self, lease: Lease, size: int) -> None:
         self._leases.remove(lease)
@@ -208,18 +255,7 @@ class Pool:
             index -= 1
             start = self._free.pop(index)[0]
         self._free.insert(index, (start, end))
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._waiters:
-            waiter = self._waiters[0]
-            if not waiter.future.done():  # done: cancelled, and its coroutine has not run since
-                lease = self._allocate(waiter.nbytes)
-                if lease is None:
-                    return
-                waiter.future.set_result(lease)
-                waiter.granted()
-            self._waiters.popleft()
+        self.look_again()
 
 
 class Lease:

@@ -3,11 +3,16 @@
 Scope: copying, accumulating and the partial norms of one step's gradients.
 Not here: when a gradient is complete (`train/backward.py`), and the update (`updates.py`).
 Owner: the loop thread; workers run its jobs.
+
+[Note: places] A gradient that stays in CPU memory until its step is over has a place of its own, in the order in which
+backward completes groups, which is about the reverse of theirs. So updates that read ahead can have the places of
+gradients that come after their own (`trip_leases.py`), and it never matters in which order any of them comes or goes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -69,8 +74,9 @@ class Gradients:
     Invariant: a chunk that is filled is either in its lease or in the spill pack, never in neither.
 
     Args:
-        pool: leases of chunks that stay in CPU memory.
+        pool: leases of chunks that stay in CPU memory, or pass through it.
         staging: leases of chunks on their way to NVMe, and of what is added to a chunk.
+        copy: which of the gradients it is that share the pool.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class Gradients:
         workers: WorkerPool,
         device: ComputeDevice,
         tracer: Tracer,
+        copy: int = 0,
     ) -> None:
         self._groups = groups
         self._placement = placement
@@ -94,11 +101,26 @@ class Gradients:
         self._tracer = tracer
         self._index = ChunkIndex(groups, placement)
         self._chunks = {key: _Chunk() for key in self._index.all()}
+        self._places = self._make_places(copy)
+        self._short: set[tuple[int, int]] = set()
         self._partials = [np.zeros(-(-group.elements // BLOCK)) for group in groups]
         self.kept_by: asyncio.Task[None] | None = None
         """The commit of a generation that these gradients are part of: what it names in the pack stays as it is."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the gradient of a chunk has arrived, and when one has begun to wait for memory."""
+
+    def _make_places(self, copy: int) -> dict[tuple[int, int], int]:
+        """See [Note: places]; none where gradients pass through the pool."""
+        if self._placement.streams_gradients:
+            return {}
+        keys = [key for key in reversed(list(self._index.all())) if not self.is_spilled(key[0])]
+        *starts, total = itertools.accumulate((self._placement.gradient_bytes(*key) for key in keys), initial=0)
+        return {key: copy * total + start for key, start in zip(keys, starts)}
+
+    def end_of_places(self, group: int) -> int:
+        """Where the places of a group in the pool end, in bytes; 0 if it has none."""
+        first = (group, 0)
+        return self._places[first] + self._placement.gradient_bytes(*first) if first in self._places else 0
 
     def is_spilled(self, group: int) -> bool:
         """Whether this group's gradients live on NVMe."""
@@ -151,8 +173,7 @@ class Gradients:
                 await self._accept_spilled(state, group, chunk, parts, after, is_final)
             else:
                 if state.lease is None:
-                    asyncio.get_running_loop().call_soon(self._tell_if_short)
-                    state.lease = await self._pool.reserve(self._placement.gradient_bytes(group, chunk))
+                    state.lease = await self._reserve(group, chunk)
                 await self._collect(state, group, chunk, state.lease.array, parts, after, is_final)
         except BaseException as error:
             arrived.set_exception(error)
@@ -163,6 +184,21 @@ class Gradients:
         finally:
             state.coming.remove(arrived)
             self.on_change()
+
+    async def _reserve(self, group: int, chunk: int) -> Lease:
+        """The memory of a gradient that does not go to NVMe, its own or some to pass through."""
+        nbytes, place = self._placement.gradient_bytes(group, chunk), self._places.get((group, chunk))
+        memory = self._pool.reserve(nbytes) if place is None else self._pool.reserve_at(place, nbytes)
+        return await self._granted((group, chunk), memory)
+
+    async def _granted(self, key: tuple[int, int], memory: Coroutine[Any, Any, Lease]) -> Lease:
+        """Wait for memory; as long as that lasts, the gradient is short of it."""
+        self._short.add(key)
+        asyncio.get_running_loop().call_soon(self._tell_if_short)
+        try:
+            return await memory
+        finally:
+            self._short.discard(key)
 
     def _tell_if_short(self) -> None:
         # Called soon and not at once: who asks for memory waits for it only then.
@@ -175,8 +211,7 @@ class Gradients:
         spill, index = self._need_spill(), self._index(group, chunk)
         if self.kept_by is not None:
             await asyncio.shield(self.kept_by)
-        asyncio.get_running_loop().call_soon(self._tell_if_short)
-        lease = await self._staging.reserve(spill.padded_bytes(index))
+        lease = await self._granted((group, chunk), self._staging.reserve(spill.padded_bytes(index)))
         try:
             if state.is_filled:
                 await spill.read(index, lease.array, Priority.DEMAND)
@@ -267,7 +302,11 @@ class Gradients:
     @property
     def is_short(self) -> bool:
         """Whether gradients wait for memory."""
-        return self._pool.is_waited_for or self._staging.is_waited_for
+        return bool(self._short)
+
+    def is_short_of(self, group: int, chunk: int) -> bool:
+        """Whether the gradient of this chunk waits for memory."""
+        return (group, chunk) in self._short
 
     def is_coming(self, group: int, chunk: int) -> bool:
         """Whether a gradient of this chunk was taken off autograd and is on its way."""
@@ -331,7 +370,7 @@ class Gradients:
         if pack.current[index] is None:
             return
         if not self.is_spilled(group):
-            state.lease = await self._pool.reserve(pack.padded_bytes(index))
+            state.lease = await self._reserve(group, chunk)
             await pack.read(index, state.lease.array, Priority.DEMAND)
         state.is_filled = True
 

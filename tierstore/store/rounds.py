@@ -8,6 +8,7 @@ Owner: the loop thread.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -78,6 +79,7 @@ class Round:
         is_lazy: a group's trips wait until somebody asks for the group (`allow_through`).
         keeps_gradients: gradients stay after they were applied, until the update is approved or redone.
         barrier: the commit that must be published before a trip may write (see `commit.py`, [Note: the barrier]).
+        borrows: trips may have the places of gradients that come after their own.
     """
 
     def __init__(
@@ -89,12 +91,15 @@ class Round:
         is_lazy: bool,
         keeps_gradients: bool,
         barrier: asyncio.Task[None] | None,
+        borrows: bool = False,
     ) -> None:
         self.order = tuple(order)
         self.gradients = gradients
         self.reads_weights = reads_weights
         self.keeps_gradients = keeps_gradients
         self.barrier = barrier
+        ends = itertools.accumulate(map(gradients.end_of_places, self.order), max) if borrows else ()
+        self._places_end = dict(zip(self.order, ends))
         self.trips: list[Trip] = []
         self.trips_of: dict[int, list[Trip]] = {group: [] for group in self.order}
         self.is_decided = False
@@ -144,7 +149,11 @@ class Round:
 
     def will_go(self, trip: Trip) -> bool:
         """Whether that needs nothing but time: its gradient may be on its way, but is not short of memory."""
-        return self.is_open(trip.group) and not (self.gradients.is_short and self.gradients.is_coming(*trip.key))
+        return self.is_open(trip.group) and not self.gradients.is_short_of(*trip.key)
+
+    def free_above(self, trip: Trip) -> int | None:
+        """From which byte on all places are of gradients that come after this trip's; None if it may have none."""
+        return self._places_end.get(trip.group)
 
     def obstacle(self, trip: Trip) -> asyncio.Future[None] | None:
         """What a trip that may not go has to wait for first. Many wait for it: nobody may cancel it."""

@@ -106,11 +106,12 @@ class TrainingStore:
         )  # fmt: skip
         self.gradients = [
             Gradients(
-                groups, placement, self._pools["gradients"], self._pools["spill"], pack, self._compute, device, tracer
+                groups, placement, self._pools["gradients"], self._pools["spill"], pack, self._compute, device, tracer,
+                copy,
             )
-            for pack in (packs[2:] if len(packs) > 2 else [None] * placement.gradient_copies)
+            for copy, pack in enumerate(packs[2:] if len(packs) > 2 else [None] * placement.gradient_copies)
         ]
-        leases = TripLeases(self._pools["update"])
+        leases = TripLeases(self._pools["update"], self._pools["gradients"])
         self.updates = UpdatePipeline(
             groups, placement, self.weights, (packs[0], packs[1]) if packs else None,
             {key: lease.array for key, lease in self._resident[Kind.STATE].items()},

@@ -9,9 +9,16 @@ while it holds memory. Leases are granted in the order in which updates are need
 block skipped, a new graph), a lease that waits for a later gradient is recalled and queues again. A gradient may wait
 for memory that an earlier one gives back when it is applied, so a trip without its gradient gives way, too. Then
 nothing waits in a circle.
+
+[Note: places of gradients] Where gradients are kept to the end of their step, their memory is free through forward, and
+much of it for long in backward. A trip may have the places of gradients that come after its own: in the order of need
+it gives them back before they come. Where a step leaves that order, it is recalled like the others.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
 
 from tierstore.io.memory import Lease, Pool
 from tierstore.store.rounds import Round, Trip
@@ -21,12 +28,17 @@ class TripLeases:
     """Leases of one pool, one for each trip that needs memory.
 
     A trip that is granted one has it as `trip.lease`; it is recalled to have that back.
+
+    Args:
+        gradients: has the places of gradients, see [Note: places of gradients].
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, gradients: Pool) -> None:
         self._pool = pool
+        self._gradients = gradients
         self._queued: dict[Trip, Round] = {}  # wait for memory
         self._holding: dict[Trip, Round] = {}  # have it, or have been granted it
+        self._in_places: set[Trip] = set()  # have what they hold from gradients
         self._borrowers = 0
 
     async def reserve(self, round_: Round, trip: Trip, nbytes: int) -> bool:
@@ -38,47 +50,62 @@ class TripLeases:
             self._holding[trip] = round_
 
         try:
-            trip.lease = await self._pool.reserve(nbytes, granted)
+            trip.lease = await self._pool.reserve(nbytes, granted, partial(self._place_for, round_, trip, nbytes))
             self._holding[trip] = round_
         except BaseException:
             self._holding.pop(trip, None)
+            self._in_places.discard(trip)
             raise
         finally:
             self._queued.pop(trip, None)
         # It may have come to the head of the queue before one that may go. One whose own gradient is on its way keeps
         # its place: it would queue again behind all later ones, which then read ahead for nothing.
-        return round_.will_go(trip) or not (self._borrowers or self._is_starving())
+        is_in_the_way = trip in self._in_places and self._gradients.is_waited_for
+        return round_.will_go(trip) or not (self._borrowers or is_in_the_way or self._is_starving())
+
+    def _place_for(self, round_: Round, trip: Trip, nbytes: int) -> Lease | None:
+        """Places of gradients, if there are some that this trip may have now."""
+        above = round_.free_above(trip)
+        lease = None if above is None else self._gradients.try_reserve_last(nbytes, above)
+        if lease is not None:
+            self._in_places.add(trip)
+        return lease
 
     def give_back(self, trip: Trip) -> None:
         """A trip has no use for its lease, if it has one."""
         self._holding.pop(trip, None)
+        self._in_places.discard(trip)
         if trip.lease is not None:
             trip.lease.free()
             trip.lease = None
+        self._pool.look_again()  # gradients may have gone with it
 
     async def borrow(self, nbytes: int) -> Lease:
         """Memory for something else than a trip: what reads ahead for a step that may be far away makes room."""
         self._borrowers += 1
         try:
-            self._recall_all()
+            self._recall(self._holding)
             return await self._pool.reserve(nbytes)
         finally:
             self._borrowers -= 1
 
     def recall(self) -> None:
-        """If a trip that may go has no memory and none that has some moves, take back what reads ahead.
+        """If a trip that may go, or a gradient, has no memory and none that has some moves, take back what reads ahead.
 
         In the order of need this does not happen: what reads ahead queued behind what may go.
         """
         is_moving = any(trip.applied.done() or round_.will_go(trip) for trip, round_ in self._holding.items())
         if not is_moving and self._is_starving():
-            self._recall_all()
+            self._recall(self._holding)
+        elif not is_moving and self._gradients.is_waited_for:
+            self._recall(self._in_places)
 
     def _is_starving(self) -> bool:
         """Whether a trip waits for memory, and needs nothing else."""
         return any(round_.may_go(trip) for trip, round_ in self._queued.items())
 
-    def _recall_all(self) -> None:
-        for trip, round_ in self._holding.items():
-            if trip.lease is not None and not round_.may_go(trip):
+    def _recall(self, trips: Iterable[Trip]) -> None:
+        """Those that have their lease already; who was granted one looks himself when he has his turn."""
+        for trip in trips:
+            if trip.lease is not None and not self._holding[trip].may_go(trip):
                 trip.recall()

@@ -161,7 +161,10 @@ class Engine:
             self._generations.leave_newer()
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
             parts.collector.expect(count)
-            parts.driver.begin(parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph)
+            parts.driver.begin(
+                parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph,
+                accumulates=not self._order.is_syncing,
+            )  # fmt: skip
         parts.access.stops_at_step = self._order.is_syncing and not parts.driver.is_streaming
         parts.access.begin_forward()
         try:

@@ -73,13 +73,16 @@ class RoundDriver:
         """Whether this step's round reads ahead already."""
         return self._round is not None
 
-    def begin(self, visits: Sequence[int], completed: Sequence[int], *, knows_graph: bool) -> None:
+    def begin(
+        self, visits: Sequence[int], completed: Sequence[int], *, knows_graph: bool, accumulates: bool
+    ) -> None:
         """The first forward of a step begins: updates may read ahead.
 
         Args:
             visits: groups as forward and backward need them.
             completed: groups as their gradients were complete in the last backward.
             knows_graph: a step was seen to its end; until then nothing is updated before step().
+            accumulates: the next backward is not the step's last.
         """
         self.is_speculating = self.schedule is UpdateSchedule.SPECULATIVE and self.speculation.should_try()
         from_device = self.schedule is UpdateSchedule.BACKWARD or self.is_speculating
@@ -94,6 +97,7 @@ class RoundDriver:
             is_lazy=self.schedule is not UpdateSchedule.STEP and not from_device,
             keeps_gradients=self.is_speculating,
             barrier=None,
+            borrows=self.is_speculating and self.is_streaming and not accumulates,
         )
         self._round = round_
         self._runtime.call(self._begin, round_)
