@@ -34,7 +34,7 @@ class Session:
     """Tasks that ask for memory, in order, and what they got."""
 
     pool: Pool
-    asked: list[asyncio.Task[Lease]] = field(default_factory=list)
+    asked: list[asyncio.Future[Lease]] = field(default_factory=list)
     freed: set[int] = field(default_factory=set)
 
     def held(self) -> dict[int, Lease]:
@@ -57,6 +57,8 @@ class Session:
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("reserve"), st.integers(1, CAPACITY_PAGES * PAGE)),
+        st.tuples(st.just("reserve at"), st.integers(0, CAPACITY_PAGES - 1)),
+        st.tuples(st.just("reserve last"), st.integers(0, CAPACITY_PAGES - 1)),
         st.tuples(st.just("free"), st.integers(0, 30)),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
         st.tuples(st.just("free and cancel"), st.integers(0, 30)),
@@ -75,6 +77,15 @@ def test_any_sequence_keeps_the_pool_right(sequence: list[tuple[str, int]]) -> N
             if name == "reserve":
                 session.asked.append(asyncio.create_task(session.pool.reserve(number)))
                 await asyncio.sleep(0)
+            if name == "reserve at":
+                place = asyncio.create_task(session.pool.reserve_at(number * PAGE, PAGE))
+                session.asked.append(place)
+                await asyncio.sleep(0)
+                assert not place.done() or place.result().start == number * PAGE
+            if name == "reserve last" and (last := session.pool.try_reserve_last(2 * PAGE, number * PAGE)) is not None:
+                assert last.start >= number * PAGE
+                session.asked.append(asyncio.get_running_loop().create_future())
+                session.asked[-1].set_result(last)
             if "free" in name and (held := session.held()):
                 index = sorted(held)[number % len(held)]
                 session.freed.add(index)
@@ -140,6 +151,47 @@ def test_a_grant_is_told_before_the_waiter_has_its_turn() -> None:
         first.free()
         assert told == [False]
         (await waiter).free()
+
+    asyncio.run(play())
+
+
+def test_a_place_is_waited_for_until_its_last_byte_is_free() -> None:
+    async def play() -> None:
+        pool = make_pool(4)
+        ends = [pool.try_reserve_last(PAGE, 0), pool.try_reserve_last(PAGE, 2 * PAGE)]
+        assert [end.start for end in ends if end is not None] == [3 * PAGE, 2 * PAGE]
+        assert pool.try_reserve_last(PAGE, PAGE + 1) is None  # there is a page, but not above
+        assert pool.try_reserve_last(8 * PAGE, 0) is None  # nor ever
+        place = asyncio.create_task(pool.reserve_at(2 * PAGE, 2 * PAGE))
+        for end in ends:
+            await asyncio.sleep(0)
+            assert not place.done()
+            assert pool.try_reserve_last(PAGE, 0) is None  # it does not overtake those who wait
+            assert end is not None
+            end.free()
+        assert (await place).start == 2 * PAGE
+        with pytest.raises(BudgetError):
+            await pool.reserve_at(3 * PAGE, 2 * PAGE)
+
+    asyncio.run(play())
+
+
+def test_what_waits_may_have_a_lease_from_elsewhere() -> None:
+    async def play() -> None:
+        pool, other = make_pool(1), make_pool(2)
+        held, lent = take(pool, 1), take(other, 2)
+        waiters = [
+            asyncio.create_task(pool.reserve(PAGE, elsewhere=lambda: other.try_reserve_last(PAGE, 0)))
+            for _ in range(2)
+        ]
+        await asyncio.sleep(0)
+        lent.free()
+        await asyncio.sleep(0)
+        assert not any(waiter.done() for waiter in waiters)
+        pool.look_again()
+        assert [(await waiter).start for waiter in waiters] == [PAGE, 0]
+        assert (pool.used_bytes, other.used_bytes) == (PAGE, 2 * PAGE)
+        held.free()
 
     asyncio.run(play())
 

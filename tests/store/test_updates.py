@@ -12,6 +12,7 @@ import pytest
 
 from tierstore.config import Codec
 from tierstore.errors import StorageError
+from tierstore.io.memory import Arena
 from tierstore.io.workers import Priority
 from tierstore.pack.layout import ChunkSpec
 from tierstore.store.rounds import Round, Trip
@@ -200,5 +201,33 @@ def test_a_trip_whose_gradient_is_on_its_way_keeps_its_place(will_go: bool) -> N
         leases = TripLeases(pool, pool)
         round_: Any = SimpleNamespace(may_go=lambda trip: False, will_go=lambda trip: will_go)
         assert await leases.reserve(round_, granted, 8) is will_go
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_place_that_was_granted_goes_back_to_the_gradient_that_waits_for_it(is_waited_for: bool) -> None:
+    """Nobody recalls what has not had its turn yet."""
+
+    async def play() -> None:
+        arena = Arena(2 * 4096)
+        own, gradients = arena.pool("update", 4096), arena.pool("gradients", 4096)
+        leases, trip = TripLeases(own, gradients), Trip(0, 0, asyncio.get_running_loop().create_future())
+        round_: Any = SimpleNamespace(
+            will_go=lambda trip: False, may_go=lambda trip: False, free_above=lambda trip: 0
+        )
+        held, before = own.try_reserve(4096), gradients.try_reserve(4096)
+        assert held is not None
+        assert before is not None
+        reserved = asyncio.create_task(leases.reserve(round_, trip, 4096))
+        await asyncio.sleep(0)
+        before.free()
+        gradient = asyncio.create_task(gradients.reserve_at(0, 4096)) if is_waited_for else None
+        own.look_again()  # granted; the gradient asks before the trip has its turn
+        assert await reserved is not is_waited_for
+        leases.give_back(trip)
+        if gradient is not None:
+            (await gradient).free()
+        held.free()
 
     asyncio.run(play())

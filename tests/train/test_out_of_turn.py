@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,10 @@ from torch import nn
 from tierstore.config import AdamWConfig
 from tierstore.device.streams import Reached
 from tierstore.errors import ConfigError, GraphError, TierstoreError
+from tierstore.io.memory import Lease
 from tierstore.store.gradients import Piece
+from tierstore.store.rounds import Round, Trip
+from tierstore.store.trip_leases import TripLeases
 from tierstore.train.access import _InUse
 from tierstore.train.engine import Engine
 
@@ -172,6 +178,69 @@ def test_a_loss_of_weights_that_were_gathered(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         check_weights(engine, model)
+
+
+class Shuffled(nn.Module):
+    """Goes through its blocks in the order that it is told, and leaves some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+        self.order = list(range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = x + self.blocks[index](x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_places_of_gradients_come_back_in_whatever_order_they_are_needed(
+    accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates that read ahead have borrowed them, and wait for gradients that may never come."""
+    borrowed, recalled = Counter[int](), Counter[int]()
+    place_for, recall, step = TripLeases._place_for, Trip.recall, 0
+
+    def noted_place(leases: TripLeases, round_: Round, trip: Trip, nbytes: int) -> Lease | None:
+        lease = place_for(leases, round_, trip, nbytes)
+        borrowed[step] += lease is not None
+        return lease
+
+    def noted_recall(trip: Trip) -> None:
+        recalled[step] += 1
+        recall(trip)
+
+    monkeypatch.setattr(TripLeases, "_place_for", noted_place)
+    monkeypatch.setattr(Trip, "recall", noted_recall)
+    model, ours = Shuffled(), Shuffled()
+    optimizer, draw = plain(model), random.Random(1)
+    generator = torch.Generator().manual_seed(1)
+    gradient_bytes = 12 * 20480
+    _, cpu = smallest_budgets(ours, nvme=["unused"], update="speculative", max_grad_norm=1e3)
+    tiers = disk(tmp_path, gpu_memory=4 * gradient_bytes, cpu_memory=cpu + gradient_bytes)
+    with Engine(ours, tiers, AdamWConfig(lr=1e-2), update="speculative", max_grad_norm=1e3) as engine:
+        for step in range(12):
+            # As recorded three times, then back to front, then any and not all.
+            model.order = ours.order = {3: list(reversed(range(12)))}.get(step, ours.order)
+            if step > 3:
+                model.order = ours.order = draw.sample(range(12), 9)
+            for position in range(accumulate):
+                x = torch.randn(4, 64, generator=generator)
+                with engine.no_sync() if position + 1 < accumulate else contextlib.nullcontext():
+                    engine.backward(loss_of(engine(x)))
+                loss_of(model(x)).backward()
+            engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        check_weights(engine, model)
+    if accumulate == 1:
+        assert borrowed[2] > 2
+        assert not recalled[1] + recalled[2]
+        assert recalled[3] > 0
+    else:
+        assert not borrowed.total()  # they would have to go for the first micro-batch
 
 
 class Named(nn.Parameter):
