@@ -96,30 +96,45 @@ class Memory:
         self._clock = clock
         self._free_bytes = capacity_bytes
         self._capacity_bytes = capacity_bytes
-        self._queue: deque[tuple[int, Signal]] = deque()
+        self._queue: deque[tuple[int, Signal, Callable[[], bool]]] = deque()
         self.peak_bytes = 0
 
-    def reserve(self, nbytes: int) -> Signal:
-        """The signal is set when they are reserved."""
+    def reserve(self, nbytes: int, elsewhere: Callable[[], bool] = lambda: False) -> Signal:
+        """The signal is set when they are reserved, here, or first of all elsewhere."""
         granted = Signal()
         if nbytes == 0:
             self._clock.set(granted)
             return granted
-        self._queue.append((nbytes, granted))
-        self._grant()
+        self._queue.append((nbytes, granted, elsewhere))
+        self.look_again()
         return granted
+
+    def try_reserve(self, nbytes: int) -> bool:
+        """Whether they are free, and now reserved."""
+        if self._queue or nbytes > self._free_bytes:
+            return False
+        self._take(nbytes)
+        return True
 
     def free(self, nbytes: int) -> None:
         """Give back what was reserved."""
         self._free_bytes += nbytes
-        self._grant()
+        self.look_again()
 
-    def _grant(self) -> None:
-        while self._queue and self._queue[0][0] <= self._free_bytes:
-            nbytes, granted = self._queue.popleft()
-            self._free_bytes -= nbytes
-            self.peak_bytes = max(self.peak_bytes, self._capacity_bytes - self._free_bytes)
+    def look_again(self) -> None:
+        """Grant what can be granted: what there is elsewhere has changed."""
+        while self._queue:
+            nbytes, granted, elsewhere = self._queue[0]
+            if not elsewhere():
+                if nbytes > self._free_bytes:
+                    return
+                self._take(nbytes)
+            self._queue.popleft()
             self._clock.set(granted)
+
+    def _take(self, nbytes: int) -> None:
+        self._free_bytes -= nbytes
+        self.peak_bytes = max(self.peak_bytes, self._capacity_bytes - self._free_bytes)
 
 
 @dataclass(slots=True, eq=False)

@@ -169,8 +169,11 @@ class _Trainer:
         need = self.record.completed if self.from_device else self.order
         wanted = [group for group in dict.fromkeys((*need, *self.trainable)) if group in self.trainable]
         self.awaiting = set(wanted) if self.from_device else set()
-        is_lazy = self.policy.schedule is UpdateSchedule.FORWARD
-        return self.store.begin(wanted, reads_weights=not self.from_device, is_lazy=is_lazy)
+        schedule = self.policy.schedule
+        return self.store.begin(
+            wanted, reads_weights=not self.from_device, is_lazy=schedule is UpdateSchedule.FORWARD,
+            keeps_gradients=schedule is UpdateSchedule.SPECULATIVE,
+        )  # fmt: skip
 
     def _pass(self, name: str, round_: Round) -> Process:
         began_s, forward = self.clock.now_s, self.record.forward
@@ -186,6 +189,7 @@ class _Trainer:
 
     def _end_step(self, round_: Round, number: int) -> Process:
         self.store.decide(round_, round_.order)
+        self.store.approve(round_)
         if self.policy.schedule is UpdateSchedule.STEP:
             yield from [trip.ended for trip in round_.trips.values()]
         self.stale = self.held & set(round_.order)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tierstore.config import Tier
 from tierstore.plan.events import Clock, Memory, Process, Shared, Signal
@@ -22,18 +23,29 @@ Key = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class Trip:
-    """One chunk in one round; `delivered`: its new weights went to the device by themselves."""
+    """One chunk in one round.
+
+    Attributes:
+        delivered: its new weights went to the device by themselves.
+        has_places: its memory is that of gradients that come later.
+    """
 
     key: Key
     arrived: Signal = field(default_factory=Signal)
     applied: Signal = field(default_factory=Signal)
     ended: Signal = field(default_factory=Signal)
     delivered: bool = False
+    has_places: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """The update of one step (`store/rounds.py`)."""
+    """The update of one step (`store/rounds.py`).
+
+    Attributes:
+        later_bytes: by group, what of the gradients' memory its trips may have.
+        kept_bytes: of gradients that were applied and are kept; None if none are kept.
+    """
 
     order: Sequence[int]
     reads_weights: bool
@@ -43,6 +55,8 @@ class Round:
     gates: dict[int, Signal] = field(default_factory=dict)
     decided: set[int] = field(default_factory=set)
     allowed: int = 0
+    later_bytes: dict[int, int] = field(default_factory=dict)
+    kept_bytes: int | None = None
 
 
 class Store:
@@ -62,6 +76,7 @@ class Store:
         self.device = Memory(clock, placement.gpu_weight_bytes)
         self.commit = Signal()
         clock.set(self.commit)
+        self._lent_bytes = 0
         self._rounds: list[Round] = []
         self._chain: dict[Key, Signal] = {}
         self._resident_writes: dict[Key, Signal] = {}
@@ -93,16 +108,31 @@ class Store:
 
     # --- rounds ---------------------------------------------------------------------------------------------------
 
-    def begin(self, order: Sequence[int], *, reads_weights: bool, is_lazy: bool) -> Round:
+    def begin(self, order: Sequence[int], *, reads_weights: bool, is_lazy: bool, keeps_gradients: bool) -> Round:
         """The trips of a step begin to read ahead."""
         round_ = Round(order, reads_weights, is_lazy, self.commit, gates={group: Signal() for group in order})
         round_.allowed = 0 if is_lazy else len(order)
+        if keeps_gradients:
+            round_.kept_bytes, round_.later_bytes = 0, self._later_bytes(order)
         for key in (key for group in order for key in self.keys(group)):
             trip = round_.trips[key] = Trip(key)
             self.clock.spawn(self._travel(round_, trip, self._chain.get(key), self._resident_writes.get(key)))
             self._chain[key] = trip.ended
         self._rounds = [*self._rounds[-1:], round_]
         return round_
+
+    def _later_bytes(self, order: Sequence[int]) -> dict[int, int]:
+        later_bytes, total = {}, 0
+        for group in reversed(order):
+            later_bytes[group] = total
+            if not self.is_spilled(group):
+                total += sum(self.placement.gradient_bytes(*key) for key in self.keys(group))
+        return later_bytes
+
+    def approve(self, round_: Round) -> None:
+        """The step is over: gradients that were kept may go."""
+        self._gradients.free(round_.kept_bytes or 0)
+        round_.kept_bytes = None
 
     def decide(self, round_: Round, groups: Iterable[int]) -> None:
         """What these groups get is known."""
@@ -128,7 +158,7 @@ class Store:
     def _travel(self, round_: Round, trip: Trip, previous: Signal | None, write: Signal | None) -> Process:
         group, chunk = trip.key
         placement, lease_bytes = self.placement, self.placement.trip_bytes(*trip.key)
-        yield self._update.reserve(lease_bytes)
+        yield self._update.reserve(lease_bytes, partial(self._take_places, round_, trip, lease_bytes))
         if previous is not None:
             yield previous
         state_bytes = 0 if placement.is_state_resident(group, chunk) else placement.state_bytes(group, chunk)
@@ -145,8 +175,19 @@ class Store:
             yield round_.barrier
         writes = [self._io("write", nbytes, WRITE) for nbytes in (state_bytes, weight_bytes)]
         yield from writes
-        self._update.free(lease_bytes)
+        if trip.has_places:
+            self._lent_bytes -= lease_bytes
+            self._gradients.free(lease_bytes)
+            self._update.look_again()
+        else:
+            self._update.free(lease_bytes)
         self.clock.set(trip.ended)
+
+    def _take_places(self, round_: Round, trip: Trip, nbytes: int) -> bool:
+        room_bytes = round_.later_bytes.get(trip.key[0], 0) - self._lent_bytes
+        trip.has_places = nbytes <= room_bytes and self._gradients.try_reserve(nbytes)
+        self._lent_bytes += nbytes * trip.has_places
+        return trip.has_places
 
     def _apply(self, round_: Round, trip: Trip) -> Process:
         group, chunk = trip.key
@@ -159,7 +200,9 @@ class Store:
         copied_bytes = gradient_bytes * (trip.delivered + (not round_.reads_weights))
         yield self.work.submit("update", "adam", self._elements(trip.key), UPDATE)
         yield self.work.submit("update", "d2h", copied_bytes, UPDATE)
-        if not spilled:
+        if not spilled and round_.kept_bytes is not None:
+            round_.kept_bytes += gradient_bytes
+        elif not spilled:
             self._gradients.free(gradient_bytes)
         self.clock.set(trip.applied)
 

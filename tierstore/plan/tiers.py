@@ -92,6 +92,8 @@ _WORKING = _Comfort(trips=4, staging=2)  # less than that and reading, updating 
 
 
 _BUSY_TRIPS = 3  # per worker: one is read, one updated, one written
+_LITTLE = 32
+"""This part of the memory is little."""
 _USUAL_CHUNK_BYTES = 16 * 2**20
 """Full rate of the disk, and half the working set of the largest chunk: in 1 GiB a step of GPT-2 124M then moves
 19.0 B per parameter, not 20.7 (two rounds in turns on a disk of 1.5 GB/s, 2026-11-22: 1.71 and 1.72 s, not 1.90 and
@@ -306,6 +308,7 @@ class _Filler:
     def fill(self) -> tuple[_Homes, Pools]:
         """Homes by the traffic they save, a good working set before state, and the rest for read-ahead."""
         self._widen(replace(self.comfort, streamed_groups=groups) for groups in (2, 1))
+        self._widen(self._cheap_stagings())
         for kind in _by_value(self.request):
             if kind is Kind.WEIGHTS:
                 self._promote(self.homes.weights, lambda homes, tiers: replace(homes, weights=tiers))
@@ -335,6 +338,15 @@ class _Filler:
         for trips in range(_BUSY_TRIPS * self.request.workers, self.comfort.trips, -1):
             staging = max(self.comfort.staging, -(-trips * 2 // 3))
             yield replace(self.comfort, trips=trips, staging=staging)
+
+    def _cheap_stagings(self) -> Iterator[_Comfort]:
+        """Up to two chunks per worker on their way, as far as that takes little: between two of a group that somebody
+        waits for, a worker begins to read ahead for updates, and that takes longer."""
+        before_bytes = self._pools(self.homes, self.comfort).total_bytes
+        for staging in range(2 * self.request.workers, self.comfort.staging, -1):
+            wider = replace(self.comfort, staging=staging)
+            if self._pools(self.homes, wider).total_bytes - before_bytes <= self.budget_bytes // _LITTLE:
+                yield wider
 
     def _widen(self, comforts: Iterable[_Comfort]) -> None:
         """Takes the first comfort that fits, if one does."""
