@@ -152,7 +152,7 @@ MUTATIONS: Sequence[Mutation] = (
     # Memory and threads.
     Mutation("a lease ends once", "io/memory.py Lease.free", "self._array = None", "io/test_memory.py"),
     Mutation(
-        "a cancelled waiter's lease goes on", "io/memory.py Pool.reserve", "waiter.future.result().free()",
+        "a cancelled waiter's lease goes on", "io/memory.py Pool._wait", "waiter.future.result().free()",
         "io/test_memory.py::test_what_was_granted_to_a_cancelled_waiter_goes_to_the_next",
     ),
     Mutation(
@@ -168,6 +168,14 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_tensors.py::test_every_dtype_and_shape_on_every_tier_and_after_reopening",
     ),
     Mutation("lease of an update", "store/trip_leases.py TripLeases.give_back", "trip.lease.free()", POWER_CUT),
+    Mutation(
+        "places of gradients come back", "store/trip_leases.py TripLeases.recall", "self._recall(self._in_places)",
+        "train/test_out_of_turn.py::test_places_of_gradients_come_back_in_whatever_order_they_are_needed",
+    ),
+    Mutation(
+        "a place that was granted goes back", "store/trip_leases.py TripLeases.reserve", "is_in_the_way or ",
+        "store/test_updates.py::test_a_place_that_was_granted_goes_back_to_the_gradient_that_waits_for_it", "",
+    ),
     Mutation("lease of a used gradient", "store/gradients.py Gradients.drop", "state.lease.free()", POWER_CUT),
     Mutation("lease of a spilled gradient", "store/gradients.py Gradients._accept_spilled", "lease.free()", POWER_CUT),
     Mutation(
