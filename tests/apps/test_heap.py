@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tierstore.apps import crew, heap
+from tierstore.apps.options import FreedMemory
 from tierstore.cli import app
 from tierstore.errors import ConfigError
 
@@ -31,9 +34,9 @@ def faults(rounds):
 ctypes.CDLL(None).prctl({_SET_THP_DISABLE}, 1, 0, 0, 0)  # a huge page is one fault
 prepare_heap()
 built = faults({_ROUNDS})
-serve_steps(FreedMemory(WISH), updates_in_memory=IN_MEMORY)
-faults(2)
-served = faults({_ROUNDS})
+with serve_steps(FreedMemory(WISH), updates_in_memory=IN_MEMORY):
+    faults(2)
+    served = faults({_ROUNDS})
 hole, above = bytearray({_BYTES}), bytearray({_BYTES})
 del hole
 prepare_heap()
@@ -55,6 +58,26 @@ def test_freed_memory_is_returned_while_an_engine_is_made_and_then_kept_or_not(
     assert built >= pages // 2
     assert served < pages // 20 if keeps else served >= pages // 2
     assert given_back >= pages // _ROUNDS // 2
+
+
+class _Engine:
+    """Holds itself, as what is in a cycle does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_collections_pass_over_an_engine_as_long_as_it_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "_set", lambda *values: None)
+    engine = _Engine()
+    alive = weakref.ref(engine)
+    with heap.serve_steps(FreedMemory.RETURN, updates_in_memory=False):
+        assert not any(known is engine for known in gc.get_objects())
+        del engine
+        gc.collect()
+        assert alive() is not None
+    gc.collect()
+    assert alive() is None
 
 
 _TENSOR_PROGRAM = """

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,12 @@ def test_freed_memory_is_returned_until_the_engine_is_made_and_then_as_asked(
         return FakeEngine(**arguments, store=FakeStore())
 
     monkeypatch.setattr(application, "prepare_heap", lambda: made.append("return"))
-    monkeypatch.setattr(application, "serve_steps", lambda wish, **known: made.append((wish, known)))
+
+    def serve_steps(wish: FreedMemory, **known: bool) -> AbstractContextManager[None]:
+        made.append((wish, known))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(application, "serve_steps", serve_steps)
     asked = options(steps=1, evaluate=0, freed_memory=FreedMemory.KEEP)
     application.train(asked, Reporter(Console(file=io.StringIO())), make_engine)
     assert made == ["return", "engine", (FreedMemory.KEEP, {"updates_in_memory": False})]

@@ -91,7 +91,8 @@ def train(
         stack.callback(parts.batches.close)
         tracer = Tracer(time.perf_counter, enabled=options.trace is not None and crew.leads)
         engine = stack.enter_context(make_engine(**engine_arguments(options, parts, tracer, crew)))
-        serve_steps(options.freed_memory, updates_in_memory=engine.placement.updates_in_memory)
+        in_memory = engine.placement.updates_in_memory
+        stack.enter_context(serve_steps(options.freed_memory, updates_in_memory=in_memory))
         run = _Run(options, reporter, parts, engine, log, stop or StopRequest(), crew)
         run.describe()
         outcome = run.run()

@@ -151,5 +151,6 @@ def trial(options: TrainOptions) -> Iterator[Trial]:
         stack.callback(parts.batches.close)
         tracer = Tracer(time.perf_counter, enabled=False)
         engine = stack.enter_context(Engine(**engine_arguments(own, parts, tracer, Crew())))
-        serve_steps(own.freed_memory, updates_in_memory=engine.placement.updates_in_memory)
+        in_memory = engine.placement.updates_in_memory
+        stack.enter_context(serve_steps(own.freed_memory, updates_in_memory=in_memory))
         yield Trial(engine, parts, options.device)

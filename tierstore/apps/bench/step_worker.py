@@ -135,7 +135,8 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         own = replace(train, commit_every=_NEVER) if train.commit_every > 1 else train
         arguments = engine_arguments(own, parts, commits, Crew()) | {"registered": {}}
         engine = stack.enter_context(Engine(**arguments))
-        serve_steps(train.freed_memory, updates_in_memory=engine.placement.updates_in_memory)
+        in_memory = engine.placement.updates_in_memory
+        stack.enter_context(serve_steps(train.freed_memory, updates_in_memory=in_memory))
         facts = _facts(engine)
         if is_recorded(train):
             same = replace(parts, batches=tokens)  # type: ignore[arg-type]  # has all that a trial asks of batches
