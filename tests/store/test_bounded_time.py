@@ -14,18 +14,22 @@ from typing import Any
 
 import pytest
 import tensor_stores
+import torch
 from faults import HANG, FaultyBackend
 from resuming import DISK, Run, State, Way, check_resumes, open_run, opened
+from runs import next_token_loss, smallest_budgets, tiny, tokens
 
 from tierstore import TensorStore
-from tierstore.config import Tier
+from tierstore.config import AdamWConfig, Tier, TierConfig
 from tierstore.errors import ClosedError, StorageError, StoreLocked, TierstoreError, Timeout
 from tierstore.io.runtime import Runtime
 from tierstore.io.watch import Watch
 from tierstore.io.workers import WorkerPool
 from tierstore.store.commit import StoreLock
 from tierstore.store.owner import LoopOwner
+from tierstore.store.updates import UpdatePipeline
 from tierstore.train import assembly
+from tierstore.train.engine import Engine
 
 WAY = Way("forward", cpu_memory=DISK)
 BEGUN, STEPS = 1, 3
@@ -167,6 +171,33 @@ def test_a_lost_thread_is_told_at_once(lose: Callable[[Run], None], expected: li
         with contextlib.suppress(TierstoreError):
             run.engine.close()
     assert check_resumes(WAY, tmp_path, expected) == 2
+
+
+@pytest.mark.parametrize("update", ["backward", "speculative"])
+def test_an_update_that_fails_within_backward_is_told_at_once(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"update": update, "max_grad_norm": 1e9 if update == "speculative" else None}
+    model = tiny(blocks=5)
+    gpu, cpu = smallest_budgets(model, nvme=[tmp_path], **options)  # a group's memory is that of the next one
+    tiers = TierConfig(nvme=[tmp_path], gpu_memory=gpu, cpu_memory=cpu, timeout_s=20)
+
+    async def fails(*_: object) -> None:
+        raise StorageError("a broken disk")
+
+    def step(batch: torch.Tensor) -> None:
+        engine.backward(next_token_loss(engine, batch))
+        engine.step()
+
+    with contextlib.suppress(StorageError), Engine(model, tiers, AdamWConfig(), **options) as engine:
+        known, taken, broken = tokens(3)
+        step(known)  # once the order of the groups is known, updates begin in it
+        step(taken)
+        engine.flush()
+        monkeypatch.setattr(UpdatePipeline, "_apply", fails)
+        step(broken)
+        with pytest.raises(StorageError, match="a broken disk"):
+            engine.flush()
 
 
 def test_a_load_of_a_tensor_store_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,12 +174,12 @@ class UpdatePipeline:
                 await asyncio.shield(trip.applied)
 
     async def leave_device(self, group: int) -> None:
-        """Wait until no trip needs the device copy of a group's weights."""
+        """Wait until no trip needs the device copy of a group's weights; of one that failed its task tells."""
         for round_ in self._rounds:
             if not round_.reads_weights and round_.is_open(group):
                 self._leases.recall()
-                for trip in round_.trips_of[group]:
-                    await asyncio.shield(trip.applied)
+                if applied := [trip.applied for trip in round_.trips_of[group]]:  # none of a group of other ranks
+                    await asyncio.wait(applied)
         async with self._device_idle:
             await self._device_idle.wait_for(lambda: not self._device_jobs.get(group))
 
