@@ -38,7 +38,7 @@ class TripLeases:
         self._gradients = gradients
         self._queued: dict[Trip, Round] = {}  # wait for memory
         self._holding: dict[Trip, Round] = {}  # have it, or have been granted it
-        self._in_places: set[Trip] = set()  # have what they hold from gradients
+        self._in_places: dict[Trip, None] = {}  # have what they hold from gradients; recalled in the order of need
         self._borrowers = 0
 
     async def reserve(self, round_: Round, trip: Trip, nbytes: int) -> bool:
@@ -54,7 +54,7 @@ class TripLeases:
             self._holding[trip] = round_
         except BaseException:
             self._holding.pop(trip, None)
-            self._in_places.discard(trip)
+            self._in_places.pop(trip, None)
             raise
         finally:
             self._queued.pop(trip, None)
@@ -68,13 +68,13 @@ class TripLeases:
         above = round_.free_above(trip)
         lease = None if above is None else self._gradients.try_reserve_last(nbytes, above)
         if lease is not None:
-            self._in_places.add(trip)
+            self._in_places[trip] = None
         return lease
 
     def give_back(self, trip: Trip) -> None:
         """A trip has no use for its lease, if it has one."""
         self._holding.pop(trip, None)
-        self._in_places.discard(trip)
+        self._in_places.pop(trip, None)
         if trip.lease is not None:
             trip.lease.free()
             trip.lease = None
