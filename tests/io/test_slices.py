@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import threading
@@ -43,6 +44,21 @@ def test_only_the_slice_changes() -> None:
     assert after is not None
     assert after.runtime == 100_000 < before.runtime
     assert (after.policy, after.nice, after.priority) == (before.policy, before.nice, before.priority)
+
+
+@needs_slices
+def test_a_better_niceness_is_not_lost_to_what_the_thread_starts() -> None:
+    def started() -> slices.Attributes | None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, -1)  # of this thread only
+        except PermissionError:
+            return None
+        slices.ask_for_short_slices()
+        return in_thread(slices.attributes_of)
+
+    if (found := in_thread(started)) is None:
+        pytest.skip("who is not root may not be nicer to itself")
+    assert found.nice == -1
 
 
 @needs_slices

@@ -34,8 +34,8 @@ def ask_for_short_slices() -> None:
     disk, 2 cores, medians of six rounds in turns, 2026-11-23), and a step as long.
     """
     attributes = attributes_of()
-    if attributes is None or attributes.policy != _USUAL_POLICY:
-        return
+    if attributes is None or attributes.policy != _USUAL_POLICY or attributes.nice < 0:
+        return  # of a better niceness, the threads that this one starts would be reset, too
     attributes.runtime = _SHORTEST_NS
     attributes.flags |= _RESET_ON_FORK
     _call(0, 0, ctypes.byref(attributes), 0)  # where it is refused, nothing is lost
