@@ -73,6 +73,28 @@ def test_from_a_recorded_step_and_rates(files: list[str], tmp_path: Path) -> Non
     assert not (tmp_path / "store").exists()
 
 
+def test_speculation_is_named_where_auto_waits_for_the_norm_and_it_would_be_faster(
+    files: list[str], tmp_path: Path
+) -> None:
+    def found(*given: str) -> tuple[Any, str]:
+        result = tune(*files, "--preset", "124m", *given, "--json", str(tmp_path / "found.json"))
+        assert result.exit_code == 0, result.output
+        return json.loads((tmp_path / "found.json").read_text()), " ".join(result.output.split())
+
+    bound, words = found()  # by the disks, whenever the updates are
+    assert bound["speculative"]["seconds"] > 0.95 * bound["predicted"][bound["depth"]]["seconds"]
+    assert "speculative" not in words
+    (tmp_path / "rates.json").write_text(json.dumps(RATES.scaled(disk=4).to_json()))
+    faster, words = found()
+    seconds = faster["speculative"]["seconds"]
+    assert seconds < 0.95 * faster["predicted"][faster["depth"]]["seconds"]
+    assert f"update speculative: {seconds:.3f} s in a step that is not" in words
+    for given in (("--clip", "0"), ("--update", "forward")):
+        other, words = found(*given)
+        assert other["speculative"] is None
+        assert "speculative" not in words
+
+
 def test_the_plot_is_a_picture(files: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert tune(*files, "--plot", str(tmp_path / "depths.png")).exit_code == 0

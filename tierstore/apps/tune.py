@@ -26,7 +26,7 @@ from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
 from tierstore.plan.placement import Placement
 from tierstore.plan.step_machine import Machine
-from tierstore.plan.step_model import StepPolicy
+from tierstore.plan.step_model import StepForecast, StepPolicy, forecast
 from tierstore.plan.step_record import StepRecord
 from tierstore.plan.tiers import place
 from tierstore.plan.tuning import DEPTHS, Candidate, Tuning, calibrated, tune
@@ -80,12 +80,15 @@ class Outcome:
     Attributes:
         measured: by depth, of the choice; empty if nothing was measured.
         machine: the rates of the forecast: with measurements the medians of all rates that were measured meanwhile.
+        speculative: the choice with updates within backward, as of a step that was guessed right; None where that is
+            not asked for, or the choice waits for no norm.
     """
 
     record: StepRecord
     machine: Machine
     tuning: Tuning
     measured: Mapping[int, Measured]
+    speculative: StepForecast | None
 
 
 def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outcome:
@@ -109,7 +112,8 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
         # choice was made before.
         later = _tune(options, record, _median(seen), tuning.choice.candidate)
         tuning = replace(later, choice=replace(later.choice, depth=tuning.choice.depth), others=tuning.others)
-    return Outcome(record, _median(seen), tuning, measured)
+    machine = _median(seen)
+    return Outcome(record, machine, tuning, measured, _speculative(options.train, record, machine, tuning))
 
 
 def save(options: TuneOptions, outcome: Outcome) -> None:
@@ -174,22 +178,32 @@ def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
     Chunks are those of the planner, or as given: the model leaves out what Python takes for each, so it calls small
     ones too good (measured, GPT-2 124M in 1500 MiB, 2 cores, 2026-11-21: predicted 1.1 s with 4 MiB, took 1.75 s).
     """
-    tiers = TierConfig(
-        device=train.device, gpu_memory=train.gpu_memory, cpu_memory=train.cpu_memory, nvme=train.nvme,
-        chunk_bytes=train.chunk,
-    )  # fmt: skip
-
-    def placed(schedule: UpdateSchedule) -> Placement:
-        return place(request_for(record.groups, tiers, schedule, None, is_coded=False))
-
     found = [train.update]
     if train.update is UpdateSchedule.AUTO:
         needs_whole_backward = train.max_grad_norm is not None or train.dtype is Precision.FP16
         usual = UpdateSchedule.FORWARD if needs_whole_backward else UpdateSchedule.BACKWARD
         # Speculation is not chosen by itself: how often it is wrong is not known before training.
-        found = [settled(usual, placed(usual), train.device), usual, UpdateSchedule.FORWARD, UpdateSchedule.STEP]
+        first = settled(usual, _placed(record, train, usual), train.device)
+        found = [first, usual, UpdateSchedule.FORWARD, UpdateSchedule.STEP]
     for schedule in dict.fromkeys(found):
-        yield Candidate(schedule, train.chunk, placed(schedule))
+        yield Candidate(schedule, train.chunk, _placed(record, train, schedule))
+
+
+def _placed(record: StepRecord, train: TrainOptions, schedule: UpdateSchedule) -> Placement:
+    tiers = TierConfig(
+        device=train.device, gpu_memory=train.gpu_memory, cpu_memory=train.cpu_memory, nvme=train.nvme,
+        chunk_bytes=train.chunk,
+    )  # fmt: skip
+    return place(request_for(record.groups, tiers, schedule, None, is_coded=False))
+
+
+def _speculative(train: TrainOptions, record: StepRecord, machine: Machine, tuning: Tuning) -> StepForecast | None:
+    waits_for_norm = train.max_grad_norm is not None and tuning.choice.candidate.schedule is UpdateSchedule.FORWARD
+    if train.update is not UpdateSchedule.AUTO or not waits_for_norm:
+        return None
+    guessing = UpdateSchedule.SPECULATIVE
+    policy = StepPolicy(tuning.choice.depth, guessing, train.commit_every, _commits(train))
+    return forecast(record, _placed(record, train, guessing), machine, policy)
 
 
 def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | Recorded:

@@ -18,7 +18,7 @@ from tierstore.plan.step_model import StepForecast, StepPolicy, forecast
 from tierstore.plan.step_record import StepRecord
 
 DEPTHS = range(9)
-_WORTH_IT = 0.05  # part of a step for which another candidate or depth is taken: less may be an error of the model
+WORTH_IT = 0.05  # part of a step for which another candidate or depth is taken: less may be an error of the model
 _HIDDEN = 0.05  # part of a step that may be waiting where nothing is to be gained
 _BUSY = 0.8  # part of a step in which disks work that bound it
 _GAIN = 0.8  # and what is left of it with disks twice as fast
@@ -104,7 +104,7 @@ def calibrated(
     def is_less(contention: float) -> bool:
         return forecast_s(contention) < computing_s
 
-    if forecast_s(_MOST_CONTENTION) < (1 + _WORTH_IT) * forecast_s(0.0):
+    if forecast_s(_MOST_CONTENTION) < (1 + WORTH_IT) * forecast_s(0.0):
         return record
     low, high = 0.0, 1.0
     while high < _MOST_CONTENTION and is_less(high):
@@ -137,7 +137,7 @@ def tune(
 
     ranked = sorted(((one, run(one, USUAL_DEPTH)) for one in candidates), key=lambda item: item[1].seconds)
     first_s = next(step.seconds for one, step in ranked if one is candidates[0])
-    candidate = ranked[0][0] if ranked[0][1].seconds < (1 - _WORTH_IT) * first_s else candidates[0]
+    candidate = ranked[0][0] if ranked[0][1].seconds < (1 - WORTH_IT) * first_s else candidates[0]
     others = [item for item in ranked if item[0] is not candidate]
     chosen = _choose(candidate, [run(candidate, depth) for depth in DEPTHS])
     depth = chosen.depth
@@ -149,7 +149,7 @@ def tune(
 
 
 def _choose(candidate: Candidate, forecasts: Sequence[StepForecast]) -> Choice:
-    limit_s = (1 + _WORTH_IT) * min(one.seconds for one in forecasts)
+    limit_s = (1 + WORTH_IT) * min(one.seconds for one in forecasts)
     depth = next(depth for depth in (*DEPTHS[1:], 0) if forecasts[depth].seconds <= limit_s)
     return Choice(candidate, tuple(forecasts), depth)
 
