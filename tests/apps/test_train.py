@@ -108,6 +108,8 @@ def test_freed_memory_is_returned_until_the_engine_is_made_and_then_as_asked(
         ({"clip": 1e-9}, False),
         ({"clip": 0}, False),
         ({"clip": 1e9, "update": UpdateSchedule.FORWARD}, False),
+        ({"clip": 1e9, "commit_every": 2}, False),
+        ({"clip": 1e9, "durability": Durability.NONE}, False),
     ],
 )
 def test_that_no_step_was_clipped_is_said_once(

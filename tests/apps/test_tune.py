@@ -89,7 +89,7 @@ def test_speculation_is_named_where_auto_waits_for_the_norm_and_it_would_be_fast
     seconds = faster["speculative"]["seconds"]
     assert seconds < 0.95 * faster["predicted"][faster["depth"]]["seconds"]
     assert f"update speculative: {seconds:.3f} s in a step that is not" in words
-    for given in (("--clip", "0"), ("--update", "forward")):
+    for given in (("--clip", "0"), ("--update", "forward"), ("--commit-every", "2")):
         other, words = found(*given)
         assert other["speculative"] is None
         assert "speculative" not in words

@@ -149,6 +149,12 @@ class TrainOptions:
         """The bound of the gradient norm as the engine takes it."""
         return self.clip or None
 
+    @property
+    def could_speculate(self) -> bool:
+        """Whether "auto" waits for the norm of the gradients, and speculation, which does not, would be accepted."""
+        is_each_step_kept = bool(self.nvme) and self.durability is Durability.COMMIT and self.commit_every == 1
+        return self.update is UpdateSchedule.AUTO and self.max_grad_norm is not None and is_each_step_kept
+
 
 def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Options by name from a JSON object: sizes as numbers or text, the others as on the command line.

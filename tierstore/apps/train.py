@@ -30,7 +30,7 @@ from tierstore.apps.options import TrainOptions
 from tierstore.apps.report import Reporter, Totals
 from tierstore.apps.stopping import StopRequest
 from tierstore.apps.verify import advised
-from tierstore.config import Codec, Resume, UpdateSchedule, format_size
+from tierstore.config import Codec, Resume, format_size
 from tierstore.trace import Tracer
 from tierstore.train.checkpoints import CheckpointSource
 from tierstore.train.engine import Engine
@@ -122,9 +122,8 @@ class _Run:
         self._losses: list[torch.Tensor] = []
         self._loss = float("nan")
         self._totals = Totals()
-        waits_for_norm = options.update is UpdateSchedule.AUTO and options.max_grad_norm is not None
-        is_worth_it = waits_for_norm and not engine.placement.updates_in_memory
-        self._unclipped: int | None = 0 if is_worth_it else None
+        could_gain = options.could_speculate and not engine.placement.updates_in_memory
+        self._unclipped: int | None = 0 if could_gain else None
         """Steps in a row; None where there is nothing to say about that, or it was said."""
         self._tokens_per_step = options.accumulate * options.batch * (parts.sequence - 1)
 

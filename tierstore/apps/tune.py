@@ -21,7 +21,7 @@ from tierstore.apps.heap import prepare_heap
 from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import Durability, TierConfig, UpdateSchedule
-from tierstore.errors import ConfigError
+from tierstore.errors import BudgetError, ConfigError
 from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
 from tierstore.plan.placement import Placement
@@ -80,8 +80,8 @@ class Outcome:
     Attributes:
         measured: by depth, of the choice; empty if nothing was measured.
         machine: the rates of the forecast: with measurements the medians of all rates that were measured meanwhile.
-        speculative: the choice with updates within backward, as of a step that was guessed right; None where that is
-            not asked for, or the choice waits for no norm.
+        speculative: the choice with updates within backward, as of a step that was guessed right; None where that
+            cannot be, or the choice waits for no norm.
     """
 
     record: StepRecord
@@ -198,12 +198,14 @@ def _placed(record: StepRecord, train: TrainOptions, schedule: UpdateSchedule) -
 
 
 def _speculative(train: TrainOptions, record: StepRecord, machine: Machine, tuning: Tuning) -> StepForecast | None:
-    waits_for_norm = train.max_grad_norm is not None and tuning.choice.candidate.schedule is UpdateSchedule.FORWARD
-    if train.update is not UpdateSchedule.AUTO or not waits_for_norm:
+    if not train.could_speculate or tuning.choice.candidate.schedule is not UpdateSchedule.FORWARD:
         return None
     guessing = UpdateSchedule.SPECULATIVE
-    policy = StepPolicy(tuning.choice.depth, guessing, train.commit_every, _commits(train))
-    return forecast(record, _placed(record, train, guessing), machine, policy)
+    try:
+        placement = _placed(record, train, guessing)
+    except BudgetError:  # it may take more than what is chosen
+        return None
+    return forecast(record, placement, machine, StepPolicy(tuning.choice.depth, guessing))
 
 
 def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | Recorded:
