@@ -24,6 +24,7 @@ from tierstore.apps.bench.case import Answer, Contestant, Result, Results
 Tell = Callable[[str, float], None]
 _CLOSE_S = 30.0
 _SAID_LINES = 3
+_HEARD = {"PYTHONUNBUFFERED": "1"}  # its last words are there even if it is killed
 
 
 class _Lost(Exception):
@@ -87,7 +88,7 @@ class _Process:
         try:
             self._process = subprocess.Popen(
                 contestant.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, bufsize=0,
-                start_new_session=True, env=os.environ | contestant.environment,
+                start_new_session=True, env={**os.environ, **_HEARD, **contestant.environment},
             )  # fmt: skip
         except OSError as error:
             self._said.close()
