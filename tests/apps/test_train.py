@@ -100,6 +100,27 @@ def test_freed_memory_is_returned_until_the_engine_is_made_and_then_as_asked(
     assert made == ["return", "engine", (FreedMemory.KEEP, {"updates_in_memory": False})]
 
 
+def test_a_second_signal_that_overtakes_the_first_does_not_speak_before_it(capfd: pytest.CaptureFixture[str]) -> None:
+    left: list[int] = []
+
+    class Overtaken(StopRequest):
+        is_overtaken = False
+
+        def announce(self) -> None:
+            if not self.is_overtaken:
+                self.is_overtaken = True
+                self._handle(signal.SIGTERM, None)
+            super().announce()
+
+    with Overtaken(leave=left.append) as stop, stop.wished("nothing is lost"):
+        stop._handle(signal.SIGINT, None)
+    assert left == [128 + signal.SIGTERM]
+    assert capfd.readouterr().err == (
+        "tierstore: stopping after this step; Ctrl-C again stops at once\n"
+        "tierstore: interrupted at once; nothing is lost\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "is_told"),
     [

@@ -39,6 +39,7 @@ class StopRequest:
         self._speaks = rank == 0
         self._is_alone = ranks == 1
         self._can_wait = False
+        self._is_announced = False
         self._last_words = "interrupted before training began"
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -69,17 +70,23 @@ class StopRequest:
         self._can_wait = False
 
     def announce(self) -> None:
-        """Say that a wish was heard."""
-        if self._speaks:
-            _say("stopping after this step; Ctrl-C again stops at once")
+        """Say, once, that a wish was heard."""
+        words = _line("stopping after this step; Ctrl-C again stops at once")
+        with contextlib.suppress(OSError):
+            if self._speaks and not self._is_announced:
+                self._is_announced = True  # from here on to the call no handler runs
+                os.write(2, words)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        wish = signal.Signals(number)
         if self._can_wait and self.signal_number is None:
-            self.signal_number = signal.Signals(number)
+            self.signal_number = wish
             if self._is_alone:
                 self.announce()
             return
+        if self.signal_number is not None and self._is_alone:
+            self.announce()  # this one may have come upon the first before that had spoken
         if self._speaks:
             with contextlib.suppress(OSError):
                 if os.isatty(1):
@@ -91,5 +98,9 @@ class StopRequest:
 def _say(sentence: str) -> None:
     # Not by print or rich: the main thread may be in the middle of either, and neither can be entered twice.
     with contextlib.suppress(OSError):
-        start = "\n" if os.isatty(2) else ""
-        os.write(2, f"{start}tierstore: {sentence}\n".encode())
+        os.write(2, _line(sentence))
+
+
+def _line(sentence: str) -> bytes:
+    start = "\n" if os.isatty(2) else ""
+    return f"{start}tierstore: {sentence}\n".encode()
