@@ -173,6 +173,16 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_out_of_turn.py::test_places_of_gradients_come_back_in_whatever_order_they_are_needed",
     ),
     Mutation(
+        "who waited on a trip that gives way is looked after", "store/trip_leases.py TripLeases.give_back",
+        "self.recall()",
+        "store/test_trips_out_of_order.py::test_a_trip_whose_gradient_came_after_it_was_recalled_goes_on",
+    ),
+    Mutation(
+        "a step gives way to the one before", "store/trip_leases.py TripLeases.will_go",
+        " and not self.is_owed(round_)",
+        "store/test_trips_out_of_order.py::test_a_trip_gives_way_to_one_of_the_step_before", "",
+    ),
+    Mutation(
         "a place that was granted goes back", "store/trip_leases.py TripLeases.reserve", "is_in_the_way or ",
         "store/test_updates.py::test_a_place_that_was_granted_goes_back_to_the_gradient_that_waits_for_it", "",
     ),
@@ -239,11 +249,13 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a chunk is on one trip at a time", "store/updates.py UpdatePipeline._read_ahead",
-        "if previous is not None and not await _unless_recalled(trip, previous):", "store/test_updates.py", "if False:",
+        "if previous is not None and not await self._unless_recalled(round_, trip, previous):",
+        "store/test_updates.py", "if False:",
     ),
     Mutation(
         "what is written for a commit stays as it is", "store/updates.py UpdatePipeline._read_ahead",
-        "if write is not None and not await _unless_recalled(trip, write):", "store/test_updates.py", "if False:",
+        "if write is not None and not await self._unless_recalled(round_, trip, write):",
+        "store/test_updates.py", "if False:",
     ),
     Mutation(
         "names of new packs are synced", "store/store_files.py StoreFiles._create",

@@ -35,9 +35,14 @@ class KeptPack:
         self.asked.append(("write", priority, None))
 
 
-def pipeline(weights_pack: KeptPack, state_pack: KeptPack) -> UpdatePipeline:
+def pipeline(
+    weights_pack: KeptPack, state_pack: KeptPack, *,
+    will_go: bool = False, is_owed: bool = False, all_in_memory: bool = False,
+) -> UpdatePipeline:  # fmt: skip
     """Of one chunk with weights in CPU memory and state on the disk."""
+    state: Any = {(0, 0): np.zeros(40, np.uint8)} if all_in_memory else {}
     nothing: Any = None
+    leases: Any = SimpleNamespace(will_go=lambda round_, trip: will_go, is_owed=lambda round_: is_owed)
     groups: Any = [SimpleNamespace(first=0, size=4)]
     placement: Any = SimpleNamespace(
         chunk_elements=4, chunk=lambda group, chunk: (0, 4), trip_bytes=lambda group, chunk: 0,
@@ -47,7 +52,7 @@ def pipeline(weights_pack: KeptPack, state_pack: KeptPack) -> UpdatePipeline:
         resident=lambda group, chunk: np.zeros(8, np.uint8), is_home_nvme=lambda group: False
     )
     packs: Any = (weights_pack, state_pack)
-    return UpdatePipeline(groups, placement, weights, packs, {}, nothing, nothing, nothing, nothing, nothing)
+    return UpdatePipeline(groups, placement, weights, packs, state, leases, nothing, nothing, nothing, nothing)
 
 
 LEASE: Any = SimpleNamespace(array=np.zeros(48, np.uint8))
@@ -56,14 +61,16 @@ LEASE: Any = SimpleNamespace(array=np.zeros(48, np.uint8))
 class Begun:
     """A trip of a chunk whose write for a commit is on its way, as far as it goes without that."""
 
-    def __init__(self, previous: Any = None, updates: Any = ("one",), is_decided: bool = False) -> None:
+    def __init__(
+        self, previous: Any = None, updates: Any = ("one",), is_decided: bool = False, **answers: bool
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.weights, self.state, self.write = KeptPack("weights 1"), KeptPack("state 2"), loop.create_future()
         self.trip = Trip(0, 0, loop.create_future(), lease=LEASE)
         round_: Any = SimpleNamespace(
             is_decided=is_decided, reads_weights=False, obstacle=lambda trip: None, updates_of=lambda *_: updates
         )
-        work = pipeline(self.weights, self.state)._read_ahead(round_, self.trip, previous, self.write)
+        work = pipeline(self.weights, self.state, **answers)._read_ahead(round_, self.trip, previous, self.write)
         self.ahead = loop.create_task(work)
 
     async def go_on(self) -> None:
@@ -135,6 +142,34 @@ def test_a_trip_that_is_recalled_does_not_wait_for_the_write() -> None:
     asyncio.run(play())
 
 
+def test_a_trip_whose_gradient_has_come_since_it_was_recalled_goes_on() -> None:
+    """To queue again, behind all later ones, would cost its reads and theirs."""
+
+    async def play() -> None:
+        begun = Begun(will_go=True)
+        await begun.go_on()
+        begun.trip.recall()
+        await begun.go_on()
+        assert not begun.ahead.done()
+        begun.write.set_result(None)
+        assert await begun.ahead
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("has_memory", "is_owed"), [(True, True), (True, False), (False, True)])
+def test_no_trip_is_applied_with_memory_that_one_of_the_step_before_waits_for(has_memory: bool, is_owed: bool) -> None:
+    """Written behind the commit of that step, it would keep it."""
+
+    async def play() -> None:
+        begun = Begun(is_owed=is_owed, all_in_memory=not has_memory)
+        begun.write.set_result(None)
+        begun.trip.lease = LEASE if has_memory else None
+        assert await begun.ahead is not (has_memory and is_owed)
+
+    asyncio.run(play())
+
+
 def test_a_gate_outlives_a_trip_that_is_recalled_or_cancelled_at_it() -> None:
     async def play() -> None:
         loop = asyncio.get_running_loop()
@@ -185,6 +220,13 @@ def test_what_holds_scratch_memory_does_not_go_last(codec: Codec, expected: Prio
     assert asked == [expected]
 
 
+class FakeRound(SimpleNamespace):
+    """What a trip's memory asks of its round."""
+
+    __hash__ = object.__hash__
+    number = 0
+
+
 @pytest.mark.parametrize("will_go", [True, False])
 def test_a_trip_whose_gradient_is_on_its_way_keeps_its_place(will_go: bool) -> None:
     """Else it would queue again, behind later ones that then read ahead and are recalled."""
@@ -194,12 +236,12 @@ def test_a_trip_whose_gradient_is_on_its_way_keeps_its_place(will_go: bool) -> N
         starving, granted = (Trip(0, chunk, loop.create_future()) for chunk in (1, 0))
 
         async def reserve(nbytes: int, granted: Any, elsewhere: Any) -> Any:
-            leases._queued[starving] = SimpleNamespace(may_go=lambda trip: True)  # its gradient came first
+            leases._queued[FakeRound(may_go=lambda trip: True)] = {starving: None}  # its gradient came first
             return SimpleNamespace(array=np.zeros(8, np.uint8))
 
         pool: Any = SimpleNamespace(reserve=reserve)
         leases = TripLeases(pool, pool)
-        round_: Any = SimpleNamespace(may_go=lambda trip: False, will_go=lambda trip: will_go)
+        round_: Any = FakeRound(may_go=lambda trip: False, will_go=lambda trip: will_go)
         assert await leases.reserve(round_, granted, 8) is will_go
 
     asyncio.run(play())
@@ -213,9 +255,7 @@ def test_a_place_that_was_granted_goes_back_to_the_gradient_that_waits_for_it(is
         arena = Arena(2 * 4096)
         own, gradients = arena.pool("update", 4096), arena.pool("gradients", 4096)
         leases, trip = TripLeases(own, gradients), Trip(0, 0, asyncio.get_running_loop().create_future())
-        round_: Any = SimpleNamespace(
-            will_go=lambda trip: False, may_go=lambda trip: False, free_above=lambda trip: 0
-        )
+        round_: Any = FakeRound(will_go=lambda trip: False, may_go=lambda trip: False, free_above=lambda trip: 0)
         held, before = own.try_reserve(4096), gradients.try_reserve(4096)
         assert held is not None
         assert before is not None

@@ -80,7 +80,12 @@ class Round:
         keeps_gradients: gradients stay after they were applied, until the update is approved or redone.
         barrier: the commit that must be published before a trip may write (see `commit.py`, [Note: the barrier]).
         borrows: trips may have the places of gradients that come after their own.
+
+    Attributes:
+        number: rounds of later steps have higher ones.
     """
+
+    _numbers = itertools.count()
 
     def __init__(
         self,
@@ -93,6 +98,7 @@ class Round:
         barrier: asyncio.Task[None] | None,
         borrows: bool = False,
     ) -> None:
+        self.number = next(self._numbers)
         self.order = tuple(order)
         self.gradients = gradients
         self.reads_weights = reads_weights

@@ -7,8 +7,10 @@ Owner: the loop thread.
 [Note: one lease per trip] A trip reserves all the memory it will need before it reads, so it never waits for memory
 while it holds memory. Leases are granted in the order in which updates are needed. Where a step leaves that order (a
 block skipped, a new graph), a lease that waits for a later gradient is recalled and queues again. A gradient may wait
-for memory that an earlier one gives back when it is applied, so a trip without its gradient gives way, too. Then
-nothing waits in a circle.
+for memory that an earlier one gives back when it is applied, so a trip without its gradient gives way, too. Who gives
+way queues again behind all others, also those of the next step; no trip of that is applied before he has his memory,
+for it would keep its own until it is written, which is after the commit of the step before. Then nothing waits in a
+circle.
 
 [Note: places of gradients] Where gradients are kept to the end of their step, their memory is free through forward, and
 much of it for long in backward. A trip may have the places of gradients that come after its own: in the order of need
@@ -36,17 +38,17 @@ class TripLeases:
     def __init__(self, pool: Pool, gradients: Pool) -> None:
         self._pool = pool
         self._gradients = gradients
-        self._queued: dict[Trip, Round] = {}  # wait for memory
+        self._queued: dict[Round, dict[Trip, None]] = {}  # wait for memory
         self._holding: dict[Trip, Round] = {}  # have it, or have been granted it
         self._in_places: dict[Trip, None] = {}  # have what they hold from gradients; recalled in the order of need
         self._borrowers = 0
 
     async def reserve(self, round_: Round, trip: Trip, nbytes: int) -> bool:
-        """Wait for a trip's lease. False: it only reads ahead, and others need that memory sooner."""
-        self._queued[trip] = round_
+        """Wait for a trip's lease. False: others need that memory sooner."""
+        self._queued.setdefault(round_, {})[trip] = None
 
         def granted() -> None:
-            self._queued.pop(trip, None)
+            self._leave_queue(round_, trip)
             self._holding[trip] = round_
 
         try:
@@ -57,11 +59,27 @@ class TripLeases:
             self._in_places.pop(trip, None)
             raise
         finally:
-            self._queued.pop(trip, None)
+            self._leave_queue(round_, trip)
         # It may have come to the head of the queue before one that may go. One whose own gradient is on its way keeps
         # its place: it would queue again behind all later ones, which then read ahead for nothing.
         is_in_the_way = trip in self._in_places and self._gradients.is_waited_for
-        return round_.will_go(trip) or not (self._borrowers or is_in_the_way or self._is_starving())
+        return self.will_go(round_, trip) or not (
+            self._borrowers or is_in_the_way or self._is_starving() or self.is_owed(round_)
+        )
+
+    def _leave_queue(self, round_: Round, trip: Trip) -> None:
+        if (queued := self._queued.get(round_)) is not None:
+            queued.pop(trip, None)
+            if not queued:
+                del self._queued[round_]
+
+    def is_owed(self, round_: Round) -> bool:
+        """Whether a trip of an earlier round waits for memory: those of this one wait with being applied."""
+        return any(queued.number < round_.number for queued in self._queued)
+
+    def will_go(self, round_: Round, trip: Trip) -> bool:
+        """Whether a trip that has its memory needs nothing but time to be applied."""
+        return round_.will_go(trip) and not self.is_owed(round_)
 
     def _place_for(self, round_: Round, trip: Trip, nbytes: int) -> Lease | None:
         """Places of gradients, if there are some that this trip may have now."""
@@ -78,13 +96,18 @@ class TripLeases:
         if trip.lease is not None:
             trip.lease.free()
             trip.lease = None
-        self._pool.look_again()  # gradients may have gone with it
+        self.look_again()  # gradients may have gone with it
+        self.recall()  # while it moved, others had hope
+
+    def look_again(self) -> None:
+        """Places of gradients have come free."""
+        self._pool.look_again()
 
     async def borrow(self, nbytes: int) -> Lease:
         """Memory for something else than a trip: what reads ahead for a step that may be far away makes room."""
         self._borrowers += 1
         try:
-            self._recall(self._holding)
+            self._recall(trip for trip in self._holding if trip not in self._in_places)
             return await self._pool.reserve(nbytes)
         finally:
             self._borrowers -= 1
@@ -94,18 +117,22 @@ class TripLeases:
 
         In the order of need this does not happen: what reads ahead queued behind what may go.
         """
-        is_moving = any(trip.applied.done() or round_.will_go(trip) for trip, round_ in self._holding.items())
-        if not is_moving and self._is_starving():
+        if not self._moves(self._holding) and self._is_starving():
             self._recall(self._holding)
-        elif not is_moving and self._gradients.is_waited_for:
+        elif self._gradients.is_waited_for and not self._moves(self._in_places):
             self._recall(self._in_places)
+
+    def _moves(self, trips: Iterable[Trip]) -> bool:
+        """Whether one of these will give back what it has."""
+        return any(trip.applied.done() or self.will_go(self._holding[trip], trip) for trip in trips)
 
     def _is_starving(self) -> bool:
         """Whether a trip waits for memory, and needs nothing else."""
-        return any(round_.may_go(trip) for trip, round_ in self._queued.items())
+        return any(round_.may_go(trip) for round_, queued in self._queued.items() for trip in queued)
 
     def _recall(self, trips: Iterable[Trip]) -> None:
         """Those that have their lease already; who was granted one looks himself when he has his turn."""
         for trip in trips:
-            if trip.lease is not None and not self._holding[trip].may_go(trip):
+            round_ = self._holding[trip]
+            if trip.lease is not None and (self.is_owed(round_) or not round_.may_go(trip)):
                 trip.recall()

@@ -119,6 +119,7 @@ class UpdatePipeline:
         for key in round_.kept:
             round_.gradients.drop(*key)
         round_.kept.clear()
+        self._leases.look_again()
 
     async def redo(self, round_: Round, updates: Updates) -> Round:
         """The speculation was wrong: every update of the round once more, from the records that its trips read.
@@ -215,7 +216,6 @@ class UpdatePipeline:
             raise
         finally:
             self._leases.give_back(trip)
-            self._leases.recall()
 
     async def _travel(self, round_: Round, trip: Trip, before: _Before) -> None:
         while not await self._read_ahead(round_, trip, *before):
@@ -249,12 +249,12 @@ class UpdatePipeline:
         nbytes = self._placement.trip_bytes(group, chunk)
         if nbytes and not await self._leases.reserve(round_, trip, nbytes):
             return False
-        if previous is not None and not await _unless_recalled(trip, previous):
+        if previous is not None and not await self._unless_recalled(round_, trip, previous):
             return False
         is_idle = round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk))
         if not is_idle or trip.is_redo:
             await together(self._reads(trip, round_.reads_weights))
-        if write is not None and not await _unless_recalled(trip, write):
+        if write is not None and not await self._unless_recalled(round_, trip, write):
             return False
         if is_idle and not trip.is_redo:
             return True
@@ -262,8 +262,26 @@ class UpdatePipeline:
             index = self._index(*trip.key)
             trip.before = (self._packs[0].current[index], self._packs[1].current[index])
         while (obstacle := round_.obstacle(trip)) is not None:
-            if not await _unless_recalled(trip, obstacle):
+            if not await self._unless_recalled(round_, trip, obstacle):
                 return False
+        return trip.lease is None or not self._leases.is_owed(round_)
+
+    async def _unless_recalled(self, round_: Round, trip: Trip, wanted: asyncio.Future[None]) -> bool:
+        """Wait for what others wait for, too; False if the trip's lease is recalled first.
+
+        A trip whose gradient has come since it was recalled goes on: it gives its memory back sooner that way.
+
+        Raises:
+            BaseException: what `wanted` failed with: a chunk goes no further than its first failure, for what came
+                after would be no step's state.
+        """
+        while not wanted.done():
+            if trip.recalled.done():
+                if not self._leases.will_go(round_, trip):
+                    return False
+                trip.begin()
+            await asyncio.wait((wanted, trip.recalled), return_when=asyncio.FIRST_COMPLETED)  # cancels neither
+        wanted.result()
         return True
 
     def _reads(self, trip: Trip, with_weights: bool) -> Iterator[Coroutine[Any, Any, None]]:
@@ -389,18 +407,3 @@ def _run_adam(
     exact = state[: count * spec.need().state_bytes]
     for part in updates:
         adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients, other)
-
-
-async def _unless_recalled(trip: Trip, wanted: asyncio.Future[None]) -> bool:
-    """Wait for what others wait for, too; False if the trip's lease is recalled first.
-
-    Raises:
-        BaseException: what `wanted` failed with: a chunk goes no further than its first failure, for what came after
-            would be no step's state.
-    """
-    if not wanted.done():
-        await asyncio.wait((wanted, trip.recalled), return_when=asyncio.FIRST_COMPLETED)  # cancels neither
-    if wanted.done():
-        wanted.result()
-        return True
-    return False

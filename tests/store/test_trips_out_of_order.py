@@ -1,0 +1,400 @@
+"""Whatever order a step takes, and whatever is slow: no trip and no gradient waits for ever for memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tierstore.io.memory import Arena, Lease, Pool
+from tierstore.store.rounds import ParameterUpdate, Round, Trip
+from tierstore.store.trip_leases import TripLeases
+from tierstore.store.updates import UpdatePipeline
+
+PAGE = 4096
+NOTHING: Any = None
+ALL = (ParameterUpdate(0, 4, NOTHING),)
+
+
+async def turns(count: int = 40) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class SlowPack:
+    """A pack whose reads and writes take as many turns as it is told, or until a future ends."""
+
+    def __init__(self, count: int, turns_of: Callable[[], int]) -> None:
+        self.current: Any = ["record"] * count
+        self.holds: dict[int, asyncio.Future[None]] = {}
+        self._turns_of = turns_of
+
+    async def read(self, index: int, array: Any, priority: Any, *, record: Any) -> None:
+        if index in self.holds:
+            await asyncio.shield(self.holds[index])
+        await turns(self._turns_of())
+
+    async def write(self, index: int, array: Any) -> None:
+        await turns(self._turns_of())
+
+    hurry = contextlib.nullcontext
+
+
+class Gradients:
+    """One chunk to a group, each with a place of its own, laid out in the reverse order of groups."""
+
+    on_change: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, pool: Pool, sizes: Sequence[int]) -> None:
+        self._pool, self._sizes = pool, sizes
+        self._starts = [sum(sizes[group + 1 :]) for group in range(len(sizes))]
+        self._coming: dict[int, asyncio.Future[None]] = {}
+        self._short: set[int] = set()
+        self._leases: dict[int, Lease] = {}
+
+    def end_of_places(self, group: int) -> int:
+        return self._starts[group] + self._sizes[group]
+
+    def is_coming(self, group: int, chunk: int) -> bool:
+        return group in self._coming
+
+    def is_short_of(self, group: int, chunk: int) -> bool:
+        return group in self._short
+
+    def coming(self, group: int, chunk: int) -> asyncio.Future[None] | None:
+        return self._coming.get(group)
+
+    async def fetch(self, group: int, chunk: int, into: Any) -> Any:
+        return None
+
+    def accept(self, group: int) -> Coroutine[Any, Any, None]:
+        self._coming[group] = asyncio.get_running_loop().create_future()
+        return self._accept(group)
+
+    async def _accept(self, group: int) -> None:
+        if group not in self._leases:
+            self._short.add(group)
+            asyncio.get_running_loop().call_soon(lambda: self.on_change() if self._short else None)
+            self._leases[group] = await self._pool.reserve_at(self._starts[group], self._sizes[group])
+            self._short.discard(group)
+        self._coming.pop(group).set_result(None)
+        self.on_change()
+
+    def drop(self, group: int, chunk: int) -> None:
+        if group in self._leases:
+            self._leases.pop(group).free()
+
+
+class World:
+    """Real trips, leases, rounds and pools; the disk, the device and gradients are told how slow they are.
+
+    Args:
+        trip_bytes, gradient_bytes: of each group.
+        own_bytes: what trips have besides the places of gradients.
+        slowness: how many turns of the loop a read, a write or a kernel takes, asked each time.
+    """
+
+    def __init__(
+        self,
+        trip_bytes: Sequence[int],
+        gradient_bytes: Sequence[int],
+        own_bytes: int,
+        slowness: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.groups = range(len(trip_bytes))
+        arena = Arena(own_bytes + sum(gradient_bytes))
+        self.own = arena.pool("update", own_bytes)
+        self.places = arena.pool("gradients", sum(gradient_bytes))
+        self.gradients: Any = Gradients(self.places, gradient_bytes)
+        self.leases = TripLeases(self.own, self.places)
+        self.state_pack = SlowPack(len(self.groups), slowness)
+        specs: Any = [
+            SimpleNamespace(
+                name=str(group), first=0, size=4, item_bytes=1, dtype="fp32",
+                need=lambda: SimpleNamespace(state_bytes=1),
+            )
+            for group in self.groups
+        ]  # fmt: skip
+        placement: Any = SimpleNamespace(
+            chunk_elements=4, chunk_count=lambda group: 1, chunk=lambda group, chunk: (0, 4),
+            trip_bytes=lambda group, chunk: trip_bytes[group], weight_bytes=lambda group, chunk: 8,
+            state_bytes=lambda group, chunk: trip_bytes[group],
+        )  # fmt: skip
+        weights: Any = SimpleNamespace(
+            resident=lambda group, chunk: np.zeros(8, np.uint8), is_home_nvme=lambda group: False,
+            is_valid_on_device=lambda group: True, on_device=lambda group: None, raw_bytes=lambda group, chunk: 4,
+            device_offset=lambda group, chunk: 0, announced=lambda group: turns(0),
+        )  # fmt: skip
+        workers: Any = SimpleNamespace(submit=lambda priority, job: turns(slowness()))
+        tracer: Any = SimpleNamespace(measure=lambda *_: contextlib.nullcontext())
+        packs: Any = (SlowPack(len(self.groups), slowness), self.state_pack)
+        self.updates = UpdatePipeline(
+            specs, placement, weights, packs, {}, self.leases, workers, NOTHING, self._spawn, tracer
+        )  # fmt: skip
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.create_task(work, name=name))
+        return self.tasks[-1]
+
+    def begin(
+        self, order: Sequence[int], barrier: asyncio.Task[None] | None = None, *, is_lazy: bool = False,
+        keeps_gradients: bool = True, borrows: bool = True,
+    ) -> Round:  # fmt: skip
+        round_ = Round(
+            order, self.gradients, reads_weights=is_lazy, is_lazy=is_lazy, keeps_gradients=keeps_gradients,
+            barrier=barrier, borrows=borrows,
+        )  # fmt: skip
+        self.updates.begin(round_)
+        return round_
+
+    def gradient(self, round_: Round, group: int, *, is_streaming: bool = True) -> asyncio.Task[None]:
+        """It is complete; where updates come in backward it is decided, too."""
+        accepted = self._spawn(self.gradients.accept(group), f"gradient {group}")
+        if is_streaming:
+            self.updates.decide_group(round_, group, ALL)
+        return accepted
+
+    def decide(self, round_: Round, touched: Sequence[int]) -> None:
+        self.updates.decide(round_, dict.fromkeys(touched, ALL))
+        if round_.keeps_gradients:
+            self.updates.approve(round_)
+
+    def end_of(self, round_: Round) -> asyncio.Task[None]:
+        """A commit of the round: it is published when all its trips have ended."""
+        return self._spawn(self.updates.round_ended(round_), "commit")
+
+    async def check_all_ends(self) -> None:
+        """Everything that was begun ends, and what it had is free."""
+        for _ in range(100):
+            if all(task.done() for task in self.tasks):
+                break
+            await turns(100)
+        waiting = [task.get_name() for task in self.tasks if not task.done()]
+        assert not waiting, f"they wait for ever: {waiting}"
+        for task in self.tasks:
+            task.result()
+        for group in self.groups:
+            self.gradients.drop(group, 0)
+        assert (self.own.used_bytes, self.places.used_bytes) == (0, 0)
+
+
+def trip_of(round_: Round, group: int) -> Trip:
+    return round_.trips_of[group][0]
+
+
+@contextlib.contextmanager
+def one_at_a_time(pool: Pool, count: int) -> Iterator[None]:
+    """The memory of `count` trips of a page is taken; free again afterwards."""
+    taken = [pool.try_reserve(PAGE) for _ in range(count)]
+    yield
+    for lease in taken:
+        assert lease is not None
+        lease.free()
+
+
+def test_a_trip_whose_gradient_came_after_it_was_recalled_goes_on() -> None:
+    """Or it would give its memory back unseen by who waits for a place of a trip behind it."""
+
+    async def play() -> None:
+        world = World([PAGE] * 5, [PAGE] * 5, 2 * PAGE)
+        loop = asyncio.get_running_loop()
+        written, read = loop.create_future(), loop.create_future()
+        world.updates.resident_writes[4, 0] = written  # for a commit, of what of chunk 4 lives in CPU memory
+        world.state_pack.holds[4] = read
+        with one_at_a_time(world.own, 2):  # the step before still writes
+            round_ = world.begin([4, 3, 2, 1, 0])
+            await turns()
+            world.gradient(round_, 1)  # before its turn: what reads ahead in its place is recalled
+            await turns()
+            assert trip_of(round_, 4).recalled.done()
+        await turns()
+        world.gradient(round_, 4)
+        await turns()
+        late = world.gradient(round_, 2)  # its place is lent to trip 3
+        await turns()
+        read.set_result(None)
+        await turns()
+        written.set_result(None)
+        await turns(200)
+        assert late.done()
+        world.decide(round_, [1, 2, 4])
+        await world.check_all_ends()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_published_first", [True, False])
+def test_no_trip_is_queued_behind_those_of_the_next_step(is_published_first: bool) -> None:
+    """They are written behind the commit of its own step, which waits for it."""
+
+    async def play() -> None:
+        world = World([PAGE] * 4, [PAGE] * 4, 2 * PAGE)
+        loop = asyncio.get_running_loop()
+        published, read = loop.create_future(), loop.create_future()
+        world.updates.resident_writes[2, 0] = published
+        barrier = asyncio.create_task(_wait(published))
+        world.state_pack.holds[2] = read
+        with one_at_a_time(world.own, 2):
+            first = world.begin([3, 2, 1, 0], barrier)
+            await turns()
+            world.gradient(first, 0)
+            await turns()
+            assert trip_of(first, 2).recalled.done()
+        await turns()
+        world.gradient(first, 3)
+        await turns()
+        world.decide(first, [0, 3])
+        await turns()
+        second = world.begin([0, 3, 2, 1], world.end_of(first))
+        await turns()
+        read.set_result(None)
+        await turns()
+        if is_published_first:
+            published.set_result(None)
+        for group in (0, 3, 1):
+            await within(world.updates.settle(group, 0))
+        for group in (0, 3, 1):
+            world.gradient(second, group)
+            await turns()
+        if not is_published_first:
+            published.set_result(None)
+        await turns()
+        world.decide(second, [0, 3, 1])
+        await world.check_all_ends()
+
+    asyncio.run(play())
+
+
+async def _wait(future: asyncio.Future[None]) -> None:
+    await future
+
+
+def test_a_trip_gives_way_to_one_of_the_step_before() -> None:
+    """Even if it came to the head of the queue first, and was decided before it had its turn."""
+
+    async def play() -> None:
+        world = World([PAGE] * 2, [PAGE] * 2, PAGE)
+        with one_at_a_time(world.own, 1):
+            first = world.begin([0, 1], is_lazy=True, keeps_gradients=False, borrows=False)
+            await turns()
+            world.decide(first, [0, 1])
+            second = world.begin([0, 1], world.end_of(first), is_lazy=True, keeps_gradients=False, borrows=False)
+            await turns()
+        await turns()
+        trip_of(first, 0).recall()  # at its gate, with all memory; it queues again behind the next step
+        await turns()
+        world.updates.allow_through(1)
+        while trip_of(second, 0) not in world.leases._holding:
+            await asyncio.sleep(0)
+        world.decide(second, [0, 1])
+        world.updates.allow_through()
+        await world.check_all_ends()
+
+    asyncio.run(play())
+
+
+def test_a_gradient_does_not_wait_for_trips_that_have_no_place() -> None:
+    async def play() -> None:
+        world = World([PAGE] * 3, [PAGE] * 3, PAGE)
+        published = asyncio.get_running_loop().create_future()
+        round_ = world.begin([2, 1, 0], asyncio.create_task(_wait(published)))
+        await turns()
+        assert list(world.leases._in_places) == [trip_of(round_, 2)]
+        world.gradient(round_, 1)
+        await turns()
+        assert trip_of(round_, 1).applied.done()  # it waits for the commit, in memory of its own
+        late = world.gradient(round_, 0)
+        await turns()
+        assert late.done()
+        published.set_result(None)
+        world.decide(round_, [1, 0])
+        await world.check_all_ends()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("mode", ["forward", "step", "speculative"])
+@pytest.mark.parametrize("seed", [*range(60), 1033])  # the last: `forward`, a trip of the step before is starving
+def test_steps_in_any_order_end(seed: int, mode: str) -> None:
+    draw = random.Random(seed)
+    count = draw.randint(3, 8)
+    trips = [PAGE * draw.randint(1, 6) for _ in range(count)]
+    gradients = [PAGE * draw.randint(1, 4) for _ in range(count)]
+
+    def slowness() -> int:
+        return draw.choice([0, 3, 6, 60, 150])
+
+    def some() -> list[int]:
+        return draw.sample(range(count), draw.randint(1, count))
+
+    async def play() -> None:
+        world = World(trips, gradients, max(trips) * draw.choice([1, 1, 2, 3]), slowness)
+        order = list(reversed(range(count)))
+        is_streaming = mode == "speculative"
+        before: Round | None = None
+        barrier: asyncio.Task[None] | None = None
+        for _ in range(5):
+            if draw.random() < 0.3:
+                draw.shuffle(order)
+            round_ = world.begin(
+                order, barrier, is_lazy=mode == "forward", keeps_gradients=is_streaming, borrows=is_streaming
+            )
+            await turns(draw.randint(1, 30))
+            touched = order if draw.random() < 0.4 else some()
+            if before is not None:
+                for group in touched:
+                    await within(world.updates.settle(group, 0))
+            world.updates.allow_through()
+            for group in touched:
+                accepted = world.gradient(round_, group, is_streaming=is_streaming)
+                await turns(draw.randint(0, 10))
+                if draw.random() < 0.3:
+                    await within(accepted)
+                if draw.random() < 0.05:
+                    (await within(world.leases.borrow(max(trips)))).free()
+            for task in [task for task in world.tasks if task.get_name().startswith("gradient")]:
+                await within(task)
+            world.decide(round_, touched)
+            if mode == "step":
+                await within(world.updates.round_ended(round_))
+            for group in draw.sample(range(count), draw.randint(0, count)):
+                write = commit_of(world.updates.chain[group, 0], barrier, slowness())
+                world.updates.resident_writes[group, 0] = world._spawn(write, f"write {group}")
+            writes = list(world.updates.resident_writes.values())
+            barrier = world._spawn(generation(world.updates, round_, writes), "commit")
+            before = round_
+        world.updates.allow_through()
+        await world.check_all_ends()
+
+    asyncio.run(play())
+
+
+async def within(wanted: Any) -> Any:
+    """The result, which comes in some thousands of turns or never."""
+    task = asyncio.ensure_future(wanted)
+    for _ in range(100):
+        if task.done():
+            return task.result()
+        await turns(100)
+    raise AssertionError("it waits for ever")
+
+
+async def commit_of(after: asyncio.Task[None], barrier: asyncio.Task[None] | None, slowness: int) -> None:
+    """The write of what of a chunk lives in CPU memory."""
+    await asyncio.shield(after)
+    if barrier is not None:
+        await asyncio.shield(barrier)
+    await turns(slowness)
+
+
+async def generation(updates: UpdatePipeline, round_: Round, writes: Sequence[asyncio.Task[None]]) -> None:
+    await updates.round_ended(round_)
+    for write in writes:
+        await asyncio.shield(write)
