@@ -245,21 +245,26 @@ class TestTuning:
         assert found.regime is Regime.COMPUTE_BOUND
         assert found.batch_factor == 1.25
 
-    @pytest.mark.parametrize("contention", [0.0, 0.4, 1.0, 3.0])
-    def test_the_contention_that_a_recorded_step_shows_is_found_again(self, contention: float) -> None:
+    @pytest.mark.parametrize(("contention", "drag"), [(0.0, 1.0), (0.4, 1.3), (1.0, 0.8), (3.0, 2.5)])
+    def test_what_a_recorded_step_shows_of_contention_and_drag_is_found_again(
+        self, contention: float, drag: float
+    ) -> None:
         (usual,) = self.candidates(UpdateSchedule.FORWARD)
         slower = {(Activity.MATMUL, Activity.READ): 1.5, (Activity.MATMUL, Activity.WRITE): 1.5}
         machine = Machine(RATES, io_threads=2, slower=slower)
         policy = StepPolicy(USUAL_DEPTH, UpdateSchedule.FORWARD)
-        seen = forecast(replace(record(), contention=contention), usual.placement, machine, policy)
-        found = calibrated(record(), usual.placement, machine, policy, seen.computing_s)
+        seen = forecast(replace(record(), contention=contention, drag=drag), usual.placement, machine, policy)
+        found = calibrated(record(), usual.placement, machine, policy, seen.computing_s, seen.io_s)
         assert forecast(found, usual.placement, machine, policy).seconds == pytest.approx(seen.seconds, rel=0.01)
         assert found.contention == pytest.approx(contention, abs=0.02)
+        assert found.drag == pytest.approx(drag, abs=0.02)
 
     def test_steps_beside_which_nothing_ran_do_not_tell_of_contention(self) -> None:
         (usual,) = self.candidates(UpdateSchedule.FORWARD)
         policy = StepPolicy(USUAL_DEPTH, UpdateSchedule.FORWARD)
-        assert calibrated(record(), usual.placement, Machine(RATES, io_threads=2), policy, 99.0) == record()
+        machine = Machine(RATES, io_threads=2)
+        found = calibrated(record(), usual.placement, machine, policy, 99.0, 0.5)
+        assert found == replace(record(), drag=found.drag)
 
     def test_nothing_to_choose_from(self) -> None:
         with pytest.raises(ConfigError, match="nothing to choose from"):

@@ -37,10 +37,12 @@ class Recorded:
 
     Attributes:
         computing_s: of the passes beside an update, without waiting for weights; at prefetch `depth`.
+        io_s: of reads and writes of such a step, added up over the threads of the disks.
     """
 
     step: StepRecord
     computing_s: float
+    io_s: float
     depth: int
 
 
@@ -85,11 +87,13 @@ class Trial:
         self.step()  # shows the order
         typical = StepRecord.typical([self._recorded() for _ in range(_RECORDED_STEPS)])
         self.step()
+        before_s = self._engine.statistics()["io_s"]
         reports = [self.step()[1] for _ in range(_RECORDED_STEPS)]
+        io_s = (self._engine.statistics()["io_s"] - before_s) / _RECORDED_STEPS
         computing_s = statistics.median(
             one.seconds["forward"] + one.seconds["backward"] - one.seconds["wait"] for one in reports
         )
-        return Recorded(typical, computing_s, reports[-1].prefetch_depth)
+        return Recorded(typical, computing_s, io_s, reports[-1].prefetch_depth)
 
     def _recorded(self) -> StepRecord:
         """One step that begins when everything of the last is at rest."""

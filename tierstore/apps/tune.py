@@ -107,7 +107,7 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
         say(f"measuring {options.rounds} rounds of {options.steps} steps of several depths")
         measured, later_record = _measure(options, tuning, lambda: seen.append(rates()))
         if later_record is not None:
-            record = replace(later_record, contention=record.contention)
+            record = replace(later_record, contention=record.contention, drag=record.drag)
         # What is compared with the measurement is predicted from the rates and the computing of its own time; the
         # choice was made before.
         later = _tune(options, record, _median(seen), tuning.choice.candidate)
@@ -225,14 +225,14 @@ def _as_recorded(train: TrainOptions) -> TrainOptions:
 
 
 def calibrated_to(recorded: Recorded, train: TrainOptions, machine: Machine) -> StepRecord:
-    """The recorded step with the contention that the steps beside their update show.
+    """The recorded step with the contention and the drag that the steps beside their update show.
 
     Args:
         train: under which they ran.
     """
     usual = next(candidates(recorded.step, train))
     policy = StepPolicy(recorded.depth, usual.schedule, train.commit_every, _commits(train))
-    return calibrated(recorded.step, usual.placement, machine, policy, recorded.computing_s)
+    return calibrated(recorded.step, usual.placement, machine, policy, recorded.computing_s, recorded.io_s)
 
 
 def _commits(train: TrainOptions) -> bool:

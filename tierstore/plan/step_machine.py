@@ -39,12 +39,18 @@ class Machine:
         if min(self.slower.values(), default=1.0) < 1 or self.sync_s < 0:
             raise ConfigError(f"what runs beside something else does not get faster, and time is not negative: {self}")
 
-    def with_contention(self, strength: float) -> Machine:
-        """The same, where a model's computing is slowed so many times as much as matrix products; 0 is not at all."""
+    def beside_training(self, strength: float, drag: float) -> Machine:
+        """The same, as a step finds it: see `StepRecord`.
+
+        Args:
+            strength: a model's computing is slowed so many times as much as matrix products; 0 is not at all.
+            drag: reads and writes take so many times as long.
+        """
         slowed = {
             pair: 1 + strength * (factor - 1) for pair, factor in self.slower.items() if pair[0] is Activity.MATMUL
         }
-        return replace(self, slower={**self.slower, **slowed})
+        table = self.table if drag == 1 else self.table.scaled(disk=1 / drag)
+        return replace(self, table=table, slower={**self.slower, **slowed})
 
     def speeds(self, running: Mapping[str, int]) -> dict[str, float]:
         """Of each job that runs: compute (1 is alone), Adam in elements/s, the others in bytes/s."""

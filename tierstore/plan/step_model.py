@@ -8,7 +8,8 @@ Not here: where bytes live (`plan/tiers.py`), the comparison of choices (`apps/t
 rates give for the mix of reads and writes that is running. Demanded reads go first, then writes, then reads ahead.
 A thread of the disks computes the checksum of what it has moved. Adam, checksums, the model's arithmetic, reads and
 writes slow each other down as measured in pairs; how much that is for this model's own kernels, a recorded step shows
-(`StepRecord.contention`). What waits for what is as in the engine.
+(`StepRecord.contention`), and how much the threads of the disks lose to all that besides (`StepRecord.drag`). What
+waits for what is as in the engine.
 
 [Note: what is not] Codecs, several ranks, a speculation that turns out wrong, other processes, and the time that Python
 takes between jobs.
@@ -51,6 +52,7 @@ class StepForecast:
         stall_s: time in which compute waits for weights.
         slowed_s: how much longer compute takes beside the update.
         disk_s: time in which the disks work.
+        io_s: the time of all reads and writes, added up over the threads that run them.
         cpu_peak_bytes, gpu_peak_bytes: largest use of the tiers' budgets.
         waiting_s: all that the step takes beyond its computing: for weights, gradients, updates.
     """
@@ -61,6 +63,7 @@ class StepForecast:
     stall_s: float
     slowed_s: float
     disk_s: float
+    io_s: float
     read_bytes: float
     written_bytes: float
     cpu_peak_bytes: int
@@ -95,7 +98,7 @@ def forecast(
     period = min(policy.commit_every, _LONGEST_PERIOD) if policy.commits else 1
     count = period * max(1, min(steps, _LONGEST_PERIOD // period))
     clock = Clock()
-    store = Store(clock, placement, machine.with_contention(record.contention))
+    store = Store(clock, placement, machine.beside_training(record.contention, record.drag))
     run = _Trainer(clock, record, store, replace(policy, commit_every=period))
     clock.run(clock.spawn(run.train(warm_up_steps + count, warm_up_steps)))
     mean = _mean(run.marks[warm_up_steps:], policy.commit_every if period == _LONGEST_PERIOD else count)
@@ -106,6 +109,7 @@ def forecast(
         stall_s=mean["stall"],
         slowed_s=mean["forward"] + mean["backward"] - mean["stall"] - record.forward_s - record.backward_s,
         disk_s=mean["disk"],
+        io_s=mean["io"],
         read_bytes=mean["read"],
         written_bytes=mean["write"],
         cpu_peak_bytes=run.store.cpu_peak_bytes,
@@ -163,6 +167,7 @@ class _Trainer:
     def _mark(self) -> None:
         work = self.store.work
         disk = {"disk": work.busy_s("read", "write"), "read": work.amounts["read"], "write": work.amounts["write"]}
+        disk["io"] = work.jobs_s["read"] + work.jobs_s["write"]
         self.marks.append(self.totals | disk | {"now": self.clock.now_s})
 
     def _begin_round(self) -> Round:

@@ -29,6 +29,8 @@ class StepRecord:
         between_s: from the end of backward to the next forward: deciding the step, data, what the loop itself does.
         contention: how many times as much the rest slows this computing as it slows matrix products. See
             `plan/tuning.calibrated`.
+        drag: how many times as long reads and writes take within steps as the measured rates say: their threads wait
+            for cores and for the interpreter, which both train.
     """
 
     groups: tuple[GroupNeed, ...]
@@ -37,6 +39,7 @@ class StepRecord:
     completed: tuple[int, ...]
     between_s: float = 0.0
     contention: float = 1.0
+    drag: float = 1.0
 
     def __post_init__(self) -> None:
         visited = [group for group, _ in (*self.forward, *self.backward)]
@@ -45,6 +48,8 @@ class StepRecord:
         times_s = (self.between_s, self.contention, *(seconds for _, seconds in (*self.forward, *self.backward)))
         if not all(0 <= seconds < math.inf for seconds in times_s):
             raise ConfigError("the times of a recorded step are seconds, finite and not negative")
+        if not 0 < self.drag < math.inf:
+            raise ConfigError(f"reads and writes take so many times as long, finite and above 0, not {self.drag}")
 
     @property
     def compute_s(self) -> float:
@@ -115,8 +120,9 @@ class StepRecord:
             }
             groups = tuple(GroupNeed(**need) for need in value["groups"])
             completed = tuple(_index(group) for group in value["completed"])
-            between_s, contention = _seconds(value["between_s"]), _seconds(value.get("contention", 1.0))
-            record = cls(groups, visits["forward"], visits["backward"], completed, between_s, contention)
+            factors = (_seconds(value.get(name, 1.0)) for name in ("contention", "drag"))
+            between_s = _seconds(value["between_s"])
+            record = cls(groups, visits["forward"], visits["backward"], completed, between_s, *factors)
             record.check_gradients()
         except FormatError:
             raise

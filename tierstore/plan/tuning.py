@@ -7,7 +7,7 @@ Not here: the forecast (`plan/step_model.py`), measuring (`apps/tune.py`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.config import UpdateSchedule
@@ -25,6 +25,8 @@ _GAIN = 0.8  # and what is left of it with disks twice as fast
 _BATCHES = (1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 USUAL_DEPTH = 2  # at which candidates are compared; depth changes far less than they do
 _MOST_CONTENTION = 16.0
+_MOST_DRAG = 4.0  # more is another disk than the measured one
+_TURNS = 2
 _HALVINGS = 10
 
 
@@ -80,39 +82,50 @@ class Tuning:
 
 
 def calibrated(
-    record: StepRecord, placement: Placement, machine: Machine, policy: StepPolicy, computing_s: float
+    record: StepRecord, placement: Placement, machine: Machine, policy: StepPolicy, computing_s: float, io_s: float
 ) -> StepRecord:
-    """The record with the contention at which the forecast computes as long as steps that run beside their update did.
+    """The record with the contention and the drag at which the forecast is as steps that run beside their update were.
 
     What is measured in pairs is matrix products beside Adam, copies and the disk; a model's own kernels, with the norms
-    and the Python between them, are slowed more or less than that. One number stands for the difference.
+    and the Python between them, are slowed more or less than that. One number stands for the difference. What all of
+    that together takes from the threads of the disks is another one.
 
     Args:
         placement, policy: with which those steps ran.
         computing_s: both passes of such a step, without waiting for weights.
+        io_s: all its reads and writes, added up over threads.
 
     Returns:
-        The record as it is, if next to nothing ran beside those steps: then they do not tell.
+        Without what those steps do not tell: contention, if next to nothing ran beside them; drag without a disk.
     """
 
-    def at(contention: float) -> StepRecord:
-        return replace(record, contention=contention)
+    def seen_at(one: StepRecord) -> StepForecast:
+        return forecast(one, placement, machine, policy)
 
-    def forecast_s(contention: float) -> float:
-        return forecast(at(contention), placement, machine, policy).computing_s
+    def contended(contention: float) -> float:
+        return seen_at(replace(record, contention=contention)).computing_s
 
-    def is_less(contention: float) -> bool:
-        return forecast_s(contention) < computing_s
+    def dragged(drag: float) -> float:
+        return seen_at(replace(record, drag=drag)).io_s
 
-    if forecast_s(_MOST_CONTENTION) < (1 + WORTH_IT) * forecast_s(0.0):
-        return record
-    low, high = 0.0, 1.0
-    while high < _MOST_CONTENTION and is_less(high):
-        low, high = high, 2 * high
+    for _ in range(_TURNS):  # each of the two changes what the other is found at
+        if dragged(1.0) > 0:
+            record = replace(record, drag=_where(dragged, io_s, 1 / _MOST_DRAG, _MOST_DRAG))
+        if contended(_MOST_CONTENTION) >= (1 + WORTH_IT) * contended(0.0):
+            record = replace(record, contention=_where(contended, computing_s, 0.0, _MOST_CONTENTION))
+    return record
+
+
+def _where(grows: Callable[[float], float], wanted: float, low: float, high: float) -> float:
+    """Where a growing function is as wanted, as far as it gets there between the two; looked for near 1 first."""
+    middle = 1.0
+    while middle < high and grows(middle) < wanted:
+        low, middle = middle, 2 * middle
+    high = min(middle, high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if is_less(middle) else (low, middle)
-    return at((low + high) / 2)
+        low, high = (middle, high) if grows(middle) < wanted else (low, middle)
+    return (low + high) / 2
 
 
 def tune(

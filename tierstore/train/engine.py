@@ -449,7 +449,11 @@ class Engine:
         whole.export(self._open_parts(), self.model, Path(directory))
 
     def statistics(self) -> dict[str, Any]:
-        """Totals since the engine was made: bytes by link, peaks by tier, generation, codecs, depth, buffered I/O."""
+        """Totals since the engine was made: bytes by link, peaks by tier, generation, codecs, depth, buffered I/O.
+
+        `stall_s` is the time in which compute waited for weights, `io_s` that of all reads and writes of the disks,
+        added up over their threads.
+        """
         return self._meters.totals()
 
     # --- the end ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ def computing(recorder: Result, train: TrainOptions, machine: Machine) -> StepRe
     """What the model's computing takes, as a contestant recorded it at its start.
 
     It is scaled to that of the first steps of the rounds: they have no update beside them either, and the machine is
-    not as fast in every minute.
+    not as fast in every minute. So are reads and writes those of the rounds, like the rates.
 
     Args:
         train: of that contestant.
@@ -26,7 +26,8 @@ def computing(recorder: Result, train: TrainOptions, machine: Machine) -> StepRe
     from tierstore.apps.tune import calibrated_to
 
     given = recorder.facts["recorded"]
-    recorded = Recorded(StepRecord.from_json(given["step"]), given["computing_s"], given["depth"])
+    io_s = recorder.median("io_s") or given["io_s"]
+    recorded = Recorded(StepRecord.from_json(given["step"]), given["computing_s"], io_s, given["depth"])
     record = calibrated_to(recorded, train, machine)
     own_s = record.forward_s + record.backward_s
     return record.scaled((recorder.median("computing_s") or own_s) / own_s)

@@ -25,7 +25,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         if is_recorded(train):
             same = replace(parts, batches=tokens)  # type: ignore[arg-type]  # has all that a trial asks of batches
             found = Trial(engine, same, train.device).record()
-            facts["recorded"] = {"step": found.step.to_json(), "computing_s": found.computing_s, "depth": found.depth}
+            facts["recorded"] = asdict(found) | {"step": found.step.to_json()}
         on_device = tokens.next().to(train.device)
         batches = [{"input_ids": on_device, "labels": on_device}] * train.accumulate
         stepper = Stepper(engine, batches, train.micro_batches, train.clip)
@@ -182,7 +182,7 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits)
         engine.flush()
         commits.ends_s.clear()
         lag.take_ms()
-        starts_s, taken, before = [], [], engine.statistics()["bytes"]
+        starts_s, taken, before = [], [], engine.statistics()
         for _ in range(steps + 2):
             starts_s.append(time.perf_counter())
             taken.append(stepper.step())
@@ -191,9 +191,11 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits)
         rested_s = time.perf_counter()
         step_s = _step_s(train, steps, starts_s, rested_s, commits.ends_s)
         # Of the whole round, at rest on both sides: a report counts what moved meanwhile, not what its step caused.
-        after = engine.statistics()["bytes"]
-        moved = [(after[link] - before[link]) / (steps + 2) for link in ("nvme_read", "nvme_write")]
+        after = engine.statistics()
+        links = ("nvme_read", "nvme_write")
+        moved = [(after["bytes"][link] - before["bytes"][link]) / (steps + 2) for link in links]
         figures = _figures(train, taken) | {"read_bytes": moved[0], "written_bytes": moved[1]}
+        figures["io_s"] = (after["io_s"] - before["io_s"]) / (steps + 2)
         figures |= {"bytes_per_parameter": sum(moved) / parameters}
         figures |= {"drained_s": (rested_s - starts_s[0]) / (steps + 2), "lag_p99_ms": lag.take_ms()}
         return step_s, {name: value for name, value in figures.items() if math.isfinite(value)}
