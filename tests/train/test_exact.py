@@ -161,11 +161,25 @@ def test_speculation_is_exact_however_often_it_fails(
 ) -> None:
     """Every other guess is wrong; every one; each would be, so none is made; none is. The first is never made."""
     redone = wrong_guesses(monkeypatch)
-    monkeypatch.setattr(Speculation, "enough", enough)
+    monkeypatch.setattr(Speculation, "least", enough)
     tiers = tiers_for("disk", dtype, "speculative", tmp_path)
     run = train(model_of(dtype), batches(), tiers, loss_of, update="speculative", max_grad_norm=clip)
     run.check_equal(reference(dtype, clip))
     assert len(redone) == wrong
+
+
+@pytest.mark.parametrize(
+    ("clipped_every", "guesses", "wrong"), [(2, 2, 1), (6, 6, 1), (12, 18, 3), (20, 188, 15), (100, 284, 3)]
+)
+def test_speculation_ends_where_clipping_is_frequent(clipped_every: int, guesses: int, wrong: int) -> None:
+    """Of 300 steps, so many are guessed, of which so many wrong."""
+    speculation, seen = Speculation(), []
+    for step in range(1, 301):
+        is_right = step % clipped_every > 0
+        is_guessed = speculation.should_try()
+        seen.append((is_guessed, is_right))
+        speculation.was(is_right, is_guessed=is_guessed)
+    assert (sum(tried for tried, _ in seen), seen.count((True, False))) == (guesses, wrong)
 
 
 @pytest.mark.parametrize("update", ["step", "forward", "speculative"])

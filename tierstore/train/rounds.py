@@ -28,20 +28,24 @@ Updates = dict[int, Sequence[ParameterUpdate]]
 class Speculation:
     """Whether to guess that a step needs no clipping: at first, then after so many steps in a row that needed none.
 
-    A wrong guess costs a second update. Steps without a guess count, too: what it would have been is known in the end.
+    A wrong guess costs a second update, and asks for twice as many before the next one; a right guess for one less.
+    So it ends where every few steps are clipped, and goes on where one is now and then. Steps without a guess count,
+    too: what it would have been is known in the end.
     """
 
-    enough = 4
+    least, most = 4, 64
 
     def __init__(self) -> None:
-        self._right_in_a_row = self.enough
+        self._enough = self._right_in_a_row = self.least
 
     def should_try(self) -> bool:
         """Whether the next step speculates."""
-        return self._right_in_a_row >= self.enough
+        return self._right_in_a_row >= self._enough
 
-    def was(self, right: bool) -> None:
+    def was(self, right: bool, *, is_guessed: bool) -> None:
         """How the guess turned out, or would have."""
+        if is_guessed:
+            self._enough = max(self._enough - 1, self.least) if right else min(2 * self._enough, self.most)
         self._right_in_a_row = self._right_in_a_row + 1 if right else 0
 
 
@@ -126,8 +130,9 @@ class RoundDriver:
         round_ = self._round
         if round_ is None:
             return None
-        self.speculation.was(is_plain)
-        is_redo = self.is_streaming and self.is_speculating and not is_plain
+        is_guessed = self.is_streaming and self.is_speculating
+        self.speculation.was(is_plain, is_guessed=is_guessed)
+        is_redo = is_guessed and not is_plain
         decided = self._runtime.call(self._decide, round_, updates, is_redo)
         self._round = None  # not before: a round that nobody decides would wait for ever
         if self.schedule is UpdateSchedule.STEP:
