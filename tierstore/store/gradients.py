@@ -5,8 +5,9 @@ Not here: when a gradient is complete (`train/backward.py`), and the update (`up
 Owner: the loop thread; workers run its jobs.
 
 [Note: places] A gradient that stays in CPU memory until its step is over has a place of its own, in the order in which
-backward completes groups, which is about the reverse of theirs. So updates that read ahead can have the places of
-gradients that come after their own (`trip_leases.py`), and it never matters in which order any of them comes or goes.
+the last backward completed groups; before there was one, in the reverse of theirs. So updates that read ahead can have
+the places of gradients that come after their own (`trip_leases.py`), and it never matters in which order any of them
+comes or goes.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ class Gradients:
         self._tracer = tracer
         self._index = ChunkIndex(groups, placement)
         self._chunks = {key: _Chunk() for key in self._index.all()}
-        self._places = self._make_places(copy)
+        self._copy = copy
+        self._order = list(reversed(range(len(groups))))
+        self._places = self._make_places()
         self._short: set[tuple[int, int]] = set()
         self._partials = [np.zeros(-(-group.elements // BLOCK)) for group in groups]
         self.kept_by: asyncio.Task[None] | None = None
@@ -109,13 +112,24 @@ class Gradients:
         self.on_change: Callable[[], None] = lambda: None
         """Called when the gradient of a chunk has arrived, and when one has begun to wait for memory."""
 
-    def _make_places(self, copy: int) -> dict[tuple[int, int], int]:
+    def _make_places(self) -> dict[tuple[int, int], int]:
         """See [Note: places]; none where gradients pass through the pool."""
         if self._placement.streams_gradients:
             return {}
-        keys = [key for key in reversed(list(self._index.all())) if not self.is_spilled(key[0])]
+        groups = [group for group in self._order if not self.is_spilled(group)]
+        keys = [(group, chunk) for group in groups for chunk in reversed(range(self._placement.chunk_count(group)))]
         *starts, total = itertools.accumulate((self._placement.gradient_bytes(*key) for key in keys), initial=0)
-        return {key: copy * total + start for key, start in zip(keys, starts)}
+        return {key: self._copy * total + start for key, start in zip(keys, starts)}
+
+    def arrange(self, order: Sequence[int]) -> None:
+        """Lay places out in the order in which a step's gradients will come, before the first of them does.
+
+        One of the step before may still be where it was: its update is decided, so who comes there waits for it only.
+        """
+        order = list(dict.fromkeys([*order, *self._order]))
+        if order != self._order:
+            self._order = order
+            self._places = self._make_places()
 
     def end_of_places(self, group: int) -> int:
         """Where the places of a group in the pool end, in bytes; 0 if it has none."""

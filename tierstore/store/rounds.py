@@ -104,8 +104,8 @@ class Round:
         self.reads_weights = reads_weights
         self.keeps_gradients = keeps_gradients
         self.barrier = barrier
-        ends = itertools.accumulate(map(gradients.end_of_places, self.order), max) if borrows else ()
-        self._places_end = dict(zip(self.order, ends))
+        self.borrows = borrows
+        self._places_end: dict[int, int] = {}
         self.trips: list[Trip] = []
         self.trips_of: dict[int, list[Trip]] = {group: [] for group in self.order}
         self.is_decided = False
@@ -115,6 +115,12 @@ class Round:
         self._allowed = 0 if is_lazy else len(self.order)
         self._opened: set[int] = set()
         self._gates: dict[int, asyncio.Future[None]] = {}  # of groups that somebody waits for
+
+    def lend_places(self) -> None:
+        """Its trips may have places of gradients, which lie in the order in which those will come."""
+        self.gradients.arrange(self.order)
+        ends = itertools.accumulate(map(self.gradients.end_of_places, self.order), max)
+        self._places_end = dict(zip(self.order, ends))
 
     def add(self, trip: Trip) -> None:
         """A trip of this round begins."""

@@ -81,6 +81,8 @@ class UpdatePipeline:
     def begin(self, round_: Round) -> None:
         """Start the trips of a step: they read ahead as far as memory allows, and wait to be decided."""
         round_.gradients.on_change = self._leases.recall
+        if round_.borrows:
+            round_.lend_places()
         self._rounds = [r for r in self._rounds if any(not t.task.done() for t in r.trips if t.task)] + [round_]
         for group in round_.order:
             for chunk in range(self._placement.chunk_count(group)):
