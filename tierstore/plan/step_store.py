@@ -68,7 +68,7 @@ class Store:
 
     def __init__(self, clock: Clock, placement: Placement, machine: Machine) -> None:
         self.clock, self.placement, self.machine = clock, placement, machine
-        lanes = {"main": 1, "update": machine.update_threads, "io": machine.io_threads, "h2d": 1}
+        lanes = {"main": 1, "update": machine.update_threads, "io": machine.io_threads}
         self.work = Shared(clock, lanes, machine.speeds)
         pools = placement.pools
         self._update, self._weights = Memory(clock, pools.update), Memory(clock, pools.weights)
@@ -248,7 +248,7 @@ class Store:
         if self._is_on_disk(group):
             yield self._weights.reserve(nbytes)
             yield self._io("read", nbytes, DEMAND)
-        yield self.work.submit("h2d", "h2d", nbytes)
+        yield self.work.submit("io", "h2d", nbytes, _SAME_THREAD if self._is_on_disk(group) else DEMAND)
         if self._is_on_disk(group):
             self._weights.free(nbytes)
 
