@@ -265,6 +265,8 @@ class TestTuning:
         machine = Machine(RATES, io_threads=2)
         found = calibrated(record(), usual.placement, machine, policy, 99.0, 0.5)
         assert found == replace(record(), drag=found.drag)
+        for io_s in (0.0, 99.0):
+            assert calibrated(record(), usual.placement, machine, policy, 99.0, io_s) == record()
 
     def test_nothing_to_choose_from(self) -> None:
         with pytest.raises(ConfigError, match="nothing to choose from"):

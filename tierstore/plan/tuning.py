@@ -96,7 +96,8 @@ def calibrated(
         io_s: all its reads and writes, added up over threads.
 
     Returns:
-        Without what those steps do not tell: contention, if next to nothing ran beside them; drag without a disk.
+        Without what those steps do not tell: contention, if next to nothing ran beside them; drag without a disk, or
+        if they wrote no commit where commits are rare.
     """
 
     def seen_at(one: StepRecord) -> StepForecast:
@@ -109,7 +110,7 @@ def calibrated(
         return seen_at(replace(record, drag=drag)).io_s
 
     for _ in range(_TURNS):  # each of the two changes what the other is found at
-        if dragged(1.0) > 0:
+        if dragged(1 / _MOST_DRAG) < io_s < dragged(_MOST_DRAG):
             record = replace(record, drag=_where(dragged, io_s, 1 / _MOST_DRAG, _MOST_DRAG))
         if contended(_MOST_CONTENTION) >= (1 + WORTH_IT) * contended(0.0):
             record = replace(record, contention=_where(contended, computing_s, 0.0, _MOST_CONTENTION))
