@@ -220,8 +220,11 @@ def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | 
 
 
 def _as_recorded(train: TrainOptions) -> TrainOptions:
-    """With updates beside the next forward: a record is of the model's computing, whatever the schedule to come."""
-    return replace(train, update=UpdateSchedule.FORWARD)
+    """With updates beside the next forward: a record is of the model's computing, whatever the schedule to come.
+
+    And with a commit each step, so that any few steps show what all of them read and write.
+    """
+    return replace(train, update=UpdateSchedule.FORWARD, commit_every=1)
 
 
 def calibrated_to(recorded: Recorded, train: TrainOptions, machine: Machine) -> StepRecord:
