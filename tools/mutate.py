@@ -173,6 +173,17 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_out_of_turn.py::test_places_of_gradients_come_back_in_whatever_order_they_are_needed",
     ),
     Mutation(
+        "places are moved to the order of backward", "store/gradients.py Gradients.arrange",
+        "self._places = self._make_places()",
+        "train/test_out_of_turn.py::test_places_of_gradients_come_back_in_whatever_order_they_are_needed",
+    ),
+    Mutation(
+        "an update waits for no load of the next step's backward", "store/updates.py UpdatePipeline._apply",
+        "one.number >= round_.number",
+        "store/test_trips_out_of_order.py::"
+        "test_an_update_does_not_wait_for_a_load_behind_updates_of_the_next_step", "one is round_",
+    ),
+    Mutation(
         "who waited on a trip that gives way is looked after", "store/trip_leases.py TripLeases.give_back",
         "self.recall()",
         "store/test_trips_out_of_order.py::test_a_trip_whose_gradient_came_after_it_was_recalled_goes_on",

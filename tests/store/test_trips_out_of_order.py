@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tierstore.io.memory import Arena, Lease, Pool
+from tierstore.store.budget import ByteBudget
 from tierstore.store.rounds import ParameterUpdate, Round, Trip
 from tierstore.store.trip_leases import TripLeases
 from tierstore.store.updates import UpdatePipeline
@@ -134,7 +135,7 @@ class World:
         weights: Any = SimpleNamespace(
             resident=lambda group, chunk: np.zeros(8, np.uint8), is_home_nvme=lambda group: False,
             is_valid_on_device=lambda group: True, on_device=lambda group: None, raw_bytes=lambda group, chunk: 4,
-            device_offset=lambda group, chunk: 0, announced=lambda group: turns(0),
+            device_offset=lambda group, chunk: 0, announced=self._wait_for_announced,
         )  # fmt: skip
         workers: Any = SimpleNamespace(submit=lambda priority, job: turns(slowness()))
         tracer: Any = SimpleNamespace(measure=lambda *_: contextlib.nullcontext())
@@ -143,6 +144,11 @@ class World:
             specs, placement, weights, packs, {}, self.leases, workers, NOTHING, self._spawn, tracer
         )  # fmt: skip
         self.tasks: list[asyncio.Task[None]] = []
+        self.announced: dict[int, asyncio.Future[None]] = {}
+
+    async def _wait_for_announced(self, group: int) -> None:
+        if group in self.announced:
+            await asyncio.shield(self.announced[group])
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         self.tasks.append(asyncio.create_task(work, name=name))
@@ -188,6 +194,7 @@ class World:
         for group in self.groups:
             self.gradients.drop(group, 0)
         assert (self.own.used_bytes, self.places.used_bytes) == (0, 0)
+        assert not [*self.leases._queued, *self.leases._holding, *self.leases._in_places]
 
 
 def trip_of(round_: Round, group: int) -> Trip:
@@ -320,6 +327,51 @@ def test_a_gradient_does_not_wait_for_trips_that_have_no_place() -> None:
         assert late.done()
         published.set_result(None)
         world.decide(round_, [1, 0])
+        await world.check_all_ends()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("moves_places", "own_pages"), [(True, 3), (False, 2)])
+def test_an_update_does_not_wait_for_a_load_behind_updates_of_the_next_step(moves_places: bool, own_pages: int) -> None:
+    """The load waits for the memory of a group whose gradient comes where one of this step is, or whose update waits
+    for memory of one that waits for the commit of this step."""
+
+    async def play() -> None:
+        world = World([PAGE] * 3, [PAGE] * 3, own_pages * PAGE)
+        device = ByteBudget("gpu", 1)
+        world.gradients.arrange([2, 1, 0])
+        read = world.state_pack.holds[0] = asyncio.get_running_loop().create_future()
+        first = world.begin([0, 1, 2], is_lazy=True, keeps_gradients=False, borrows=False)  # guesses nothing
+        for group in (2, 1, 0):
+            await world.gradient(first, group, is_streaming=False)
+        world.decide(first, [0, 1, 2])
+        order = [1, 0, 2] if moves_places else [1, 2, 0]
+        second = world.begin(order, world.end_of(first), borrows=moves_places)
+        for group in (1, 2):  # its forward leaves group 0 out
+            await within(world.updates.settle(group, 0))
+        await device.take(1)
+        world.updates.allow_through()
+        for group in (1, 2):
+            world.gradient(second, group)
+            await turns()
+        world.announced[0] = asyncio.get_running_loop().create_future()
+
+        async def drop() -> None:
+            await world.updates.leave_device(2)
+            device.give(1)
+
+        async def load() -> None:
+            await device.take(1)
+            world.announced.pop(0).set_result(None)
+            await world.updates.settle(0, 0)
+
+        world._spawn(drop(), "drop 2")
+        world._spawn(load(), "load 0")
+        await turns()
+        read.set_result(None)
+        await turns(500)
+        world.decide(second, [1, 2])
         await world.check_all_ends()
 
     asyncio.run(play())

@@ -5,9 +5,9 @@ Not here: when a gradient is complete (`train/backward.py`), and the update (`up
 Owner: the loop thread; workers run its jobs.
 
 [Note: places] A gradient that stays in CPU memory until its step is over has a place of its own, in the order in which
-the last backward completed groups; before there was one, in the reverse of theirs. So updates that read ahead can have
-the places of gradients that come after their own (`trip_leases.py`), and it never matters in which order any of them
-comes or goes.
+backward completed groups before the last step that lent places; at first in the reverse of theirs. So updates that read
+ahead can have the places of gradients that come after their own (`trip_leases.py`), and within a step it never matters
+in which order any of them comes or goes.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Gradients:
     def arrange(self, order: Sequence[int]) -> None:
         """Lay places out in the order in which a step's gradients will come, before the first of them does.
 
-        One of the step before may still be where it was: its update is decided, so who comes there waits for it only.
+        One of the step before may still be where it was: its update is decided, and waits for nothing of this step.
         """
         order = list(dict.fromkeys([*order, *self._order]))
         if order != self._order:

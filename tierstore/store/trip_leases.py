@@ -97,7 +97,7 @@ class TripLeases:
             trip.lease.free()
             trip.lease = None
         self.look_again()  # gradients may have gone with it
-        self.recall()  # while it moved, others had hope
+        self.recall()  # who waited because this one was moving
 
     def look_again(self) -> None:
         """Places of gradients have come free."""
@@ -113,7 +113,9 @@ class TripLeases:
             self._borrowers -= 1
 
     def recall(self) -> None:
-        """If a trip that may go, or a gradient, has no memory and none that has some moves, take back what reads ahead.
+        """If a trip that may go has no memory, or a gradient no place, and none that has some moves, take it back.
+
+        From those that read ahead only.
 
         In the order of need this does not happen: what reads ahead queued behind what may go.
         """

@@ -323,9 +323,9 @@ class UpdatePipeline:
             await self._weights.read(group, chunk, weights, Priority.UPDATE)
             needs_weights = False
         gradient = await round_.gradients.fetch(group, chunk, spare) if updates else None
-        if round_.reads_weights:
-            # So that new weights go to a forward that has asked for them. Where weights come from the device, the
-            # memory that a load waits for may be that of a group whose update waits behind this one.
+        if not any(one.number >= round_.number and not one.reads_weights for one in self._rounds):
+            # So that new weights go to a forward that has asked for them. Where weights come from the device, in this
+            # step or the next, the memory that a load waits for may be that of a group whose update waits for this one.
             await self._weights.announced(group)
         # No await from here to the count of device jobs: the group may not leave the device in between.
         storage = self._weights.on_device(group)
