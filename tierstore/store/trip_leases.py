@@ -113,9 +113,7 @@ class TripLeases:
             self._borrowers -= 1
 
     def recall(self) -> None:
-        """If a trip that may go has no memory, or a gradient no place, and none that has some moves, take it back.
-
-        From those that read ahead only.
+        """Take back what reads ahead, if a trip that may go has no memory or a gradient no place, and nothing moves.
 
         In the order of need this does not happen: what reads ahead queued behind what may go.
         """
