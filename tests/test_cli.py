@@ -17,6 +17,7 @@ from tierstore.apps.options import Precision, Preset, TrainOptions
 from tierstore.apps.report import Totals
 from tierstore.apps.train import Outcome
 from tierstore.cli import app
+from tierstore.cli.interrupts import interruptible
 from tierstore.config import Codec, Durability, Resume, UpdateSchedule
 from tierstore.errors import BudgetError, ConfigError, StorageFull
 from tierstore.store import slots
@@ -230,6 +231,34 @@ def test_a_measurement_that_is_interrupted_says_so_and_leaves_nothing(
     result = CliRunner().invoke(tool("checksum_cost", monkeypatch), ["--nvme", str(tmp_path)])
     assert (result.exit_code, result.stderr) == (130, "tierstore: interrupted; nothing is left behind\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_only_a_third_interrupt_ends_what_cleans_up(capfd: pytest.CaptureFixture[str]) -> None:
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell ignores it
+    left: list[int] = []
+    cleaned: list[str] = []
+
+    def interrupted() -> None:
+        with interruptible("interrupted", left.append):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.raise_signal(number)
+                cleaned.extend(["all"] if not left else [])
+                signal.raise_signal(signal.SIGINT)
+
+    try:
+        with pytest.raises(typer.Exit) as ended:
+            interrupted()
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert (ended.value.exit_code, left, cleaned) == (130, [130], ["all"])
+    assert capfd.readouterr().err == (
+        "tierstore: cleaning up; Ctrl-C again ends at once\n"
+        "tierstore: interrupted at once; unfinished files may be left\n"
+        "tierstore: interrupted\n"
+    )
 
 
 def test_help_names_the_commands() -> None:

@@ -81,7 +81,7 @@ def test_a_signal_is_one_sentence_and_leaves_nothing(
     small_checkpoint(tmp_path / "a")
     run("pack", tmp_path / "a", tmp_path / "p.safetensors", "--memory", "1TiB")
     seen: list[str] = []
-    once = threading.Lock()  # a second Ctrl-C would end the cleaning up
+    once = threading.Lock()  # a second Ctrl-C would say so, a third end the process
 
     def interrupted(file: BlockFile, *_: object) -> None:
         seen.append(file.path.name)

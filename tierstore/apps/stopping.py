@@ -91,12 +91,15 @@ class StopRequest:
             with contextlib.suppress(OSError):
                 if os.isatty(1):
                     os.write(1, _SHOW_CURSOR)
-            _say(self._last_words)
+            say_at_once(self._last_words)
         self._leave(128 + number)
 
 
-def _say(sentence: str) -> None:
-    # Not by print or rich: the main thread may be in the middle of either, and neither can be entered twice.
+def say_at_once(sentence: str) -> None:
+    """A sentence on the error stream, from a handler of a signal.
+
+    Not by print or rich: the main thread may be in the middle of either, and neither can be entered twice.
+    """
     with contextlib.suppress(OSError):
         os.write(2, _line(sentence))
 

@@ -14,29 +14,40 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import typer
 
+from tierstore.apps.stopping import say_at_once
 from tierstore.cli.common import say
 from tierstore.errors import Abandoned
 
 
 @contextlib.contextmanager
-def interruptible(last_words: str) -> Iterator[None]:
+def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) -> Iterator[None]:
     """In here both signals raise KeyboardInterrupt; it ends as `last_words` and exit code 130 or 143.
 
-    A second SIGTERM changes nothing: what the first one began is being cleaned up. A second Ctrl-C raises again.
+    What comes after the first one does not disturb the cleaning up: a second Ctrl-C says that it is under way, and only
+    a third one ends the process as it is. Another SIGTERM changes nothing.
     """
     seen: list[int] = []
+    repeated = 0
 
     def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal repeated
         del frame
-        is_repeated = number == signal.SIGTERM and bool(seen)
-        seen.append(number)
-        if not is_repeated:
+        if not seen:
+            seen.append(number)
             raise KeyboardInterrupt
+        if number != signal.SIGINT:
+            return
+        repeated += 1
+        if repeated == 1:
+            say_at_once("cleaning up; Ctrl-C again ends at once")
+        else:
+            say_at_once("interrupted at once; unfinished files may be left")
+            leave(128 + number)
 
     previous = {}
     if threading.current_thread() is threading.main_thread():
@@ -52,7 +63,7 @@ def interruptible(last_words: str) -> Iterator[None]:
         say(last_words)
         code = 128 + (seen[0] if seen else signal.SIGINT)
         if isinstance(error, Abandoned):
-            os._exit(code)  # see [Note: a thread that computes on]
+            leave(code)  # see [Note: a thread that computes on]
         raise typer.Exit(code) from None
     finally:
         for number, handler in previous.items():
