@@ -104,6 +104,7 @@ def test_a_pickle_of_a_distributed_checkpoint(tmp_path: Path) -> None:
         (b"\x80\x02]r\xff\xff\xff\xff.", "memo 4294967295"),
         (whole.replace(b"__0_0.distcp", b"../_0.distcp"), "'../_0.distcp' is not a plain file name"),
         (b"\x80\x02cos\nsystem\n(X\x02\x00\x00\x00idtR.", "could run code: refused"),
+        (b"\x80\x02cbuiltins\ngetattr\n(ctorch\nSize\nX\x03\x00\x00\x00mrotR.", "more than members of enumerations"),
     ):
         (tmp_path / ".metadata").write_bytes(data)
         with pytest.raises(FormatError, match=re.escape(message)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -174,6 +175,24 @@ def test_a_distributed_checkpoint_comes_back(tmp_path: Path) -> None:
     assert source.left_out == ("epoch",)
     packed(tmp_path / "d", tmp_path / "p.safetensors", memory_bytes=MEMORY)
     assert equal(load_pack(tmp_path / "p.safetensors"), {f"model.{name}": one for name, one in tensors.items()})
+
+
+class _MembersByName(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_distributed_checkpoint_of_another_python_comes_back(protocol: int, tmp_path: Path) -> None:
+    distributed.save(state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    file = tmp_path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    with open(file, "wb") as rewritten:
+        _MembersByName(rewritten, protocol).dump(metadata)
+    assert b"getattr" in file.read_bytes()
+    assert set(open_source(tmp_path).tensors) == set(state_dict())
 
 
 @pytest.mark.parametrize("boxes", [[(0, 3), (3, 7)], [(0, 7)]], ids=["rows", "whole"])

@@ -104,6 +104,15 @@ class _Record:
             vars(self).update(state)
 
 
+class _Member:
+    """Stands for `getattr`, by which some Pythons (3.11.2 for one) pickle members of enumerations."""
+
+    def __new__(cls, kind: Any, name: Any) -> Any:
+        if not (isinstance(kind, type) and issubclass(kind, _Record)):
+            raise pickle.UnpicklingError("it asks for more than members of enumerations")
+        return kind(name)
+
+
 class _OnlyRecords(pickle.Unpickler):
     """Refuses everything that is not a plain record of a checkpoint: an unpickled name can be any function."""
 
@@ -114,6 +123,8 @@ class _OnlyRecords(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _RECORDS.get(module, ()) or (module.split(".")[0] == "pathlib" and name in _PATHS):
             return self._stand_ins.setdefault(name, type(name, (_Record,), {}))
+        if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
+            return self._stand_ins.setdefault(name, type(name, (_Member,), {}))
         if (module, name) == ("torch", "Size"):
             return torch.Size
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
