@@ -45,6 +45,7 @@ class FaultyBackend(Backend):
     Attributes:
         calls: every system call so far, by kind.
         counted: how many of them were of `kinds`.
+        renamed: what files were renamed to, each after so many calls.
         hit: the kind and path of the last call that failed.
         is_hung, goes_on: a call that hangs sets the first and waits for the second.
     """
@@ -60,6 +61,7 @@ class FaultyBackend(Backend):
         self.direct = direct
         self.calls: list[str] = []
         self.counted = 0
+        self.renamed: list[tuple[int, str]] = []
         self.hit: tuple[str, Path] | None = None
         self.is_hung, self.goes_on = threading.Event(), threading.Event()
         self._fault_lock = threading.Lock()
@@ -135,6 +137,7 @@ class FaultyBackend(Backend):
 
     def _call_replace(self, source: Path, destination: Path) -> None:
         self._step("replace", source)
+        self.renamed.append((len(self.calls), destination.name))
         super()._call_replace(source, destination)
 
     def _call_unlink(self, path: Path) -> None:

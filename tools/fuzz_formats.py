@@ -202,7 +202,7 @@ def read_manifest(data: bytes, folder: Path) -> None:
 
 
 def manifest_seeds(folder: Path) -> dict[str, bytes]:
-    from tierstore.store.manifest import Generation, texts_of
+    from tierstore.store.manifest import Generation, captured_text, manifest_text
     from tierstore.store.slots import ChunkRecord
     from tierstore.train import capture
 
@@ -224,7 +224,8 @@ def manifest_seeds(folder: Path) -> dict[str, bytes]:
     named = Generation(0, tensors, {"put-0": [ChunkRecord(0, 8192, 5), record]}, {"entries": [entry]})
     seeds = {}
     for name, generation in (("training", training), ("named", named)):
-        text, arrays = texts_of(generation)
+        noted, arrays = captured_text(generation.captured)
+        text = manifest_text(generation.number, generation.layout, generation.records, noted)
         seeds[name] = _framed(text.rpartition(b"\n")[0], arrays)
     return seeds
 

@@ -130,11 +130,11 @@ MUTATIONS: Sequence[Mutation] = (
         "fsync before a rename", "io/backend.py Backend.write_file", "self.fsync_file(descriptor, path)", POWER_CUT,
     ),
     Mutation(
-        "fsync of the directory after a rename", "io/files.py _write_atomic",
-        "await wrap(backend.sync_directory)(path.parent, executor=threads)", POWER_CUT,
+        "fsync of the directory after a rename", "io/files.py replace_file", "backend.sync_directory(path.parent)",
+        POWER_CUT,
     ),
     Mutation(
-        "small files are replaced by a rename", "io/files.py _write_atomic", 'path.with_name(path.name + ".tmp")',
+        "small files are replaced by a rename", "io/files.py replace_file", 'path.with_name(path.name + ".tmp")',
         POWER_CUT, "path",
     ),
     Mutation(
@@ -146,8 +146,8 @@ MUTATIONS: Sequence[Mutation] = (
         "io/test_files.py::test_round_trip_and_mode",
     ),
     Mutation(
-        "a cancelled write goes to its end", "io/files.py write_atomic", "to_the_end",
-        "io/test_files.py::test_cancellation_waits_for_the_end_of_the_write", "",
+        "a cancelled write goes to its end", "store/commit.py Manifests._in_thread", "to_the_end",
+        "store/test_commit.py::TestManifests::test_a_cancellation_waits_for_the_end_of_the_write", "",
     ),
     # Memory and threads.
     Mutation("a lease ends once", "io/memory.py Lease.free", "self._array = None", "io/test_memory.py"),
@@ -217,10 +217,17 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_recovery.py::TestDamage",
     ),
     Mutation(
-        "packs are synced for a commit", "store/publishing.py Commits._publish",
-        "await self._workers.submit(Priority.WRITE, pack.datasync)", POWER_CUT,
+        "packs are synced for a commit", "store/publishing.py Commits._chunks_at_rest",
+        "await together(asyncio.to_thread(pack.datasync) for pack in self._files.committed_packs)", POWER_CUT,
     ),
     Mutation("every file of a pack is synced", "store/slots.py SlotPack.datasync", "file.datasync()", POWER_CUT),
+    Mutation(
+        "what was written since is synced", "io/block_file.py BlockFile.write_from", "self._is_dirty = True", POWER_CUT,
+    ),
+    Mutation(
+        "what is captured is abandoned with its generation", "store/publishing.py Commits._publish",
+        "await manifests.abandon(number)", "store/test_publishing.py",
+    ),
     Mutation(
         "the other slot is written", "store/slots.py SlotPack.write", "1 - committed.slot", OVERWRITTEN,
         "committed.slot",
@@ -239,11 +246,11 @@ MUTATIONS: Sequence[Mutation] = (
         "await asyncio.shield(previous)", OVERWRITTEN,
     ),
     Mutation(
-        "a commit waits for its updates", "store/publishing.py Commits._publish",
+        "a commit waits for its updates", "store/publishing.py Commits._chunks_at_rest",
         "await self._updates.round_ended(round_)", POWER_CUT,
     ),
     Mutation(
-        "a commit waits for what is in memory", "store/publishing.py Commits._publish",
+        "a commit waits for what is in memory", "store/publishing.py Commits._chunks_at_rest",
         "await asyncio.shield(write)", POWER_CUT,
     ),
     Mutation(
@@ -286,12 +293,12 @@ MUTATIONS: Sequence[Mutation] = (
         "backend.sync_directory(directory)", "store/test_power_cut.py::test_of_a_store_that_is_made",
     ),
     Mutation(
-        "an adopted manifest is synced", "store/commit.py Manifests.adopt",
-        "await wrap(self._backend.sync_directory)(self.directory, executor=self._threads)", OVERWRITTEN,
+        "an adopted manifest is synced", "store/commit.py Manifests._adopt",
+        "self._backend.sync_directory(self.directory)", OVERWRITTEN,
     ),
     Mutation(
         "an abandoned manifest is removed", "store/commit.py Manifests.publish",
-        "await self._remove({generation.number})",
+        "await self.abandon(generation.number)",
         "store/test_commit.py::TestManifests",
     ),
     Mutation(

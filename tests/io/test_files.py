@@ -10,21 +10,19 @@ import pytest
 from faults import EAGAIN, EINTR, EIO, ENOSPC, NOTHING, UNALIGNED, Fault, FaultyBackend, each_fault
 
 from tierstore.errors import FormatError, ShortTransfer, StorageError, StorageFull
-from tierstore.io.files import read_bytes, write_atomic
+from tierstore.io.backend import Backend
+from tierstore.io.files import read_bytes, replace_file
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def test_round_trip_and_mode(tmp_path: Path) -> None:
-    async def play() -> bytes:
-        await write_atomic(tmp_path / "manifest", b"one")
-        assert (tmp_path / "manifest").stat().st_mode & 0o777 == 0o600
-        await write_atomic(tmp_path / "manifest", b"two", mode=0o640)
-        return await read_bytes(tmp_path / "manifest")
-
     (tmp_path / "manifest.tmp").write_bytes(b"a longer leftover of a killed writer")
     (tmp_path / "manifest.tmp").chmod(0o644)
-    assert asyncio.run(play()) == b"two"
+    replace_file(tmp_path / "manifest", b"one", backend=Backend())
+    assert (tmp_path / "manifest").stat().st_mode & 0o777 == 0o600
+    replace_file(tmp_path / "manifest", b"two", mode=0o640, backend=Backend())
+    assert asyncio.run(read_bytes(tmp_path / "manifest")) == b"two"
     assert (tmp_path / "manifest").stat().st_mode & 0o777 == 0o640
     assert [path.name for path in tmp_path.iterdir()] == ["manifest"]
 
@@ -33,7 +31,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "precious").write_bytes(b"somebody else's")
     (tmp_path / "manifest.tmp").symlink_to(tmp_path / "precious")
     with pytest.raises(StorageError, match=r"manifest\.tmp failed: .*ELOOP"):
-        asyncio.run(write_atomic(tmp_path / "manifest", b"one"))
+        replace_file(tmp_path / "manifest", b"one", backend=Backend())
     assert (tmp_path / "precious").read_bytes() == b"somebody else's"
 
 
@@ -56,7 +54,7 @@ def test_each_fault_leaves_old_or_new(fault: Fault, tmp_path: Path) -> None:
 
     def scenario(backend: FaultyBackend) -> None:
         path.write_bytes(b"old")
-        asyncio.run(write_atomic(path, b"new", backend=backend))
+        replace_file(path, b"new", backend=backend)
 
     outcomes = []
     for backend in each_fault(fault, scenario):
@@ -79,27 +77,11 @@ def test_each_fault_leaves_old_or_new(fault: Fault, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", [EINTR, EAGAIN, UNALIGNED, NOTHING], ids=str)
 def test_a_write_is_whole_or_told(fault: Fault, tmp_path: Path) -> None:
     data = bytes(range(256)) * 20
-    writing = write_atomic(tmp_path / "manifest", data, backend=FaultyBackend(fault, kinds=("pwrite",)))
+    backend = FaultyBackend(fault, kinds=("pwrite",))
     if fault is not NOTHING:
-        asyncio.run(writing)
+        replace_file(tmp_path / "manifest", data, backend=backend)
         assert (tmp_path / "manifest").read_bytes() == data
         return
     with pytest.raises(ShortTransfer, match=r"short write: 0 of 5120 B at offset 0 of .*manifest\.tmp"):
-        asyncio.run(writing)
+        replace_file(tmp_path / "manifest", data, backend=backend)
     assert not list(tmp_path.iterdir())
-
-
-def test_cancellation_waits_for_the_end_of_the_write(tmp_path: Path) -> None:
-    async def play(backend: FaultyBackend) -> None:
-        task = asyncio.create_task(write_atomic(tmp_path / "manifest", b"new", backend=backend))
-        await asyncio.sleep(0)
-        task.cancel()
-        await task
-
-    backend = FaultyBackend()
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(play(backend))
-    assert (tmp_path / "manifest").read_bytes() == b"new"
-    assert backend.calls == ["open", "pwrite", "fsync", "close", "replace", "open", "fsync", "close"]
-    with pytest.raises(StorageError, match="EIO"):  # a failure is not lost behind the cancellation
-        asyncio.run(play(FaultyBackend(EIO, at=1)))

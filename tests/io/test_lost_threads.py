@@ -13,7 +13,7 @@ import pytest
 from faults import HANG, FaultyBackend
 
 from tierstore.errors import ClosedError, Timeout
-from tierstore.io.files import write_atomic
+from tierstore.io.files import replace_file
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority, WorkerPool
 
@@ -133,7 +133,7 @@ def test_a_deadline_tells_the_call_the_file_and_the_stacks(tmp_path: Path) -> No
 
     async def both() -> None:
         await asyncio.gather(
-            write_atomic(tmp_path / "manifest", b"new", backend=backend),
+            asyncio.to_thread(replace_file, tmp_path / "manifest", b"new", backend=backend),
             pool.submit(Priority.WRITE, hang, "extent h.3/0", tmp_path / "pack"),
         )
 

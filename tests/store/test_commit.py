@@ -205,3 +205,18 @@ class TestManifests:
                 scenario(backend)
             failed.append(backend.calls[backend.at])
         assert failed == 2 * ["open", "pwrite", "fsync", "close", "replace", "open", "fsync", "close"]
+
+    def test_a_cancellation_waits_for_the_end_of_the_write(self, tmp_path: Path) -> None:
+        async def play(backend: FaultyBackend) -> None:
+            task = asyncio.create_task(Manifests(tmp_path, backend).capture(0, {}))
+            await asyncio.sleep(0)
+            task.cancel()
+            await task
+
+        backend = FaultyBackend()
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(play(backend))
+        assert [path.name for path in tmp_path.iterdir()] == ["captured-000000000000.safetensors"]
+        assert backend.calls == ["open", "pwrite", "fsync", "close", "replace", "open", "fsync", "close"]
+        with pytest.raises(StorageError, match="EIO"):  # a failure is not lost behind the cancellation
+            asyncio.run(play(FaultyBackend(EIO, at=1)))

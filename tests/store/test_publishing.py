@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from tierstore.errors import StorageError
 from tierstore.plan.tiers import Kind
 from tierstore.store.publishing import Commits
 from tierstore.store.team import Alone
 from tierstore.trace import Tracer
 
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
-class HeldPack:
-    """A pack of no chunks, whose syncs end when they are told to."""
+
+class Pack:
+    """A pack of no chunks, whose first sync ends when it is told to, or fails."""
 
     kind = "state"
     current: tuple[()] = ()
 
-    def __init__(self) -> None:
-        self.syncs: list[asyncio.Future[None]] = []
+    def __init__(self, failure: StorageError | None = None) -> None:
+        self.failure = failure
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
 
-    def datasync(self) -> None: ...
-
-    def submit(self, *_: Any) -> asyncio.Future[None]:
-        self.syncs.append(asyncio.get_running_loop().create_future())
-        return self.syncs[-1]
+    def datasync(self) -> None:
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+        if self.failure is not None:
+            raise self.failure
 
     def commit(self, _: Any) -> None: ...
 
@@ -33,40 +40,65 @@ class HeldPack:
         return 0
 
 
-def test_commits_follow_one_another() -> None:
-    """Also those of steps that have written nothing, whose own work waits for nobody."""
-    asyncio.run(two_commits())
+class Manifests:
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    async def capture(self, number: int, captured: Any) -> str:
+        self.asked.append(("captured", number))
+        return f"noted {number}"
+
+    async def publish(self, generation: Any, noted: str) -> None:
+        assert noted == f"noted {generation.number}"
+        self.asked.append(("published", generation.number))
+
+    async def abandon(self, number: int) -> None:
+        self.asked.append(("abandoned", number))
 
 
-async def two_commits() -> None:
-    published: list[int] = []
-
-    async def publish(generation: Any) -> None:
-        published.append(generation.number)
-
-    pack = HeldPack()
+def commits_of(pack: Pack, manifests: Manifests) -> Commits:
     files: Any = SimpleNamespace(
-        packs=[pack], committed_packs=[pack], manifests=SimpleNamespace(publish=publish), layout=dict,
-        end_making=lambda: None,
-    )  # fmt: skip
+        packs=[pack], committed_packs=[pack], manifests=manifests, layout=dict, end_making=lambda: None
+    )
     placement: Any = SimpleNamespace(groups=(), chunk_count=lambda group: 0)
-    others: dict[str, Any] = {"updates": None, "workers": pack}
-    commits = Commits(
+    others: dict[str, Any] = {"updates": None}
+    return Commits(
         [], placement, files, [], {kind: {} for kind in Kind}, team=Alone(),
         spawn=lambda work, name: asyncio.get_running_loop().create_task(work), tracer=Tracer(lambda: 0.0), **others,
     )  # fmt: skip
-    for _ in range(2):
-        commits.begin(None, {})
-    for _ in range(20):
-        await asyncio.sleep(0)
-    for sync in reversed(pack.syncs):  # the second one's is over first, if it has begun
-        sync.set_result(None)
+
+
+def test_commits_follow_one_another() -> None:
+    """Also those of steps that have written nothing, whose own work waits for nobody."""
+    pack, manifests = Pack(), Manifests()
+
+    async def play() -> int:
+        commits = commits_of(pack, manifests)
+        for _ in range(2):
+            commits.begin(None, {})
+        await asyncio.to_thread(pack.has_begun.wait, 60)
         for _ in range(20):
             await asyncio.sleep(0)
-    while len(published) < 2:
-        for sync in pack.syncs:
-            if not sync.done():
-                sync.set_result(None)
-        await asyncio.sleep(0)
-    await commits.published()
-    assert (published, commits.generation) == ([0, 1], 1)
+        assert manifests.asked == [("captured", 0)]
+        pack.may_end.set()
+        await commits.published()
+        return commits.generation
+
+    assert asyncio.run(play()) == 1
+    assert manifests.asked == [("captured", 0), ("published", 0), ("captured", 1), ("published", 1)]
+
+
+def test_what_is_captured_goes_with_a_generation_whose_chunks_are_not_durable() -> None:
+    pack, manifests = Pack(StorageError("fdatasync failed")), Manifests()
+    pack.may_end.set()
+
+    async def play() -> None:
+        commits = commits_of(pack, manifests)
+        commits.begin(None, {})
+        await commits.published()
+
+    with pytest.raises(StorageError, match="fdatasync failed"):
+        asyncio.run(play())
+    assert manifests.asked == [("captured", 0), ("abandoned", 0)]

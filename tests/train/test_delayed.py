@@ -17,6 +17,7 @@ from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.store.commit import Generation, Manifests
 from tierstore.store.gradients import Piece
+from tierstore.store.manifest import Captured
 from tierstore.train.engine import Engine
 
 STEPS = 8
@@ -108,8 +109,8 @@ def test_a_generation_keeps_its_pending_gradients_until_it_is_published(
     copies: dict[int, Path] = {}
     publish = Manifests.publish
 
-    async def publish_and_copy(self: Manifests, generation: Generation) -> None:
-        await publish(self, generation)
+    async def publish_and_copy(self: Manifests, generation: Generation, noted: Captured | None = None) -> None:
+        await publish(self, generation, noted)
         copies[generation.number] = disk_path / f"killed{generation.number}"  # what SIGKILL would leave now
         shutil.copytree(self.directory, copies[generation.number], ignore=shutil.ignore_patterns("lock"))
 

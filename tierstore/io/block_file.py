@@ -66,6 +66,7 @@ class BlockFile(ForkAware):
         self._lock = threading.Lock()
         self._users = 0
         self._is_closed = False
+        self._is_dirty = True  # made or grown by who opened it, for all that is known here
         self._sync_failure: StorageError | None = None
 
     @property
@@ -97,10 +98,13 @@ class BlockFile(ForkAware):
             StorageFull: no space is left; part of the buffer may have been written.
             StorageError: the system refused; likewise.
         """
-        self._transfer("write", buffer, offset, buffer.nbytes)
+        try:
+            self._transfer("write", buffer, offset, buffer.nbytes)
+        finally:
+            self._is_dirty = True  # not before: a sync in between would take the rest for synced
 
     def datasync(self) -> None:
-        """Makes what was written durable.
+        """Makes what was written durable; without a call if nothing was since the last time.
 
         Raises:
             StorageError: what was written may be lost. The kernel may report such a loss only once and mark the pages
@@ -109,6 +113,9 @@ class BlockFile(ForkAware):
         with self._in_use() as descriptor:
             if self._sync_failure is not None:
                 raise StorageError(f"{self._sync_failure}; what was written since the last good sync may be lost")
+            if not self._is_dirty:
+                return
+            self._is_dirty = False  # not after: what is written meanwhile may be missed
             try:
                 with self._backend._noted("fdatasync", self.path):
                     self._backend._call_fdatasync(descriptor, self.path)

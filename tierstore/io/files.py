@@ -1,4 +1,4 @@
-"""Small files from coroutines: read whole, replaced whole.
+"""Small files: read whole by coroutines, replaced whole by threads.
 
 Scope: manifests, reports, indexes.
 Not here: chunks (see `io/backend.py`).
@@ -13,11 +13,9 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 import aiofiles
-from aiofiles.os import wrap
 
 from tierstore.errors import FormatError, StorageError
 from tierstore.io.backend import Backend, storage_error
-from tierstore.io.tasks import to_the_end
 
 
 async def read_bytes(path: Path, *, most_bytes: int = 2**30, threads: Executor | None = None) -> bytes:
@@ -40,35 +38,25 @@ async def read_bytes(path: Path, *, most_bytes: int = 2**30, threads: Executor |
         raise storage_error(error, "read", path) from error
 
 
-async def write_atomic(
-    path: Path, data: bytes, mode: int = 0o600, *, backend: Backend | None = None, threads: Executor | None = None
-) -> None:
+def replace_file(path: Path, data: bytes, mode: int = 0o600, *, backend: Backend) -> None:
     """Replaces `path` so that, whatever happens, it holds either what it held or all of `data`; durable on return.
 
     Written to `<path>.tmp` (a leftover of that name is overwritten), fsynced, renamed, and the directory fsynced.
 
-    Args:
-        threads: as for `read_bytes`.
-
-    Cancellation: held back until the write has ended, so that no thread is left writing behind the caller's back. A
-    runtime that closes stops it between these steps: `path` is whole, `<path>.tmp` may be left.
+    Threads: any but a loop's: it waits for the disk.
 
     Raises:
         StorageError: `path` holds the old bytes, unless it was the directory's fsync that failed: then either.
     """
-    await to_the_end(_write_atomic(path, data, mode, Backend() if backend is None else backend, threads))
-
-
-async def _write_atomic(path: Path, data: bytes, mode: int, backend: Backend, threads: Executor | None) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
-        await wrap(backend.write_file)(temporary, data, mode, executor=threads)
-        await wrap(backend.replace)(temporary, path, executor=threads)
+        backend.write_file(temporary, data, mode)
+        backend.replace(temporary, path)
     except StorageError:
         with contextlib.suppress(StorageError):  # the first error is the one to tell
-            await wrap(backend.remove)(temporary, executor=threads)
+            backend.remove(temporary)
         raise
-    await wrap(backend.sync_directory)(path.parent, executor=threads)
+    backend.sync_directory(path.parent)
 
 
 def _open_itself(path: str, flags: int) -> int:

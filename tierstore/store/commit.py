@@ -18,22 +18,26 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 from aiofiles.os import wrap
 
 from tierstore.errors import ConfigError, FormatError, StorageError, StoreLocked
 from tierstore.io.backend import Backend, storage_error
-from tierstore.io.files import read_bytes, write_atomic
+from tierstore.io.files import read_bytes, replace_file
 from tierstore.io.fork import ForkAware
+from tierstore.io.tasks import to_the_end
 from tierstore.pack.checked import number_of, object_of, text_of
 from tierstore.pack.strict_json import parse_json
+from tierstore.store.manifest import Captured, captured_text, manifest_text, read_generation, read_manifest
 from tierstore.store.manifest import Generation as Generation  # for those who publish and read them
-from tierstore.store.manifest import read_generation, read_manifest, texts_of
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _MANIFEST = re.compile(r"manifest-(?P<number>\d{12})\.json")
 _SMALL = re.compile(r"(manifest|captured)-(?P<number>\d{12})\.(json|safetensors)(\.tmp)?")
@@ -296,33 +300,64 @@ class Manifests:
         found = map(pattern.fullmatch, self._backend.names(self.directory))
         return sorted({int(match["number"]) for match in found if match}, reverse=True)
 
-    async def _remove(self, numbers: Collection[int]) -> None:
+    def _remove(self, numbers: Collection[int]) -> None:
         """Remove the files of these generations, the manifests first."""
-        names = await wrap(self._backend.names)(self.directory, executor=self._threads)
-        for name in reversed(names):
+        for name in reversed(self._backend.names(self.directory)):
             match = _SMALL.fullmatch(name)
             if match and int(match["number"]) in numbers:
-                await wrap(self._backend.remove)(self.directory / name, executor=self._threads)
+                self._backend.remove(self.directory / name)
 
-    async def _remove_all_but_two(self, last: int) -> None:
+    def _remove_all_but_two(self, last: int) -> None:
         """Keep this generation and the one before it, if there is one."""
-        numbers = await wrap(self.numbers)(executor=self._threads)
-        there = await wrap(self._numbers)(_SMALL, executor=self._threads)
-        await self._remove(set(there) - set([number for number in numbers if number <= last][:2]))
+        kept = [number for number in self.numbers() if number <= last][:2]
+        self._remove(set(self._numbers(_SMALL)) - set(kept))
 
-    async def publish(self, generation: Generation) -> None:
-        """Write, fsync and rename. See [Note: the barrier]: chunks are durable before this is called."""
-        manifest, captured = texts_of(generation)
-        write = partial(write_atomic, backend=self._backend, threads=self._threads)
-        await write(self._captured(generation.number), captured)
+    async def capture(self, number: int, captured: Any) -> Captured:
+        """Write what a generation captures, durably: it may be there before the chunks are.
+
+        Nothing of this is read before the generation is published; `abandon` it if it will not be.
+
+        Raises:
+            StorageError: the system refused.
+        """
+        return await self._in_thread(self._capture, number, captured)
+
+    def _capture(self, number: int, captured: Any) -> Captured:
+        noted, data = captured_text(captured)
+        replace_file(self._captured(number), data, backend=self._backend)
+        return noted
+
+    async def publish(self, generation: Generation, noted: Captured | None = None) -> None:
+        """Make it the last one. See [Note: the barrier]: chunks are durable before this is called.
+
+        Args:
+            noted: what `capture` gave; None: it is still to be written.
+
+        Raises:
+            StorageError: it is abandoned.
+        """
+        if noted is None:
+            noted = await self.capture(generation.number, generation.captured)
         try:
-            await write(self._manifest(generation.number), manifest)
+            await self._in_thread(self._publish, generation, noted)
         except BaseException:
-            # Perhaps renamed, but not known to be durable: abandoned.
-            with contextlib.suppress(StorageError):
-                await self._remove({generation.number})
+            # Perhaps renamed, but not known to be durable.
+            await self.abandon(generation.number)
             raise
-        await self._remove_all_but_two(generation.number)
+        await self._in_thread(self._remove_all_but_two, generation.number)
+
+    def _publish(self, generation: Generation, noted: Captured) -> None:
+        text = manifest_text(generation.number, generation.layout, generation.records, noted)
+        replace_file(self._manifest(generation.number), text, backend=self._backend)
+
+    async def abandon(self, number: int) -> None:
+        """Remove what there is of a generation that is not published."""
+        with contextlib.suppress(StorageError):
+            await self._in_thread(self._remove, {number})
+
+    async def _in_thread(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
+        """In one hop; a cancellation waits for its end, so that no thread is left writing behind the caller's back."""
+        return await to_the_end(cast(Coroutine[Any, Any, T], wrap(job)(*args, executor=self._threads)))
 
     async def adopt(self, number: int) -> None:
         """Make this generation the last one, durably; before that no byte of the one before it may be overwritten.
@@ -330,8 +365,11 @@ class Manifests:
         A process that was killed between the rename of a manifest and the fsync of its directory has left a name
         that a power cut may still take back. One that was killed while it removed an old generation has left a part.
         """
-        await self._remove_all_but_two(number)
-        await wrap(self._backend.sync_directory)(self.directory, executor=self._threads)
+        await self._in_thread(self._adopt, number)
+
+    def _adopt(self, number: int) -> None:
+        self._remove_all_but_two(number)
+        self._backend.sync_directory(self.directory)
 
     async def read(self, number: int) -> Generation:
         """Read one generation.

@@ -57,22 +57,42 @@ class Generation:
     captured: Any
 
 
-def texts_of(generation: Generation) -> tuple[bytes, bytes]:
-    """The manifest, and the arrays of the captured state as safetensors."""
-    state, arrays = tree.encode(generation.captured)
-    captured = safetensors.numpy.save(arrays)
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a manifest says of the captured state.
+
+    Attributes:
+        state: as JSON; arrays are in a file of their own, with so many bytes and this checksum.
+    """
+
+    state: Any
+    nbytes: int
+    checksum: str
+
+
+def captured_text(captured: Any) -> tuple[Captured, bytes]:
+    """What the manifest says of a captured state, and its arrays as safetensors."""
+    state, arrays = tree.encode(captured)
+    data = safetensors.numpy.save(arrays)
+    return Captured(state, len(data), digest(data)), data
+
+
+def manifest_text(
+    number: int, layout: Mapping[str, Any], records: Mapping[str, Sequence[ChunkRecord | None]], captured: Captured
+) -> bytes:
+    """The manifest of a generation; the arguments are those of `Generation`."""
     body = {
         "format": "tierstore",
         "version": FORMAT_VERSION,
-        "generation": generation.number,
-        "layout": generation.layout,
-        "records": {kind: _rows(records) for kind, records in generation.records.items()},
-        "captured": state,
-        "captured_bytes": len(captured),
-        "captured_checksum": digest(captured),
+        "generation": number,
+        "layout": layout,
+        "records": {kind: _rows(rows) for kind, rows in records.items()},
+        "captured": captured.state,
+        "captured_bytes": captured.nbytes,
+        "captured_checksum": captured.checksum,
     }
     data = json.dumps(body, separators=(",", ":")).encode()
-    return data + b"\n" + digest(data).encode(), captured
+    return data + b"\n" + digest(data).encode()
 
 
 def digest(data: bytes) -> str:

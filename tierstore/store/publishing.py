@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierstore.io.memory import Lease
-from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.tiers import Kind, Placement
 from tierstore.store.commit import PER_RANK, Generation
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.manifest import Captured
 from tierstore.store.rounds import Round
 from tierstore.store.slots import ChunkRecord, SlotPack
 from tierstore.store.store_files import StoreFiles
+from tierstore.store.tasks import together
 from tierstore.store.team import Team, all_succeed, leads
 from tierstore.store.updates import Spawn, UpdatePipeline
 from tierstore.trace import Tracer
@@ -34,7 +35,6 @@ class Commits:
     Args:
         gradients: sets of gradients; a pack of `files` for each, if any are written.
         resident: the chunks that live in CPU memory, and are written for a commit only.
-        workers: threads that sync files.
 
     Attributes:
         generation: number of the last published one; -1 before the first.
@@ -49,7 +49,6 @@ class Commits:
         gradients: Sequence[Gradients],
         resident: Mapping[Kind, Mapping[tuple[int, int], Lease]],
         updates: UpdatePipeline,
-        workers: WorkerPool,
         team: Team,
         spawn: Spawn,
         tracer: Tracer,
@@ -59,7 +58,6 @@ class Commits:
         self._gradients = gradients
         self._resident = resident
         self._updates = updates
-        self._workers = workers
         self._team = team
         self._spawn = spawn
         self._tracer = tracer
@@ -127,45 +125,68 @@ class Commits:
         captured: Mapping[str, Any],
         kept: list[SlotPack],
     ) -> None:
-        packs = self._files.committed_packs
+        packs, team = self._files.committed_packs, self._team
+        manifests = self._files.manifests if leads(team) else None
         records: dict[str, list[ChunkRecord | None]] = {}
+        noted: list[Captured] = []
 
-        async def make_durable() -> tuple[Records, Mapping[str, Any]]:
-            if round_ is not None:
-                await self._updates.round_ended(round_)
-            for write in writes:
-                await asyncio.shield(write)
+        async def capture() -> Mapping[str, Any]:
             if previous is not None:
                 await asyncio.shield(previous)
-            for pack in packs:
-                await self._workers.submit(Priority.WRITE, pack.datasync)
+            return captured
+
+        async def keep_captured() -> None:
+            if manifests is not None:
+                noted.append(await manifests.capture(number, self._captured(everywhere)))
+
+        async def make_durable() -> Records:
+            # Side by side: on a disk that is busy each sync waits for the reads before it.
+            await together((self._chunks_at_rest(round_, writes), keep_captured()))
             # Gradients that are not pending are on their way already: no generation names them.
             records.update({pack.kind: list(pack.current) if pack in kept else [None] * len(pack) for pack in packs})
             mine = [self._index(*key) for key in self._index.all()]
-            return {kind: {index: rows[index] for index in mine} for kind, rows in records.items()}, captured
+            return {kind: {index: rows[index] for index in mine} for kind, rows in records.items()}
 
         async def publish() -> None:
-            if self._files.manifests is not None and leads(self._team):
-                await self._files.manifests.publish(self._generation(number, durable))
+            if manifests is not None:
+                rows = self._records([durable[member] for member in team.members])
+                await manifests.publish(Generation(number, self._files.layout(), rows, captured), noted[0])
 
         with self._tracer.measure("commit", f"generation {number}"):
-            durable = await all_succeed(self._team, f"the chunks of generation {number}", make_durable)
-            await all_succeed(self._team, f"the manifest of generation {number}", publish)
+            everywhere = await all_succeed(team, f"what generation {number} captures", capture)
+            try:
+                durable = await all_succeed(team, f"the chunks of generation {number}", make_durable)
+            except Exception:
+                if manifests is not None:
+                    await manifests.abandon(number)
+                raise
+            await all_succeed(team, f"the manifest of generation {number}", publish)
         for pack in packs:
             pack.commit(records[pack.kind])
         self.generation = number
         if number == 0 and leads(self._team):
             await asyncio.to_thread(self._files.end_making)
 
-    def _generation(self, number: int, durable: Sequence[tuple[Records, Mapping[str, Any]]]) -> Generation:
-        """What the ranks that share the directories have made durable, as one."""
-        packs = self._files.committed_packs
-        records: dict[str, list[ChunkRecord | None]] = {pack.kind: [None] * len(pack) for pack in packs}
-        for member in self._team.members:
-            for kind, rows in durable[member][0].items():
-                for index, record in rows.items():
-                    records[kind][index] = record
-        captured = dict(durable[self._team.members[0]][1])
-        others = [durable[member][1] for member in self._team.members[1:]]
-        captured["ranks"] = [{key: theirs[key] for key in PER_RANK} for theirs in others]
-        return Generation(number, self._files.layout(), records, captured)
+    async def _chunks_at_rest(self, round_: Round | None, writes: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for the writes of a generation, and make them durable."""
+        if round_ is not None:
+            await self._updates.round_ended(round_)
+        for write in writes:
+            await asyncio.shield(write)
+        # Not in the threads of chunks, where it would wait for a turn as well.
+        await together(asyncio.to_thread(pack.datasync) for pack in self._files.committed_packs)
+
+    def _captured(self, everywhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What the ranks that share the directories have captured, as one."""
+        first, *others = (everywhere[member] for member in self._team.members)
+        return {**first, "ranks": [{key: theirs[key] for key in PER_RANK} for theirs in others]}
+
+    def _records(self, parts: Sequence[Records]) -> dict[str, list[ChunkRecord | None]]:
+        """What those ranks have written, as one."""
+        records: dict[str, list[ChunkRecord | None]] = {
+            pack.kind: [None] * len(pack) for pack in self._files.committed_packs
+        }
+        for kind, rows in (item for part in parts for item in part.items()):
+            for index, record in rows.items():
+                records[kind][index] = record
+        return records

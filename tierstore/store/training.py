@@ -121,8 +121,8 @@ class TrainingStore:
             groups, placement, packs[:2], self._resident, leases, self._pools["weights"], self._compute
         )
         self.commits = Commits(
-            groups, placement, self.files, self.gradients, self._resident, self.updates, self._io_workers, team,
-            self._runtime.spawn, tracer,
+            groups, placement, self.files, self.gradients, self._resident, self.updates, team, self._runtime.spawn,
+            tracer,
         )  # fmt: skip
         self.weights.settle = self.updates.settle
         self.weights.leave_device = self.updates.leave_device
