@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fake_engine import FakeEngine, FakePlacement, FakeStore
+from fake_engine import FakeEngine, FakeStore
 from rich.console import Console
 
 from tierstore.apps import assembly, presets
@@ -22,7 +22,7 @@ from tierstore.apps.options import FreedMemory, Precision, TrainOptions
 from tierstore.apps.recipe import parameter_groups
 from tierstore.apps.report import Reporter
 from tierstore.apps.stopping import StopRequest
-from tierstore.config import Durability, MicroBatchSchedule, Resume, UpdateSchedule
+from tierstore.config import Durability, MicroBatchSchedule, Resume
 from tierstore.errors import ConfigError
 
 TINY_GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32,
@@ -119,32 +119,6 @@ def test_a_second_signal_that_overtakes_the_first_does_not_speak_before_it(capfd
         "tierstore: stopping after this step; Ctrl-C again stops at once\n"
         "tierstore: interrupted at once; nothing is lost\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_told"),
-    [
-        ({"clip": 1e9}, True),
-        ({"clip": 1e9, "steps": 19}, False),
-        ({"clip": 1e-9}, False),
-        ({"clip": 0}, False),
-        ({"clip": 1e9, "update": UpdateSchedule.FORWARD}, False),
-        ({"clip": 1e9, "commit_every": 2}, False),
-        ({"clip": 1e9, "durability": Durability.NONE}, False),
-    ],
-)
-def test_that_no_step_was_clipped_is_said_once(
-    options: Callable[..., TrainOptions], changes: dict[str, Any], is_told: bool
-) -> None:
-    _, _, output = run(options(**{"steps": 45, "evaluate": 0, **changes}))
-    assert " ".join(output.split()).count("20 steps in a row were not clipped") == is_told
-
-
-def test_nothing_is_said_of_clipping_where_updates_need_no_disk(
-    options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakePlacement, "updates_in_memory", True)
-    assert "clipped" not in run(options(steps=25, evaluate=0, clip=1e9))[2]
 
 
 def _killed(code: int) -> None:

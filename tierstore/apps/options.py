@@ -150,10 +150,14 @@ class TrainOptions:
         return self.clip or None
 
     @property
-    def could_speculate(self) -> bool:
-        """Whether "auto" waits for the norm of the gradients, and speculation, which does not, would be accepted."""
-        is_each_step_kept = bool(self.nvme) and self.durability is Durability.COMMIT and self.commit_every == 1
-        return self.update is UpdateSchedule.AUTO and self.max_grad_norm is not None and is_each_step_kept
+    def needs_norm(self) -> bool:
+        """Whether an update must wait for all gradients, or guess."""
+        return self.max_grad_norm is not None or self.dtype is Precision.FP16
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether each step is committed, so that an update that was wrong can be done again."""
+        return self.why_nothing_is_kept is None and self.commit_every == 1
 
 
 def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:

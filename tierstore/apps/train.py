@@ -36,7 +36,6 @@ from tierstore.train.checkpoints import CheckpointSource
 from tierstore.train.engine import Engine
 
 T = TypeVar("T")
-_MANY_STEPS = 20  # not clipped, after which it is worth saying
 _OF_A_RANK = ("nvme", "config", "checkpoint", "data", "device", "threads", "export", "json", "trace")
 """Options that may differ between ranks: places and devices."""
 
@@ -122,9 +121,6 @@ class _Run:
         self._losses: list[torch.Tensor] = []
         self._loss = float("nan")
         self._totals = Totals()
-        could_gain = options.could_speculate and not engine.placement.updates_in_memory
-        self._unclipped: int | None = 0 if could_gain else None
-        """Steps in a row; None where there is nothing to say about that, or it was said."""
         self._tokens_per_step = options.accumulate * options.batch * (parts.sequence - 1)
 
     def describe(self) -> None:
@@ -188,7 +184,6 @@ class _Run:
                 report = self._step()
                 self._totals.add(report, self._loss, self._tokens_per_step, peak_resident_bytes())
                 self._reporter.step(report, self._loss, self._tokens_per_step, last)
-                self._advise(report)
                 if self._totals.diverged_at == report.step:
                     self._reporter.say(
                         f"note: the loss of step {report.step} is {self._loss}: the run has diverged; "
@@ -199,19 +194,6 @@ class _Run:
         finally:
             self._reporter.stop()
         self._totals.wall_s = time.perf_counter() - started_s
-
-    def _advise(self, report: Any) -> None:
-        """Says once that the norm need not be waited for."""
-        if self._unclipped is None:
-            return
-        is_clipped = report.grad_norm is None or not report.grad_norm < self._options.clip
-        self._unclipped = 0 if is_clipped else self._unclipped + 1
-        if self._unclipped == _MANY_STEPS:
-            self._unclipped = None
-            self._reporter.say(
-                f"note: {_MANY_STEPS} steps in a row were not clipped: --update speculative would have begun their "
-                "updates within backward, with the same result; `tierstore tune` says what that gains here"
-            )
 
     def _finish(self) -> None:
         """The table and the export of a run that reached its end."""

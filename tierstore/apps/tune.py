@@ -21,21 +21,22 @@ from tierstore.apps.heap import prepare_heap
 from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import Durability, TierConfig, UpdateSchedule
-from tierstore.errors import BudgetError, ConfigError
+from tierstore.errors import ConfigError
 from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
 from tierstore.plan.placement import Placement
 from tierstore.plan.step_machine import Machine
-from tierstore.plan.step_model import StepForecast, StepPolicy, forecast
+from tierstore.plan.step_model import StepPolicy
 from tierstore.plan.step_record import StepRecord
 from tierstore.plan.tiers import place
 from tierstore.plan.tuning import DEPTHS, Candidate, Tuning, calibrated, tune
-from tierstore.train.budgets import request_for, settled
+from tierstore.train.budgets import request_for, settled, usual
 
 if TYPE_CHECKING:
     from tierstore.apps.trial import Measured, Recorded
 
 _PROBED_BYTES, _PROBED_S = 2**28, 2.0
+_NEVER_CLIPPED = 1e30
 _PAIRS = tuple(itertools.permutations(Activity, 2))
 _DEFAULTS = {field.name: field.default for field in fields(TrainOptions)}
 
@@ -80,15 +81,12 @@ class Outcome:
     Attributes:
         measured: by depth, of the choice; empty if nothing was measured.
         machine: the rates of the forecast: with measurements the medians of all rates that were measured meanwhile.
-        speculative: the choice with updates within backward, as of a step that was guessed right; None where that
-            cannot be, or the choice waits for no norm.
     """
 
     record: StepRecord
     machine: Machine
     tuning: Tuning
     measured: Mapping[int, Measured]
-    speculative: StepForecast | None
 
 
 def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outcome:
@@ -112,8 +110,7 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
         # choice was made before.
         later = _tune(options, record, _median(seen), tuning.choice.candidate)
         tuning = replace(later, choice=replace(later.choice, depth=tuning.choice.depth), others=tuning.others)
-    machine = _median(seen)
-    return Outcome(record, machine, tuning, measured, _speculative(options.train, record, machine, tuning))
+    return Outcome(record, _median(seen), tuning, measured)
 
 
 def save(options: TuneOptions, outcome: Outcome) -> None:
@@ -180,11 +177,9 @@ def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
     """
     found = [train.update]
     if train.update is UpdateSchedule.AUTO:
-        needs_whole_backward = train.max_grad_norm is not None or train.dtype is Precision.FP16
-        usual = UpdateSchedule.FORWARD if needs_whole_backward else UpdateSchedule.BACKWARD
-        # Speculation is not chosen by itself: how often it is wrong is not known before training.
-        first = settled(usual, _placed(record, train, usual), train.device)
-        found = [first, usual, UpdateSchedule.FORWARD, UpdateSchedule.STEP]
+        schedule = usual(needs_norm=train.needs_norm, can_go_back=train.can_go_back)
+        first = settled(schedule, _placed(record, train, schedule), train.device)
+        found = [first, UpdateSchedule.FORWARD, UpdateSchedule.STEP]
     for schedule in dict.fromkeys(found):
         yield Candidate(schedule, train.chunk, _placed(record, train, schedule))
 
@@ -195,17 +190,6 @@ def _placed(record: StepRecord, train: TrainOptions, schedule: UpdateSchedule) -
         chunk_bytes=train.chunk,
     )  # fmt: skip
     return place(request_for(record.groups, tiers, schedule, None, is_coded=False))
-
-
-def _speculative(train: TrainOptions, record: StepRecord, machine: Machine, tuning: Tuning) -> StepForecast | None:
-    if not train.could_speculate or tuning.choice.candidate.schedule is not UpdateSchedule.FORWARD:
-        return None
-    guessing = UpdateSchedule.SPECULATIVE
-    try:
-        placement = _placed(record, train, guessing)
-    except BudgetError:  # it may take more than what is chosen
-        return None
-    return forecast(record, placement, machine, StepPolicy(tuning.choice.depth, guessing))
 
 
 def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | Recorded:
@@ -233,9 +217,9 @@ def calibrated_to(recorded: Recorded, train: TrainOptions, machine: Machine) -> 
     Args:
         train: under which they ran.
     """
-    usual = next(candidates(recorded.step, train))
-    policy = StepPolicy(recorded.depth, usual.schedule, train.commit_every, _commits(train))
-    return calibrated(recorded.step, usual.placement, machine, policy, recorded.computing_s, recorded.io_s)
+    first = next(candidates(recorded.step, train))
+    policy = StepPolicy(recorded.depth, first.schedule, train.commit_every, _commits(train))
+    return calibrated(recorded.step, first.placement, machine, policy, recorded.computing_s, recorded.io_s)
 
 
 def _commits(train: TrainOptions) -> bool:
@@ -254,7 +238,10 @@ def _measure(
     from tierstore.apps.trial import trial
 
     depths = sorted({*options.depths, tuning.choice.depth})
-    with trial(_chosen(options.train, tuning)) as real:
+    chosen = _chosen(options.train, tuning)
+    if chosen.update is UpdateSchedule.SPECULATIVE:
+        chosen = replace(chosen, clip=_NEVER_CLIPPED)  # as is foretold; the first steps of a run are clipped, mostly
+    with trial(chosen) as real:
         return real.measure(depths, options.rounds, options.steps, between)
 
 

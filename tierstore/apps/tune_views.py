@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.tune import Outcome
-from tierstore.config import Tier, TierConfig, format_size
+from tierstore.config import Tier, TierConfig, UpdateSchedule, format_size
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.costs import codec_pays
 from tierstore.plan.placement import Kind
-from tierstore.plan.tuning import WORTH_IT, Candidate, Choice
+from tierstore.plan.tuning import Candidate, Choice
 from tierstore.plots import new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -71,12 +71,8 @@ def as_words(outcome: Outcome) -> str:
         f"Not taken: {describe(candidate)}: {step.seconds:.3f} s at the usual depth."
         for candidate, step in tuning.others[:3]
     ]
-    guessed = outcome.speculative
-    if guessed is not None and guessed.seconds < (1 - WORTH_IT) * choice.best.seconds:
-        lines.append(
-            f"Not taken, for how many steps will be clipped is not known: update speculative: "
-            f"{guessed.seconds:.3f} s in a step that is not."
-        )
+    if choice.candidate.schedule is UpdateSchedule.SPECULATIVE:
+        lines.append("That is a step whose gradients are not clipped: `train` updates as under forward while they are.")
     if outcome.measured:
         lines.append(_check(outcome))
     return "\n".join(lines)
@@ -163,7 +159,6 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "reason": tuning.reason,
         "compute_s": outcome.record.compute_s,
         "predicted": [asdict(step) for step in tuning.choice.forecasts],
-        "speculative": asdict(outcome.speculative) if outcome.speculative is not None else None,
         "measured": {str(depth): asdict(real) for depth, real in outcome.measured.items()},
         "rates": outcome.machine.table.to_json(),
     }

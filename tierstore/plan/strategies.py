@@ -65,8 +65,9 @@ class Situation:
     """A run on machines.
 
     Attributes:
-        schedule: AUTO is "forward", which the engine takes when gradients are clipped; "step" where all updates are in
-            memory and share their cores with the computing.
+        schedule: AUTO is what the engine takes when gradients are to be clipped, as it is in steps that need no
+            clipping: "speculative"; "forward" where steps are not committed or all updates are in memory, "step" where
+            those share their cores with the computing.
     """
 
     job: Job
@@ -74,6 +75,23 @@ class Situation:
     node: Node
     schedule: UpdateSchedule = UpdateSchedule.AUTO
     commit_every: int = 1
+
+    def schedule_for(self, placement: Placement | None) -> UpdateSchedule:
+        """The schedule of an engine with this placement (None: nothing is offloaded), as `train/budgets.py` has it."""
+        if self.schedule is not UpdateSchedule.AUTO:
+            return self.schedule
+        if placement is not None and not placement.updates_in_memory:
+            return self.placed_for
+        is_shared = self.node.computes_on_cpu and placement is not None
+        return UpdateSchedule.STEP if is_shared else UpdateSchedule.FORWARD
+
+    @property
+    def placed_for(self) -> UpdateSchedule:
+        """The schedule that a placement is made for."""
+        if self.schedule is not UpdateSchedule.AUTO:
+            return self.schedule
+        can_go_back = self.commit_every == 1 and self.node.nvme_bytes > 0
+        return UpdateSchedule.SPECULATIVE if can_go_back else UpdateSchedule.FORWARD
 
     @property
     def gpu_budget_bytes(self) -> int:
@@ -207,9 +225,9 @@ def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_b
         gpu_bytes=gpu_budget_bytes,
         cpu_bytes=situation.cpu_budget_bytes,
         nvme=situation.node.nvme_bytes > 0,
-        gradients=_GRADIENT_MODES.get(situation.schedule, "held"),
+        gradients=_GRADIENT_MODES.get(situation.placed_for, "held"),
         acquired_bytes=everything if stays else None,
-        read_weights_with_state=reads_weights_with_state(situation.schedule),
+        read_weights_with_state=reads_weights_with_state(situation.placed_for),
         micro_batches=situation.job.accumulate,
     )
 
@@ -231,9 +249,7 @@ def _phases(
 ) -> tuple[Mapping[str, Work], tuple[Phase, ...]]:
     commits = 1 / situation.commit_every if has_store else 0.0
     job, layout, node = situation.job, situation.layout, situation.node
-    schedule = situation.schedule
-    if schedule is UpdateSchedule.AUTO and node.computes_on_cpu and placement is not None:
-        schedule = UpdateSchedule.STEP if placement.updates_in_memory else schedule  # as `train/budgets.settled`
+    schedule = situation.schedule_for(placement)
     work = step_work(job, layout, node, placement, schedule, commits)
     single = None
     if job.accumulate > 1:

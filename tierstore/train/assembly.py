@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
+from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig
 from tierstore.device.streams import ComputeDevice, open_device
-from tierstore.errors import ConfigError, TierstoreError, Timeout
+from tierstore.errors import TierstoreError, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
@@ -139,8 +139,6 @@ def assemble(
     """
     device = open_device(tiers.device, clock, tracer)
     backend = backend or Backend()
-    if options.schedule is UpdateSchedule.SPECULATIVE and not tiers.nvme:
-        raise ConfigError("update='speculative' needs a store: give nvme a directory")
     runtime = Runtime(timeout_s=tiers.timeout_s).start()
     runtime.describe(backend.in_flight)
     store: TrainingStore | None = None
@@ -181,7 +179,7 @@ def assemble(
             partition.same_buffers(model.buffers())
         _move_buffers(model, device)  # not before: a source of weights fills those that the model had
         schedule = settled(options.schedule, store.placement, device.kind) if options.is_auto else options.schedule
-        driver = RoundDriver(schedule, store, runtime)
+        driver = RoundDriver(schedule, store, runtime, guesses_unasked=options.is_auto)
         return _hook_up(
             model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, partition, generation
         )

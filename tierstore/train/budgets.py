@@ -62,14 +62,27 @@ def _scratch_bytes(request: Request, threads: int) -> int:
     return max(least, min(request.cpu_bytes // 8, spare, threads * MAX_CHUNK_BYTES))
 
 
-def settled(usual: UpdateSchedule, placement: Placement, device: str) -> UpdateSchedule:
-    """What `auto` is: on a CPU a whole update in memory has nothing to hide, and runs by itself.
-
-    Beside the next forward it would take turns with it on the same cores, and slow it by more than it gains.
+def usual(*, needs_norm: bool, can_go_back: bool) -> UpdateSchedule:
+    """What `auto` is, as far as it can be known without the placement.
 
     Args:
-        usual: what `auto` is without knowing the placement.
+        needs_norm: what a group gets is known only when all gradients are: clipping, fp16.
+        can_go_back: each step is committed, so that an update that was wrong can be done again.
     """
-    if usual is UpdateSchedule.FORWARD and device == "cpu" and placement.updates_in_memory:
-        return UpdateSchedule.STEP
-    return usual
+    if not needs_norm:
+        return UpdateSchedule.BACKWARD
+    return UpdateSchedule.SPECULATIVE if can_go_back else UpdateSchedule.FORWARD
+
+
+def settled(schedule: UpdateSchedule, placement: Placement, device: str) -> UpdateSchedule:
+    """What `auto` is: on a CPU a whole update in memory has nothing to hide, and runs by itself.
+
+    Beside the next forward it would take turns with it on the same cores, and slow it by more than it gains. And where
+    the update waits for no disk, to guess is not worth what a wrong guess costs: to read all of the state.
+
+    Args:
+        schedule: the usual one.
+    """
+    if schedule is UpdateSchedule.BACKWARD or not placement.updates_in_memory:
+        return schedule
+    return UpdateSchedule.STEP if device == "cpu" else UpdateSchedule.FORWARD

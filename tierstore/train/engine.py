@@ -51,7 +51,8 @@ class Engine:
             The engine takes it over: outside of forward its weights are read by `gathered`.
         tiers: budgets and directories.
         optimizer: hyper-parameters; groups in `parameter_groups` may override them, as in torch.
-        update: "auto", "step", "forward", "backward", "speculative" or "delayed".
+        update: "auto", "step", "forward", "backward", "speculative" or "delayed"; "auto" speculates in
+            `train_step` only.
         max_grad_norm: clip gradients to this global norm; None: no clipping.
         commit_every: a generation is committed every so many steps.
         durability: "commit", or "none": half the disk, and all training is lost with the process.
@@ -96,7 +97,9 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         backend: Backend | None = None,
     ) -> None:
-        options = options_of(model, update, max_grad_norm, commit_every, durability, resume, overlap)
+        options = options_of(
+            model, update, max_grad_norm, commit_every, durability, resume, overlap, has_store=bool(tiers.nvme)
+        )
         self.model = model
         self._options = options
         for name, value in (registered or {}).items():
@@ -247,15 +250,16 @@ class Engine:
         batches = list(batches)
         take_loss = loss_of or (lambda output: output.loss)
         order = choice(MicroBatchSchedule, "schedule", schedule)
-        if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
-            losses = self._forward(lambda: self._side_by_side(batches, take_loss), len(batches))
-            self.backward(torch.stack(losses).sum() / len(batches))
+        with self._parts.driver.whole_step():
+            if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
+                losses = self._forward(lambda: self._side_by_side(batches, take_loss), len(batches))
+                self.backward(torch.stack(losses).sum() / len(batches))
+                return self.step()
+            for position, batch in enumerate(batches):
+                is_last = position == len(batches) - 1
+                with contextlib.nullcontext() if is_last else self.no_sync():
+                    self.backward(take_loss(_called(self, batch)) / len(batches))
             return self.step()
-        for position, batch in enumerate(batches):
-            is_last = position == len(batches) - 1
-            with contextlib.nullcontext() if is_last else self.no_sync():
-                self.backward(take_loss(_called(self, batch)) / len(batches))
-        return self.step()
 
     def _side_by_side(self, batches: Sequence[Any], take_loss: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
         """The losses of micro-batches that pass each group together."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from tierstore.config import Durability, Resume, UpdateSchedule
 from tierstore.errors import ConfigError
+from tierstore.train.budgets import usual
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -23,7 +24,8 @@ class Options:
     """What the user chose, validated.
 
     Attributes:
-        is_auto: the schedule was left open, and may change when the placement is known (`budgets.settled`).
+        is_auto: the schedule was left open: it may change when the placement is known (`budgets.settled`), and asks
+            nothing of the order of calls that a norm to wait for does not.
     """
 
     schedule: UpdateSchedule
@@ -55,14 +57,19 @@ def options_of(
     durability: str,
     resume: str,
     overlap: bool,
+    *,
+    has_store: bool,
 ) -> Options:
     """The options for this model.
+
+    Args:
+        has_store: there is a directory on NVMe.
 
     Raises:
         ConfigError: there are no such values, or they cannot be exact together.
     """
     return Options(
-        schedule=_schedule_for(update, max_grad_norm, model, commit_every, durability, overlap),
+        schedule=_schedule_for(update, max_grad_norm, model, commit_every, durability, overlap, has_store),
         durability=choice(Durability, "durability", durability),
         resume=choice(Resume, "resume", resume),
         commit_every=commit_every,
@@ -73,7 +80,13 @@ def options_of(
 
 
 def _schedule_for(
-    update: str, max_grad_norm: float | None, model: nn.Module, commit_every: int, durability: str, overlap: bool
+    update: str,
+    max_grad_norm: float | None,
+    model: nn.Module,
+    commit_every: int,
+    durability: str,
+    overlap: bool,
+    has_store: bool,
 ) -> UpdateSchedule:
     schedule = choice(UpdateSchedule, "update", update)
     if type(commit_every) is not int:
@@ -87,8 +100,10 @@ def _schedule_for(
     if schedule is UpdateSchedule.BACKWARD and needs_whole_backward:
         reason = "clipping by the global norm" if max_grad_norm is not None else "fp16 loss scaling"
         raise ConfigError(f"update='backward' cannot know {reason} in time; use 'forward' or 'speculative'")
-    if schedule is UpdateSchedule.SPECULATIVE and (commit_every != 1 or durability != "commit"):
-        raise ConfigError("update='speculative' goes back to the committed slot: it needs commit_every=1 and a store")
+    can_go_back = has_store and commit_every == 1 and durability == Durability.COMMIT.value
+    if schedule is UpdateSchedule.SPECULATIVE and not can_go_back:
+        missing = "commit_every=1 and a store" if has_store else "a store: give nvme a directory"
+        raise ConfigError(f"update='speculative' goes back to the committed slot: it needs {missing}")
     if schedule is UpdateSchedule.AUTO:
-        schedule = UpdateSchedule.FORWARD if needs_whole_backward else UpdateSchedule.BACKWARD
+        schedule = usual(needs_norm=needs_whole_backward, can_go_back=can_go_back)
     return schedule if overlap else UpdateSchedule.STEP

@@ -11,11 +11,14 @@ Owner: the training side; `_decide...` and `_begin` run on the loop.
 | backward | when its gradient is complete | the device |
 | delayed | as forward, with the gradients of the step before: one step stale, not exact | the store, with the state |
 | speculative | as backward, with no clipping assumed; redone from the committed slot if that was wrong | the device |
+
+A step that does not speculate, for it rests or may be interrupted, is updated as under forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tierstore.config import UpdateSchedule
 from tierstore.io.runtime import Runtime
@@ -50,10 +53,19 @@ class Speculation:
 
 
 class RoundDriver:
-    """The round of the step in progress."""
+    """The round of the step in progress.
 
-    def __init__(self, schedule: UpdateSchedule, store: TrainingStore, runtime: Runtime) -> None:
-        self.schedule = schedule
+    Args:
+        guesses_unasked: nobody asked for speculation, which then keeps to steps that nobody can interrupt: it would
+            refuse calls between backward and step().
+    """
+
+    def __init__(
+        self, schedule: UpdateSchedule, store: TrainingStore, runtime: Runtime, *, guesses_unasked: bool = False
+    ) -> None:
+        self._schedule = schedule
+        self._guesses_unasked = guesses_unasked
+        self._is_whole_step = False
         self._store = store
         self._runtime = runtime
         self._round: Round | None = None
@@ -66,6 +78,22 @@ class RoundDriver:
         """What the gradients are multiplied with when a group is decided before the norm is known."""
         self.is_streaming = False
         """Whether groups are decided one by one in this step."""
+
+    @property
+    def schedule(self) -> UpdateSchedule:
+        """The one in force."""
+        if self._schedule is UpdateSchedule.SPECULATIVE and self._guesses_unasked and not self._is_whole_step:
+            return UpdateSchedule.FORWARD
+        return self._schedule
+
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """In here nothing is called between the last backward of a step and its `step()`."""
+        self._is_whole_step = not self.has_begun
+        try:
+            yield
+        finally:
+            self._is_whole_step = False
 
     @property
     def updates_in_backward(self) -> bool:

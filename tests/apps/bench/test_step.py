@@ -210,7 +210,7 @@ def test_warming_up_ends_with_the_first_right_guess_or_with_an_error() -> None:
 
 
 def test_what_speculates_is_foretold_from_what_another_recorded(options: BenchOptions, tmp_path: Path) -> None:
-    recorder = result("tierstore, 1GiB, memory kept", 1.0, computing_s=0.5)
+    recorder = result("tierstore, 1GiB, forward, memory kept", 1.0, computing_s=0.5)
     recorder.facts = {"recorded": {}}
     found = results_of(options, tmp_path, recorder=recorder)
     speculative = next(own for own in step._OWN if own.options.get("update") == "speculative")

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from tierstore.apps.bench.case import Result
 from tierstore.apps.options import TrainOptions
+from tierstore.config import UpdateSchedule
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 
@@ -27,6 +28,8 @@ def computing(recorder: Result, train: TrainOptions, machine: Machine) -> StepRe
 
     given = recorder.facts["recorded"]
     io_s = recorder.median("io_s") or given["io_s"]
+    if recorder.median("speculated") is not None:  # unlike the steps that it recorded
+        io_s, train = given["io_s"], replace(train, update=UpdateSchedule.FORWARD)
     if train.commit_every > 1:  # these steps wrote none of the commits that are foretold: they do not tell
         io_s = 0.0
     recorded = Recorded(StepRecord.from_json(given["step"]), given["computing_s"], io_s, given["depth"])

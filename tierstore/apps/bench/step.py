@@ -85,7 +85,7 @@ _OWN = (
         vs_all_rss=0.25, vs_floor=1.15),
     Own("tierstore, 512MiB, speculative, memory kept", "disk", {"cpu_memory": "512MiB"} | _FAST, vs_all=2.0,
         vs_floor=1.15),
-    Own("tierstore, 1GiB, memory kept", "disk", {"cpu_memory": "1GiB"} | _KEPT),
+    Own("tierstore, 1GiB, forward, memory kept", "disk", {"cpu_memory": "1GiB", "update": "forward"} | _KEPT),
     Own("tierstore, CPU memory, a commit every 50 (1/50 of a flush added)", "memory",
         _ROOMY | {"commit_every": _RARE}, vs_torch=1.10),
     Own("tierstore, CPU memory, a commit each step", "memory", _ROOMY, vs_torch=1.25),
@@ -100,7 +100,7 @@ _LARGE = tuple(
     Own(f"tierstore, {name}", name, _1_5B | options, vs_floor=1.25, most_rss=int(5.5 * 2**30))
     for name, options in (
         ("1.5b, 4GiB, speculative, clipped at 1000", {"update": "speculative", "clip": 1000.0}),  # norms are under it
-        ("1.5b, 4GiB", {}),
+        ("1.5b, 4GiB, forward", {"update": "forward"}),
     )
 )
 """One after the other, for each takes 48 GB."""

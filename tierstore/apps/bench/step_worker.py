@@ -114,6 +114,12 @@ class Stepper:
         is_plain = report.grad_norm is not None and report.grad_norm < self.clip
         return report, is_plain and self.engine._parts.driver.is_speculating
 
+    @property
+    def speculates(self) -> bool:
+        """Whether steps may be updated within backward by a guess, asked for or not."""
+        with self.engine._parts.driver.whole_step():
+            return self.engine._parts.driver.schedule is UpdateSchedule.SPECULATIVE
+
     def warm_speculation(self) -> None:
         """Until a guess was right."""
         if not any(self.step()[1] for _ in range(_MOST_WARMING_STEPS)):
@@ -145,13 +151,16 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         on_device = tokens.next().to(train.device)
         batches = [{"input_ids": on_device, "labels": on_device}] * train.accumulate
         stepper = Stepper(engine, batches, train.micro_batches, train.clip)
-        if train.update is UpdateSchedule.SPECULATIVE:
+        if stepper.speculates:
             stepper.warm_speculation()
         yield facts, _rounds(stepper, train, options["steps"], commits)
 
 
 def is_recorded(train: TrainOptions) -> bool:
-    """Whether its steps show what the model's computing takes: no update runs inside backward."""
+    """Whether its steps show what the model's computing takes: no update runs inside backward.
+
+    Where speculation was not asked for, those of a trial do: they are no whole steps.
+    """
     return train.accumulate == 1 and train.update is not UpdateSchedule.SPECULATIVE
 
 
@@ -195,7 +204,7 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits)
         after = engine.statistics()
         links = ("nvme_read", "nvme_write")
         moved = [(after["bytes"][link] - before["bytes"][link]) / (steps + 2) for link in links]
-        figures = _figures(train, taken) | {"read_bytes": moved[0], "written_bytes": moved[1]}
+        figures = _figures(stepper, taken) | {"read_bytes": moved[0], "written_bytes": moved[1]}
         figures["io_s"] = (io_s[steps + 1] - io_s[1]) / steps  # of the timed steps: the last update runs beside none
         figures |= {"bytes_per_parameter": sum(moved) / parameters}
         figures |= {"drained_s": (rested_s - starts_s[0]) / (steps + 2), "lag_p99_ms": lag.take_ms()}
@@ -218,12 +227,12 @@ def _step_s(
     return (ends_s[steps] - ends_s[0]) / steps
 
 
-def _figures(train: TrainOptions, taken: Sequence[tuple[StepReport, bool]]) -> dict[str, float]:
+def _figures(stepper: Stepper, taken: Sequence[tuple[StepReport, bool]]) -> dict[str, float]:
     """Of the timed steps; `computing_s` of the first, which has no update beside it unless that is in its backward."""
     timed, (first, _) = taken[1:-1], taken[0]
     phases = ("forward", "backward", "wait")
     figures = {f"{name}_s": statistics.fmean(one.seconds[name] for one, _ in timed) for name in phases}
     figures["depth"] = float(timed[-1][0].prefetch_depth)
-    if train.update is UpdateSchedule.SPECULATIVE:
+    if stepper.speculates:
         return figures | {"speculated": float(sum(was_right for _, was_right in timed))}
     return figures | {"computing_s": first.seconds["forward"] + first.seconds["backward"] - first.seconds["wait"]}
