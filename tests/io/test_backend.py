@@ -240,6 +240,23 @@ def test_short_direct_transfers_go_on_from_the_aligned_boundary(disk_path: Path,
     file.close()
 
 
+def test_only_what_was_written_since_is_synced(disk_path: Path, buffers: tuple[Bytes, Bytes]) -> None:
+    backend = FaultyBackend()
+    page, file = buffers[0][:4096], backend.create(disk_path / "pack", 4096)
+    for _ in range(2):  # the second has nothing to do
+        file.datasync()
+    assert backend.calls.count("fdatasync") == 1
+    file.write_from(page, 0)
+    file.datasync()
+    assert backend.calls.count("fdatasync") == 2
+    file.write_from(page, 0)
+    backend.refuse("nobody waits")
+    for _ in range(2):  # a call that was not made has synced nothing
+        with pytest.raises(ClosedError, match="nobody waits"):
+            file.datasync()
+    file.close()
+
+
 def test_a_failed_datasync_is_never_retried(disk_path: Path) -> None:
     backend = FaultyBackend(EIO, kinds=("fdatasync",))
     file = backend.create(disk_path / "pack", PAGE)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import EIO, FaultyBackend, each_fault
+from faults import EIO, HANG, FaultyBackend, each_fault
 
 from tierstore.errors import StorageError, StoreLocked
 from tierstore.io.backend import Backend
@@ -220,3 +220,21 @@ class TestManifests:
         assert backend.calls == ["open", "pwrite", "fsync", "close", "replace", "open", "fsync", "close"]
         with pytest.raises(StorageError, match="EIO"):  # a failure is not lost behind the cancellation
             asyncio.run(play(FaultyBackend(EIO, at=1)))
+
+    def test_a_loop_that_ends_meanwhile_leaves_a_whole_generation(self, tmp_path: Path) -> None:
+        """It stops those who wait; the thread goes on, and what it publishes must all be there."""
+        backend = FaultyBackend(HANG, at=2, kinds=("open",))  # of the manifest
+
+        async def play() -> None:
+            task = asyncio.create_task(Manifests(tmp_path, backend).publish(Generation(0, {}, {}, {})))
+            await asyncio.to_thread(backend.is_hung.wait, 60)
+            for one in asyncio.all_tasks() - {asyncio.current_task()}:
+                one.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            backend.goes_on.set()
+
+        asyncio.run(play())
+        manifests = Manifests(tmp_path, Backend())
+        assert manifests.numbers() == [0]
+        assert (tmp_path / "captured-000000000000.safetensors").exists()

@@ -67,6 +67,7 @@ class BlockFile(ForkAware):
         self._users = 0
         self._is_closed = False
         self._is_dirty = True  # made or grown by who opened it, for all that is known here
+        self._syncs = threading.Lock()  # who finds nothing to sync may not be told so before the sync that did it ends
         self._sync_failure: StorageError | None = None
 
     @property
@@ -110,7 +111,7 @@ class BlockFile(ForkAware):
             StorageError: what was written may be lost. The kernel may report such a loss only once and mark the pages
                 clean, so a failed call is never retried: from then on each call raises the same.
         """
-        with self._in_use() as descriptor:
+        with self._in_use() as descriptor, self._syncs:
             if self._sync_failure is not None:
                 raise StorageError(f"{self._sync_failure}; what was written since the last good sync may be lost")
             if not self._is_dirty:
@@ -122,6 +123,9 @@ class BlockFile(ForkAware):
             except OSError as error:
                 self._sync_failure = storage_error(error, "fdatasync", self.path)
                 raise self._sync_failure from error
+            except BaseException:
+                self._is_dirty = True
+                raise
 
     def close(self) -> None:
         """Refuses new transfers; the last one in flight closes the descriptor. Twice is fine."""

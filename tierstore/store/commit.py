@@ -26,7 +26,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 
 from aiofiles.os import wrap
 
-from tierstore.errors import ConfigError, FormatError, StorageError, StoreLocked
+from tierstore.errors import ConfigError, FormatError, StorageError, StoreLocked, TierstoreError
 from tierstore.io.backend import Backend, storage_error
 from tierstore.io.files import read_bytes, replace_file
 from tierstore.io.fork import ForkAware
@@ -340,7 +340,7 @@ class Manifests:
             noted = await self.capture(generation.number, generation.captured)
         try:
             await self._in_thread(self._publish, generation, noted)
-        except BaseException:
+        except Exception:  # not if the loop ends: then the thread may still publish it, and it is whole
             # Perhaps renamed, but not known to be durable.
             await self.abandon(generation.number)
             raise
@@ -351,8 +351,8 @@ class Manifests:
         replace_file(self._manifest(generation.number), text, backend=self._backend)
 
     async def abandon(self, number: int) -> None:
-        """Remove what there is of a generation that is not published."""
-        with contextlib.suppress(StorageError):
+        """Remove what there is of a generation that is not published, if that can be: another error is told already."""
+        with contextlib.suppress(TierstoreError):
             await self._in_thread(self._remove, {number})
 
     async def _in_thread(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
