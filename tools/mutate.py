@@ -258,6 +258,14 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_publishing.py",
     ),
     Mutation(
+        "a whole step that broke off guesses nothing", "train/engine.py Engine.train_step",
+        "self._parts.driver.guess_nothing()", "train/test_auto.py",
+    ),
+    Mutation(
+        "a callback's step is no whole one", "train/rounds.py RoundDriver.decide", "self._is_whole_step = False",
+        "train/test_auto.py",
+    ),
+    Mutation(
         "weights of a chunk that is updated in part are copied", "store/updates.py UpdatePipeline._apply",
         "if storage is not None and is_whole", "train/test_must_work.py", "if storage is not None",
     ),

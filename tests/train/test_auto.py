@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from runs import disk, smallest_budgets
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tierstore.config import AdamWConfig, TierConfig, UpdateSchedule
+from tierstore.errors import ConfigError
 from tierstore.train.budgets import settled, usual
 from tierstore.train.engine import Engine
 from tierstore.train.report import StepReport
@@ -44,12 +46,11 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.pow(2).mean()
 
 
-def engine_on(folder: Path, clip: float | None, **options: Any) -> Engine:
+def engine_on(folder: Path, clip: float | None, model: nn.Module | None = None, **options: Any) -> Engine:
     """With the smallest budgets, all state on the disk."""
     gpu, cpu = smallest_budgets(Net(), nvme=["unused"], max_grad_norm=clip)
-    return Engine(
-        Net(), disk(folder, gpu_memory=gpu, cpu_memory=cpu), AdamWConfig(lr=1e-2), max_grad_norm=clip, **options
-    )
+    tiers = disk(folder, gpu_memory=gpu, cpu_memory=cpu)
+    return Engine(model or Net(), tiers, AdamWConfig(lr=1e-2), max_grad_norm=clip, **options)
 
 
 class Steps:
@@ -130,6 +131,105 @@ def test_a_step_that_was_begun_before_is_no_whole_one(tmp_path: Path) -> None:
     assert steps.schedules[-2:] == ["forward", "speculative"]
 
 
+def test_an_interrupt_between_backward_and_step_leaves_a_step_that_is_guarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its updates are under way: weights that are half changed are nothing to read."""
+
+    def interrupted(engine: Engine) -> StepReport:
+        raise KeyboardInterrupt
+
+    with engine_on(tmp_path, NEVER) as engine:
+        steps = Steps(engine)
+        for x in batches(3):
+            steps.whole(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.train_step([x], loss_of)
+        for act in (engine.state_dict, lambda: engine(x), lambda: engine.train_step([x], loss_of)):
+            with pytest.raises(ConfigError, match="update='speculative' is changing meanwhile"):
+                act()
+        steps.note(engine.step())
+        steps.apart(x)
+    assert steps.schedules[-1] == "forward"
+    assert engine.step_count == 5
+
+
+class Broken(Exception):
+    """What a loss raises."""
+
+
+def fail(output: torch.Tensor) -> torch.Tensor:
+    raise Broken
+
+
+def two_backwards(steps: Steps, data: list[torch.Tensor]) -> None:
+    for x in data:
+        steps.engine.backward(loss_of(steps.engine(x)))
+    steps.note(steps.engine.step())
+
+
+def one_forgotten(steps: Steps, data: list[torch.Tensor]) -> None:
+    first, second = data
+    steps.engine.backward(loss_of(steps.engine(first)))
+    steps.engine.state_dict()
+    steps.engine.zero_grad()
+    steps.apart(second)
+
+
+def a_whole_one(steps: Steps, data: list[torch.Tensor]) -> None:
+    steps.whole(*data)
+
+
+@pytest.mark.parametrize("go_on", [two_backwards, one_forgotten, a_whole_one])
+@pytest.mark.parametrize("is_broken_by", ["loss", "callback"])
+def test_what_follows_a_whole_step_that_broke_off_is_anybodys_loop(
+    go_on: Callable[[Steps, list[torch.Tensor]], None], is_broken_by: str, tmp_path: Path
+) -> None:
+    """A round that was begun to guess is left in the middle, or was begun by a callback inside `step()`."""
+
+    def play(engine: Engine) -> dict[str, torch.Tensor]:
+        steps, data = Steps(engine), batches()
+        if is_broken_by == "callback":
+            engine.on_step(lambda report: engine(data[7]) if report.step == 3 else None)
+        for x in data[:3]:
+            steps.whole(x)
+        if is_broken_by == "loss":
+            with pytest.raises(Broken):
+                engine.train_step([data[3]], fail)
+        go_on(steps, data[4:6])
+        steps.whole(data[6])
+        return engine.state_dict()
+
+    memory = TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=20.0)
+    with Engine(Net(), memory, AdamWConfig(lr=1e-2), update="step", max_grad_norm=NEVER) as engine:
+        expected = play(engine)
+    with engine_on(tmp_path, NEVER) as engine:
+        for name, weight in play(engine).items():
+            assert torch.equal(weight, expected[name]), name
+        assert engine._parts.driver.schedule is UpdateSchedule.SPECULATIVE
+
+
+class Recomputing(Net):
+    """What reentrant checkpointing recomputes, no graph shows before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def test_gradients_that_may_come_late_are_not_guessed_unasked(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NEVER, model=Recomputing()) as engine:
+        steps = Steps(engine)
+        for x in batches():
+            steps.whole(x)
+    assert not any(steps.guessed)
+    assert set(steps.schedules[1:]) == {"forward"}
+
+
 @pytest.mark.parametrize(
     ("changes", "schedule"),
     [
@@ -157,11 +257,11 @@ def test_it_guesses_only_where_it_can_go_back(changes: dict[str, Any], schedule:
         ("forward", True, "cpu", "step"),
         ("forward", False, "cpu", "forward"),
         ("backward", True, "cpu", "backward"),
+        ("step", True, "cuda", "step"),
     ],
 )
 def test_an_update_in_memory_is_not_guessed(schedule: str, is_in_memory: bool, device: str, expected: str) -> None:
-    placement: Any = SimpleNamespace(updates_in_memory=is_in_memory)
-    assert settled(UpdateSchedule(schedule), placement, device) is UpdateSchedule(expected)
+    assert settled(UpdateSchedule(schedule), device, in_memory=is_in_memory) is UpdateSchedule(expected)
 
 
 def test_without_a_norm_to_wait_for_there_is_nothing_to_guess() -> None:

@@ -178,7 +178,8 @@ def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
     found = [train.update]
     if train.update is UpdateSchedule.AUTO:
         schedule = usual(needs_norm=train.needs_norm, can_go_back=train.can_go_back)
-        first = settled(schedule, _placed(record, train, schedule), train.device)
+        in_memory = _placed(record, train, schedule).updates_in_memory
+        first = settled(schedule, train.device, in_memory=in_memory)
         found = [first, UpdateSchedule.FORWARD, UpdateSchedule.STEP]
     for schedule in dict.fromkeys(found):
         yield Candidate(schedule, train.chunk, _placed(record, train, schedule))

@@ -85,7 +85,7 @@ def plan(
         Attention, typer.Option(help="eager keeps matrices of sequence x sequence for backward.")
     ] = Attention.FUSED,
     update: Annotated[
-        UpdateSchedule, typer.Option(help="When the optimizer runs; auto is forward, as with clipping.")
+        UpdateSchedule, typer.Option(help="When the optimizer runs; auto as in train, which clips.")
     ] = UpdateSchedule.AUTO,
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
     deepspeed: Annotated[

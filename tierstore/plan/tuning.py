@@ -191,8 +191,8 @@ def _reason(
         text = f"bandwidth-bound: {times}: no depth hides it"
     else:
         text = (
-            f"in turns: {times}, and computing waits {step.waiting_s:.2f} s for what is not hidden: the update begins "
-            "when the gradients are complete, and what it reads, writes and computes then comes before the next layers"
+            f"in turns: {times}, and computing waits {step.waiting_s:.2f} s for what is not hidden: what an update "
+            "reads, writes and computes after the gradients that it needs comes before the next layers"
         )
     batch = "no batch up to 64 times as large hides it" if batch_factor is None else f"{batch_factor:g} times the batch"
     gain = f"a second SSD would make it {two_disks.seconds:.2f} s"

@@ -118,6 +118,11 @@ class GradientCollector:
         """Whether a final backward has shown how many gradients recomputation adds."""
         return all(count is not None for count in self._recomputed)
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether recomputation has added gradients to those that the graph shows."""
+        return any(self._recomputed)
+
     def expect(self, forwards: int) -> None:
         """So many forwards go into each backward of the step that begins: what another number showed is forgotten."""
         if forwards != self._forwards:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tierstore.alignment import padded
 from tierstore.config import TierConfig, UpdateSchedule
-from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GradientMode, GroupNeed, Placement, Request
+from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GradientMode, GroupNeed, Request
 from tierstore.plan.tiers import smallest_budgets
 
 _GRADIENTS: dict[UpdateSchedule, GradientMode] = {
@@ -74,7 +74,7 @@ def usual(*, needs_norm: bool, can_go_back: bool) -> UpdateSchedule:
     return UpdateSchedule.SPECULATIVE if can_go_back else UpdateSchedule.FORWARD
 
 
-def settled(schedule: UpdateSchedule, placement: Placement, device: str) -> UpdateSchedule:
+def settled(schedule: UpdateSchedule, device: str, *, in_memory: bool) -> UpdateSchedule:
     """What `auto` is: on a CPU a whole update in memory has nothing to hide, and runs by itself.
 
     Beside the next forward it would take turns with it on the same cores, and slow it by more than it gains. And where
@@ -82,7 +82,8 @@ def settled(schedule: UpdateSchedule, placement: Placement, device: str) -> Upda
 
     Args:
         schedule: the usual one.
+        in_memory: no update needs the disk, at no rank.
     """
-    if schedule is UpdateSchedule.BACKWARD or not placement.updates_in_memory:
+    if schedule not in (UpdateSchedule.FORWARD, UpdateSchedule.SPECULATIVE) or not in_memory:
         return schedule
     return UpdateSchedule.STEP if device == "cpu" else UpdateSchedule.FORWARD

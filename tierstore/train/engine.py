@@ -166,7 +166,7 @@ class Engine:
             parts.collector.expect(count)
             parts.driver.begin(
                 parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph,
-                accumulates=not self._order.is_syncing,
+                recomputes=parts.collector.recomputes, accumulates=not self._order.is_syncing,
             )  # fmt: skip
         parts.access.stops_at_step = self._order.is_syncing and not parts.driver.is_streaming
         parts.access.begin_forward()
@@ -250,16 +250,21 @@ class Engine:
         batches = list(batches)
         take_loss = loss_of or (lambda output: output.loss)
         order = choice(MicroBatchSchedule, "schedule", schedule)
-        with self._parts.driver.whole_step():
-            if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
-                losses = self._forward(lambda: self._side_by_side(batches, take_loss), len(batches))
-                self.backward(torch.stack(losses).sum() / len(batches))
+        try:
+            with self._parts.driver.whole_step():
+                if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
+                    losses = self._forward(lambda: self._side_by_side(batches, take_loss), len(batches))
+                    self.backward(torch.stack(losses).sum() / len(batches))
+                    return self.step()
+                for position, batch in enumerate(batches):
+                    is_last = position == len(batches) - 1
+                    with contextlib.nullcontext() if is_last else self.no_sync():
+                        self.backward(take_loss(_called(self, batch)) / len(batches))
                 return self.step()
-            for position, batch in enumerate(batches):
-                is_last = position == len(batches) - 1
-                with contextlib.nullcontext() if is_last else self.no_sync():
-                    self.backward(take_loss(_called(self, batch)) / len(batches))
-            return self.step()
+        except BaseException:
+            if not (self._order.has_final_backward or self._order.is_broken):
+                self._parts.driver.guess_nothing()
+            raise
 
     def _side_by_side(self, batches: Sequence[Any], take_loss: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
         """The losses of micro-batches that pass each group together."""

@@ -64,8 +64,10 @@ class RoundDriver:
         self, schedule: UpdateSchedule, store: TrainingStore, runtime: Runtime, *, guesses_unasked: bool = False
     ) -> None:
         self._schedule = schedule
-        self._guesses_unasked = guesses_unasked
+        self._guesses_unasked = guesses_unasked and schedule is UpdateSchedule.SPECULATIVE
         self._is_whole_step = False
+        self.schedule = UpdateSchedule.FORWARD if self._guesses_unasked else schedule
+        """The one in force: of the round in progress, else of the last one."""
         self._store = store
         self._runtime = runtime
         self._round: Round | None = None
@@ -80,20 +82,23 @@ class RoundDriver:
         """Whether groups are decided one by one in this step."""
 
     @property
-    def schedule(self) -> UpdateSchedule:
-        """The one in force."""
-        if self._schedule is UpdateSchedule.SPECULATIVE and self._guesses_unasked and not self._is_whole_step:
-            return UpdateSchedule.FORWARD
-        return self._schedule
+    def may_guess(self) -> bool:
+        """Whether whole steps may speculate, asked for or not."""
+        return self._schedule is UpdateSchedule.SPECULATIVE
 
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[None]:
-        """In here nothing is called between the last backward of a step and its `step()`."""
+        """In here nothing comes between the last backward of a step and its `step()`, unless it is broken off."""
         self._is_whole_step = not self.has_begun
         try:
             yield
         finally:
             self._is_whole_step = False
+
+    def guess_nothing(self) -> None:
+        """A whole step was broken off before anything was decided: if nobody asked, it goes on as under forward."""
+        if self._guesses_unasked:
+            self.schedule, self.is_streaming = UpdateSchedule.FORWARD, False
 
     @property
     def updates_in_backward(self) -> bool:
@@ -106,7 +111,7 @@ class RoundDriver:
         return self._round is not None
 
     def begin(
-        self, visits: Sequence[int], completed: Sequence[int], *, knows_graph: bool, accumulates: bool
+        self, visits: Sequence[int], completed: Sequence[int], *, knows_graph: bool, recomputes: bool, accumulates: bool
     ) -> None:
         """The first forward of a step begins: updates may read ahead.
 
@@ -114,8 +119,12 @@ class RoundDriver:
             visits: groups as forward and backward need them.
             completed: groups as their gradients were complete in the last backward.
             knows_graph: a step was seen to its end; until then nothing is updated before step().
+            recomputes: a graph shows not all of its gradients, so one may come late: an error if its group is updated.
             accumulates: the next backward is not the step's last.
         """
+        self.schedule = self._schedule
+        if self._guesses_unasked and (recomputes or not self._is_whole_step):
+            self.schedule = UpdateSchedule.FORWARD
         self.is_speculating = self.schedule is UpdateSchedule.SPECULATIVE and self.speculation.should_try()
         from_device = self.schedule is UpdateSchedule.BACKWARD or self.is_speculating
         trainable = [i for i, group in enumerate(self._store.groups) if group.trainable]
@@ -163,6 +172,7 @@ class RoundDriver:
         is_redo = is_guessed and not is_plain
         decided = self._runtime.call(self._decide, round_, updates, is_redo)
         self._round = None  # not before: a round that nobody decides would wait for ever
+        self._is_whole_step = False  # what callbacks call is a step of its own
         if self.schedule is UpdateSchedule.STEP:
             self._runtime.call(self._store.updates.round_ended, decided)
         self.last_round = decided

@@ -117,8 +117,7 @@ class Stepper:
     @property
     def speculates(self) -> bool:
         """Whether steps may be updated within backward by a guess, asked for or not."""
-        with self.engine._parts.driver.whole_step():
-            return self.engine._parts.driver.schedule is UpdateSchedule.SPECULATIVE
+        return self.engine._parts.driver.may_guess
 
     def warm_speculation(self) -> None:
         """Until a guess was right."""
