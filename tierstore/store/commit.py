@@ -3,10 +3,11 @@
 Scope: how a manifest is published and read; who may use a directory.
 Not here: what it says (`manifest.py`); chunk data (`slots.py`); what the captured state means (`train/`).
 
-[Note: the barrier] A generation is published in this order: every chunk written, every file fdatasynced, the captured
-state written and fsynced, the manifest written, fsynced and renamed, the directory fsynced. Only when the last of them
-has returned may a byte of the generation before be overwritten. A failed fsync is never retried: the kernel may have
-dropped the dirty pages, so that generation is abandoned and the error raised.
+[Note: the barrier] A generation is published in this order: every chunk written, every file of chunks fdatasynced, and,
+side by side with both, the captured state written and fsynced; then the manifest written, fsynced and renamed, the
+directory fsynced. Only when the last of them has returned may a byte of the generation before be overwritten. A failed
+fsync is never retried: the kernel may have dropped the dirty pages, so that generation is abandoned and the error
+raised.
 """
 
 from __future__ import annotations
