@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
-from tierstore.store.gradients import Piece, _in_place
+from tierstore.io.memory import Bytes
+from tierstore.kernels.adam import BLOCK
+from tierstore.store.gradients import Piece, _add, _all_in_place
 
 
 def test_parts_come_in_their_order_and_share_the_memory_of_the_gradients() -> None:
     gradient = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    views: Any = _in_place(CpuDevice(), "fp32", [Piece(7, gradient[2:], True), Piece(0, gradient[:2], True)])
+    views: Any = _all_in_place(CpuDevice(), "fp32", [Piece(7, gradient[2:], True), Piece(0, gradient[:2], True)])
     gradient.mul_(10)
     assert [(start, view.tolist()) for start, view in views] == [(0, [10.0, 20.0]), (7, [30.0, 40.0])]
 
@@ -29,5 +32,28 @@ def test_parts_come_in_their_order_and_share_the_memory_of_the_gradients() -> No
 )
 def test_what_does_not_lie_there_as_it_is_wanted_is_copied(piece: Piece) -> None:
     whole = Piece(4, torch.ones(4, dtype=torch.bfloat16), True)
-    assert _in_place(CpuDevice(), "bf16", [whole]) is not None
-    assert _in_place(CpuDevice(), "bf16", [piece, whole]) is None
+    assert _all_in_place(CpuDevice(), "bf16", [whole]) is not None
+    assert _all_in_place(CpuDevice(), "bf16", [piece, whole]) is None
+
+
+class _Apart(CpuDevice):
+    """As a GPU: what is there must be copied to be read."""
+
+    def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> Bytes | None:
+        return None
+
+
+def test_what_is_added_from_where_it_lies_is_what_a_copy_adds() -> None:
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.randn(2 * BLOCK + 5, generator=generator).to(torch.bfloat16) for _ in range(2))
+    found = []
+    for device in (CpuDevice(), _Apart()):
+        total = first.clone()
+        as_bits: Any = total.view(torch.uint16).numpy()
+        _add(device, "bf16", as_bits, Piece(3, second[2:-3], False), Reached())
+        found.append(total)
+        assert device.counters.totals().d2h_bytes == 2 * (len(second) - 5)
+    expected = first.clone()
+    expected[3:-2] += second[2:-3]
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], expected)

@@ -262,7 +262,7 @@ class Gradients:
                 array[total.nbytes :] = 0
                 if sum(part.gradient.numel() for part in parts) < len(total):
                     total[:] = 0
-            views = _in_place(device, dtype, parts) if is_new else None
+            views = _all_in_place(device, dtype, parts) if is_new else None
             if partials is None or views is None:
                 copy_and_measure()
             else:
@@ -428,17 +428,23 @@ def _cut(piece: Piece, start: int, stop: int) -> list[Piece]:
     return [Piece(first - start, flat, piece.is_first)]
 
 
-def _in_place(device: ComputeDevice, dtype: str, parts: list[Piece]) -> list[tuple[int, Array]] | None:
-    """The parts in their order, as the kernels see them, if all can be read where they lie and none is to be added."""
-    views, item_bytes = [], np.dtype(_NUMPY[dtype]).itemsize
+def _in_place(device: ComputeDevice, dtype: str, part: Piece) -> Array | None:
+    """A part as the kernels see it, if it can be read where it lies."""
+    flat, item_bytes = part.gradient, np.dtype(_NUMPY[dtype]).itemsize
+    if not (flat.is_contiguous() and flat.element_size() == item_bytes):
+        return None
+    here = device.in_place(flat.untyped_storage(), int(flat.storage_offset()) * item_bytes, flat.nbytes)
+    return None if here is None else elements_of(here, dtype, flat.numel())
+
+
+def _all_in_place(device: ComputeDevice, dtype: str, parts: list[Piece]) -> list[tuple[int, Array]] | None:
+    """The parts in their order, if all can be read where they lie and none is to be added."""
+    views = []
     for part in sorted(parts, key=lambda part: part.start):
-        flat = part.gradient
-        if not (part.is_first and flat.is_contiguous() and flat.element_size() == item_bytes):
+        view = _in_place(device, dtype, part) if part.is_first else None
+        if view is None:
             return None
-        here = device.in_place(flat.untyped_storage(), int(flat.storage_offset()) * item_bytes, flat.nbytes)
-        if here is None:
-            return None
-        views.append((part.start, elements_of(here, dtype, flat.numel())))
+        views.append((part.start, view))
     return views
 
 
@@ -447,9 +453,15 @@ def _bytes_of(total: Array, start: int, count: int) -> Bytes:
 
 
 def _add(device: ComputeDevice, dtype: str, total: Array, part: Piece, after: Mark) -> None:
-    """Add in steps of one block, so that the copy of the addend takes next to nothing."""
+    """Add from where it lies; else in steps of one block, so that the copy of the addend takes next to nothing."""
+    after.synchronize()
+    place, start_s = total[part.start : part.start + part.gradient.numel()], device.counters.clock()
+    if (there := _in_place(device, dtype, part)) is not None:
+        add_into(dtype, place, there)
+        device.counters.add("d2h", there.nbytes, start_s)
+        return
     scratch = np.empty(BLOCK, total.dtype)
-    for offset in range(0, part.gradient.numel(), BLOCK):
-        addend = scratch[: min(BLOCK, part.gradient.numel() - offset)]
+    for offset in range(0, len(place), BLOCK):
+        addend = scratch[: min(BLOCK, len(place) - offset)]
         device.copy_out([part.gradient[offset : offset + len(addend)]], [addend.view(np.uint8)], after)
-        add_into(dtype, total[part.start + offset : part.start + offset + len(addend)], addend)
+        add_into(dtype, place[offset : offset + len(addend)], addend)
