@@ -18,17 +18,17 @@ from tierstore.apps.options import FreedMemory
 from tierstore.cli import app
 from tierstore.errors import ConfigError
 
-_ROUNDS, _BYTES, _PAGE = 10, 2**23, 4096
+_ROUNDS, _BYTES, _SMALL_BYTES, _PAGE = 10, 2**23, 2**22, 4096
 _SET_THP_DISABLE = 41  # PR_SET_THP_DISABLE of linux/prctl.h
 _PROGRAM = f"""
 import ctypes, resource
 from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import FreedMemory
 
-def faults(rounds):
+def faults(rounds, nbytes={_BYTES}):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(rounds):
-        bytearray({_BYTES})[::{_PAGE}] = bytes({_BYTES // _PAGE})
+        bytearray(nbytes)[::{_PAGE}] = bytes(nbytes // {_PAGE})
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 ctypes.CDLL(None).prctl({_SET_THP_DISABLE}, 1, 0, 0, 0)  # a huge page is one fault
@@ -37,26 +37,35 @@ built = faults({_ROUNDS})
 with serve_steps(FreedMemory(WISH), updates_in_memory=IN_MEMORY):
     faults(2)
     served = faults({_ROUNDS})
+    faults(2, {_SMALL_BYTES})
+    served_small = faults({_ROUNDS}, {_SMALL_BYTES})
 hole, above = bytearray({_BYTES}), bytearray({_BYTES})
 del hole
 prepare_heap()
-print(built, served, faults(1))
+print(built, served, served_small, faults(1))
 """
 
 
 @pytest.mark.parametrize(
-    ("wish", "updates_in_memory", "keeps"),
-    [("keep", False, True), ("return", True, False), ("auto", True, True), ("auto", False, False)],
+    ("wish", "updates_in_memory", "keeps", "keeps_small"),
+    [
+        ("keep", False, True, True),
+        ("return", True, False, False),
+        ("auto", True, True, True),
+        ("auto", False, False, True),
+    ],
 )
 def test_freed_memory_is_returned_while_an_engine_is_made_and_then_kept_or_not(
-    wish: str, updates_in_memory: bool, keeps: bool
+    wish: str, updates_in_memory: bool, keeps: bool, keeps_small: bool
 ) -> None:
     program = _PROGRAM.replace("WISH", repr(wish)).replace("IN_MEMORY", repr(updates_in_memory))
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    built, served, given_back = map(int, told.split())
+    built, served, served_small, given_back = map(int, told.split())
     pages = _ROUNDS * _BYTES // _PAGE
     assert built >= pages // 2
     assert served < pages // 20 if keeps else served >= pages // 2
+    small_pages = pages * _SMALL_BYTES // _BYTES
+    assert served_small < small_pages // 20 if keeps_small else served_small >= small_pages // 2
     assert given_back >= pages // _ROUNDS // 2
 
 

@@ -40,7 +40,7 @@ class Precision(enum.Enum):
 
 
 class FreedMemory(enum.Enum):
-    """What becomes of the CPU memory that a step frees; "auto" keeps it if no update needs the disk."""
+    """What becomes of the CPU memory that a step frees; "auto" keeps it if no update needs the disk, else little."""
 
     AUTO = "auto"
     KEEP = "keep"

@@ -109,7 +109,7 @@ def train(
         FreedMemory,
         typer.Option(
             help="keep what a step frees for the next one, faster on a CPU; or return it to the system; auto: keep it "
-            "if no update needs the disk."
+            "if no update needs the disk, else that of small buffers."
         ),
     ] = FreedMemory.AUTO,
     bandwidth: Annotated[
