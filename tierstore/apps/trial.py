@@ -37,7 +37,7 @@ class Recorded:
 
     Attributes:
         computing_s: of the passes beside an update, without waiting for weights; at prefetch `depth`.
-        io_s: of reads and writes of such a step, added up over the threads of the disks.
+        io_s: in which the threads of the disks work in such a step, added up.
     """
 
     step: StepRecord

@@ -93,7 +93,7 @@ def calibrated(
     Args:
         placement, policy: with which those steps ran.
         computing_s: both passes of such a step, without waiting for weights.
-        io_s: all its reads and writes, added up over threads.
+        io_s: the time in which the threads of the disks worked, added up.
 
     Returns:
         Without what those steps do not tell: contention, if next to nothing ran beside them; drag without a disk, or

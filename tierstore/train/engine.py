@@ -460,8 +460,8 @@ class Engine:
     def statistics(self) -> dict[str, Any]:
         """Totals since the engine was made: bytes by link, peaks by tier, generation, codecs, depth, buffered I/O.
 
-        `stall_s` is the time in which compute waited for weights, `io_s` that of all reads and writes of the disks,
-        added up over their threads.
+        `stall_s` is the time in which compute waited for weights; `io_s` that in which the threads of the disks worked,
+        added up: with reads and writes it holds their checksums, codecs and copies.
         """
         return self._meters.totals()
 

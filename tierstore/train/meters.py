@@ -59,12 +59,11 @@ class StepMeters:
 
     def totals(self) -> dict[str, Any]:
         """Since the engine was made."""
-        disk = self._parts.backend.counters.totals()
         return {
             "bytes": self._links(),
             "peak_bytes": self._peaks(),
             "stall_s": self._parts.access.stall_s,
-            "io_s": disk.read_seconds + disk.write_seconds,
+            "io_s": self._parts.store.io.workers.busy_s,
             "generation": self._parts.store.commits.generation,
             "codecs": {
                 kind.value: {"codec": choice.codec.value, "why": choice.why}
