@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from ranks import fork_server
 from resuming import DISK, State, Way, check_resumes, expected_states, hold, opened
 from runs import next_token_loss, tiny, tokens
@@ -20,6 +21,7 @@ from runs import next_token_loss, tiny, tokens
 from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, StorageError, StoreLocked, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.store.manifest import digest, read_generation, read_manifest
+from tierstore.store.verification import committed_chunks
 
 STEPS = 4
 WAY = Way("forward", cpu_memory=DISK, width=96)  # two chunks in a block
@@ -63,6 +65,60 @@ def refuse(way: Way, folder: Path, kind: type[TierstoreError], **changes: Any) -
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     print(refusal.value)  # for the reader of `pytest -s`
     return str(refusal.value)
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "speculative"])
+def test_what_is_set_between_an_update_and_its_commit_is_what_is_committed(tmp_path: Path, update: str) -> None:
+    """An update leaves the digests of what lives in CPU memory, where others may write before a commit does."""
+    way = Way(update, cpu_memory="64MiB", commit_every=1 if update == "speculative" else 5)
+    with opened(way, tmp_path) as run:
+        for step in (2, 4):
+            run.until(step)
+            for name, parameter in run.engine.model.named_parameters():
+                with run.engine.gathered([name], modify=True), torch.no_grad():
+                    parameter += 0.25
+        run.engine.load_state_dict({name: value + 1 for name, value in run.engine.state_dict().items()})
+        left = State.of(run)
+    with opened(way, tmp_path, resume="must") as run:
+        assert run.engine.step_count == 4
+        left.check_equal(State.of(run))
+        run.until(5)
+
+
+def test_what_a_skipped_step_has_undone_in_memory_is_what_is_committed(tmp_path: Path) -> None:
+    """An update that was guessed has left its digests; the state is that of the step before."""
+    way = Way("speculative", dtype=torch.float16)
+    with opened(way, tmp_path, max_grad_norm=1e9) as run:
+        run.until(12)
+        before = State.of(run)
+        loss = next_token_loss(run.engine, run.position.next())
+        assert run.engine._parts.driver.is_speculating
+        run.engine.backward(loss * float("inf"))
+        assert run.engine.step().skipped
+        run.engine.flush()
+        left = State.of(run)
+        assert all(torch.equal(left.weights[name], weight) for name, weight in before.weights.items())
+    with opened(way, tmp_path, resume="must", max_grad_norm=1e9) as run:
+        left.check_equal(State.of(run))
+        run.until(14)
+
+
+def as_of_version_1(store: Path) -> int:
+    """Make the manifests of a store those of a release that knew no leaves; gives the number of their checksums."""
+    changed = 0
+    for path in store.glob("manifest-*.json"):
+        body = json.loads(path.read_bytes().rpartition(b"\n")[0])
+        _, chunks = committed_chunks([store], body["generation"])
+        rows = [row for kind in body["records"] for row in body["records"][kind] if row is not None]
+        assert len(rows) == len(chunks)
+        for row, chunk in zip(rows, chunks):
+            with chunk.path.open("rb") as file:
+                file.seek(chunk.offset)
+                row[2:] = [f"{xxhash.xxh3_64_intdigest(file.read(chunk.stored_bytes)):016x}"]
+        text = json.dumps(body | {"version": 1}).encode()
+        path.write_bytes(text + b"\n" + digest(text).encode())
+        changed += len(rows)
+    return changed
 
 
 class TestPrevious:
@@ -246,9 +302,11 @@ class TestStrangers:
             ({"layout/groups/0/parameters/0/1": [-1]}, "a shape is -1"),
             ({"layout/groups/0/dtype": "fp7"}, "has the dtype 'fp7'"),
             ({"records/weights": []}, "the number of records of 'weights' is 0"),
-            ({"records/weights/0": [2, 4096, "0" * 16]}, "a slot is 2, not a number of 0 to 1"),
-            ({"records/weights/0": [0, 2**40, "0" * 16]}, "a length is 1099511627776"),
-            ({"records/weights/0": [0, 2**20, "0" * 16]}, "the store is damaged: chunk .* of .* has the ChunkRecord"),
+            ({"records/weights/0": [2, 4096, "0" * 16, True]}, "a slot is 2, not a number of 0 to 1"),
+            ({"records/weights/0": [0, 2**40, "0" * 16, True]}, "a length is 1099511627776"),
+            ({"records/weights/0": [0, 4096, "0" * 16, 1]}, "a checksum is one of leaves is 1, not true or false"),
+            ({"records/weights/0": [0, 4096, "0" * 16]}, "is 3 values, not 4"),
+            ({"records/weights/0": [0, 2**20, "0" * 16, True]}, "the store is damaged: chunk .* has the ChunkRecord"),
             ({"captured": {}}, "lacks buffers, loss_scale, optimizer"),
             ({"captured/step": "3"}, "holds a str as step"),
             ({"captured/random/numpy/$tuple/2": 10**6}, "the position of numpy's random state is 1000000"),
@@ -324,9 +382,20 @@ class TestAnotherStore:
         from tierstore.pack.codecs import checksum_bytes
 
         path = folder / "store0" / "manifest-000000000003.json"
-        data = path.read_bytes().rpartition(b"\n")[0].replace(b'"version":1', b'"version":2')
+        data = path.read_bytes().rpartition(b"\n")[0].replace(b'"version":2', b'"version":3')
         path.write_bytes(data + f"\n{checksum_bytes(data):016x}".encode())
-        assert "version 2; this release reads tierstore version 1" in refuse(WAY, folder, FormatError)
+        assert "version 3; this release reads tierstore versions 1 and 2" in refuse(WAY, folder, FormatError)
+
+    def test_of_an_older_release_whose_checksums_are_of_whole_chunks(self, folder: Path, expected: list[State]) -> None:
+        assert as_of_version_1(folder / "store0") > 4
+        assert check_resumes(WAY, folder, expected) == 3
+        assert b'"version":2' in (folder / "store0" / "manifest-000000000004.json").read_bytes()
+
+    def test_of_an_older_release_and_damaged(self, folder: Path) -> None:
+        as_of_version_1(folder / "store0")
+        chunk = next(c for c in committed_chunks([folder / "store0"])[1] if c.path.name.startswith("weights"))
+        damage(chunk.path, chunk.offset)
+        assert "have checksum" in refuse(WAY, folder, ChecksumMismatch, resume="must", cpu_memory="64MiB")
 
     def test_never_must_and_previous(self, folder: Path, tmp_path: Path) -> None:
         assert "already holds generation 3" in refuse(WAY, folder, ConfigError, resume="never")

@@ -42,10 +42,11 @@ class SlowPack:
             await asyncio.shield(self.holds[index])
         await turns(self._turns_of())
 
-    async def write(self, index: int, array: Any) -> None:
+    async def write(self, index: int, array: Any, *, known: int | None) -> None:
         await turns(self._turns_of())
 
     hurry = contextlib.nullcontext
+    is_coded = True  # so that nothing is made of its bytes
 
 
 class Gradients:
@@ -137,7 +138,12 @@ class World:
             is_valid_on_device=lambda group: True, on_device=lambda group: None, raw_bytes=lambda group, chunk: 4,
             device_offset=lambda group, chunk: 0, announced=self._wait_for_announced,
         )  # fmt: skip
-        workers: Any = SimpleNamespace(submit=lambda priority, job: turns(slowness()))
+
+        async def submit(priority: Any, job: Any) -> Any:
+            await turns(slowness())
+            return None, None
+
+        workers: Any = SimpleNamespace(submit=submit)
         tracer: Any = SimpleNamespace(measure=lambda *_: contextlib.nullcontext())
         packs: Any = (SlowPack(len(self.groups), slowness), self.state_pack)
         self.updates = UpdatePipeline(

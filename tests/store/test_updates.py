@@ -31,7 +31,9 @@ class KeptPack:
     async def read(self, index: int, array: Any, priority: Priority, *, record: Any) -> None:
         self.asked.append(("read", priority, record))
 
-    async def write(self, index: int, array: Any, priority: Priority = Priority.WRITE) -> None:
+    async def write(
+        self, index: int, array: Any, priority: Priority = Priority.WRITE, *, known: int | None = None
+    ) -> None:
         self.asked.append(("write", priority, None))
 
 
@@ -200,7 +202,9 @@ def test_a_gate_outlives_a_trip_that_is_recalled_or_cancelled_at_it() -> None:
 
 def test_a_write_for_a_commit_lets_all_else_go_first() -> None:
     weights, state = KeptPack("weights 1"), KeptPack("state 1")
-    asyncio.run(pipeline(weights, state).write_resident(0, 0))
+    updates = pipeline(weights, state)
+    updates.dirty[0, 0] = (5, 6)
+    asyncio.run(updates.write_resident(0, 0))
     assert weights.asked == [("write", Priority.COMMIT, None)]
     assert state.asked == []
 

@@ -130,7 +130,9 @@ def test_a_cpu_copies_nothing_but_what_it_loads(update: str, tmp_path: Path, mon
     monkeypatch.setattr(CpuDevice, "copy_out_range", lambda *_: copied["out"].append(1))
     updated: list[bool] = []
     monkeypatch.setattr(
-        updates, "_run_adam", lambda *given, copy: updated.append(copy is not None) or run_adam(*given, copy=copy)
+        updates,
+        "_run_adam",
+        lambda *given, copy, stored: updated.append(copy is not None) or run_adam(*given, copy=copy, stored=stored),
     )
     _, cpu = budgets("bf16", update)
     tiers = disk(tmp_path, gpu_memory="8MiB", cpu_memory=cpu)

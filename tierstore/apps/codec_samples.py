@@ -17,7 +17,7 @@ import numpy as np
 from tierstore.config import Codec
 from tierstore.errors import ChecksumMismatch, ConfigError, StorageError
 from tierstore.io.backend import Backend
-from tierstore.pack.codecs import Bytes, checksum, codec_for
+from tierstore.pack.codecs import Bytes, codec_for
 from tierstore.pack.layout import DTYPE_BITS, ChunkSpec, capacity_pack, slot_pack
 from tierstore.pack.validate import read_header
 from tierstore.plan.placement import Kind
@@ -97,7 +97,7 @@ def _of_store(directory: Path, generation: Generation, limit_bytes: int) -> list
 
 def _chunk(path: Path, chunk: ChunkSpec, offset: int, size_bytes: int, record: ChunkRecord, codec: Codec) -> Bytes:
     stored = _read(path, offset, min(record.stored_bytes, size_bytes))
-    if checksum(stored) != record.checksum:
+    if record.checksum_of(stored) != record.checksum:
         raise ChecksumMismatch(f"damaged, or just being written: chunk {chunk.name} at offset {offset} of {path}")
     if stored.size == size_bytes:
         return stored

@@ -30,7 +30,6 @@ from tierstore.config import TierConfig, format_size
 from tierstore.errors import ChecksumMismatch, FormatError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.watch import Attended
-from tierstore.pack.codecs import checksum
 from tierstore.pack.layout import quoted
 from tierstore.store.commit import Manifests
 from tierstore.store.verification import CommittedChunk, committed_chunks
@@ -122,7 +121,7 @@ def _damages(
 
         def matches(chunk: CommittedChunk, buffer: npt.NDArray[np.uint8]) -> bool:
             files(chunk.path).read_into(buffer[: padded(chunk.stored_bytes)], chunk.offset)
-            return checksum(buffer[: chunk.stored_bytes]) == chunk.checksum
+            return chunk.record.checksum_of(buffer) == chunk.record.checksum
 
         def done(chunk: CommittedChunk, is_whole: bool) -> None:
             advance(padded(chunk.stored_bytes))

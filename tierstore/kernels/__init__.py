@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tierstore.kernels import adam, norms
+from tierstore.kernels import adam, compiled, digests, norms
 
 
 def warm_up(dtypes: Iterable[str]) -> None:
@@ -20,6 +20,7 @@ def warm_up(dtypes: Iterable[str]) -> None:
     Call it at construction: a first step would otherwise wait for the compiler (about a second per dtype when nothing
     is cached, milliseconds when it is). Loops of other dtypes are compiled when first used.
     """
+    digests.digest(np.zeros(compiled.XXH3_BLOCK_BYTES, np.uint8))
     coefficients = adam.AdamCoefficients(lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, step=1)
     for dtype in dtypes:
         state = np.zeros(adam.state_bytes_per_element(dtype), np.uint8)
@@ -27,8 +28,10 @@ def warm_up(dtypes: Iterable[str]) -> None:
         weights, gradient = (np.zeros(1, np.float32 if dtype == "fp32" else np.uint16) for _ in range(2))
         adam.init_state(dtype, master, weights, state)
         adam.adopt_weights(dtype, weights, adam.view_state(dtype, state), 0, 1)
+        stored = (np.zeros(compiled.XXH3_BLOCK_BYTES, np.uint8), np.zeros(compiled.XXH3_BLOCK_BYTES, np.uint8))
         for copy in (None, weights.copy()):
             adam.update(dtype, weights, state, gradient, 0, 1, coefficients, copy)
+            adam.update_with_digests(dtype, weights, state, gradient, [(0, 1, coefficients)], copy, stored)
         adam.read_master(dtype, weights, state, master)
         norms.add_into(dtype, gradient, weights)
         norms.square_sums(dtype, gradient, np.zeros(1, np.float64))

@@ -15,7 +15,9 @@ to inf keeps its value in the residual; a NaN stays a (quiet) NaN, its payload i
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import ConfigError
-from tierstore.kernels import compiled
+from tierstore.kernels import compiled, digests
 
 BLOCK = 65536
 """Elements. Chunks are cut at multiples of it, and norms are summed per block of it."""
@@ -32,7 +34,9 @@ Weights = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_STATE_BYTES = {"fp32": 8, "bf16": 10, "fp16": 12}
+_SECTION_BYTES = {"fp32": (4, 4), "bf16": (4, 4, 2), "fp16": (4, 4, 4)}
+"""Of an element in each section of a state."""
+_STATE_BYTES = {dtype: sum(sections) for dtype, sections in _SECTION_BYTES.items()}
 _ELEMENT = {"fp32": np.dtype(np.float32), "bf16": np.dtype(np.uint16), "fp16": np.dtype(np.uint16)}
 
 
@@ -213,12 +217,61 @@ def update_views(
         check_arrays(dtype, copy, weights.size)
         copy = copy[start:stop]
     if dtype == "fp32":
-        compiled.adam_fp32(p, g, m, v, copy, c.scalars())
+        compiled.adam_fp32(p, g, m, v, rest, copy, c.scalars())
     elif dtype == "bf16":
         compiled.adam_bf16(p, g, m, v, rest, copy, c.scalars())
     else:
         copy = copy.view(np.int16) if copy is not None else None
         compiled.adam_fp16(p.view(np.int16), g.view(np.int16), m, v, rest, copy, c.scalars())
+
+
+def update_with_digests(
+    dtype: str,
+    weights: Weights,
+    state: Bytes,
+    gradient: Weights,
+    runs: Sequence[tuple[int, int, AdamCoefficients]],
+    copy: Weights | None,
+    stored: tuple[Bytes, Bytes],
+) -> tuple[int, int]:
+    """`update` of runs of elements, each with coefficients of its own, and the digests of the chunks that hold them.
+
+    In one pass, for what a digest reads is in the caches then: with a commit each step that takes a fifth off a step
+    whose state is in memory (0.40 to 0.32 s, preset 124m, 2 cores, 2026-11-25).
+
+    Args:
+        runs: start, stop and coefficients, in their order; they do not overlap.
+        stored: the bytes of weights (or of `copy`, if that is what is kept) and of state, with padding: multiples of
+            `compiled.XXH3_BLOCK_BYTES`.
+
+    Returns:
+        `digests.digest` of both.
+    """
+    views = _matching_views(dtype, weights, state)
+    check_arrays(dtype, gradient, weights.size)
+    bounds = np.array([run[:2] for run in runs], np.int64).reshape(-1, 2)
+    edges = [0, *bounds.ravel().tolist(), weights.size]
+    if edges != sorted(edges):
+        raise ConfigError(f"runs {bounds.tolist()} are not in order, or not inside a chunk of {weights.size} elements")
+    for array in stored:
+        if array.dtype != np.uint8 or not array.flags.c_contiguous or array.size % compiled.XXH3_BLOCK_BYTES:
+            raise ConfigError(f"a chunk of {array.size} {array.dtype} has no digest of whole blocks")
+    if stored[0].size < weights.nbytes or stored[1].size < state.size:
+        raise ConfigError(f"chunks of {stored[0].size} and {stored[1].size} B do not hold {weights.size} elements")
+    if copy is not None:
+        check_arrays(dtype, copy, weights.size)
+    kernel_type = np.dtype(np.int16) if dtype == "fp16" else weights.dtype
+    p, g = weights.view(kernel_type), gradient.view(kernel_type)
+    other = copy.view(kernel_type) if copy is not None else None
+    scalars = np.array([run[2].scalars() for run in runs], np.float32).reshape(-1, len(compiled.Scalars._fields))
+    items = _SECTION_BYTES[dtype]
+    starts = [weights.size * before for before in itertools.accumulate(items[:-1], initial=0)]
+    sections = (np.array([(0, weights.itemsize)], np.int64), np.array([*zip(starts, items)], np.int64))
+    leaves = (digests.empty_leaves(stored[0].size), digests.empty_leaves(stored[1].size))
+    compiled.adam_with_digests(
+        p, g, views.m, views.v, views.complement, other, bounds, scalars, digests.LEAF_BYTES, stored, sections, leaves
+    )
+    return digests.combined(leaves[0]), digests.combined(leaves[1])
 
 
 def check_arrays(dtype: str, array: npt.NDArray[Any], elements: int) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numba
@@ -29,6 +29,7 @@ import numpy.typing as npt
 from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic as _intrinsic
+from numba.extending import overload as _overload
 
 from tierstore.errors import ConfigError
 
@@ -37,6 +38,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 compiled: Callable[[Function], Function] = numba.njit(nogil=True, cache=True, error_model="numpy")
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = _intrinsic
+overload: Callable[[Callable[..., Any]], Callable[[Function], Function]] = _overload
 
 LANES = 64  # partial sums of a block; wide enough that the additions of one lane do not wait for each other
 
@@ -146,6 +148,131 @@ def join(_typing: Any, weight: Any, residual: Any) -> Any:
     return _typed(types.float32, (weight, residual), build)
 
 
+# ------------------------------------------------------------------------------------------------ xxh3
+
+_XXH3_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248e"
+    "e03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d"
+    "8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc"
+    "8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_PRIME64_1, _PRIME64_2, _PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_PRIME64_4, _PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+_STRIPE_BYTES, _STRIPES = 64, 16
+XXH3_BLOCK_BYTES = _STRIPE_BYTES * _STRIPES
+"""What `xxh3` takes multiples of."""
+
+_SEEDS = tuple(
+    np.uint64(seed)
+    for seed in (
+        _PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3, _PRIME64_4, _PRIME32_2, _PRIME64_5, _PRIME32_1,
+    )
+)  # fmt: skip
+_LAST_KEYS = tuple(np.uint64(int.from_bytes(_XXH3_SECRET[11 + 8 * i :][:8], "little")) for i in range(8))
+_INT64, _INT128 = ir.IntType(64), ir.IntType(128)
+_STRIPE = ir.VectorType(_INT64, 8)
+
+
+def _stripe(values: Iterable[int]) -> Any:
+    return ir.Constant(_STRIPE, [_INT64(value) for value in values])
+
+
+def _secret_at(offset: int) -> Any:
+    return _stripe(int.from_bytes(_XXH3_SECRET[offset + 8 * i :][:8], "little") for i in range(8))
+
+
+def _add_stripes(offsets: Sequence[int], *, scrambles: bool) -> Callable[..., Any]:
+    """The code that adds one stripe after the other to eight sums, each keyed by the secret from its offset on."""
+
+    def build(b: Any, data: Any, sums: Any) -> Any:
+        data = b.inttoptr(data, _STRIPE.as_pointer())
+        sums = b.inttoptr(sums, _STRIPE.as_pointer())
+        products, values = b.load(sums, align=8), _stripe([0] * 8)
+        for number, offset in enumerate(offsets):
+            value = b.load(b.gep(data, [_INT32(number)]), align=1)
+            keyed = b.xor(value, _secret_at(offset))
+            low, high = b.and_(keyed, _stripe([0xFFFFFFFF] * 8)), b.lshr(keyed, _stripe([32] * 8))
+            products, values = b.add(products, b.mul(low, high)), b.add(values, value)
+        neighbours = ir.Constant(ir.VectorType(_INT32, 8), [_INT32(i ^ 1) for i in range(8)])
+        total = b.add(products, b.shuffle_vector(values, values, neighbours))  # each value goes to its neighbour's sum
+        if scrambles:
+            total = b.xor(b.xor(total, b.lshr(total, _stripe([47] * 8))), _secret_at(len(_XXH3_SECRET) - _STRIPE_BYTES))
+            total = b.mul(total, _stripe([_PRIME32_1] * 8))
+        b.store(total, sums, align=8)
+        return data
+
+    return build
+
+
+_ADD_BLOCK = _add_stripes([8 * i for i in range(_STRIPES)], scrambles=True)
+_ADD_LAST_BLOCK = _add_stripes([*(8 * i for i in range(_STRIPES - 1)), len(_XXH3_SECRET) - _STRIPE_BYTES - 7],
+                               scrambles=False)  # fmt: skip
+
+
+def _returning_nothing(add: Callable[..., Any]) -> Callable[..., Any]:
+    def build(b: Any, *addresses: Any) -> Any:
+        add(b, *addresses)
+        return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+    return build
+
+
+@intrinsic
+def add_block(_typing: Any, data: Any, sums: Any) -> Any:
+    """Adds a block at the address `data` to the eight sums at the address `sums`."""
+    return _typed(types.none, (data, sums), _returning_nothing(_ADD_BLOCK))
+
+
+@intrinsic
+def add_last_block(_typing: Any, data: Any, sums: Any) -> Any:
+    """As `add_block`, for the one that ends a message."""
+    return _typed(types.none, (data, sums), _returning_nothing(_ADD_LAST_BLOCK))
+
+
+@intrinsic
+def fold(_typing: Any, a: Any, b: Any) -> Any:
+    """The 128 bits of a product of two uint64, the upper half xor the lower one."""
+
+    def build(b: Any, first: Any, second: Any) -> Any:
+        product = b.mul(b.zext(first, _INT128), b.zext(second, _INT128))
+        return b.trunc(b.xor(product, b.lshr(product, _INT128(64))), _INT64)
+
+    return _typed(types.uint64, (a, b), build)
+
+
+@compiled
+def xxh3(address: int, nbytes: int, sums: Array) -> Any:
+    """XXH3 (64 bits, no seed) of the bytes at an address, a multiple of `XXH3_BLOCK_BYTES` and not none.
+
+    Source: the specification of xxHash, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, inputs of more
+    than 240 bytes. A value is added to its neighbour's sum once per block and not once per stripe: the sums are the
+    same, and vectors need not be shuffled.
+
+    Args:
+        sums: eight uint64 to work with.
+    """
+    for i in range(8):
+        sums[i] = _SEEDS[i]
+    for block in range(nbytes // XXH3_BLOCK_BYTES - 1):
+        add_block(np.uint64(address + block * XXH3_BLOCK_BYTES), np.uint64(sums.ctypes.data))
+    add_last_block(np.uint64(address + nbytes - XXH3_BLOCK_BYTES), np.uint64(sums.ctypes.data))
+    total = np.uint64(nbytes) * np.uint64(_PRIME64_1)
+    for i in range(4):
+        total += fold(sums[2 * i] ^ _LAST_KEYS[2 * i], sums[2 * i + 1] ^ _LAST_KEYS[2 * i + 1])
+    total ^= total >> np.uint64(37)
+    total *= np.uint64(0x165667919E3779F9)
+    return total ^ (total >> np.uint64(32))
+
+
+@compiled
+def leaf_digests(data: Array, leaf: int, out: Array) -> None:
+    """out[k] = `xxh3` of bytes [k * leaf, (k + 1) * leaf) of `data`; both are multiples of `XXH3_BLOCK_BYTES`."""
+    sums, address = np.empty(8, np.uint64), data.ctypes.data
+    for k in range(out.size):
+        out[k] = xxh3(address + k * leaf, min(leaf, data.size - k * leaf), sums)
+
+
 # ------------------------------------------------------------------------------------------------ Adam
 
 
@@ -176,7 +303,9 @@ def adam_element(p: Any, m: Any, v: Any, g: Any, c: Scalars) -> tuple[Any, Any, 
 
 
 @compiled
-def adam_fp32(weights: Array, gradient: Array, m: Array, v: Array, copy: Array | None, c: Scalars) -> None:
+def adam_fp32(
+    weights: Array, gradient: Array, m: Array, v: Array, _complement: Array, copy: Array | None, c: Scalars
+) -> None:
     """`copy`, here and below, gets the new weights, too; None leaves that out of the machine code."""
     for i in range(weights.size):
         p, m[i], v[i] = adam_element(weights[i], m[i], v[i], gradient[i], c)
@@ -209,6 +338,85 @@ def adam_fp16(
         master[i] = p
         if copy is not None:
             copy[i] = weight
+
+
+def adam_as_typed(*arrays: Any) -> None:
+    """The one of the three above that is for weights of this type."""
+    raise NotImplementedError("for compiled callers only")
+
+
+@overload(adam_as_typed)
+def _adam_as_typed(
+    weights: Any, gradient: Any, m: Any, v: Any, complement: Any, copy: Any, c: Any
+) -> Callable[..., None]:
+    adam = {types.float32: adam_fp32, types.uint16: adam_bf16, types.int16: adam_fp16}[weights.dtype]
+
+    def call(weights: Any, gradient: Any, m: Any, v: Any, complement: Any, copy: Any, c: Any) -> None:
+        adam(weights, gradient, m, v, complement, copy, c)
+
+    return call
+
+
+@compiled
+def adam_with_digests(
+    weights: Array, gradient: Array, m: Array, v: Array, complement: Array, copy: Array | None,
+    bounds: Array, scalars: Array, leaf: int, stored: Any, sections: Any, leaves: Any,
+) -> None:  # fmt: skip
+    """Adam over runs of elements, and `leaf_digests` of the bytes that hold them, while these are in the caches.
+
+    Args:
+        bounds: int64 [runs, 2], first element and last + 1 of each run, in their order.
+        scalars: fp32 [runs, 10], of each run its `Scalars`.
+        stored: two arrays of bytes.
+        sections: of each, int64 [sections, 2], where the elements lie in it: first byte, and bytes of an element.
+        leaves: of each, what its `leaf_digests` becomes.
+    """
+    sums = np.empty(8, np.uint64)
+    next_0, next_1 = sections[0][:, 0] // -leaf * -1, sections[1][:, 0] // -leaf * -1  # the first whole leaf of each
+    is_done_0, is_done_1 = np.zeros(leaves[0].size, np.bool_), np.zeros(leaves[1].size, np.bool_)
+    run = 0
+    for begin in range(0, weights.size, leaf // 2):
+        end = min(begin + leaf // 2, weights.size)
+        while run < len(bounds) and bounds[run, 0] < end:
+            a, b = max(bounds[run, 0], begin), min(bounds[run, 1], end)
+            c = _scalars_of(scalars[run])
+            if copy is None:
+                adam_as_typed(weights[a:b], gradient[a:b], m[a:b], v[a:b], complement[a:b], None, c)
+            else:
+                adam_as_typed(weights[a:b], gradient[a:b], m[a:b], v[a:b], complement[a:b], copy[a:b], c)
+            if bounds[run, 1] > end:
+                break
+            run += 1
+        _digest_sections(stored[0], leaf, sections[0], end, next_0, is_done_0, leaves[0], sums)
+        _digest_sections(stored[1], leaf, sections[1], end, next_1, is_done_1, leaves[1], sums)
+    _digest_rest(stored[0], leaf, is_done_0, leaves[0], sums)
+    _digest_rest(stored[1], leaf, is_done_1, leaves[1], sums)
+
+
+@compiled
+def _scalars_of(row: Array) -> Scalars:
+    return Scalars(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8], row[9])
+
+
+@compiled
+def _digest_sections(
+    data: Array, leaf: int, sections: Array, end: int, following: Array, is_done: Array, out: Array, sums: Array
+) -> None:
+    """Of leaves in one section, from the `following` one on, those that end by its element `end`."""
+    for s in range(len(sections)):
+        k = following[s]
+        while (k + 1) * leaf <= sections[s, 0] + sections[s, 1] * end:
+            out[k] = xxh3(data.ctypes.data + k * leaf, leaf, sums)
+            is_done[k] = True
+            k += 1
+        following[s] = k
+
+
+@compiled
+def _digest_rest(data: Array, leaf: int, is_done: Array, out: Array, sums: Array) -> None:
+    for k in range(out.size):
+        if not is_done[k]:
+            out[k] = xxh3(data.ctypes.data + k * leaf, min(leaf, data.size - k * leaf), sums)
 
 
 # ------------------------------------------------------------------------------------------------ conversions

@@ -18,10 +18,11 @@ import numpy as np
 from tierstore.config import Codec
 from tierstore.io.memory import Bytes
 from tierstore.kernels.adam import BLOCK, AdamCoefficients, state_bytes_per_element, update
+from tierstore.kernels.digests import digest
 from tierstore.kernels.norms import square_sums
 from tierstore.measure.loads import Load
 from tierstore.pack.codec_rates import COMPRESSING
-from tierstore.pack.codecs import ChunkCodec, checksum, codec_for
+from tierstore.pack.codecs import ChunkCodec, codec_for
 
 MAX_THREADS = 8
 """As the engine has for updates unless it is told otherwise."""
@@ -56,7 +57,7 @@ def checksums(memory: Bytes) -> Load:
     chunks = deque(memory[start : start + size] for start in range(0, memory.nbytes - size + 1, size))
 
     def job() -> None:
-        checksum(chunks[0])
+        digest(chunks[0])
         chunks.rotate()
 
     return Load(job, size)

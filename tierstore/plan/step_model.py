@@ -6,7 +6,7 @@ Not here: where bytes live (`plan/tiers.py`), the comparison of choices (`apps/t
 
 [Note: what is modelled] The disks serve as many jobs at once as they have threads, all at one speed, which the measured
 rates give for the mix of reads and writes that is running. Demanded reads go first, then writes, then reads ahead.
-A thread of the disks computes the checksum of what it has moved. Adam, checksums, the model's arithmetic, reads and
+A thread of the disks computes the checksum of what it has read. Adam, checksums, the model's arithmetic, reads and
 writes slow each other down as measured in pairs; how much that is for this model's own kernels, a recorded step shows
 (`StepRecord.contention`), and how much the threads of the disks lose to all that besides (`StepRecord.drag`). What
 waits for what is as in the engine.
@@ -52,7 +52,7 @@ class StepForecast:
         stall_s: time in which compute waits for weights.
         slowed_s: how much longer compute takes beside the update.
         disk_s: time in which the disks work.
-        io_s: the time of all reads and writes, added up over the threads that run them.
+        io_s: the time of the threads of the disks in reads, writes, checksums and copies of what was read, added up.
         cpu_peak_bytes, gpu_peak_bytes: largest use of the tiers' budgets.
         waiting_s: all that the step takes beyond its computing: for weights, gradients, updates.
     """
@@ -167,7 +167,7 @@ class _Trainer:
     def _mark(self) -> None:
         work = self.store.work
         disk = {"disk": work.busy_s("read", "write"), "read": work.amounts["read"], "write": work.amounts["write"]}
-        disk["io"] = work.jobs_s["read"] + work.jobs_s["write"]
+        disk["io"] = work.lanes_s["io"]
         self.marks.append(self.totals | disk | {"now": self.clock.now_s})
 
     def _begin_round(self) -> Round:

@@ -26,7 +26,8 @@ from tierstore.pack.strict_json import parse_json
 from tierstore.pack.validate import parse_header
 from tierstore.store.slots import SLOT_NAMES, ChunkRecord
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_WHOLE_VERSION = 1  # whose checksums are all of whole chunks
 _KEYS = (
     "format", "version", "generation", "layout", "records", "captured", "captured_bytes", "captured_checksum",
 )  # fmt: skip
@@ -110,16 +111,17 @@ def read_manifest(text: bytes, number: int, source: str) -> dict[str, Any]:
     if digest(data).encode() != found:
         raise ChecksumMismatch(f"the manifest {source} is damaged; {_ADVICE}")
     body = mapping_of(parse_json(data, source), source)
-    if body.get("format") != "tierstore" or body.get("version") != FORMAT_VERSION:
+    if body.get("format") != "tierstore" or body.get("version") not in (_WHOLE_VERSION, FORMAT_VERSION):
         raise FormatError(
             f"{source} has format {body.get('format')!r:.40} version {body.get('version')!r:.40}; "
-            f"this release reads tierstore version {FORMAT_VERSION}"
+            f"this release reads tierstore versions {_WHOLE_VERSION} and {FORMAT_VERSION}"
         )
     object_of(body, _KEYS, source)
     number_of(body["generation"], number, number, f"{source}: generation")
     number_of(body["captured_bytes"], 0, 2**63 - 1, f"{source}: captured_bytes")
     records = mapping_of(body["records"], f"{source}: records")
-    body["records"] = {kind: _records(rows, f"{source}: records of {quoted(kind)}") for kind, rows in records.items()}
+    rows_of = _records if body["version"] == FORMAT_VERSION else _whole_records
+    body["records"] = {kind: rows_of(rows, f"{source}: records of {quoted(kind)}") for kind, rows in records.items()}
     _check_layout(mapping_of(body["layout"], f"{source}: layout"), body["records"], source)
     return body
 
@@ -154,16 +156,25 @@ def _arrays(captured: bytes, source: str) -> dict[str, tree.Array]:
 
 
 def _rows(records: Sequence[ChunkRecord | None]) -> list[list[Any] | None]:
-    return [None if r is None else [r.slot, r.stored_bytes, f"{r.checksum:016x}"] for r in records]
+    return [
+        None if r is None else [r.slot, r.stored_bytes, f"{r.checksum:016x}", r.is_of_leaves] for r in records
+    ]
 
 
 def _records(rows: Any, what: str) -> list[ChunkRecord | None]:
-    return [None if row is None else _record(list_of(row, what, 3), what) for row in list_of(rows, what)]
+    return [None if row is None else _record(list_of(row, what, 4), what) for row in list_of(rows, what)]
+
+
+def _whole_records(rows: Any, what: str) -> list[ChunkRecord | None]:
+    return [None if row is None else _record([*list_of(row, what, 3), False], what) for row in list_of(rows, what)]
 
 
 def _record(row: Sequence[Any], what: str) -> ChunkRecord:
     slot = number_of(row[0], 0, len(SLOT_NAMES) - 1, f"{what}: a slot")
-    return ChunkRecord(slot, number_of(row[1], 1, _LARGEST_CHUNK_BYTES, f"{what}: a length"), checksum_of(row[2]))
+    stored_bytes = number_of(row[1], 1, _LARGEST_CHUNK_BYTES, f"{what}: a length")
+    if not isinstance(row[3], bool):
+        raise FormatError(f"{what}: whether a checksum is one of leaves is {row[3]!r:.40}, not true or false")
+    return ChunkRecord(slot, stored_bytes, checksum_of(row[2]), row[3])
 
 
 def _check_layout(layout: Mapping[str, Any], records: Mapping[str, Sequence[object]], source: str) -> None:

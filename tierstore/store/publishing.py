@@ -112,7 +112,7 @@ class Commits:
             await asyncio.shield(previous)
         if (group, chunk) in self._updates.dirty:
             await self._updates.write_resident(group, chunk)
-            self._updates.dirty.discard((group, chunk))
+            del self._updates.dirty[group, chunk]
         if pending is not None:
             await pending.keep(group, chunk)
 

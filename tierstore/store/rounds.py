@@ -29,6 +29,9 @@ class ParameterUpdate:
 
 Updates = Mapping[int, Sequence[ParameterUpdate]]
 
+Digests = tuple[int | None, int | None]
+"""Of the weights and the state of a chunk, as they are stored; None: whoever stores them computes it."""
+
 
 @dataclass(slots=True, eq=False)
 class Trip:
@@ -40,6 +43,7 @@ class Trip:
         recalled: ends when a lease that read ahead is taken back, because a trip behind it is needed sooner.
         before: the records of weights and state that the trip began from, as does a redo.
         is_redo: it takes the place of a trip whose update was wrong.
+        digests: of what its update has left.
     """
 
     group: int
@@ -50,6 +54,7 @@ class Trip:
     task: asyncio.Task[None] | None = None
     before: tuple[ChunkRecord | None, ChunkRecord | None] = (None, None)
     is_redo: bool = False
+    digests: Digests = (None, None)
 
     def __post_init__(self) -> None:
         self.begin()

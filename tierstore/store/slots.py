@@ -23,6 +23,7 @@ from tierstore.io.backend import Backend, BlockFile
 from tierstore.io.memory import Pool
 from tierstore.io.meter import LinkMeter
 from tierstore.io.workers import Priority, WorkerPool
+from tierstore.kernels.digests import digest
 from tierstore.pack.codecs import checksum, codec_for
 from tierstore.pack.layout import ChunkSpec, Layout, capacity_pack, listed, slot_pack
 from tierstore.trace import Tracer
@@ -34,11 +35,20 @@ _READ, _WRITE = "read", "write"
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """What a slot holds for one chunk; the part of it that a manifest keeps."""
+    """What a slot holds for one chunk; the part of it that a manifest keeps.
+
+    Attributes:
+        checksum: `kernels/digests.py`; or xxh3 of all bytes at once, as a store of an older release has it.
+    """
 
     slot: int
     stored_bytes: int
     checksum: int
+    is_of_leaves: bool = True
+
+    def checksum_of(self, data: Bytes) -> int:
+        """The checksum of this kind of the first `stored_bytes` of some bytes."""
+        return (digest if self.is_of_leaves else checksum)(data[: self.stored_bytes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +156,11 @@ class SlotPack:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether chunks are stored as a codec makes them."""
+        return self._is_coded
 
     def padded_bytes(self, index: int) -> int:
         """Bytes that chunk `index` takes in memory and, uncompressed, on disk."""
@@ -267,7 +282,7 @@ class SlotPack:
         source = array if raw or scratch is None else scratch
         length = padded(record.stored_bytes)
         file.read_into(source[:length], place.offset)
-        found = checksum(source[: record.stored_bytes])
+        found = record.checksum_of(source)
         if found != record.checksum:
             raise ChecksumMismatch(
                 f"damaged: chunk {self._names[index]} at offset {place.offset} of {file.path}: "
@@ -291,8 +306,14 @@ class SlotPack:
         """In here somebody waits for a commit."""
         return self._io.workers.hurry()
 
-    async def write(self, index: int, array: Bytes, priority: Priority = Priority.WRITE) -> None:
-        """Write `array` (padded length) to the slot that no committed generation needs."""
+    async def write(
+        self, index: int, array: Bytes, priority: Priority = Priority.WRITE, *, known: int | None = None
+    ) -> None:
+        """Write `array` (padded length) to the slot that no committed generation needs.
+
+        Args:
+            known: the digest of `array`, if who made it computed that, too; of what is encoded it tells nothing.
+        """
         if self._is_coded:
             priority = min(priority, Priority.WRITE)  # it holds scratch memory, which others wait for, while it queues
         committed = self.committed[index]
@@ -301,21 +322,24 @@ class SlotPack:
         records: list[ChunkRecord] = []
         await self._io.run(
             _WRITE, self._names[index], place.padded_bytes, priority,
-            lambda scratch: records.append(self._write_chunk(index, slot, array, scratch)), is_coded=self._is_coded,
-        )  # fmt: skip
+            lambda scratch: records.append(self._write_chunk(index, slot, array, scratch, known)),
+            is_coded=self._is_coded,
+        )
         self.current[index] = records[0]
 
-    def _write_chunk(self, index: int, slot: int, array: Bytes, scratch: Bytes | None) -> ChunkRecord:
+    def _write_chunk(
+        self, index: int, slot: int, array: Bytes, scratch: Bytes | None, known: int | None
+    ) -> ChunkRecord:
         place = self._places[index]
         source = array[: place.padded_bytes]
         stored = place.padded_bytes
         if scratch is not None:
             encoded = self._codecs[index].encode(source, scratch[: place.padded_bytes])
             if encoded <= place.padded_bytes - ALIGNMENT:
-                source, stored = scratch, encoded
+                source, stored, known = scratch, encoded, None
                 scratch[stored : padded(stored)] = 0
         self._files[place.disk][slot].write_from(source[: padded(stored)], place.offset)
-        return ChunkRecord(slot, stored, checksum(source[:stored]))
+        return ChunkRecord(slot, stored, digest(source[:stored]) if known is None else known)
 
     def datasync(self) -> None:
         """Make every write durable. Worker thread; a failure is final, it is never retried."""

@@ -19,10 +19,11 @@ from typing import Any
 from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import update as adam_update
+from tierstore.kernels.adam import update_with_digests
 from tierstore.plan.tiers import Placement
 from tierstore.store.gradients import Array, elements_of
 from tierstore.store.layout import ChunkIndex, GroupSpec
-from tierstore.store.rounds import ParameterUpdate, Round, Trip, Updates
+from tierstore.store.rounds import Digests, ParameterUpdate, Round, Trip, Updates
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
 from tierstore.store.trip_leases import TripLeases
@@ -74,7 +75,8 @@ class UpdatePipeline:
         """The last trip of each chunk."""
         self.resident_writes: dict[tuple[int, int], asyncio.Task[None]] = {}
         """The last write for a commit of what lives in CPU memory, which begins after a trip."""
-        self.dirty: set[tuple[int, int]] = set()
+        self.dirty: dict[tuple[int, int], Digests] = {}
+        """Chunks of which a part lives in CPU memory and is to be written, and what their last update says of it."""
 
     # --- rounds -------------------------------------------------------------------------------------------------
 
@@ -237,6 +239,8 @@ class UpdatePipeline:
         elif trip.is_redo and self._packs is not None:
             for pack, record in zip(self._packs, trip.before):
                 pack.current[self._index(*trip.key)] = record
+            if trip.key in self.dirty:
+                self.dirty[trip.key] = (None, None)  # what was there was that of the update that was wrong
 
     async def _read_ahead(
         self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None, write: asyncio.Task[None] | None
@@ -315,6 +319,13 @@ class UpdatePipeline:
             raise RuntimeError(f"trip {trip.key} has no memory")
         return parts[0], parts[1], rest if rest is not None else parts[0][:0]
 
+    def _stored(self, trip: Trip) -> tuple[Bytes, Bytes] | None:
+        """The weights and the state of a trip as they are stored; None if that is not as they are in memory."""
+        if self._packs is None or any(pack.is_coded for pack in self._packs):
+            return None
+        (weights, state, _), index = self._parts(trip), self._index(*trip.key)
+        return weights[: self._packs[0].padded_bytes(index)], state[: self._packs[1].padded_bytes(index)]
+
     async def _apply(self, round_: Round, trip: Trip, updates: list[ParameterUpdate]) -> None:
         group, chunk = trip.key
         weights, state, spare = self._parts(trip)
@@ -331,9 +342,9 @@ class UpdatePipeline:
         storage = self._weights.on_device(group)
         raw, offset = self._weights.raw_bytes(group, chunk), self._weights.device_offset(group, chunk)
         spec, device = self._groups[group], self._device
-        count = raw // spec.item_bytes
+        count, stored = raw // spec.item_bytes, self._stored(trip)
 
-        def job() -> None:
+        def job() -> Digests:
             is_whole = sum(part.stop - part.start for part in updates) == count
             there = device.in_place(storage, offset, raw) if storage is not None and is_whole else None
             here: Bytes = weights[:raw]
@@ -344,17 +355,19 @@ class UpdatePipeline:
                 else:
                     # Backward's own mark was waited for when the gradients were collected.
                     device.copy_out_range(storage, offset, here, Reached())
+            found: Digests = (None, None)
             if gradient is not None:
-                _run_adam(spec, here, state, gradient, updates, copy=there)
+                found = _run_adam(spec, here, state, gradient, updates, copy=there, stored=stored)
             if there is not None:
                 device.counters.add("h2d", raw, device.counters.clock())  # it took no time of its own
             elif storage is not None:
                 device.copy_in(storage, offset, here)
+            return found
 
         self._device_jobs[group] = self._device_jobs.get(group, 0) + 1
         try:
             with self._tracer.measure("update", spec.name):
-                await self._workers.submit(Priority.UPDATE, job)
+                trip.digests = await self._workers.submit(Priority.UPDATE, job)
         finally:
             async with self._device_idle:
                 self._device_jobs[group] -= 1
@@ -367,7 +380,7 @@ class UpdatePipeline:
         index, is_state_resident = self._index(*trip.key), trip.key in self._resident_state
         is_weights_resident = not self._weights.is_home_nvme(trip.group)
         if is_state_resident or is_weights_resident:
-            self.dirty.add(trip.key)
+            self.dirty[trip.key] = trip.digests
         if self._packs is None or (is_state_resident and is_weights_resident):
             return
         if round_.barrier is not None:
@@ -375,22 +388,23 @@ class UpdatePipeline:
                 await asyncio.shield(round_.barrier)
         writes = []
         if not is_state_resident:
-            writes.append(self._packs[1].write(index, state))
+            writes.append(self._packs[1].write(index, state, known=trip.digests[1]))
         if not is_weights_resident:
-            writes.append(self._packs[0].write(index, weights))
+            writes.append(self._packs[0].write(index, weights, known=trip.digests[0]))
         await together(writes)
 
     async def write_resident(self, group: int, chunk: int) -> None:
-        """Write the parts of a chunk that live in CPU memory, for a commit."""
+        """Write the parts of a dirty chunk that live in CPU memory, for a commit."""
+        known = self.dirty[group, chunk]
         if self._packs is None:
             return
         index, state = self._index(group, chunk), self._resident_state.get((group, chunk))
         weights = self._weights.resident(group, chunk)
         writes = []
         if state is not None:
-            writes.append(self._packs[1].write(index, state, Priority.COMMIT))
+            writes.append(self._packs[1].write(index, state, Priority.COMMIT, known=known[1]))
         if weights is not None:
-            writes.append(self._packs[0].write(index, weights, Priority.COMMIT))
+            writes.append(self._packs[0].write(index, weights, Priority.COMMIT, known=known[0]))
         await together(writes)
 
 
@@ -401,11 +415,20 @@ def _run_adam(
     gradient: Array,
     updates: list[ParameterUpdate],
     copy: Bytes | None,
-) -> None:
-    """Update in place; `copy` gets the new weights, too, if all of them are updated. All bytes are without padding."""
+    stored: tuple[Bytes, Bytes] | None,
+) -> Digests:
+    """Update in place, and give the digests of what is `stored`, if that is given.
+
+    Args:
+        copy: gets the new weights, too, if all of them are updated. All bytes but `stored` are without padding.
+    """
     count = len(weights) // spec.item_bytes
     flat = elements_of(weights, spec.dtype, count)
     other = elements_of(copy, spec.dtype, count) if copy is not None else None
     exact = state[: count * spec.need().state_bytes]
+    if stored is not None:
+        runs = [(part.start, part.stop, part.coefficients) for part in updates]
+        return update_with_digests(spec.dtype, flat, exact, gradient, runs, other, stored)
     for part in updates:
         adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients, other)
+    return None, None

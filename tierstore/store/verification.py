@@ -21,12 +21,12 @@ from tierstore.io.workers import WorkerPool
 from tierstore.plan.tiers import Kind
 from tierstore.store.commit import Generation, Manifests
 from tierstore.store.layout import Codecs, chunk_specs, recorded_codecs, recorded_groups
-from tierstore.store.slots import ChunkIO, SlotPack
+from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedChunk:
-    """A chunk as a manifest knows it; the checksum is that of its `stored_bytes`."""
+    """A chunk as a manifest knows it, and where it lies."""
 
     path: Path
     name: str
@@ -35,8 +35,12 @@ class CommittedChunk:
     codec: str
     offset: int
     padded_bytes: int
-    stored_bytes: int
-    checksum: int
+    record: ChunkRecord
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of its bytes there."""
+        return self.record.stored_bytes
 
 
 def committed_chunks(
@@ -96,8 +100,8 @@ def chunks_of(generation: Generation, directories: Sequence[Path]) -> list[Commi
             if record is not None:
                 name, tensors = specs[number].name, specs[number].tensors
                 path, offset, padded_bytes = pack.location(number, record)
-                group, stored = name.rsplit("/", 2)[0], (record.stored_bytes, record.checksum)
-                chunks.append(CommittedChunk(path, name, tensors, group, codec, offset, padded_bytes, *stored))
+                group = name.rsplit("/", 2)[0]
+                chunks.append(CommittedChunk(path, name, tensors, group, codec, offset, padded_bytes, record))
     return chunks
 
 
