@@ -34,7 +34,7 @@ class Switch:
         def checksum_of(record: slots.ChunkRecord, data: Any) -> int:
             return self._checksum_of(record, data) if self.is_on else record.checksum
 
-        slots.ChunkRecord.checksum_of = checksum_of  # type: ignore[method-assign]
+        slots.ChunkRecord.checksum_of = checksum_of  # type: ignore[method-assign,assignment]
 
 
 def checksum_cost(

@@ -217,6 +217,19 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_recovery.py::TestDamage",
     ),
     Mutation(
+        "digests that a wrong guess has left", "store/updates.py UpdatePipeline._travel",
+        "self.dirty[trip.key] = (None, None)",
+        "store/test_recovery.py::test_what_a_skipped_step_has_undone_in_memory_is_what_is_committed",
+    ),
+    Mutation(
+        "digest of what is encoded", "store/slots.py SlotPack._write_chunk",
+        "source, stored, known = scratch, encoded, None", "store/test_updates.py", "source, stored = scratch, encoded",
+    ),
+    Mutation(
+        "leaves between two sections", "kernels/compiled.py adam_with_digests",
+        "_digest_rest(stored[1], leaf, is_done_1, leaves[1], sums)", "kernels/test_digests.py",
+    ),
+    Mutation(
         "packs are synced for a commit", "store/publishing.py Commits._chunks_at_rest",
         "await together(asyncio.to_thread(pack.datasync) for pack in self._files.committed_packs)", POWER_CUT,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ _EDGES = st.sampled_from([1, 7, ELEMENTS - 1, ELEMENTS, ELEMENTS + 1, 2 * ELEMEN
 )
 def test_an_update_gives_the_digests_of_what_it_leaves(dtype: str, count: int, cuts: list[float], wanted: str) -> None:
     bounds = sorted({int(cut * count) for cut in cuts})
-    runs = [(a, b, COEFFICIENTS[k % 3]) for k, (a, b) in enumerate(zip(bounds, bounds[1:])) if k % 4 != 3]
+    runs = [(a, b, COEFFICIENTS[k % 3]) for k, (a, b) in enumerate(itertools.pairwise(bounds)) if k % 4 != 3]
     stored_weights, stored_state, weights, state, gradient = _chunk(dtype, count, 3)
     other = _padded(weights.nbytes)
     copy: Any = other[: weights.nbytes].view(weights.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 
 from tierstore.config import Codec
 from tierstore.errors import StorageError
+from tierstore.io.backend import Backend
 from tierstore.io.memory import Arena
-from tierstore.io.workers import Priority
+from tierstore.io.workers import Priority, WorkerPool
 from tierstore.pack.layout import ChunkSpec
 from tierstore.store.rounds import Round, Trip
-from tierstore.store.slots import SlotPack
+from tierstore.store.slots import ChunkIO, SlotPack
 from tierstore.store.trip_leases import TripLeases
 from tierstore.store.updates import UpdatePipeline
 
@@ -222,6 +224,32 @@ def test_what_holds_scratch_memory_does_not_go_last(codec: Codec, expected: Prio
     with pytest.raises(StorageError, match="that is all"):
         asyncio.run(pack.write(0, np.zeros(4096, np.uint8), Priority.COMMIT))
     assert asked == [expected]
+
+
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.LZ4])
+def test_a_digest_that_is_known_is_taken_for_what_is_stored_as_it_is(codec: Codec, tmp_path: Path) -> None:
+    async def play() -> tuple[Any, Any]:
+        workers = WorkerPool("test", 1)
+        arena = Arena(2**17)
+        scratch = None if codec is Codec.NONE else arena.pool("codec", 2**16)
+        io = ChunkIO(Backend(), workers, scratch, time.monotonic)
+        pack = SlotPack("state", [ChunkSpec("h.0/0", (("m", "F32", 4096),))], [tmp_path], io, codec)
+        pack.create()
+        try:
+            array = (await arena.pool("chunk", 2**14).reserve(2**14)).array
+            array[:] = 0
+            await pack.write(0, array, known=5)
+            found = pack.current[0]
+            await pack.write(0, array)
+            return found, pack.current[0]
+        finally:
+            pack.close()
+            workers.close(5.0)
+
+    known, computed = asyncio.run(play())
+    assert known.stored_bytes == computed.stored_bytes
+    assert (known.checksum == 5) == (codec is Codec.NONE)
+    assert (known.checksum == computed.checksum) == (codec is Codec.LZ4)
 
 
 class FakeRound(SimpleNamespace):
