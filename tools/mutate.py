@@ -218,8 +218,12 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "digests that a wrong guess has left", "store/updates.py UpdatePipeline._travel",
-        "self.dirty[trip.key] = (None, None)",
+        "self.forget_digests(*trip.key)",
         "store/test_recovery.py::test_what_a_skipped_step_has_undone_in_memory_is_what_is_committed",
+    ),
+    Mutation(
+        "digests of what is set from outside", "store/at_rest.py ChunksAtRest.put", "self._on_change(group, chunk)",
+        "store/test_recovery.py::test_what_is_set_after_a_step_whose_commit_an_error_prevented_is_what_is_committed",
     ),
     Mutation(
         "digest of what is encoded", "store/slots.py SlotPack._write_chunk",

@@ -67,22 +67,36 @@ def refuse(way: Way, folder: Path, kind: type[TierstoreError], **changes: Any) -
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("update", ["step", "forward", "speculative"])
-def test_what_is_set_between_an_update_and_its_commit_is_what_is_committed(tmp_path: Path, update: str) -> None:
-    """An update leaves the digests of what lives in CPU memory, where others may write before a commit does."""
-    way = Way(update, cpu_memory="64MiB", commit_every=1 if update == "speculative" else 5)
+@pytest.mark.parametrize("update", ["step", "forward", "speculative", "delayed"])
+@pytest.mark.parametrize("way_of_setting", ["gathered", "load_state_dict"])
+def test_what_is_set_after_a_step_whose_commit_an_error_prevented_is_what_is_committed(
+    tmp_path: Path, update: str, way_of_setting: str
+) -> None:
+    """An update leaves digests of what lives in CPU memory, where others write before a commit does."""
+    errors: list[Exception] = []
+
+    def told(report: Any) -> None:
+        if errors:
+            raise errors.pop()
+
+    way = Way(update)
     with opened(way, tmp_path) as run:
-        for step in (2, 4):
-            run.until(step)
+        run.engine.on_step(told)
+        run.until(3)
+        errors.append(OSError("the disk of the log is full"))
+        with pytest.raises(OSError, match="the log is full"):
+            run.step()
+        if way_of_setting == "gathered":
             for name, parameter in run.engine.model.named_parameters():
                 with run.engine.gathered([name], modify=True), torch.no_grad():
                     parameter += 0.25
-        run.engine.load_state_dict({name: value + 1 for name, value in run.engine.state_dict().items()})
+        else:
+            run.engine.load_state_dict({name: value + 1 for name, value in run.engine.state_dict().items()})
         left = State.of(run)
     with opened(way, tmp_path, resume="must") as run:
         assert run.engine.step_count == 4
         left.check_equal(State.of(run))
-        run.until(5)
+        run.until(6)
 
 
 def test_what_a_skipped_step_has_undone_in_memory_is_what_is_committed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ Owner: the loop thread; workers read, write, encode and decode.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ class ChunksAtRest:
         leases: lend memory.
         staging: memory for frozen groups, which are never updated.
         compute: threads that encode and decode.
+        on_change: called before what lives in CPU memory of a chunk is set. Who set it last may have left a digest of
+            it for a commit: one that an error has kept from being made, so that flushing did not, either.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ChunksAtRest:
         leases: TripLeases,
         staging: Pool,
         compute: WorkerPool,
+        on_change: Callable[[int, int], None],
     ) -> None:
         self._groups = groups
         self._placement = placement
@@ -55,6 +58,7 @@ class ChunksAtRest:
         self._leases = leases
         self._staging = staging
         self._compute = compute
+        self._on_change = on_change
         self._index = ChunkIndex(groups, placement)
 
     async def put(self, group: int, chunk: int, master: Floats, *, keep_moments: bool = False) -> None:
@@ -65,6 +69,7 @@ class ChunksAtRest:
         async with self._working_memory(group, chunk) as (weights, state):
             if keep_moments:
                 await self._read_chunk(group, chunk, weights, state)
+            self._on_change(group, chunk)
             await self._compute.submit(Priority.UPDATE, self._encode, group, master, weights, state, keep_moments)
             await self._write_chunk(group, chunk, weights, state)
 

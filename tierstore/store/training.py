@@ -118,8 +118,9 @@ class TrainingStore:
             leases, self._compute, device, self._runtime.spawn, tracer,
         )  # fmt: skip
         self.at_rest = ChunksAtRest(
-            groups, placement, packs[:2], self._resident, leases, self._pools["weights"], self._compute
-        )
+            groups, placement, packs[:2], self._resident, leases, self._pools["weights"], self._compute,
+            self.updates.forget_digests,
+        )  # fmt: skip
         self.commits = Commits(
             groups, placement, self.files, self.gradients, self._resident, self.updates, team, self._runtime.spawn,
             tracer,

@@ -78,6 +78,11 @@ class UpdatePipeline:
         self.dirty: dict[tuple[int, int], Digests] = {}
         """Chunks of which a part lives in CPU memory and is to be written, and what their last update says of it."""
 
+    def forget_digests(self, group: int, chunk: int) -> None:
+        """What lives in CPU memory of a chunk is not, or will not be, what its last update has left there."""
+        if (group, chunk) in self.dirty:
+            self.dirty[group, chunk] = (None, None)
+
     # --- rounds -------------------------------------------------------------------------------------------------
 
     def begin(self, round_: Round) -> None:
@@ -239,8 +244,7 @@ class UpdatePipeline:
         elif trip.is_redo and self._packs is not None:
             for pack, record in zip(self._packs, trip.before):
                 pack.current[self._index(*trip.key)] = record
-            if trip.key in self.dirty:
-                self.dirty[trip.key] = (None, None)  # what was there was that of the update that was wrong
+            self.forget_digests(*trip.key)  # of the update that was wrong
 
     async def _read_ahead(
         self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None, write: asyncio.Task[None] | None
