@@ -254,7 +254,7 @@ class TestTuning:
         machine = Machine(RATES, io_threads=2, slower=slower)
         policy = StepPolicy(USUAL_DEPTH, UpdateSchedule.FORWARD)
         seen = forecast(replace(record(), contention=contention, drag=drag), usual.placement, machine, policy)
-        found = calibrated(record(), usual.placement, machine, policy, seen.computing_s, seen.io_s)
+        found = calibrated(record(), usual.placement, machine, policy, seen.computing_s, seen.seconds)
         assert forecast(found, usual.placement, machine, policy).seconds == pytest.approx(seen.seconds, rel=0.01)
         assert found.contention == pytest.approx(contention, abs=0.02)
         assert found.drag == pytest.approx(drag, abs=0.02)
@@ -265,8 +265,8 @@ class TestTuning:
         machine = Machine(RATES, io_threads=2)
         found = calibrated(record(), usual.placement, machine, policy, 99.0, 0.5)
         assert found == replace(record(), drag=found.drag)
-        for io_s in (0.0, 99.0):
-            assert calibrated(record(), usual.placement, machine, policy, 99.0, io_s) == record()
+        for step_s in (0.0, 99.0):
+            assert calibrated(record(), usual.placement, machine, policy, 99.0, step_s) == record()
 
     def test_nothing_to_choose_from(self) -> None:
         with pytest.raises(ConfigError, match="nothing to choose from"):

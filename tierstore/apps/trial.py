@@ -37,12 +37,12 @@ class Recorded:
 
     Attributes:
         computing_s: of the passes beside an update, without waiting for weights; at prefetch `depth`.
-        io_s: in which the threads of the disks work in such a step, added up.
+        step_s: of such a step, from its start to that of the next.
     """
 
     step: StepRecord
     computing_s: float
-    io_s: float
+    step_s: float
     depth: int
 
 
@@ -87,13 +87,12 @@ class Trial:
         self.step()  # shows the order
         typical = StepRecord.typical([self._recorded() for _ in range(_RECORDED_STEPS)])
         self.step()
-        before_s = self._engine.statistics()["io_s"]
-        reports = [self.step()[1] for _ in range(_RECORDED_STEPS)]
-        io_s = (self._engine.statistics()["io_s"] - before_s) / _RECORDED_STEPS
+        taken = [self.step() for _ in range(_RECORDED_STEPS)]
         computing_s = statistics.median(
-            one.seconds["forward"] + one.seconds["backward"] - one.seconds["wait"] for one in reports
+            one.seconds["forward"] + one.seconds["backward"] - one.seconds["wait"] for _, one in taken
         )
-        return Recorded(typical, computing_s, io_s, reports[-1].prefetch_depth)
+        step_s = statistics.median(seconds for seconds, _ in taken)
+        return Recorded(typical, computing_s, step_s, taken[-1][1].prefetch_depth)
 
     def _recorded(self) -> StepRecord:
         """One step that begins when everything of the last is at rest."""

@@ -212,15 +212,18 @@ def _as_recorded(train: TrainOptions) -> TrainOptions:
     return replace(train, update=UpdateSchedule.FORWARD, commit_every=1)
 
 
-def calibrated_to(recorded: Recorded, train: TrainOptions, machine: Machine) -> StepRecord:
+def calibrated_to(
+    recorded: Recorded, train: TrainOptions, machine: Machine, schedule: UpdateSchedule | None = None
+) -> StepRecord:
     """The recorded step with the contention and the drag that the steps beside their update show.
 
     Args:
         train: under which they ran.
+        schedule: with which they ran, if that is another than this engine's usual one.
     """
     first = next(candidates(recorded.step, train))
-    policy = StepPolicy(recorded.depth, first.schedule, train.commit_every, _commits(train))
-    return calibrated(recorded.step, first.placement, machine, policy, recorded.computing_s, recorded.io_s)
+    policy = StepPolicy(recorded.depth, schedule or first.schedule, train.commit_every, _commits(train))
+    return calibrated(recorded.step, first.placement, machine, policy, recorded.computing_s, recorded.step_s)
 
 
 def _commits(train: TrainOptions) -> bool:

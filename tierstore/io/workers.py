@@ -101,7 +101,6 @@ class WorkerPool(ForkAware):
         # One True per queued job, then one False per thread: a thread that took a True finds a job in some queue.
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._running: dict[str, tuple[_Work[Any], float]] = {}
-        self._busy_s: dict[str, float] = {}  # by thread, which alone adds to its own
         self._lock = threading.Lock()  # no job may be queued behind the tokens that stop the threads
         self._is_closed = False
         self._lost: ClosedError | None = None
@@ -159,11 +158,6 @@ class WorkerPool(ForkAware):
         finally:
             self._hurries -= 1
             self._order = _HURRIED if self._hurries else _USUAL
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in jobs that have ended, added up over the threads. Any thread."""
-        return sum(self._busy_s.copy().values())
 
     def in_flight(self) -> list[str]:
         """One line per running job, with the stack of its thread, and one for those that wait. Any thread."""
@@ -238,12 +232,10 @@ class WorkerPool(ForkAware):
         name = threading.current_thread().name
         try:
             while self._tokens.get():
-                begun_s = self._clock()
                 if (work := self._next()) is not None:
-                    self._running[name] = (work, begun_s)
+                    self._running[name] = (work, self._clock())
                     _run(work)
                     del self._running[name]
-                    self._busy_s[name] = self._busy_s.get(name, 0.0) + self._clock() - begun_s
                 del work  # an idle thread keeps no buffer or tensor alive
         except BaseException as error:  # a job keeps its own to itself: this ends the thread
             self._lose_thread(name, error)

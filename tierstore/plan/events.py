@@ -167,8 +167,6 @@ class Shared:
         self._version = 0
         self._busy_s: defaultdict[frozenset[str], float] = defaultdict(float)
         self.amounts: defaultdict[str, float] = defaultdict(float)
-        self.lanes_s: defaultdict[str, float] = defaultdict(float)
-        """By lane, the time of all jobs added up."""
 
     def submit(self, lane: str, kind: str, amount: float, priority: int = 0) -> Signal:
         """Have `amount` done in this lane; the signal is the end."""
@@ -191,9 +189,8 @@ class Shared:
         seconds = self._clock.now_s - self._since_s
         self._since_s = self._clock.now_s
         self._busy_s[frozenset(job.kind for _, job in self._running)] += seconds
-        for lane, job in self._running:
+        for _, job in self._running:
             job.left -= self._rates[job.kind] * seconds
-            self.lanes_s[lane] += seconds
 
     def _start(self) -> None:
         """Fill the lanes, and come back when the first of the running jobs ends."""

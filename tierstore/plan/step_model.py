@@ -52,7 +52,6 @@ class StepForecast:
         stall_s: time in which compute waits for weights.
         slowed_s: how much longer compute takes beside the update.
         disk_s: time in which the disks work.
-        io_s: the time of the threads of the disks in reads, writes, checksums and copies of what was read, added up.
         cpu_peak_bytes, gpu_peak_bytes: largest use of the tiers' budgets.
         waiting_s: all that the step takes beyond its computing: for weights, gradients, updates.
     """
@@ -63,7 +62,6 @@ class StepForecast:
     stall_s: float
     slowed_s: float
     disk_s: float
-    io_s: float
     read_bytes: float
     written_bytes: float
     cpu_peak_bytes: int
@@ -109,7 +107,6 @@ def forecast(
         stall_s=mean["stall"],
         slowed_s=mean["forward"] + mean["backward"] - mean["stall"] - record.forward_s - record.backward_s,
         disk_s=mean["disk"],
-        io_s=mean["io"],
         read_bytes=mean["read"],
         written_bytes=mean["write"],
         cpu_peak_bytes=run.store.cpu_peak_bytes,
@@ -167,7 +164,6 @@ class _Trainer:
     def _mark(self) -> None:
         work = self.store.work
         disk = {"disk": work.busy_s("read", "write"), "read": work.amounts["read"], "write": work.amounts["write"]}
-        disk["io"] = work.lanes_s["io"]
         self.marks.append(self.totals | disk | {"now": self.clock.now_s})
 
     def _begin_round(self) -> Round:

@@ -29,8 +29,8 @@ class StepRecord:
         between_s: from the end of backward to the next forward: deciding the step, data, what the loop itself does.
         contention: how many times as much the rest slows this computing as it slows matrix products. See
             `plan/tuning.calibrated`.
-        drag: how many times as long reads and writes take within steps as the measured rates say, with all that their
-            threads do besides: they wait for cores and for the interpreter, which both train.
+        drag: how many times as long reads and writes take within steps as the measured rates say, judged by how long
+            the steps took: the threads of the disks wait for cores and for the interpreter, which both train.
     """
 
     groups: tuple[GroupNeed, ...]

@@ -31,8 +31,8 @@ from tierstore.plan.machine import Node
 from tierstore.plan.memory import Job, Layout, stage_parts
 from tierstore.plan.placement import Grid, Kind, Placement
 
-DRAG_BESIDE_COMPUTING = 1.3
-"""See [Note: drag]: about the median of what makes 14 forecasts of 2026-11-23 and 24 right, which was 1.15 to 1.47."""
+DRAG_BESIDE_COMPUTING = 1.2
+"""See [Note: drag]: about the median of what makes 9 forecasts of 2026-11-25 right, which was 1.05 to 1.28."""
 
 
 class Link(enum.StrEnum):

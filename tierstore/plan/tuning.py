@@ -82,7 +82,7 @@ class Tuning:
 
 
 def calibrated(
-    record: StepRecord, placement: Placement, machine: Machine, policy: StepPolicy, computing_s: float, io_s: float
+    record: StepRecord, placement: Placement, machine: Machine, policy: StepPolicy, computing_s: float, step_s: float
 ) -> StepRecord:
     """The record with the contention and the drag at which the forecast is as steps that run beside their update were.
 
@@ -93,11 +93,11 @@ def calibrated(
     Args:
         placement, policy: with which those steps ran.
         computing_s: both passes of such a step, without waiting for weights.
-        io_s: the time in which the threads of the disks worked, added up.
+        step_s: from the start of such a step to that of the next.
 
     Returns:
-        Without what those steps do not tell: contention, if next to nothing ran beside them; drag without a disk, or
-        if they wrote no commit where commits are rare.
+        Without what those steps do not tell: contention, if next to nothing ran beside them; drag, if no disk bounded
+            them, or they wrote no commit where commits are rare.
     """
 
     def seen_at(one: StepRecord) -> StepForecast:
@@ -107,11 +107,11 @@ def calibrated(
         return seen_at(replace(record, contention=contention)).computing_s
 
     def dragged(drag: float) -> float:
-        return seen_at(replace(record, drag=drag)).io_s
+        return seen_at(replace(record, drag=drag)).seconds
 
     for _ in range(_TURNS):  # each of the two changes what the other is found at
-        if dragged(1 / _MOST_DRAG) < io_s < dragged(_MOST_DRAG):
-            record = replace(record, drag=_where(dragged, io_s, 1 / _MOST_DRAG, _MOST_DRAG))
+        if dragged(1 / _MOST_DRAG) < step_s < dragged(_MOST_DRAG):
+            record = replace(record, drag=_where(dragged, step_s, 1 / _MOST_DRAG, _MOST_DRAG))
         if contended(_MOST_CONTENTION) >= (1 + WORTH_IT) * contended(0.0):
             record = replace(record, contention=_where(contended, computing_s, 0.0, _MOST_CONTENTION))
     return record

@@ -460,8 +460,7 @@ class Engine:
     def statistics(self) -> dict[str, Any]:
         """Totals since the engine was made: bytes by link, peaks by tier, generation, codecs, depth, buffered I/O.
 
-        `stall_s` is the time in which compute waited for weights; `io_s` that in which the threads of the disks worked,
-        added up: with reads and writes it holds their checksums, codecs and copies.
+        `stall_s` is the time in which compute waited for weights.
         """
         return self._meters.totals()
 

@@ -63,7 +63,6 @@ class StepMeters:
             "bytes": self._links(),
             "peak_bytes": self._peaks(),
             "stall_s": self._parts.access.stall_s,
-            "io_s": self._parts.store.io.workers.busy_s,
             "generation": self._parts.store.commits.generation,
             "codecs": {
                 kind.value: {"codec": choice.codec.value, "why": choice.why}

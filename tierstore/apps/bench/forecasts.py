@@ -18,7 +18,7 @@ def computing(recorder: Result, train: TrainOptions, machine: Machine) -> StepRe
     """What the model's computing takes, as a contestant recorded it at its start.
 
     It is scaled to that of the first steps of the rounds: they have no update beside them either, and the machine is
-    not as fast in every minute. So are reads and writes those of the rounds, like the rates.
+    not as fast in every minute.
 
     Args:
         train: of that contestant.
@@ -27,13 +27,12 @@ def computing(recorder: Result, train: TrainOptions, machine: Machine) -> StepRe
     from tierstore.apps.tune import calibrated_to
 
     given = recorder.facts["recorded"]
-    io_s = recorder.median("io_s") or given["io_s"]
-    if recorder.median("speculated") is not None:  # unlike the steps that it recorded
-        io_s, train = given["io_s"], replace(train, update=UpdateSchedule.FORWARD)
-    if train.commit_every > 1:  # these steps wrote none of the commits that are foretold: they do not tell
-        io_s = 0.0
-    recorded = Recorded(StepRecord.from_json(given["step"]), given["computing_s"], io_s, given["depth"])
-    record = calibrated_to(recorded, train, machine)
+    # Of rare commits those steps wrote none: they do not tell.
+    step_s = given["step_s"] if train.commit_every == 1 else 0.0
+    recorded = Recorded(StepRecord.from_json(given["step"]), given["computing_s"], step_s, given["depth"])
+    # Those of a trial are no whole steps, in which alone an engine guesses unasked.
+    schedule = UpdateSchedule.FORWARD if recorder.median("speculated") is not None else None
+    record = calibrated_to(recorded, train, machine, schedule)
     own_s = record.forward_s + record.backward_s
     return record.scaled((recorder.median("computing_s") or own_s) / own_s)
 

@@ -190,10 +190,9 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits)
         engine.flush()
         commits.ends_s.clear()
         lag.take_ms()
-        starts_s, io_s, taken, before = [], [], [], engine.statistics()
+        starts_s, taken, before = [], [], engine.statistics()
         for _ in range(steps + 2):
             starts_s.append(time.perf_counter())
-            io_s.append(engine.statistics()["io_s"])
             taken.append(stepper.step())
         starts_s.append(time.perf_counter())
         engine.flush()
@@ -204,7 +203,6 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits)
         links = ("nvme_read", "nvme_write")
         moved = [(after["bytes"][link] - before["bytes"][link]) / (steps + 2) for link in links]
         figures = _figures(stepper, taken) | {"read_bytes": moved[0], "written_bytes": moved[1]}
-        figures["io_s"] = (io_s[steps + 1] - io_s[1]) / steps  # of the timed steps: the last update runs beside none
         figures |= {"bytes_per_parameter": sum(moved) / parameters}
         figures |= {"drained_s": (rested_s - starts_s[0]) / (steps + 2), "lag_p99_ms": lag.take_ms()}
         return step_s, {name: value for name, value in figures.items() if math.isfinite(value)}
