@@ -11,8 +11,8 @@ writes slow each other down as measured in pairs; how much that is for this mode
 (`StepRecord.contention`), and how much the threads of the disks lose to all that besides (`StepRecord.drag`). What
 waits for what is as in the engine.
 
-[Note: what is not] Codecs, several ranks, a speculation that turns out wrong, other processes, and the time that Python
-takes between jobs.
+[Note: what is not] Codecs, digests of what is written (an update makes most of them in its own pass), several ranks, a
+speculation that turns out wrong, other processes, and the time that Python takes between jobs.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Store:
         return self.placement.weights_home[group] is Tier.NVME
 
     def _io(self, verb: str, nbytes: int, priority: int) -> Signal:
-        """One chunk from or to the disks; what is read is checked. An update makes the digests of what it leaves."""
+        """One chunk from or to the disks; what is read is checked."""
         moved = self.work.submit("io", verb, nbytes, priority)
         if verb != "read" or not nbytes or self.machine.table.checksum_bytes_per_s is None:
             return moved
