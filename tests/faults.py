@@ -154,14 +154,14 @@ class FaultyBackend(Backend):
 
 
 def _flipped(kind: str, view: memoryview, call: Callable[[memoryview], int]) -> int:
-    """The call, and one bit in the middle of what it moves is wrong."""
+    """The call, and one bit in the middle of what it moves is wrong: of a float its exponent, which nothing rounds."""
     if kind == "pread":
         moved = call(view)
-        view[moved // 2] ^= 1
+        view[moved // 2 | 3] ^= 64
         return moved
     copy = mmap.mmap(-1, len(view))  # aligned; others may read the memory that is written
     copy[:] = view
-    copy[len(view) // 2] ^= 1
+    copy[len(view) // 2 | 3] ^= 64
     return call(memoryview(copy))
 
 

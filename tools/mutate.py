@@ -213,8 +213,16 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     # The generations of training.
     never(
-        "checksum of a chunk", "store/slots.py SlotPack.read_here", "if found != record.checksum:",
+        "checksum of a chunk", "store/slots.py SlotPack.check_digest", "if found != record.checksum:",
         "store/test_recovery.py::TestDamage",
+    ),
+    Mutation(
+        "what Adam has read is checked", "store/updates.py UpdatePipeline._apply", "self._check(trip, found)",
+        "store/test_recovery.py::TestDamage",
+    ),
+    Mutation(
+        "leaves that change later", "kernels/compiled.py adam_with_digests",
+        "_digest_sections(stored[1], leaf, sections[1], end, 1, was_1, before[1], sums)", "kernels/test_digests.py",
     ),
     Mutation(
         "digests that a wrong guess has left", "store/updates.py UpdatePipeline._travel",
@@ -231,7 +239,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "leaves between two sections", "kernels/compiled.py adam_with_digests",
-        "_digest_rest(stored[1], leaf, is_done_1, leaves[1], sums)", "kernels/test_digests.py",
+        "_digest_rest(stored[1], leaf, is_1, after[1], sums)", "kernels/test_digests.py",
     ),
     Mutation(
         "packs are synced for a commit", "store/publishing.py Commits._chunks_at_rest",

@@ -93,8 +93,11 @@ _EDGES = st.sampled_from([1, 7, ELEMENTS - 1, ELEMENTS, ELEMENTS + 1, 2 * ELEMEN
     count=st.integers(1, 5 * ELEMENTS) | _EDGES,
     cuts=st.lists(st.floats(0, 1), max_size=6),
     wanted=st.sampled_from(["none", "copy", "copy is stored"]),
+    asks_before=st.tuples(st.booleans(), st.booleans()),
 )
-def test_an_update_gives_the_digests_of_what_it_leaves(dtype: str, count: int, cuts: list[float], wanted: str) -> None:
+def test_an_update_gives_the_digests_of_what_it_finds_and_leaves(
+    dtype: str, count: int, cuts: list[float], wanted: str, asks_before: tuple[bool, bool]
+) -> None:
     bounds = sorted({int(cut * count) for cut in cuts})
     runs = [(a, b, COEFFICIENTS[k % 3]) for k, (a, b) in enumerate(itertools.pairwise(bounds)) if k % 4 != 3]
     stored_weights, stored_state, weights, state, gradient = _chunk(dtype, count, 3)
@@ -102,10 +105,12 @@ def test_an_update_gives_the_digests_of_what_it_leaves(dtype: str, count: int, c
     copy: Any = other[: weights.nbytes].view(weights.dtype)
     copy[:] = weights
     kept = other if wanted == "copy is stored" else stored_weights
+    stored = (kept, stored_state)
+    before = tuple(by_library(part) if asks else None for part, asks in zip(stored, asks_before))
     found = update_with_digests(
-        dtype, weights, state, gradient, runs, None if wanted == "none" else copy, (kept, stored_state)
+        dtype, weights, state, gradient, runs, None if wanted == "none" else copy, stored, asks_before
     )
-    assert found == (by_library(kept), by_library(stored_state))
+    assert found == (before, (by_library(kept), by_library(stored_state)))
     _, plain_state, plain_weights, exact, _ = _chunk(dtype, count, 3)
     for start, stop, coefficients in runs:
         update(dtype, plain_weights, exact, gradient, start, stop, coefficients)

@@ -97,7 +97,7 @@ def test_a_bit_that_is_read_wrong_is_never_trained_on(
     calls: list[str], begun: Path, expected: list[State], tmp_path: Path
 ) -> None:
     found = set()
-    for backend, folder in each(FLIP, calls, ("pread",), begun, tmp_path):
+    for backend, folder in each(FLIP, calls, ("pread",), begun, tmp_path, len(calls)):
         message = told(lambda: expected[BEGUN + 1].check_equal(go_on(folder, backend)))  # noqa: B023
         found.add(re.sub(r".*(chunk) .* at offset \d+ of .*", r"\1", message))
         check_resumes(WAY, folder, expected)  # the disk has the right one

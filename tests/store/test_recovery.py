@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 from dataclasses import replace
@@ -15,12 +16,14 @@ import pytest
 import torch
 import xxhash
 from ranks import fork_server
-from resuming import DISK, State, Way, check_resumes, expected_states, hold, opened
+from resuming import DISK, State, Way, check_resumes, expected_states, hold, open_run, opened
 from runs import next_token_loss, tiny, tokens
 
+from tierstore.config import Tier
 from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, StorageError, StoreLocked, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.store.manifest import digest, read_generation, read_manifest
+from tierstore.store.slots import SlotPack
 from tierstore.store.verification import committed_chunks
 
 STEPS = 4
@@ -217,6 +220,60 @@ class TestDamage:
         assert any(f" of {path}: " in message for path in paths)
         assert "; of 'blocks.0." in message
         assert message.endswith("resume='previous'")
+
+    @pytest.mark.parametrize("kind", ["weights", "state"])
+    @pytest.mark.parametrize("update", ["forward", "step"])
+    def test_what_an_update_reads_is_checked(
+        self, update: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        checked: set[tuple[str, bool]] = set()
+        read = SlotPack.read
+
+        async def watched(pack: SlotPack, *given: Any, **options: Any) -> bool:
+            is_checked = await read(pack, *given, **options)
+            checked.add((pack.kind, is_checked))
+            return is_checked
+
+        way = Way(update, cpu_memory=DISK, dtype=torch.bfloat16, width=96, blocks=2)
+        run = open_run(way, tmp_path)  # all groups fit the device: none is loaded
+        assert set(run.engine.placement.weights_home) == {Tier.NVME}
+        run.until(2)
+        run.engine.flush()
+        monkeypatch.setattr(SlotPack, "read", watched)
+        run.step()
+        run.engine.flush()
+        assert checked - {("gradients", True)} == {("weights", False), ("state", False)}, "to the pass of Adam"
+        for path in (tmp_path / "store0").glob(f"{kind}.*"):
+            damage(path, path.stat().st_size - 5000)
+        with pytest.raises(ChecksumMismatch, match=rf"damaged: chunk .*/{kind}/\d+ at offset \d+ of "):
+            run.until(STEPS + 1)
+        with pytest.raises(ChecksumMismatch):
+            run.engine.close()
+        assert max((tmp_path / "store0").glob("manifest-*")).name == "manifest-000000000003.json"
+
+    def test_weights_in_memory_that_a_damaged_state_has_changed_are_given_to_nobody(self, tmp_path: Path) -> None:
+        """The pass of Adam finds the damage when it is over."""
+        run = open_run(Way("forward", dtype=torch.bfloat16, width=96, cpu_memory="1300KiB"), tmp_path)
+        placement = run.engine.placement
+        assert set(placement.weights_home) == {Tier.CPU}
+        assert not placement.is_state_resident(1, 0)
+        run.until(2)
+        run.engine.flush()
+        for path in (tmp_path / "store0").glob("state.*"):
+            damage(path, 4096 + placement.state_bytes(0, 0) + 100)
+        with pytest.raises(ChecksumMismatch, match=r"damaged: chunk .*/state/0 at offset ") as refusal:
+            run.until(STEPS)
+        name, *_ = re.findall(r"'(blocks\.0\.[^']*)'", str(refusal.value))
+        for _ in range(2):
+            with pytest.raises(ChecksumMismatch), run.engine.gathered([name]):
+                pass
+            with pytest.raises(ChecksumMismatch):
+                run.engine.flush()
+            with pytest.raises(ChecksumMismatch):
+                run.engine.state_dict()
+        with pytest.raises(ChecksumMismatch):
+            run.engine.close()
+        assert max((tmp_path / "store0").glob("manifest-*")).name == "manifest-000000000002.json"
 
     def test_a_damaged_manifest_is_named(self, folder: Path) -> None:
         damage(folder / "store0" / "manifest-000000000003.json", 300)

@@ -37,10 +37,11 @@ class SlowPack:
         self.holds: dict[int, asyncio.Future[None]] = {}
         self._turns_of = turns_of
 
-    async def read(self, index: int, array: Any, priority: Any, *, record: Any) -> None:
+    async def read(self, index: int, array: Any, priority: Any, *, record: Any, checks: bool) -> bool:
         if index in self.holds:
             await asyncio.shield(self.holds[index])
         await turns(self._turns_of())
+        return checks
 
     async def write(self, index: int, array: Any, *, known: int | None) -> None:
         await turns(self._turns_of())

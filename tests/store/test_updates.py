@@ -30,8 +30,11 @@ class KeptPack:
         self.current: Any = [record]
         self.asked: list[tuple[str, Priority, Any]] = []
 
-    async def read(self, index: int, array: Any, priority: Priority, *, record: Any) -> None:
+    is_coded = False
+
+    async def read(self, index: int, array: Any, priority: Priority, *, record: Any, checks: bool) -> bool:
         self.asked.append(("read", priority, record))
+        return checks
 
     async def write(
         self, index: int, array: Any, priority: Priority = Priority.WRITE, *, known: int | None = None

@@ -33,6 +33,8 @@ BLOCK = 65536
 Weights = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+Digests = tuple[int | None, int | None]
+"""Of the stored weights and the stored state of a chunk; None: nobody has computed it."""
 
 _SECTION_BYTES = {"fp32": (4, 4), "bf16": (4, 4, 2), "fp16": (4, 4, 4)}
 """Of an element in each section of a state."""
@@ -233,7 +235,8 @@ def update_with_digests(
     runs: Sequence[tuple[int, int, AdamCoefficients]],
     copy: Weights | None,
     stored: tuple[Bytes, Bytes],
-) -> tuple[int, int]:
+    asks_before: Sequence[bool] = (False, False),
+) -> tuple[Digests, Digests]:
     """`update` of runs of elements, each with coefficients of its own, and the digests of the chunks that hold them.
 
     In one pass, for what a digest reads is in the caches then: with a commit each step that takes a fifth off a step
@@ -243,9 +246,10 @@ def update_with_digests(
         runs: start, stop and coefficients, in their order; they do not overlap.
         stored: the bytes of weights (or of `copy`, if that is what is kept) and of state, with padding: multiples of
             `compiled.XXH3_BLOCK_BYTES`.
+        asks_before: of which of the two the digest before the update is wanted, too.
 
     Returns:
-        `digests.digest` of both.
+        `digests.digest` of both before the update, None where that is not asked for, and after it.
     """
     views = _matching_views(dtype, weights, state)
     check_arrays(dtype, gradient, weights.size)
@@ -265,13 +269,20 @@ def update_with_digests(
     other = copy.view(kernel_type) if copy is not None else None
     scalars = np.array([run[2].scalars() for run in runs], np.float32).reshape(-1, len(compiled.Scalars._fields))
     items = _SECTION_BYTES[dtype]
-    starts = [weights.size * before for before in itertools.accumulate(items[:-1], initial=0)]
+    starts = [weights.size * item for item in itertools.accumulate(items[:-1], initial=0)]
     sections = (np.array([(0, weights.itemsize)], np.int64), np.array([*zip(starts, items)], np.int64))
-    leaves = (digests.empty_leaves(stored[0].size), digests.empty_leaves(stored[1].size))
+    before = tuple(digests.empty_leaves(part.size * asks) for part, asks in zip(stored, asks_before))
+    after = tuple(digests.empty_leaves(part.size) for part in stored)
     compiled.adam_with_digests(
-        p, g, views.m, views.v, views.complement, other, bounds, scalars, digests.LEAF_BYTES, stored, sections, leaves
-    )
-    return digests.combined(leaves[0]), digests.combined(leaves[1])
+        p, g, views.m, views.v, views.complement, other, bounds, scalars, digests.LEAF_BYTES, stored, sections, before,
+        after,
+    )  # fmt: skip
+    return _combined(before), _combined(after)
+
+
+def _combined(leaves: tuple[digests.Leaves, ...]) -> Digests:
+    first, second = (digests.combined(each) if each.size else None for each in leaves)
+    return first, second
 
 
 def check_arrays(dtype: str, array: npt.NDArray[Any], elements: int) -> None:

@@ -352,7 +352,7 @@ def _adam_as_typed(
 @compiled
 def adam_with_digests(
     weights: Array, gradient: Array, m: Array, v: Array, complement: Array, copy: Array | None,
-    bounds: Array, scalars: Array, leaf: int, stored: Any, sections: Any, leaves: Any,
+    bounds: Array, scalars: Array, leaf: int, stored: Any, sections: Any, before: Any, after: Any,
 ) -> None:  # fmt: skip
     """Adam over runs of elements, and `leaf_digests` of the bytes that hold them, while these are in the caches.
 
@@ -361,14 +361,17 @@ def adam_with_digests(
         scalars: fp32 [runs, 10], of each run its `Scalars`.
         stored: two arrays of bytes.
         sections: of each, int64 [sections, 2], where the elements lie in it: first byte, and bytes of an element.
-        leaves: of each, what its `leaf_digests` becomes.
+        before: of each, what its `leaf_digests` was; empty where that is not asked for.
+        after: of each, what its `leaf_digests` becomes.
     """
     sums = np.empty(8, np.uint64)
-    next_0, next_1 = sections[0][:, 0] // -leaf * -1, sections[1][:, 0] // -leaf * -1  # the first whole leaf of each
-    is_done_0, is_done_1 = np.zeros(leaves[0].size, np.bool_), np.zeros(leaves[1].size, np.bool_)
+    was_0, was_1 = _progress(sections[0], leaf, 0, before[0]), _progress(sections[1], leaf, 0, before[1])
+    is_0, is_1 = _progress(sections[0], leaf, leaf - 1, after[0]), _progress(sections[1], leaf, leaf - 1, after[1])
     run = 0
     for begin in range(0, weights.size, leaf // 2):
         end = min(begin + leaf // 2, weights.size)
+        _digest_sections(stored[0], leaf, sections[0], end, 1, was_0, before[0], sums)  # what will change, if in part
+        _digest_sections(stored[1], leaf, sections[1], end, 1, was_1, before[1], sums)
         while run < len(bounds) and bounds[run, 0] < end:
             a, b = max(bounds[run, 0], begin), min(bounds[run, 1], end)
             c = _scalars_of(scalars[run])
@@ -379,10 +382,18 @@ def adam_with_digests(
             if bounds[run, 1] > end:
                 break
             run += 1
-        _digest_sections(stored[0], leaf, sections[0], end, next_0, is_done_0, leaves[0], sums)
-        _digest_sections(stored[1], leaf, sections[1], end, next_1, is_done_1, leaves[1], sums)
-    _digest_rest(stored[0], leaf, is_done_0, leaves[0], sums)
-    _digest_rest(stored[1], leaf, is_done_1, leaves[1], sums)
+        _digest_sections(stored[0], leaf, sections[0], end, leaf, is_0, after[0], sums)  # what changes no more
+        _digest_sections(stored[1], leaf, sections[1], end, leaf, is_1, after[1], sums)
+    _digest_rest(stored[0], leaf, was_0, before[0], sums)
+    _digest_rest(stored[1], leaf, was_1, before[1], sums)
+    _digest_rest(stored[0], leaf, is_0, after[0], sums)
+    _digest_rest(stored[1], leaf, is_1, after[1], sums)
+
+
+@compiled
+def _progress(sections: Array, leaf: int, rounding: int, out: Array) -> tuple[Array, Array]:
+    """The leaf of each section that comes next, and of each leaf whether its digest is there."""
+    return (sections[:, 0] + rounding) // leaf, np.zeros(out.size, np.bool_)
 
 
 @compiled
@@ -392,23 +403,31 @@ def _scalars_of(row: Array) -> Scalars:
 
 @compiled
 def _digest_sections(
-    data: Array, leaf: int, sections: Array, end: int, following: Array, is_done: Array, out: Array, sums: Array
+    data: Array, leaf: int, sections: Array, end: int, reach: int, progress: Any, out: Array, sums: Array
 ) -> None:
-    """Of leaves in one section, from the `following` one on, those that end by its element `end`."""
+    """Of leaves of which `reach` bytes or more lie before the end of a section's element `end - 1`."""
+    following, is_done = progress
+    if out.size == 0:
+        return
     for s in range(len(sections)):
         k = following[s]
-        while (k + 1) * leaf <= sections[s, 0] + sections[s, 1] * end:
-            out[k] = xxh3(data.ctypes.data + k * leaf, leaf, sums)
-            is_done[k] = True
+        while k * leaf + reach <= sections[s, 0] + sections[s, 1] * end:
+            _digest_leaf(data, leaf, k, is_done, out, sums)
             k += 1
         following[s] = k
 
 
 @compiled
-def _digest_rest(data: Array, leaf: int, is_done: Array, out: Array, sums: Array) -> None:
+def _digest_rest(data: Array, leaf: int, progress: Any, out: Array, sums: Array) -> None:
     for k in range(out.size):
-        if not is_done[k]:
-            out[k] = xxh3(data.ctypes.data + k * leaf, min(leaf, data.size - k * leaf), sums)
+        _digest_leaf(data, leaf, k, progress[1], out, sums)
+
+
+@compiled
+def _digest_leaf(data: Array, leaf: int, k: int, is_done: Array, out: Array, sums: Array) -> None:
+    if not is_done[k]:
+        out[k] = xxh3(data.ctypes.data + k * leaf, min(leaf, data.size - k * leaf), sums)
+        is_done[k] = True
 
 
 # ------------------------------------------------------------------------------------------------ conversions

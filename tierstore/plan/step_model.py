@@ -6,12 +6,12 @@ Not here: where bytes live (`plan/tiers.py`), the comparison of choices (`apps/t
 
 [Note: what is modelled] The disks serve as many jobs at once as they have threads, all at one speed, which the measured
 rates give for the mix of reads and writes that is running. Demanded reads go first, then writes, then reads ahead.
-A thread of the disks computes the checksum of what it has read. Adam, checksums, the model's arithmetic, reads and
-writes slow each other down as measured in pairs; how much that is for this model's own kernels, a recorded step shows
-(`StepRecord.contention`), and how much the threads of the disks lose to all that besides (`StepRecord.drag`). What
-waits for what is as in the engine.
+A thread of the disks computes the checksum of what it has read, but for what an update reads, which checks it in its
+own pass. Adam, checksums, the model's arithmetic, reads and writes slow each other down as measured in pairs; how much
+that is for this model's own kernels, a recorded step shows (`StepRecord.contention`), and how much the threads of the
+disks lose to all that besides (`StepRecord.drag`). What waits for what is as in the engine.
 
-[Note: what is not] Codecs, digests of what is written (an update makes most of them in its own pass), several ranks, a
+[Note: what is not] Codecs, the digests of what is read and written in the pass of an update, several ranks, a
 speculation that turns out wrong, other processes, and the time that Python takes between jobs.
 """
 

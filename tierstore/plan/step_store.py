@@ -96,9 +96,10 @@ class Store:
         return self.placement.weights_home[group] is Tier.NVME
 
     def _io(self, verb: str, nbytes: int, priority: int) -> Signal:
-        """One chunk from or to the disks; what is read is checked."""
+        """One chunk from or to the disks; what is read is checked, but for what Adam checks in passing."""
         moved = self.work.submit("io", verb, nbytes, priority)
-        if verb != "read" or not nbytes or self.machine.table.checksum_bytes_per_s is None:
+        is_checked = verb == "read" and nbytes and priority != PREFETCH
+        if not is_checked or self.machine.table.checksum_bytes_per_s is None:
             return moved
         return self.clock.spawn(self._verified(moved, nbytes))
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierstore.io.memory import Lease
-from tierstore.kernels.adam import AdamCoefficients
+from tierstore.kernels.adam import AdamCoefficients, Digests
 from tierstore.store.gradients import Gradients
 from tierstore.store.slots import ChunkRecord
 
@@ -29,9 +29,6 @@ class ParameterUpdate:
 
 Updates = Mapping[int, Sequence[ParameterUpdate]]
 
-Digests = tuple[int | None, int | None]
-"""Of the weights and the state of a chunk, as they are stored; None: whoever stores them computes it."""
-
 
 @dataclass(slots=True, eq=False)
 class Trip:
@@ -43,6 +40,7 @@ class Trip:
         recalled: ends when a lease that read ahead is taken back, because a trip behind it is needed sooner.
         before: the records of weights and state that the trip began from, as does a redo.
         is_redo: it takes the place of a trip whose update was wrong.
+        unchecked: which of its weights and its state were read, and are for its update to check.
         digests: of what its update has left.
     """
 
@@ -54,6 +52,7 @@ class Trip:
     task: asyncio.Task[None] | None = None
     before: tuple[ChunkRecord | None, ChunkRecord | None] = (None, None)
     is_redo: bool = False
+    unchecked: list[bool] = field(default_factory=lambda: [False, False])
     digests: Digests = (None, None)
 
     def __post_init__(self) -> None:

@@ -260,8 +260,16 @@ class SlotPack:
             self._files.append([])
         self._files[-1].append(file)
 
-    async def read(self, index: int, array: Bytes, priority: Priority, *, record: ChunkRecord | None = None) -> None:
-        """Fill `array` (padded length) with the chunk, verified. `record` reads an older state of it.
+    async def read(
+        self, index: int, array: Bytes, priority: Priority, *, record: ChunkRecord | None = None, checks: bool = True
+    ) -> bool:
+        """Fill `array` (padded length) with the chunk. `record` reads an older state of it.
+
+        Args:
+            checks: False leaves it to the caller to compute the digest of `array`, and to call `check_digest` with it.
+
+        Returns:
+            Whether the bytes are verified; those are, too, of which the digest of `array` does not tell.
 
         Raises:
             ChecksumMismatch: names the chunk, its file and its tensors.
@@ -269,12 +277,16 @@ class SlotPack:
         wanted = record or self.current[index]
         if wanted is None:
             raise FormatError(f"chunk {self._names[index]} was never written")
+        checks = checks or self._is_coded or not wanted.is_of_leaves
         await self._io.run(
             _READ, self._names[index], self._places[index].padded_bytes, priority,
-            lambda scratch: self.read_here(index, array, wanted, scratch), is_coded=self._is_coded,
+            lambda scratch: self.read_here(index, array, wanted, scratch, checks=checks), is_coded=self._is_coded,
         )  # fmt: skip
+        return checks
 
-    def read_here(self, index: int, array: Bytes, record: ChunkRecord, scratch: Bytes | None) -> None:
+    def read_here(
+        self, index: int, array: Bytes, record: ChunkRecord, scratch: Bytes | None, *, checks: bool = True
+    ) -> None:
         """The job of `read`, for a worker thread that does more with the bytes in the same hop."""
         place = self._places[index]
         file = self._files[place.disk][record.slot]
@@ -282,15 +294,25 @@ class SlotPack:
         source = array if raw or scratch is None else scratch
         length = padded(record.stored_bytes)
         file.read_into(source[:length], place.offset)
-        found = record.checksum_of(source)
+        if checks:
+            self.check_digest(index, record, record.checksum_of(source))
+        if not raw:
+            self._codecs[index].decode(source[: record.stored_bytes], array[: place.padded_bytes])
+
+    def check_digest(self, index: int, record: ChunkRecord, found: int) -> None:
+        """Compare the checksum of what was read with that of what was written.
+
+        Raises:
+            ChecksumMismatch: names the chunk, its file and its tensors.
+        """
         if found != record.checksum:
+            place = self._places[index]
             raise ChecksumMismatch(
-                f"damaged: chunk {self._names[index]} at offset {place.offset} of {file.path}: "
+                f"damaged: chunk {self._names[index]} at offset {place.offset} of "
+                f"{self._files[place.disk][record.slot].path}: "
                 f"{record.stored_bytes} B have checksum {found:016x}, not {record.checksum:016x} as written; "
                 f"of {listed(self._tensors[index])}; restore the store from a copy, or resume='previous'"
             )
-        if not raw:
-            self._codecs[index].decode(source[: record.stored_bytes], array[: place.padded_bytes])
 
     async def read_with(self, index: int, priority: Priority, job: Callable[[Callable[[Bytes], None]], None]) -> None:
         """Run `job(read)` in one worker hop; the job calls `read(array)` to have the chunk in `array`."""

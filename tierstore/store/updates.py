@@ -18,12 +18,12 @@ from typing import Any
 
 from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.io.workers import Priority, WorkerPool
+from tierstore.kernels.adam import Digests, update_with_digests
 from tierstore.kernels.adam import update as adam_update
-from tierstore.kernels.adam import update_with_digests
 from tierstore.plan.tiers import Placement
 from tierstore.store.gradients import Array, elements_of
 from tierstore.store.layout import ChunkIndex, GroupSpec
-from tierstore.store.rounds import Digests, ParameterUpdate, Round, Trip, Updates
+from tierstore.store.rounds import ParameterUpdate, Round, Trip, Updates
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
 from tierstore.store.trip_leases import TripLeases
@@ -298,12 +298,18 @@ class UpdatePipeline:
         """What of a chunk is not in memory."""
         if self._packs is None:
             return
-        (weights, state), index = self._packs, self._index(*trip.key)
-        before = trip.before if trip.is_redo else (None, None)
         if trip.is_redo or trip.key not in self._resident_state:
-            yield state.read(index, self._parts(trip)[1], Priority.PREFETCH, record=before[1])
+            yield self._read(trip, self._packs, 1)
         if trip.is_redo or (with_weights and self._weights.is_home_nvme(trip.group)):
-            yield weights.read(index, self._parts(trip)[0], Priority.PREFETCH, record=before[0])
+            yield self._read(trip, self._packs, 0)
+
+    async def _read(self, trip: Trip, packs: tuple[SlotPack, SlotPack], part: int) -> None:
+        """Weights (0) or state (1); they are checked in the pass of Adam if that sees them as they are stored."""
+        is_checked = await packs[part].read(
+            self._index(*trip.key), self._parts(trip)[part], Priority.PREFETCH,
+            record=trip.before[part] if trip.is_redo else None, checks=trip.is_redo or _is_any_coded(packs),
+        )  # fmt: skip
+        trip.unchecked[part] = not is_checked
 
     def _parts(self, trip: Trip) -> tuple[Bytes, Bytes, Bytes]:
         """Where the weights, the state and a spilled gradient of a trip are: resident, or parts of its lease."""
@@ -325,7 +331,7 @@ class UpdatePipeline:
 
     def _stored(self, trip: Trip) -> tuple[Bytes, Bytes] | None:
         """The weights and the state of a trip as they are stored; None if that is not as they are in memory."""
-        if self._packs is None or any(pack.is_coded for pack in self._packs):
+        if self._packs is None or _is_any_coded(self._packs):
             return None
         (weights, state, _), index = self._parts(trip), self._index(*trip.key)
         return weights[: self._packs[0].padded_bytes(index)], state[: self._packs[1].padded_bytes(index)]
@@ -359,14 +365,17 @@ class UpdatePipeline:
                 else:
                     # Backward's own mark was waited for when the gradients were collected.
                     device.copy_out_range(storage, offset, here, Reached())
-            found: Digests = (None, None)
+            left: Digests = (None, None)
             if gradient is not None:
-                found = _run_adam(spec, here, state, gradient, updates, copy=there, stored=stored)
+                found, left = _run_adam(
+                    spec, here, state, gradient, updates, copy=there, stored=stored, asks_before=trip.unchecked
+                )
+                self._check(trip, found)
             if there is not None:
                 device.counters.add("h2d", raw, device.counters.clock())  # it took no time of its own
             elif storage is not None:
                 device.copy_in(storage, offset, here)
-            return found
+            return left
 
         self._device_jobs[group] = self._device_jobs.get(group, 0) + 1
         try:
@@ -377,6 +386,12 @@ class UpdatePipeline:
                 self._device_jobs[group] -= 1
                 self._device_idle.notify_all()
         trip.applied.set_result(storage is not None)
+
+    def _check(self, trip: Trip, found: Digests) -> None:
+        """What was updated in place may have been damaged: then it goes nowhere (see [Note: chain])."""
+        for pack, record, digest in zip(self._packs or (), trip.before, found):
+            if record is not None and digest is not None:
+                pack.check_digest(self._index(*trip.key), record, digest)
 
     async def _write(self, round_: Round, trip: Trip) -> None:
         """Write what does not live in CPU memory; what does is dirty until a commit writes it."""
@@ -412,6 +427,10 @@ class UpdatePipeline:
         await together(writes)
 
 
+def _is_any_coded(packs: tuple[SlotPack, SlotPack]) -> bool:
+    return any(pack.is_coded for pack in packs)
+
+
 def _run_adam(
     spec: GroupSpec,
     weights: Bytes,
@@ -420,8 +439,9 @@ def _run_adam(
     updates: list[ParameterUpdate],
     copy: Bytes | None,
     stored: tuple[Bytes, Bytes] | None,
-) -> Digests:
-    """Update in place, and give the digests of what is `stored`, if that is given.
+    asks_before: Sequence[bool],
+) -> tuple[Digests, Digests]:
+    """Update in place, and give the digests of what is `stored`, if that is given: before it if asked for, and after.
 
     Args:
         copy: gets the new weights, too, if all of them are updated. All bytes but `stored` are without padding.
@@ -432,7 +452,7 @@ def _run_adam(
     exact = state[: count * spec.need().state_bytes]
     if stored is not None:
         runs = [(part.start, part.stop, part.coefficients) for part in updates]
-        return update_with_digests(spec.dtype, flat, exact, gradient, runs, other, stored)
+        return update_with_digests(spec.dtype, flat, exact, gradient, runs, other, stored, asks_before)
     for part in updates:
         adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients, other)
-    return None, None
+    return (None, None), (None, None)
