@@ -20,6 +20,7 @@ from tierstore.errors import ClosedError, Timeout
 from tierstore.io import slices, stacks
 from tierstore.io.file_threads import FileThreads
 from tierstore.io.fork import ForkAware
+from tierstore.io.loop import Loop
 from tierstore.io.tasks import raise_first
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ class Runtime(ForkAware):
         self.check_process()
         if self._loop is not None:
             raise ClosedError(f"runtime {self.name!r} was started before; make a new one")
-        self._loop = asyncio.new_event_loop()
+        self._loop = Loop()
         self._file_threads = FileThreads(4, f"{self.name}-files")
         self._loop.set_default_executor(self._file_threads)
         self._loop.set_exception_handler(self._on_stray_error)
