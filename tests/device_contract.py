@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
@@ -52,6 +53,14 @@ class DeviceContract:
         assert np.array_equal(target, [*source[:40], *([7] * 20), *source[60:]])
         with pytest.raises(ValueError, match="20 B at offset 81 are not in a storage of 100 B"):
             device.in_place(storage, 81, 20)
+
+    def test_an_address_is_that_of_contiguous_elements_in_reach(self, device: ComputeDevice) -> None:
+        tensor = torch.arange(12, dtype=torch.int16, device=device.torch_device).reshape(3, 4)[1:]
+        address = device.address_of(tensor)
+        assert (address is None) == (device.kind == "cuda")
+        if address is not None:
+            assert [*(ctypes.c_int16 * 8).from_address(address)] == [*range(4, 12)]
+        assert device.address_of(tensor.t()) is None
 
     def test_a_parameter_sees_the_bytes_and_not_the_write(self, device: ComputeDevice) -> None:
         """The saved-tensor check of autograd must not notice that a group was refilled."""

@@ -75,7 +75,7 @@ def test_copied_by_pieces_the_sums_are_the_same_bits(dtype, edges, gap):
     for start, piece in pieces:
         expected[start : start + piece.size] = piece
     sums, exact = np.full(3, -1.0), np.full(3, -1.0)
-    copy_with_square_sums(dtype, pieces, total, sums)
+    copy_with_square_sums(dtype, [(start, piece.ctypes.data, piece.size) for start, piece in pieces], total, sums)
     square_sums(dtype, expected, exact)
     assert (total.tobytes(), sums.tobytes()) == (expected.tobytes(), exact.tobytes())
 
@@ -91,7 +91,7 @@ def test_inf_and_nan_propagate(dtype, value, position):
     np.testing.assert_array_equal(result[block], value * value)
     assert np.isfinite(result[other])
     copied, sums = np.zeros_like(elements_of(tensor)), np.zeros(2)
-    copy_with_square_sums(dtype, [(0, elements_of(tensor))], copied, sums)
+    copy_with_square_sums(dtype, [(0, tensor.data_ptr(), tensor.numel())], copied, sums)
     assert sums.tobytes() == result.tobytes()
 
 
@@ -129,7 +129,8 @@ def test_accumulation_is_that_of_torch_for_any_bits(dtype, data):
 def test_what_would_be_misread_is_refused():
     with pytest.raises(ConfigError, match="2 partials of float64"):
         square_sums("fp32", np.zeros(BLOCK + 1, np.float32), np.zeros(1))
-    with pytest.raises(ConfigError, match="a piece of 2 elements at 2 is not inside 3"):
-        copy_with_square_sums("fp32", [(2, np.zeros(2, np.float32))], np.zeros(3, np.float32), np.zeros(1))
+    for start, count in ((2, 2), (-1, 2), (2, -1)):
+        with pytest.raises(ConfigError, match=f"a piece of {count} elements at {start} is not inside 3"):
+            copy_with_square_sums("fp32", [(start, 0, count)], np.zeros(3, np.float32), np.zeros(1))
     with pytest.raises(ConfigError, match="expected 3 contiguous bf16"):
         add_into("bf16", np.zeros(3, np.uint16), np.zeros(4, np.uint16))

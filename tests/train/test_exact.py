@@ -49,6 +49,7 @@ def memory_apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """In about half of the tests gradients and weights must be copied, as from and to a GPU."""
     if zlib.crc32(request.node.name.encode()) % 2:
         monkeypatch.setattr(CpuDevice, "in_place", lambda *_: None)
+        monkeypatch.setattr(CpuDevice, "address_of", lambda *_: None)
 
 
 @cache
@@ -58,6 +59,7 @@ def reference(dtype: str, clip: float | None, accumulate: int = 1) -> Run:
     options: dict[str, Any] = {"update": "step", "max_grad_norm": clip, "accumulate": accumulate}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuDevice, "in_place", lambda *_: None)
+        patch.setattr(CpuDevice, "address_of", lambda *_: None)
         return train(model_of(dtype), batches(accumulate), tiers, loss_of, **options)
 
 

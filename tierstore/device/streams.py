@@ -140,6 +140,12 @@ class ComputeDevice(Protocol):
         and counts what reaches the other tier. Threads: any.
         """
 
+    def address_of(self, tensor: torch.Tensor) -> int | None:
+        """Where the elements of a contiguous tensor lie, if the processor reaches them; None: they have to be copied.
+
+        Threads: any; who reads there waits for its own mark, as for copies.
+        """
+
     def record(self) -> Mark:
         """A mark after all that the calling thread's current compute stream has queued so far.
 

@@ -117,6 +117,9 @@ class CpuDevice:
         _check_range(storage, offset_bytes, nbytes)
         return np.asarray(_Memory(storage.data_ptr() + offset_bytes, nbytes))
 
+    def address_of(self, tensor: torch.Tensor) -> int | None:
+        return tensor.data_ptr() if tensor.is_contiguous() else None
+
     def record(self) -> Mark:
         return Reached()  # work on a CPU is over when the call that queued it returns
 
@@ -204,6 +207,9 @@ class CudaDevice:
         self.counters.add("h2d", source.nbytes, start)
 
     def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> Bytes | None:
+        return None
+
+    def address_of(self, tensor: torch.Tensor) -> int | None:
         return None
 
     def record(self) -> Mark:

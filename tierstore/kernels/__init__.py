@@ -35,4 +35,4 @@ def warm_up(dtypes: Iterable[str]) -> None:
         adam.read_master(dtype, weights, state, master)
         norms.add_into(dtype, gradient, weights)
         norms.square_sums(dtype, gradient, np.zeros(1, np.float64))
-        norms.copy_with_square_sums(dtype, [(0, gradient)], weights, np.zeros(1, np.float64))
+        norms.copy_with_square_sums(dtype, [(0, gradient.ctypes.data, 1)], weights, np.zeros(1, np.float64))

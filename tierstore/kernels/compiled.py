@@ -148,6 +148,15 @@ def join(_typing: Any, weight: Any, residual: Any) -> Any:
     return _typed(types.float32, (weight, residual), build)
 
 
+@intrinsic
+def pointer_to(_typing: Any, like: Any, address: Any) -> Any:
+    """A pointer to elements of the type of the array `like`."""
+    element = _FLOAT if like.dtype == types.float32 else _INT16
+    return _typed(
+        types.CPointer(like.dtype), (like, address), lambda b, _like, value: b.inttoptr(value, element.as_pointer())
+    )
+
+
 # ------------------------------------------------------------------------------------------------ xxh3
 
 _XXH3_SECRET = bytes.fromhex(
@@ -481,6 +490,14 @@ def square_sums(values: Array, out: Array, block: int) -> None:
         for j in range(LANES):
             total += lanes[j]
         out[k] = total
+
+
+@compiled
+def copy_all_squares(pieces: Array, target: Array, lanes: Array, block: int) -> None:
+    """`copy_squares` of several; int64 [pieces, 3]: start in `target`, address of the first element, and size."""
+    for k in range(len(pieces)):
+        source = numba.carray(pointer_to(target, pieces[k, 1]), (pieces[k, 2],))
+        copy_squares(source, target, pieces[k, 0], lanes, block)
 
 
 @compiled

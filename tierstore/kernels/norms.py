@@ -7,7 +7,7 @@ Owner: none; the caller owns the arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ import numpy.typing as npt
 from tierstore.errors import ConfigError
 from tierstore.kernels import compiled
 from tierstore.kernels.adam import BLOCK, check_arrays
+
+Piece = tuple[int, int, int]
+"""Where contiguous elements come to lie, the address at which they lie, and how many they are."""
 
 
 def square_sums(dtype: str, gradient: npt.NDArray[Any], out: npt.NDArray[np.float64]) -> None:
@@ -31,22 +34,21 @@ def square_sums(dtype: str, gradient: npt.NDArray[Any], out: npt.NDArray[np.floa
 
 
 def copy_with_square_sums(
-    dtype: str, pieces: Iterable[tuple[int, npt.NDArray[Any]]], total: npt.NDArray[Any], out: npt.NDArray[np.float64]
+    dtype: str, pieces: Sequence[Piece], total: npt.NDArray[Any], out: npt.NDArray[np.float64]
 ) -> None:
-    """Copies pieces into `total`, each to its start, and gives what `square_sums` of `total` would, bit for bit.
+    """Copies pieces into `total`, and gives what `square_sums` of `total` would, bit for bit.
 
-    This takes less than one after the other. Pieces come in their order, do not overlap, and elements of `total` that
-    are in none of them are zero.
+    This takes less than one after the other. Pieces do not overlap, and elements of `total` that are in none of them
+    are zero. Their memory is the caller's to keep.
 
-    Shapes: total [n], out [ceil(n / BLOCK)], pieces [<= n] of total's dtype.
+    Shapes: total [n], out [ceil(n / BLOCK)].
     """
     _check_sums(dtype, total, out)
-    lanes = np.zeros((out.size, compiled.LANES))
-    for start, piece in pieces:
-        check_arrays(dtype, piece, piece.size)
-        if not 0 <= start <= total.size - piece.size:
-            raise ConfigError(f"a piece of {piece.size} elements at {start} is not inside {total.size}")
-        compiled.copy_squares(_typed(dtype, piece), _typed(dtype, total), start, lanes, BLOCK)
+    for start, _, count in pieces:
+        if not 0 <= start <= start + count <= total.size:
+            raise ConfigError(f"a piece of {count} elements at {start} is not inside {total.size}")
+    lanes, places = np.zeros((out.size, compiled.LANES)), np.array(pieces, np.int64).reshape(-1, 3)
+    compiled.copy_all_squares(places, _typed(dtype, total), lanes, BLOCK)
     compiled.add_lanes(lanes, out)
 
 

@@ -156,8 +156,9 @@ class Gradients:
         """
         in_passing = is_streaming and self._placement.streams_gradients
         work = []
-        for chunk, (start, stop) in enumerate(self._placement.chunks(group)):
-            parts = [part for piece in pieces for part in _cut(piece, start, stop)]
+        chunks = self._placement.chunks(group)
+        for chunk, (start, stop) in enumerate(chunks):
+            parts = pieces.copy() if len(chunks) == 1 else [p for piece in pieces for p in _cut(piece, start, stop)]
             if parts:
                 state = self._chunks[group, chunk]
                 turn = state.coming[-1] if state.coming else None
@@ -262,14 +263,14 @@ class Gradients:
                 array[total.nbytes :] = 0
                 if sum(part.gradient.numel() for part in parts) < len(total):
                     total[:] = 0
-            views = _all_in_place(device, dtype, parts) if is_new else None
-            if partials is None or views is None:
+            places = _all_in_place(device, total, parts) if is_new else None
+            if partials is None or places is None:
                 copy_and_measure()
             else:
                 after.synchronize()
                 start_s = device.counters.clock()
-                copy_with_square_sums(dtype, views, total, partials)
-                device.counters.add("d2h", sum(view.nbytes for _, view in views), start_s)
+                copy_with_square_sums(dtype, places, total, partials)
+                device.counters.add("d2h", total.itemsize * sum(count for *_, count in places), start_s)
             parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
 
         with self._tracer.measure("reduce", self._groups[group].name):
@@ -437,15 +438,15 @@ def _in_place(device: ComputeDevice, dtype: str, part: Piece) -> Array | None:
     return None if here is None else elements_of(here, dtype, flat.numel())
 
 
-def _all_in_place(device: ComputeDevice, dtype: str, parts: list[Piece]) -> list[tuple[int, Array]] | None:
-    """The parts in their order, if all can be read where they lie and none is to be added."""
-    views = []
-    for part in sorted(parts, key=lambda part: part.start):
-        view = _in_place(device, dtype, part) if part.is_first else None
-        if view is None:
+def _all_in_place(device: ComputeDevice, total: Array, parts: list[Piece]) -> list[tuple[int, int, int]] | None:
+    """Where each part comes to lie, lies, and its size, if all can be read where they lie and none is to be added."""
+    places = []
+    for start, flat, is_first in parts:
+        address = device.address_of(flat) if is_first and flat.element_size() == total.itemsize else None
+        if address is None:
             return None
-        views.append((part.start, view))
-    return views
+        places.append((start, address, flat.numel()))
+    return places
 
 
 def _bytes_of(total: Array, start: int, count: int) -> Bytes:
