@@ -90,6 +90,33 @@ class CheckpointedInPairs(Stack):
         return self.head(x)
 
 
+class InParts(Stack):
+    """Nobody calls the layers, but what is inside of them; some of it is recomputed."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.enter(x)
+        for number, layer in enumerate(self.layers):
+            inner = nn.Sequential(layer.norm, layer.up, nn.ReLU())
+            h = inner(x) if number == 1 else checkpoint(inner, x, use_reentrant=number > 1)
+            x = x + layer.down(h)
+        return self.head(x)
+
+
+class RecomputedInParts(Layer):
+    reentrant = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = checkpoint(lambda x: functional.relu(self.up(self.norm(x))), x, use_reentrant=self.reentrant)
+        return x + self.dropout(self.down(h))
+
+
+class LayersRecomputeParts(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(RecomputedInParts() for _ in range(4))
+        self.layers[1].reentrant = self.layers[3].reentrant = False  # type: ignore[assignment]
+
+
 class InPlace(Stack):
     def forward(self, x: torch.Tensor) -> Any:
         x = self.enter(x)
@@ -266,9 +293,9 @@ class Tied(Stack):
 
 
 MODELS = [
-    Stack, CalledTwice, Checkpointed, CheckpointedReentrant, CheckpointedTwice, CheckpointedInPairs, InPlace,
-    Dictionaries, ReadElsewhere, OwnParameters, Buffers, Adapted, FirstFrozen, SomeFrozen, Skipping, Mixture,
-    Growing, Late, Tied,
+    Stack, CalledTwice, Checkpointed, CheckpointedReentrant, CheckpointedTwice, CheckpointedInPairs, InPlace, InParts,
+    LayersRecomputeParts, Dictionaries, ReadElsewhere, OwnParameters, Buffers, Adapted, FirstFrozen, SomeFrozen,
+    Skipping, Mixture, Growing, Late, Tied,
 ]  # fmt: skip
 
 

@@ -106,7 +106,7 @@ class ModelGroups:
 
     Attributes:
         of_module: the groups that a module has on the device while it runs: those of its own parameters, and of all
-            below it if it is compiled.
+            below it if it is compiled, or if they are one group. Nothing is known of modules inside such a one.
         names: one name of every parameter.
         aliases: every name of a parameter, with that one.
         tied: groups with a parameter that has several names.
@@ -238,16 +238,33 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _groups_of_modules(model: nn.Module, index_of: dict[nn.Parameter, int]) -> dict[nn.Module, tuple[int, ...]]:
-    compiled = [module for module in model.modules() if is_compiled(module)]
-    inside = {below for module in compiled for below in module.modules() if below is not module}
+    whole = {module for module in model.modules() if is_compiled(module)}
+    whole |= {block for block in _closed_modules(model, index_of) if not any(map(is_compiled, block.modules()))}
+    inside = {below for module in whole for below in module.modules() if below is not module}
     found = {}
     for module in model.modules():
-        if module not in inside:  # hooks would break what is compiled into pieces
-            own = module.parameters() if module in compiled else module._parameters.values()
+        if module not in inside:  # hooks would break what is compiled into pieces, and tell nothing new of a block
+            own = module.parameters() if module in whole else module._parameters.values()
             needed = {index_of[p] for p in own if p is not None and p in index_of}
             if needed:
                 found[module] = tuple(sorted(needed))
     return found
+
+
+def _closed_modules(model: nn.Module, index_of: dict[nn.Parameter, int]) -> Iterator[nn.Module]:
+    """Modules that have all parameters of one group below them and no others, and share no module with the rest."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(f"{name}." if name else "")
+    sizes = Counter(index_of.values())
+    for module, prefixes in names.items():
+        is_container = type(module).forward is nn.Module.forward  # which nobody calls
+        needed = Counter(index_of[p] for p in module.parameters() if p in index_of)
+        is_one_group = len(needed) == 1 and all(sizes[group] == count for group, count in needed.items())
+        if is_one_group and not is_container:
+            below = (name for one in module.modules() for name in names[one])
+            if all(name.startswith(tuple(prefixes)) for name in below):
+                yield module
 
 
 def is_compiled(module: nn.Module) -> bool:
