@@ -5,7 +5,7 @@ Not here: copying and norms (`store/gradients.py`), what follows from a complete
 Owner: the training side; `_accept` runs on the loop.
 
 [Note: complete] A group is complete when every parameter that the loss reaches has got its gradient. The graph that is
-walked for this does not show what reentrant checkpointing will recompute: how many gradients came from there is known
+asked for this does not show what reentrant checkpointing will recompute: how many gradients came from there is known
 from the last step. In the first step it is not, and when that changes it is wrong: what is left is taken when backward
 ends, and a gradient that comes after its group was taken is added, or, if the group was updated already, an error by
 name.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.store.gradients import Gradients, Piece
-from tierstore.train.graph import leaves_of
+from tierstore.train.graph import KnownLeaves
 from tierstore.train.groups import Group, ModelGroups
 from tierstore.train.reduction import Bucket, Reductions
 
@@ -78,8 +78,9 @@ class GradientCollector:
         self._is_free = is_free
         self._reductions = reductions
         self._collected = [_Collected() for _ in self._groups]
-        # By identity, as a parameter's own hash is: that one is a function in Python.
-        self._places = {id(p): (g.index, i) for g in self._groups for i, p in enumerate(g.parameters)}
+        self._leaves = KnownLeaves(
+            {(g.index, i): p for g in self._groups if g.spec.trainable for i, p in enumerate(g.parameters)}
+        )
         self._recomputed: list[int | None] = [None] * len(self._groups)
         self._forwards = 1
         self._waiting: set[int] = set()
@@ -112,6 +113,7 @@ class GradientCollector:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._leaves.forget()
 
     @property
     def knows_graph(self) -> bool:
@@ -150,12 +152,14 @@ class GradientCollector:
         self.is_streaming = is_streaming and is_final
         self._collected = [_Collected() for _ in self._groups]
         self._gathering.clear()
-        for leaf in leaves_of([loss]):
-            if (place := self._places.get(id(leaf))) is not None:
-                group, position = place
-                self._collected[group].missing.add(position)
-                self._collected[group].reached += 1
         self._waiting.clear()
+        self._leaves.ask(loss, partial(self._expect, store))
+
+    def _expect(self, store: Gradients, reached: Sequence[tuple[int, int]]) -> None:
+        """Backward has begun, and goes on to these: groups and positions."""
+        for group, position in reached:
+            self._collected[group].missing.add(position)
+            self._collected[group].reached += 1
         if self._reductions is not None:
             self._runtime.post(self._reductions.begin, store)
             for unreached in (group for group in self._groups if group.spec.trainable and not self._needed(group)):
