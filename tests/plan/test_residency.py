@@ -103,6 +103,10 @@ def test_a_decision_is_always_possible(data: st.DataObject) -> None:
         assert together > capacity
         assert needed not in present
         return
+    if policy.is_settled(position, present, demand):
+        assert decision == Decision()
+    elif sum(sizes) <= capacity:
+        assert decision.load
     evict, load = set(decision.evict), set(decision.load)
     assert len(evict) == len(decision.evict)
     assert len(load) == len(decision.load)

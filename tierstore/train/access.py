@@ -31,7 +31,7 @@ from tierstore.train.moves import GroupMoves
 
 
 class _InUse(Container[int]):
-    """The groups that may not be dropped, for one decision: most visits ask of none, and none gets two answers."""
+    """The groups that may not be dropped, for one decision: none gets two answers."""
 
     def __init__(self, is_in_use: Callable[[Any], bool]) -> None:
         self._is_in_use = functools.cache(is_in_use)
@@ -220,6 +220,8 @@ class DeviceAccess:
 
     def _decide(self, position: int, group: int, depth: int) -> Decision:
         self._policy.depth = depth
+        if self._policy.is_settled(position, self._held, group):
+            return Decision()
         if self._gathers is not None and (viewed := self._viewed()):
             self._runtime.call(self._moves.unviewed, viewed)  # a copy may be over at one rank and not at another
         loading = self._loading()
