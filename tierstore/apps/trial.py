@@ -86,13 +86,17 @@ class Trial:
         """Steps of an engine whose updates do not run inside backward: there no pass is free of them."""
         self.step()  # shows the order
         typical = StepRecord.typical([self._recorded() for _ in range(_RECORDED_STEPS)])
+        return Recorded(typical, *self.beside_updates(_RECORDED_STEPS))
+
+    def beside_updates(self, steps: int) -> tuple[float, float, int]:
+        """What `Recorded` says of steps that each have the update of the one before beside them."""
         self.step()
-        taken = [self.step() for _ in range(_RECORDED_STEPS)]
+        taken = [self.step() for _ in range(steps)]
         computing_s = statistics.median(
             one.seconds["forward"] + one.seconds["backward"] - one.seconds["wait"] for _, one in taken
         )
         step_s = statistics.median(seconds for seconds, _ in taken)
-        return Recorded(typical, computing_s, step_s, taken[-1][1].prefetch_depth)
+        return computing_s, step_s, taken[-1][1].prefetch_depth
 
     def _recorded(self) -> StepRecord:
         """One step that begins when everything of the last is at rest."""

@@ -17,8 +17,8 @@ from tierstore.plan.step_record import StepRecord
 def computing(recorder: Result, train: TrainOptions, machine: Machine) -> StepRecord:
     """What the model's computing takes, as a contestant recorded it at its start.
 
-    It is scaled to that of the first steps of the rounds: they have no update beside them either, and the machine is
-    not as fast in every minute.
+    It is scaled to that of the first steps of the rounds, which have no update beside them either, and calibrated by
+    those of a trial in each round: the machine is not as fast in every minute.
 
     Args:
         train: of that contestant.
@@ -27,14 +27,15 @@ def computing(recorder: Result, train: TrainOptions, machine: Machine) -> StepRe
     from tierstore.apps.tune import calibrated_to
 
     given = recorder.facts["recorded"]
-    # Of rare commits those steps wrote none: they do not tell.
-    step_s = given["step_s"] if train.commit_every == 1 else 0.0
-    recorded = Recorded(StepRecord.from_json(given["step"]), given["computing_s"], step_s, given["depth"])
-    # Those of a trial are no whole steps, in which alone an engine guesses unasked.
+    step = StepRecord.from_json(given["step"])
+    own_s = step.forward_s + step.backward_s
+    step = step.scaled((recorder.median("computing_s") or own_s) / own_s)
+    # Of rare commits those of a trial wrote none: they do not tell.
+    step_s = (recorder.median("trial_step_s") or given["step_s"]) if train.commit_every == 1 else 0.0
+    computing_s = recorder.median("trial_computing_s") or given["computing_s"]
+    # And they are no whole steps, in which alone an engine guesses unasked.
     schedule = UpdateSchedule.FORWARD if recorder.median("speculated") is not None else None
-    record = calibrated_to(recorded, train, machine, schedule)
-    own_s = record.forward_s + record.backward_s
-    return record.scaled((recorder.median("computing_s") or own_s) / own_s)
+    return calibrated_to(Recorded(step, computing_s, step_s, given["depth"]), train, machine, schedule)
 
 
 def by_tune(record: StepRecord, train: TrainOptions, machine: Machine, depth: int) -> float:

@@ -13,6 +13,7 @@ is timed has neighbours on both sides and stands for any step of a long run.
 * No commits: as before, without the flush.
 Speculation begins before the rounds do: steps are taken until one was guessed right. All run at the prefetch depth that
 the engine chooses.
+The steps of a trial follow in each round, by which `tune` is calibrated: the machine is not as fast in every minute.
 `drained_s` is the other figure: from an idle engine through `flush()`, over all K + 2 steps. It is longer, for the
 first step has nothing to hide behind and the last update and commit hide behind nothing.
 """
@@ -46,6 +47,7 @@ _TICK_S = 0.005
 _PERCENTILE = 99
 _NEVER = 10**9  # steps from commit to commit
 _MOST_WARMING_STEPS = 100
+_TRIAL_STEPS = 2
 
 
 class Commits(Tracer):
@@ -142,17 +144,18 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         engine = stack.enter_context(Engine(**arguments))
         in_memory = engine.placement.updates_in_memory
         stack.enter_context(serve_steps(train.freed_memory, updates_in_memory=in_memory))
-        facts = _facts(engine)
+        facts, trial = _facts(engine), None
         if is_recorded(train):
             same = replace(parts, batches=tokens)  # type: ignore[arg-type]  # has all that a trial asks of batches
-            found = Trial(engine, same, train.device).record()
+            trial = Trial(engine, same, train.device)
+            found = trial.record()
             facts["recorded"] = asdict(found) | {"step": found.step.to_json()}
         on_device = tokens.next().to(train.device)
         batches = [{"input_ids": on_device, "labels": on_device}] * train.accumulate
         stepper = Stepper(engine, batches, train.micro_batches, train.clip)
         if stepper.speculates:
             stepper.warm_speculation()
-        yield facts, _rounds(stepper, train, options["steps"], commits)
+        yield facts, _rounds(stepper, train, options["steps"], commits, trial)
 
 
 def is_recorded(train: TrainOptions) -> bool:
@@ -181,7 +184,7 @@ def _facts(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits) -> Round:
+def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits, trial: Trial | None) -> Round:
     engine = stepper.engine
     lag = LoopLag(engine)
     parameters = sum(need.elements for need in engine.placement.groups)
@@ -205,6 +208,8 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits)
         figures = _figures(stepper, taken) | {"read_bytes": moved[0], "written_bytes": moved[1]}
         figures |= {"bytes_per_parameter": sum(moved) / parameters}
         figures |= {"drained_s": (rested_s - starts_s[0]) / (steps + 2), "lag_p99_ms": lag.take_ms()}
+        if trial is not None:
+            figures |= dict(zip(("trial_computing_s", "trial_step_s"), trial.beside_updates(_TRIAL_STEPS)))
         return step_s, {name: value for name, value in figures.items() if math.isfinite(value)}
 
     return run_round
