@@ -160,4 +160,4 @@ def test_a_deadline_tells_the_call_the_file_and_the_stacks(tmp_path: Path) -> No
     assert re.search(r"test-files_\d: wait \(threading\.py:", text)
     assert "disk-0: " in text
     assert " < hang (test_lost_threads.py:" in text
-    assert "loop thread: select (selectors.py:" in text
+    assert "loop thread: select (loop.py:" in text

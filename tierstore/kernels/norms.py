@@ -38,8 +38,8 @@ def copy_with_square_sums(
 ) -> None:
     """Copies pieces into `total`, and gives what `square_sums` of `total` would, bit for bit.
 
-    This takes less than one after the other. Pieces do not overlap, and elements of `total` that are in none of them
-    are zero. Their memory is the caller's to keep.
+    This takes less than one after the other. Pieces come in their order, do not overlap, and elements of `total` that
+    are in none of them are zero. Their memory is the caller's to keep.
 
     Shapes: total [n], out [ceil(n / BLOCK)].
     """

@@ -28,6 +28,7 @@ from tierstore.config import Tier
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
+from tierstore.kernels import norms
 from tierstore.kernels.adam import BLOCK
 from tierstore.kernels.norms import add_into, copy_with_square_sums, square_sums
 from tierstore.plan.tiers import Placement
@@ -438,15 +439,15 @@ def _in_place(device: ComputeDevice, dtype: str, part: Piece) -> Array | None:
     return None if here is None else elements_of(here, dtype, flat.numel())
 
 
-def _all_in_place(device: ComputeDevice, total: Array, parts: list[Piece]) -> list[tuple[int, int, int]] | None:
-    """Where each part comes to lie, lies, and its size, if all can be read where they lie and none is to be added."""
+def _all_in_place(device: ComputeDevice, total: Array, parts: list[Piece]) -> list[norms.Piece] | None:
+    """The parts in their order, if all can be read where they lie and none is to be added; as `norms.Piece`."""
     places = []
     for start, flat, is_first in parts:
         address = device.address_of(flat) if is_first and flat.element_size() == total.itemsize else None
         if address is None:
             return None
         places.append((start, address, flat.numel()))
-    return places
+    return sorted(places)
 
 
 def _bytes_of(total: Array, start: int, count: int) -> Bytes:

@@ -26,7 +26,7 @@ from tierstore.apps.options import TrainOptions
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
 
-_BLOCKS, _WIDTH, _SEQUENCE, _STEPS = 96, 64, 8, 5  # a group is more than what is copied at once, on the loop
+_BLOCKS, _WIDTH, _SEQUENCE, _STEPS = 96, 160, 8, 5  # a group is more than what is copied at once, on the loop
 _MODEL = {"model_type": "gpt2", "vocab_size": 256, "n_layer": _BLOCKS, "n_embd": _WIDTH, "n_head": 1,
           "n_positions": _SEQUENCE, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 _BLOCK_BYTES = 2 * (12 * _WIDTH**2 + 13 * _WIDTH)
@@ -38,7 +38,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     config = Path(options["directory"]) / "tiny-groups.json"
     config.write_text(json.dumps(_MODEL), encoding="utf-8")
     train = TrainOptions(
-        config=config, batch=1, sequence=_SEQUENCE, gpu_memory=_BLOCKS * _BLOCK_BYTES, cpu_memory=2**28, evaluate=0
+        config=config, batch=1, sequence=_SEQUENCE, gpu_memory=_BLOCKS * _BLOCK_BYTES, cpu_memory=2**30, evaluate=0
     )  # fmt: skip
     parts, bare = assemble(train), assemble(train)
     for one in (parts, bare):
