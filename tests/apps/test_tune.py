@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from tierstore.apps import tune as apps_tune
 from tierstore.apps import tune_views
 from tierstore.apps.options import TrainOptions, options_of_object
-from tierstore.apps.trial import Trial
+from tierstore.apps.trial import Recorded, Trial
 from tierstore.apps.tune import TuneOptions, as_train_options, candidates, run
 from tierstore.cli import app
 from tierstore.config import UpdateSchedule
@@ -148,14 +149,17 @@ def test_what_is_recorded_has_no_update_inside_backward(disk_path: Path, monkeyp
         update=UpdateSchedule.BACKWARD, gpu_memory=2 * MIB, cpu_memory=6 * MIB, threads=1,
     )  # fmt: skip
     schedules: list[str] = []
-    step = Trial.step
 
-    def seen(trial: Trial) -> tuple[float, StepReport]:
-        taken = step(trial)
-        schedules.append(taken[1].schedule)
-        return taken
+    def watch(step: Callable[[Trial], tuple[float, StepReport]]) -> Callable[[Trial], tuple[float, StepReport]]:
+        def seen(trial: Trial) -> tuple[float, StepReport]:
+            taken = step(trial)
+            schedules.append(taken[1].schedule)
+            return taken
 
-    monkeypatch.setattr(Trial, "step", seen)
+        return seen
+
+    monkeypatch.setattr(Trial, "step", watch(Trial.step))
+    monkeypatch.setattr(Trial, "whole_step", watch(Trial.whole_step))
     kept: list[StepRecord] = []
     monkeypatch.setattr(apps_tune, "calibrated_to", lambda recorded, *_: kept.append(recorded.step) or recorded.step)
     outcome = run(TuneOptions(train=train, measure=True, depths=(1,), rounds=1, steps=2), lambda: Machine(RATES),
@@ -163,6 +167,29 @@ def test_what_is_recorded_has_no_update_inside_backward(disk_path: Path, monkeyp
     assert schedules[:8] == ["forward"] * 8  # recorded
     assert set(schedules[8:]) == {"backward"}  # measured
     assert outcome.record == kept[0]  # no step of `backward` took its place
+
+
+@pytest.mark.parametrize("update", [UpdateSchedule.AUTO, UpdateSchedule.SPECULATIVE])
+def test_steps_beside_an_update_are_those_that_will_be(
+    update: UpdateSchedule, disk_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that guesses in whole steps does so in a trial, also if a real run's first steps would be clipped."""
+    (disk_path / "config.json").write_text(json.dumps(TINY))
+    train = TrainOptions(
+        config=disk_path / "config.json", nvme=(disk_path / "store",), batch=2, sequence=32, clip=1e-6,
+        update=update, gpu_memory=2 * MIB, cpu_memory=2 * MIB, threads=1,
+    )  # fmt: skip
+    kept: list[Recorded] = []
+    calibrated_to = apps_tune.calibrated_to
+
+    def seen(recorded: Recorded, *given: Any) -> StepRecord:
+        kept.append(recorded)
+        return calibrated_to(recorded, *given)
+
+    monkeypatch.setattr(apps_tune, "calibrated_to", seen)
+    run(TuneOptions(train=train), lambda: Machine(RATES), lambda said: None)
+    assert [one.schedule for one in kept] == [UpdateSchedule.SPECULATIVE]
+    assert kept[0].step_s > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -33,17 +33,19 @@ _IN_BACKWARD = (UpdateSchedule.BACKWARD.value, UpdateSchedule.SPECULATIVE.value)
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A typical step with no update beside it, and both passes of one that has: what the model's computing takes.
+    """A typical step with no update beside it, and whole ones that have: what the model's computing takes.
 
     Attributes:
         computing_s: of the passes beside an update, without waiting for weights; at prefetch `depth`.
         step_s: of such a step, from its start to that of the next.
+        schedule: in which those steps were updated.
     """
 
     step: StepRecord
     computing_s: float
     step_s: float
     depth: int
+    schedule: UpdateSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +84,31 @@ class Trial:
         report = self._engine.step()
         return time.perf_counter() - began_s, report
 
+    def whole_step(self) -> tuple[float, StepReport]:
+        """The same by `train_step`, in which an engine may guess unasked."""
+        began_s = time.perf_counter()
+        tokens = self._parts.batches.next().to(self._device, non_blocking=True)
+        report = self._engine.train_step([{"input_ids": tokens, "labels": tokens}])
+        return time.perf_counter() - began_s, report
+
     def record(self) -> Recorded:
-        """Steps of an engine whose updates do not run inside backward: there no pass is free of them."""
+        """Steps of an engine whose updates run inside backward by a guess at most: else no pass is free of them."""
         self.step()  # shows the order
-        typical = StepRecord.typical([self._recorded() for _ in range(_RECORDED_STEPS)])
+        typical = StepRecord.typical([self.free_step() for _ in range(_RECORDED_STEPS)])
         return Recorded(typical, *self.beside_updates(_RECORDED_STEPS))
 
-    def beside_updates(self, steps: int) -> tuple[float, float, int]:
-        """What `Recorded` says of steps that each have the update of the one before beside them."""
-        self.step()
-        taken = [self.step() for _ in range(steps)]
+    def beside_updates(self, steps: int) -> tuple[float, float, int, UpdateSchedule]:
+        """What `Recorded` says of whole steps: updates run beside them."""
+        self.whole_step()
+        taken = [self.whole_step() for _ in range(steps)]
         computing_s = statistics.median(
             one.seconds["forward"] + one.seconds["backward"] - one.seconds["wait"] for _, one in taken
         )
         step_s = statistics.median(seconds for seconds, _ in taken)
-        return computing_s, step_s, taken[-1][1].prefetch_depth
+        last = taken[-1][1]
+        return computing_s, step_s, last.prefetch_depth, UpdateSchedule(last.schedule)
 
-    def _recorded(self) -> StepRecord:
+    def free_step(self) -> StepRecord:
         """One step that begins when everything of the last is at rest."""
         self._engine.flush()
         seconds, report = self.step()
@@ -134,7 +144,7 @@ class Trial:
                     seconds[depth].append(taken_s)
                     stalls_s[depth].append(report.seconds["wait"])
                 if report.schedule not in _IN_BACKWARD:
-                    records.append(self._recorded())
+                    records.append(self.free_step())
         measured = {depth: Measured.of(seconds[depth], stalls_s[depth]) for depth in depths}
         return measured, StepRecord.typical(records) if records else None
 

@@ -205,25 +205,26 @@ def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | 
 
 
 def _as_recorded(train: TrainOptions) -> TrainOptions:
-    """With updates beside the next forward: a record is of the model's computing, whatever the schedule to come.
+    """With updates beside the next forward, but in whole steps as they will be where those guess.
 
     And with a commit each step, so that any few steps show what all of them read and write.
     """
+    may_guess = train.update in (UpdateSchedule.AUTO, UpdateSchedule.SPECULATIVE) and train.needs_norm
+    if may_guess and train.commit_every == 1:
+        clip = train.clip and _NEVER_CLIPPED  # as it is after the first steps of a run
+        return replace(train, update=UpdateSchedule.AUTO, clip=clip)
     return replace(train, update=UpdateSchedule.FORWARD, commit_every=1)
 
 
-def calibrated_to(
-    recorded: Recorded, train: TrainOptions, machine: Machine, schedule: UpdateSchedule | None = None
-) -> StepRecord:
+def calibrated_to(recorded: Recorded, train: TrainOptions, machine: Machine) -> StepRecord:
     """The recorded step with the contention and the drag that the steps beside their update show.
 
     Args:
         train: under which they ran.
-        schedule: with which they ran, if that is another than this engine's usual one.
     """
-    first = next(candidates(recorded.step, train))
-    policy = StepPolicy(recorded.depth, schedule or first.schedule, train.commit_every, _commits(train))
-    return calibrated(recorded.step, first.placement, machine, policy, recorded.computing_s, recorded.step_s)
+    placement = next(candidates(recorded.step, train)).placement
+    policy = StepPolicy(recorded.depth, recorded.schedule, train.commit_every, _commits(train))
+    return calibrated(recorded.step, placement, machine, policy, recorded.computing_s, recorded.step_s)
 
 
 def _commits(train: TrainOptions) -> bool:

@@ -174,7 +174,7 @@ def test_our_own_steps_are_measured_and_predicted(tmp_path: Path) -> None:
     assert 12 <= figures["bytes_per_parameter"] < 12.5
     own = Result(Contestant("own", (), False), ready["ready"], [Answer(answers[-1]["seconds"], figures, 1)])
     options = TrainOptions(**step_worker.options_of_object(train, "test"))
-    record = forecasts.computing(own, options, MACHINE)
+    record = forecasts.computing(own, own, options, MACHINE)
     assert record.forward_s + record.backward_s == pytest.approx(figures["computing_s"])
     assert forecasts.by_tune(record, options, MACHINE, 1) > figures["computing_s"] / 2
     # 6 flop a parameter and token, of 0.13M parameters and 16 tokens.
@@ -187,6 +187,25 @@ def test_speculation_is_right_when_the_rounds_begin(tmp_path: Path) -> None:
     assert "recorded" not in ready["ready"]  # updates inside backward: these passes are not the model's computing alone
     assert [answer["figures"]["speculated"] for answer in answers] == [2, 2]
     assert "computing_s" not in answers[-1]["figures"]
+    assert answers[-1]["figures"]["trial_step_s"] > 0
+    assert ready["ready"]["schedule"] == "speculative"
+
+
+def test_speculation_is_foretold_by_a_trial_of_speculation() -> None:
+    """The first of its heat that guesses tries for the others; who records by itself tries by itself."""
+    options = BenchOptions(heat="disk")
+    answered = [Answer(1.0, {}, 1)]
+    found = {
+        own.name: Result(Contestant(own.name, (), False), {} if "update" in own.options else {"recorded": {}}, answered)
+        for own in step._own(options)
+    }
+    found[step._own(options)[-1].name].facts["recorded"] = {}  # that of `forward`
+    speculative = [own for own in step._own(options) if own.options.get("update") == "speculative"]
+    assert len(speculative) > 1
+    for own in step._own(options):
+        recorder, _ = step._recorder(own, options, found)
+        tried = step._tried(own, recorder, options, found)
+        assert tried is (speculative[0] if own in speculative else own)
 
 
 def test_warming_up_ends_with_the_first_right_guess_or_with_an_error() -> None:

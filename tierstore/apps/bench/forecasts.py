@@ -14,28 +14,27 @@ from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 
 
-def computing(recorder: Result, train: TrainOptions, machine: Machine) -> StepRecord:
+def computing(recorder: Result, tried: Result, train: TrainOptions, machine: Machine) -> StepRecord:
     """What the model's computing takes, as a contestant recorded it at its start.
 
     It is scaled to that of the first steps of the rounds, which have no update beside them either, and calibrated by
-    those of a trial in each round: the machine is not as fast in every minute.
+    the steps of a trial in each round: the machine is not as fast in every minute.
 
     Args:
+        tried: whose trial, with the schedule that is to be foretold.
         train: of that contestant.
     """
     from tierstore.apps.trial import Recorded
     from tierstore.apps.tune import calibrated_to
 
-    given = recorder.facts["recorded"]
-    step = StepRecord.from_json(given["step"])
+    step = StepRecord.from_json(recorder.facts["recorded"])
     own_s = step.forward_s + step.backward_s
     step = step.scaled((recorder.median("computing_s") or own_s) / own_s)
-    # Of rare commits those of a trial wrote none: they do not tell.
-    step_s = (recorder.median("trial_step_s") or given["step_s"]) if train.commit_every == 1 else 0.0
-    computing_s = recorder.median("trial_computing_s") or given["computing_s"]
-    # And they are no whole steps, in which alone an engine guesses unasked.
-    schedule = UpdateSchedule.FORWARD if recorder.median("speculated") is not None else None
-    return calibrated_to(Recorded(step, computing_s, step_s, given["depth"]), train, machine, schedule)
+    # Of rare commits the steps of a trial wrote none: they do not tell.
+    step_s = tried.median("trial_step_s") or 0.0 if train.commit_every == 1 else 0.0
+    depth, schedule = int(tried.median("depth") or 0), UpdateSchedule(tried.facts["schedule"])
+    recorded = Recorded(step, tried.median("trial_computing_s") or own_s, step_s, depth, schedule)
+    return calibrated_to(recorded, train, machine)
 
 
 def by_tune(record: StepRecord, train: TrainOptions, machine: Machine, depth: int) -> float:

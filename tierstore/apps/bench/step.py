@@ -256,7 +256,7 @@ def _cost_rows(results: Results) -> Iterator[Row]:
 
 
 def _prediction_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
-    records: dict[str, StepRecord] = {}
+    records: dict[tuple[str, str], StepRecord] = {}
     for own in _own(options):
         for command, seconds in _predicted_s(own, options, results, records).items():
             result = results[own.name]
@@ -268,12 +268,12 @@ def _prediction_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
 
 
 def _predicted_s(
-    own: Own, options: BenchOptions, results: Results, records: dict[str, StepRecord]
+    own: Own, options: BenchOptions, results: Results, records: dict[tuple[str, str], StepRecord]
 ) -> dict[str, float | None]:
     """By the command that says so; `tune` does not know of micro-batches, and `plan` not of those side by side.
 
     Args:
-        records: kept by who recorded them, for to calibrate one takes seconds.
+        records: kept by who recorded and who tried, for to calibrate one takes seconds.
     """
     machine, train = rates.machine_of(results[_rates(own.heat)]), _as_train_options(own, options)
     if train.micro_batches is MicroBatchSchedule.VERTICAL:
@@ -281,11 +281,14 @@ def _predicted_s(
     found: dict[str, float | None] = {"plan": None if machine is None else forecasts.by_plan(train, machine)}
     if train.accumulate == 1:
         (recorder, recorded), depth = _recorder(own, options, results), results[own.name].median("depth")
+        tried = _tried(own, recorder, options, results)
         found["tune"] = None
-        if machine is not None and depth is not None and "recorded" in recorded.facts:
-            if recorder.name not in records:
-                records[recorder.name] = forecasts.computing(recorded, _as_train_options(recorder, options), machine)
-            found["tune"] = forecasts.by_tune(records[recorder.name], train, machine, int(depth))
+        if machine is not None and depth is not None and "recorded" in recorded.facts and results[tried.name].answers:
+            key = (recorder.name, tried.name)
+            if key not in records:
+                given = _as_train_options(tried, options)
+                records[key] = forecasts.computing(recorded, results[tried.name], given, machine)
+            found["tune"] = forecasts.by_tune(records[key], train, machine, int(depth))
     return found
 
 
@@ -294,6 +297,15 @@ def _recorder(own: Own, options: BenchOptions, results: Results) -> tuple[Own, R
     others = sorted(_own(options), key=lambda one: one.heat != own.heat)
     found = next((one for one in (own, *others) if "recorded" in results[one.name].facts), own)
     return found, results[found.name]
+
+
+def _tried(own: Own, recorder: Own, options: BenchOptions, results: Results) -> Own:
+    """Whose trial tells of this schedule: its own, or if it recorded nothing, the first of its heat with the same."""
+    if recorder is own:
+        return own
+    wanted = (own.heat, own.options.get("update"))
+    alike = (one for one in _own(options) if (one.heat, one.options.get("update")) == wanted)
+    return next((one for one in alike if results[one.name].answers), own)
 
 
 def _as_train_options(own: Own, options: BenchOptions) -> TrainOptions:

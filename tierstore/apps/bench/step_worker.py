@@ -26,7 +26,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -144,24 +144,24 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         engine = stack.enter_context(Engine(**arguments))
         in_memory = engine.placement.updates_in_memory
         stack.enter_context(serve_steps(train.freed_memory, updates_in_memory=in_memory))
-        facts, trial = _facts(engine), None
-        if is_recorded(train):
-            same = replace(parts, batches=tokens)  # type: ignore[arg-type]  # has all that a trial asks of batches
-            trial = Trial(engine, same, train.device)
-            found = trial.record()
-            facts["recorded"] = asdict(found) | {"step": found.step.to_json()}
+        facts = _facts(engine)
+        same = replace(parts, batches=tokens)  # type: ignore[arg-type]  # has all that a trial asks of batches
+        trial = Trial(engine, same, train.device) if train.accumulate == 1 else None
+        if trial is not None and is_recorded(train):
+            facts["recorded"] = trial.record().step.to_json()
         on_device = tokens.next().to(train.device)
         batches = [{"input_ids": on_device, "labels": on_device}] * train.accumulate
         stepper = Stepper(engine, batches, train.micro_batches, train.clip)
         if stepper.speculates:
             stepper.warm_speculation()
+        facts["schedule"] = stepper.step()[0].schedule
         yield facts, _rounds(stepper, train, options["steps"], commits, trial)
 
 
 def is_recorded(train: TrainOptions) -> bool:
     """Whether its steps show what the model's computing takes: no update runs inside backward.
 
-    Where speculation was not asked for, those of a trial do: they are no whole steps.
+    Where speculation was not asked for, those of a loop of one's own do: they are no whole steps.
     """
     return train.accumulate == 1 and train.update is not UpdateSchedule.SPECULATIVE
 
@@ -209,6 +209,9 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits,
         figures |= {"bytes_per_parameter": sum(moved) / parameters}
         figures |= {"drained_s": (rested_s - starts_s[0]) / (steps + 2), "lag_p99_ms": lag.take_ms()}
         if trial is not None:
+            if "computing_s" not in figures and is_recorded(train):
+                free = trial.free_step()
+                figures["computing_s"] = free.forward_s + free.backward_s
             figures |= dict(zip(("trial_computing_s", "trial_step_s"), trial.beside_updates(_TRIAL_STEPS)))
         return step_s, {name: value for name, value in figures.items() if math.isfinite(value)}
 
