@@ -51,6 +51,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported stays: with torch, to look at all of it takes a fifth of a second
 
 
+@pytest.fixture(autouse=True)
+def _small_groups_stand_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What workers copy of models as people have them, they copy of these, too."""
+    from tierstore.device.transfers import CpuDevice  # here: it takes torch
+
+    monkeypatch.setattr(CpuDevice, "at_once_bytes", 2**16)
+
+
 def open_descriptors() -> dict[int, str]:
     """Descriptors of this process and what they are open on."""
     found = {}
