@@ -221,6 +221,14 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_recovery.py::TestDamage",
     ),
     Mutation(
+        "what a failed update has left on the device", "store/updates.py UpdatePipeline._apply",
+        "self.on_spoilt(group)", "store/test_recovery.py::TestDamage",
+    ),
+    Mutation(
+        "the gradient of a failed update", "store/updates.py UpdatePipeline._guarded",
+        "round_.gradients.drop(*trip.key)", "store/test_recovery.py::TestDamage",
+    ),
+    Mutation(
         "leaves that change later", "kernels/compiled.py adam_with_digests",
         "_digest_sections(stored[1], leaf, sections[1], end, 1, was_1, before[1], sums)", "kernels/test_digests.py",
     ),

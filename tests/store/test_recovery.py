@@ -52,12 +52,12 @@ def folder(closed_after_3: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def damage(path: Path, offset: int) -> None:
+def damage(path: Path, offset: int, bit: int = 1) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)
         file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
+        file.write(bytes([byte[0] ^ bit]))
 
 
 def refuse(way: Way, folder: Path, kind: type[TierstoreError], **changes: Any) -> str:
@@ -274,6 +274,31 @@ class TestDamage:
         with pytest.raises(ChecksumMismatch):
             run.engine.close()
         assert max((tmp_path / "store0").glob("manifest-*")).name == "manifest-000000000002.json"
+
+    @pytest.mark.parametrize("update", ["backward", "speculative"])
+    def test_weights_on_the_device_that_a_damaged_state_has_changed_are_given_to_nobody(
+        self, update: str, tmp_path: Path
+    ) -> None:
+        """Within backward the group is there, and nobody had to load it."""
+        way = Way(update, cpu_memory=DISK, dtype=torch.bfloat16, width=96, blocks=2)
+        run = open_run(way, tmp_path, max_grad_norm=None if update == "backward" else 1e9)
+        run.until(3)
+        run.engine.flush()
+        for path in (tmp_path / "store0").glob("state.*"):
+            damage(path, path.stat().st_size - 9000 | 3, bit=64)
+        with pytest.raises(ChecksumMismatch, match=r"damaged: chunk .*/state/\d+ at offset ") as refusal:
+            run.until(6)
+        name, *_ = re.findall(r"; of '(blocks\.1\.[^']*)'", str(refusal.value))
+        block = run.engine.model.get_submodule("blocks.1")
+        for _ in range(2):
+            with pytest.raises(ChecksumMismatch), run.engine.gathered([name]):
+                pass
+            with pytest.raises(ChecksumMismatch), torch.no_grad():
+                block(torch.ones(1, 8, 96, dtype=torch.bfloat16))
+        with pytest.raises(ChecksumMismatch):
+            run.engine.state_dict()
+        with pytest.raises(ChecksumMismatch):
+            run.engine.close()
 
     def test_a_damaged_manifest_is_named(self, folder: Path) -> None:
         damage(folder / "store0" / "manifest-000000000003.json", 300)

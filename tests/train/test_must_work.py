@@ -117,6 +117,33 @@ class LayersRecomputeParts(Stack):
         self.layers[1].reentrant = self.layers[3].reentrant = False  # type: ignore[assignment]
 
 
+class CallsOthers(Layer):
+    others: tuple[nn.Module, ...] = ()
+
+    def forward(self, x: torch.Tensor, rest: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Tensor:
+        for other in self.others:
+            x = x + other(x)[..., :WIDTH]
+        return rest(super().forward(x)) + self.norm.bias
+
+
+class InOneAnother(Stack):
+    """Layers that call modules of other groups, each other too, and read their own weights again afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CallsOthers() for _ in range(4))
+        self.extra = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(3))
+        for layer in self.layers:
+            layer.others = tuple(self.extra)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        def run(number: int, x: torch.Tensor) -> torch.Tensor:
+            rest = [lambda x: run(number + 1, x)] if number < 3 else []
+            return self.layers[number](x, *rest)
+
+        return self.head(run(0, self.enter(x)))
+
+
 class InPlace(Stack):
     def forward(self, x: torch.Tensor) -> Any:
         x = self.enter(x)
@@ -345,6 +372,13 @@ def test_losses_are_those_of_plain_torch(
     kind: type[nn.Module], update: str, clip: float | None, tmp_path: Path
 ) -> None:
     compare(kind, update, clip, tmp_path)
+
+
+@pytest.mark.parametrize(("update", "clip"), SCHEDULES)
+def test_blocks_that_call_others_need_no_more_than_the_smallest_budgets(
+    update: str, clip: float | None, tmp_path: Path
+) -> None:
+    compare(InOneAnother, update, clip, tmp_path, room=0)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind is not Growing])  # that one counts its finished calls

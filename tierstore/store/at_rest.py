@@ -38,6 +38,7 @@ class ChunksAtRest:
         compute: threads that encode and decode.
         on_change: called before what lives in CPU memory of a chunk is set. Who set it last may have left a digest of
             it for a commit: one that an error has kept from being made, so that flushing did not, either.
+        refuse_spoilt: raises where a failed update has left in CPU memory what nobody may read.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ChunksAtRest:
         staging: Pool,
         compute: WorkerPool,
         on_change: Callable[[int, int], None],
+        refuse_spoilt: Callable[[int], None],
     ) -> None:
         self._groups = groups
         self._placement = placement
@@ -59,6 +61,7 @@ class ChunksAtRest:
         self._staging = staging
         self._compute = compute
         self._on_change = on_change
+        self._refuse_spoilt = refuse_spoilt
         self._index = ChunkIndex(groups, placement)
 
     async def put(self, group: int, chunk: int, master: Floats, *, keep_moments: bool = False) -> None:
@@ -127,6 +130,7 @@ class ChunksAtRest:
             lease.free()
 
     async def _read_chunk(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> None:
+        self._refuse_spoilt(group)
         index, reads = self._index(group, chunk), []
         for position, (kind, array) in enumerate(((Kind.WEIGHTS, weights), (Kind.STATE, state))):
             if (group, chunk) not in self._resident[kind] and len(array):

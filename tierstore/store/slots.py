@@ -269,7 +269,8 @@ class SlotPack:
             checks: False leaves it to the caller to compute the digest of `array`, and to call `check_digest` with it.
 
         Returns:
-            Whether the bytes are verified; those are, too, of which the digest of `array` does not tell.
+            Whether the bytes are verified. Always, where a digest of `array` would not do: in a pack with a codec, and
+            of what a store of an older release has written.
 
         Raises:
             ChecksumMismatch: names the chunk, its file and its tensors.

@@ -78,6 +78,15 @@ class UpdatePipeline:
         self.dirty: dict[tuple[int, int], Digests] = {}
         """Chunks of which a part lives in CPU memory and is to be written, and what their last update says of it."""
 
+        self._spoilt: dict[int, BaseException] = {}
+        self.on_spoilt: Callable[[int], None] = lambda group: None
+        """Called when what is in memory of a group may not be used any more, on the device or in CPU memory."""
+
+    def refuse_spoilt(self, group: int) -> None:
+        """Raises what an update of this group has failed with, if that has left in memory what nobody may use."""
+        if (error := self._spoilt.get(group)) is not None:
+            raise error
+
     def forget_digests(self, group: int, chunk: int) -> None:
         """What lives in CPU memory of a chunk is not, or will not be, what its last update has left there."""
         if (group, chunk) in self.dirty:
@@ -222,6 +231,8 @@ class UpdatePipeline:
             if not trip.applied.done():
                 trip.applied.set_exception(error)
                 trip.applied.exception()  # retrieved: the task raises it, too
+            if isinstance(error, Exception) and not round_.gradients.is_coming(*trip.key):
+                round_.gradients.drop(*trip.key)  # others wait for its memory
             raise
         finally:
             self._leases.give_back(trip)
@@ -305,7 +316,7 @@ class UpdatePipeline:
 
     async def _read(self, trip: Trip, packs: tuple[SlotPack, SlotPack], part: int) -> None:
         """Weights (0) or state (1); they are checked in the pass of Adam if that sees them as they are stored."""
-        is_checked = await packs[part].read(
+        is_checked = await packs[part].read(  # no pass over both makes digests if one of them is coded
             self._index(*trip.key), self._parts(trip)[part], Priority.PREFETCH,
             record=trip.before[part] if trip.is_redo else None, checks=trip.is_redo or _is_any_coded(packs),
         )  # fmt: skip
@@ -381,6 +392,10 @@ class UpdatePipeline:
         try:
             with self._tracer.measure("update", spec.name):
                 trip.digests = await self._workers.submit(Priority.UPDATE, job)
+        except BaseException as error:
+            self._spoilt.setdefault(group, error)  # it works in place: what it has changed is no step's
+            self.on_spoilt(group)
+            raise
         finally:
             async with self._device_idle:
                 self._device_jobs[group] -= 1

@@ -164,6 +164,11 @@ class DeviceAccess:
         if not self.is_inside:
             self._guard(group)
 
+    def pass_through(self, group: int) -> None:
+        """Have a group on the device now, which in forward others of the training side may wish to need first."""
+        self.before_visit(group)
+        self.visit(group)
+
     def visit(self, group: int) -> None:
         """Have a group on the device now; a view of its storage keeps it there (see [Note: who may drop])."""
         if group != self._current or group not in self._ready:

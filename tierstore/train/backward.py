@@ -4,8 +4,8 @@ Scope: accumulate-grad hooks, counting, back-pressure on device memory.
 Not here: copying and norms (`store/gradients.py`), what follows from a complete gradient (`engine.py`).
 Owner: the training side; `_accept` runs on the loop.
 
-[Note: complete] A group is complete when every parameter that the loss reaches has got its gradient. The graph that is
-asked for this does not show what reentrant checkpointing will recompute: how many gradients came from there is known
+[Note: complete] A group is complete when every parameter that the loss reaches has got its gradient. What autograd
+says of its graph does not show what reentrant checkpointing will recompute: how many gradients came from there is known
 from the last step. In the first step it is not, and when that changes it is wrong: what is left is taken when backward
 ends, and a gradient that comes after its group was taken is added, or, if the group was updated already, an error by
 name.

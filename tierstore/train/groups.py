@@ -106,7 +106,9 @@ class ModelGroups:
 
     Attributes:
         of_module: the groups that a module has on the device while it runs: those of its own parameters, and of all
-            below it if it is compiled, or if they are one group. Nothing is known of modules inside such a one.
+            below it if it is compiled, or `closed`.
+        closed: modules with all of one group below them and nothing else. What is inside of them is not listed: it may
+            need other groups, too, so these need theirs when they begin, and later only what they read.
         names: one name of every parameter.
         aliases: every name of a parameter, with that one.
         tied: groups with a parameter that has several names.
@@ -115,6 +117,7 @@ class ModelGroups:
 
     groups: list[Group]
     of_module: dict[nn.Module, tuple[int, ...]]
+    closed: set[nn.Module]
     names: dict[nn.Parameter, str]
     aliases: dict[str, str]
     replaced: dict[nn.Parameter, nn.Parameter]
@@ -167,7 +170,7 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
         groups.append(_make_group(len(groups), name, dtype, trainable, parameters, names))
     index_of = {parameter: group.index for group in groups for parameter in group.parameters}
     aliases = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False) if p in names}
-    return ModelGroups(groups, _groups_of_modules(model, index_of), names, aliases, replaced)
+    return ModelGroups(groups, *_groups_of_modules(model, index_of), names, aliases, replaced)
 
 
 def refuse_taken(model: nn.Module) -> None:
@@ -237,32 +240,37 @@ def _refuse_shared_memory(model: nn.Module) -> None:
         furthest[device, is_parameter] = max(furthest.get((device, is_parameter), (0, "")), (end, name))
 
 
-def _groups_of_modules(model: nn.Module, index_of: dict[nn.Parameter, int]) -> dict[nn.Module, tuple[int, ...]]:
-    whole = {module for module in model.modules() if is_compiled(module)}
-    whole |= {block for block in _closed_modules(model, index_of) if not any(map(is_compiled, block.modules()))}
-    inside = {below for module in whole for below in module.modules() if below is not module}
+def _groups_of_modules(
+    model: nn.Module, index_of: dict[nn.Parameter, int]
+) -> tuple[dict[nn.Module, tuple[int, ...]], set[nn.Module]]:
+    compiled = {module for module in model.modules() if is_compiled(module)}
+    closed = {block for block in _closed_modules(model, index_of) if not any(map(is_compiled, block.modules()))}
+    inside = {below for module in compiled | closed for below in module.modules() if below is not module}
     found = {}
     for module in model.modules():
         if module not in inside:  # hooks would break what is compiled into pieces, and tell nothing new of a block
-            own = module.parameters() if module in whole else module._parameters.values()
+            own = module.parameters() if module in compiled | closed else module._parameters.values()
             needed = {index_of[p] for p in own if p is not None and p in index_of}
             if needed:
                 found[module] = tuple(sorted(needed))
-    return found
+    return found, closed & found.keys()
 
 
 def _closed_modules(model: nn.Module, index_of: dict[nn.Parameter, int]) -> Iterator[nn.Module]:
-    """Modules that have all parameters of one group below them and no others, and share no module with the rest."""
+    """Modules that have all parameters of one group below them and no others, and share none of them with the rest.
+
+    Not containers: nobody calls those, or many go through a Sequential themselves.
+    """
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(f"{name}." if name else "")
     sizes = Counter(index_of.values())
     for module, prefixes in names.items():
-        is_container = type(module).forward is nn.Module.forward  # which nobody calls
+        is_container = type(module).forward is nn.Module.forward or isinstance(module, nn.Sequential)
         needed = Counter(index_of[p] for p in module.parameters() if p in index_of)
         is_one_group = len(needed) == 1 and all(sizes[group] == count for group, count in needed.items())
         if is_one_group and not is_container:
-            below = (name for one in module.modules() for name in names[one])
+            below = (name for one in module.modules() if one._parameters for name in names[one])
             if all(name.startswith(tuple(prefixes)) for name in below):
                 yield module
 

@@ -61,7 +61,7 @@ class ModelHooks:
         """Called when a module is called outside of `watching`."""
         self._handles = []
         for module, needed in groups.of_module.items():
-            enter, leave = self._hooks_of(access, needed)
+            enter, leave = self._hooks_of(access, needed, holds=module not in groups.closed)
             self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
@@ -93,8 +93,13 @@ class ModelHooks:
         finally:
             self._watchers -= 1
 
-    def _hooks_of(self, access: DeviceAccess, needed: tuple[int, ...]) -> tuple[Any, Any]:
-        """What runs before and after a module's forward."""
+    def _hooks_of(self, access: DeviceAccess, needed: tuple[int, ...], *, holds: bool) -> tuple[Any, Any]:
+        """What runs before and after a module's forward.
+
+        Args:
+            holds: its groups stay while it runs. Otherwise others may take their place where it calls for those; what
+                it reads then brings them back (`guard.py`).
+        """
         entered: list[int] = []
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -107,8 +112,11 @@ class ModelHooks:
                     "call it in the model's forward, inside `with engine.gathered([...]):`, or under torch.no_grad()"
                 )
             for group in needed:
-                access.enter(group)
-                entered.append(group)
+                if holds or not access.is_inside:
+                    access.enter(group)
+                    entered.append(group)
+                else:
+                    access.pass_through(group)
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def leave(module: nn.Module, args: Any, output: Any) -> None:
