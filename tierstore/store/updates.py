@@ -231,8 +231,8 @@ class UpdatePipeline:
             if not trip.applied.done():
                 trip.applied.set_exception(error)
                 trip.applied.exception()  # retrieved: the task raises it, too
-            if isinstance(error, Exception) and not round_.gradients.is_coming(*trip.key):
-                round_.gradients.drop(*trip.key)  # others wait for its memory
+                if isinstance(error, Exception) and not round_.gradients.is_coming(*trip.key):
+                    round_.gradients.drop(*trip.key)  # others wait for its memory
             raise
         finally:
             self._leases.give_back(trip)
