@@ -167,9 +167,13 @@ def test_a_place_is_waited_for_until_its_last_byte_is_free() -> None:
             await asyncio.sleep(0)
             assert not place.done()
             assert pool.try_reserve_last(PAGE, 0) is None  # it does not overtake those who wait
+            assert pool.try_reserve_at(0, PAGE) is None
             assert end is not None
             end.free()
         assert (await place).start == 2 * PAGE
+        assert pool.try_reserve_at(PAGE, 2 * PAGE) is None
+        assert (free := pool.try_reserve_at(PAGE, PAGE)) is not None
+        assert free.start == PAGE
         with pytest.raises(BudgetError):
             await pool.reserve_at(3 * PAGE, 2 * PAGE)
 

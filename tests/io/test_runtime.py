@@ -63,6 +63,17 @@ def test_posts_run_in_order_before_a_later_call(runtime: Runtime) -> None:
     assert seen == list(range(5))
 
 
+def test_what_is_posted_with_the_next_goes_before_it(runtime: Runtime) -> None:
+    seen: list[int] = []
+    for number in range(3):
+        runtime.post_with_next(seen.append, number)
+    assert seen == []
+    runtime.post(seen.append, 3)
+    runtime.post_with_next(seen.append, 4)
+    assert runtime.call(double, 1) == 2
+    assert seen == list(range(5))
+
+
 def test_a_spawned_failure_is_raised_once(runtime: Runtime) -> None:
     async def start() -> None:
         runtime.spawn(fail("lost"), "background")

@@ -16,7 +16,7 @@ from tierstore.device.streams import Reached
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.store.commit import Generation, Manifests
-from tierstore.store.gradients import Piece
+from tierstore.store.gradients import Arrival, Piece
 from tierstore.store.manifest import Captured
 from tierstore.train.engine import Engine
 
@@ -183,7 +183,7 @@ def test_pending_gradients_stay_until_the_commit_that_names_them_is_published(di
 
             gradients.kept_by = asyncio.create_task(commit())
             pieces = [Piece(0, torch.ones(parts.store.groups[group].elements), True)]
-            accepting = asyncio.ensure_future(gradients.accept(group, pieces, Reached(), is_final=True))
+            accepting = asyncio.ensure_future(gradients.accept([Arrival(group, pieces, Reached(), is_final=True)]))
             for _ in range(5):  # turns of the loop: it begins, waits
                 await asyncio.sleep(0)
             taken_bytes = gradients._staging.used_bytes

@@ -20,7 +20,7 @@ from tierstore.config import AdamWConfig
 from tierstore.device.streams import Reached
 from tierstore.errors import ConfigError, GraphError, TierstoreError
 from tierstore.io.memory import Lease
-from tierstore.store.gradients import Piece
+from tierstore.store.gradients import Arrival, Piece
 from tierstore.store.rounds import Round, Trip
 from tierstore.store.trip_leases import TripLeases
 from tierstore.train.access import _InUse
@@ -388,10 +388,10 @@ def test_a_gradient_that_waits_for_memory_says_so(tmp_path: Path) -> None:
             heard: list[bool] = []
             gradients.on_change = lambda: heard.append(gradients.is_short)
             pieces = [Piece(0, torch.ones(parts.store.groups[0].elements), True)]
-            await gradients.accept(0, pieces.copy(), Reached(), is_final=True, is_streaming=True)
+            await gradients.accept([Arrival(0, pieces.copy(), Reached(), is_final=True, is_streaming=True)])
             heard.clear()
             second = asyncio.ensure_future(
-                gradients.accept(1, pieces, Reached(), is_final=True, is_streaming=True)
+                gradients.accept([Arrival(1, pieces, Reached(), is_final=True, is_streaming=True)])
             )
             for _ in range(5):  # turns of the loop: it begins, asks, waits
                 await asyncio.sleep(0)
@@ -501,7 +501,7 @@ def test_the_memory_of_a_gradient_is_given_back_in_a_thread(tmp_path: Path) -> N
 
         async def accept() -> None:
             pieces = [Piece(0, torch.ones(parts.store.groups[0].elements).as_subclass(Watched), True)]
-            await parts.store.gradients[0].accept(0, pieces, Reached(), is_final=True, is_streaming=True)
+            await parts.store.gradients[0].accept([Arrival(0, pieces, Reached(), is_final=True, is_streaming=True)])
             assert not pieces
             parts.store.gradients[0].drop_all()
 

@@ -182,6 +182,11 @@ class Pool:
         self._check(nbytes)
         return None if self._waiters else self._allocate(nbytes)
 
+    def try_reserve_at(self, start: int, nbytes: int) -> Lease | None:
+        """Likewise, from `start` on."""
+        self._check(start + nbytes)
+        return None if self._waiters else self._allocate_at(start, nbytes)
+
     def try_reserve_last(self, nbytes: int, above: int) -> Lease | None:
         """The last free place that lies above byte `above`, or None if there is none now or others wait already."""
         self._arena.check_process()

@@ -74,6 +74,7 @@ class Runtime(ForkAware):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failures: deque[BaseException] = deque()
         self._descriptions: list[Callable[[], list[str]]] = []
+        self._with_next: deque[Callable[[], object]] = deque()
 
     def start(self) -> Runtime:
         """Starts the loop thread. Returns itself.
@@ -164,6 +165,13 @@ class Runtime(ForkAware):
             raise self._closed()
         self._to_loop(function, *args)
 
+    def post_with_next(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Like `post`, but no sooner than this thread calls or posts anything else; it goes first then."""
+        self.check_process()
+        if not self._is_open:
+            raise self._closed()
+        self._with_next.append(partial(function, *args))
+
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Starts a task that the runtime owns; its failure is kept and raised once, by the next `call`.
 
@@ -249,8 +257,12 @@ class Runtime(ForkAware):
         self.close(min(self.timeout_s, EXIT_TIMEOUT_S))
 
     def _to_loop(self, function: Callable[..., object], *args: Any) -> None:
+        loop = cast(asyncio.AbstractEventLoop, self._loop)
         try:
-            cast(asyncio.AbstractEventLoop, self._loop).call_soon_threadsafe(function, *args)
+            with contextlib.suppress(IndexError):
+                while True:
+                    loop.call_soon_threadsafe(self._with_next.popleft())
+            loop.call_soon_threadsafe(function, *args)
         except RuntimeError as error:
             raise self._closed() from error
 

@@ -97,6 +97,8 @@ _WORKING = _Comfort(trips=4, staging=2, loads=2)  # less than that and reading, 
 _BUSY_TRIPS = 3  # per worker: one is read, one updated, one written
 _LITTLE = 32
 """This part of the memory is little."""
+_SMALL_GRADIENTS_BYTES = 4 * 2**20
+"""Twice as much as is handed over at once where groups are small (see [Note: company] in `train/backward.py`)."""
 _USUAL_CHUNK_BYTES = 16 * 2**20
 """Full rate of the disk, and half the working set of the largest chunk: in 1 GiB a step of GPT-2 124M then moves
 19.0 B per parameter, not 20.7 (two rounds in turns on a disk of 1.5 GB/s, 2026-11-22: 1.71 and 1.72 s, not 1.90 and
@@ -177,11 +179,15 @@ def _gradient_room_bytes(request: Request) -> int:
 
 
 def _gpu_gradient_bytes(request: Request) -> int:
-    """Room for the largest gradient; for two when a second one takes nothing that weights could use well."""
+    """Room for the largest gradient; for two, or several small ones, when that takes nothing that weights could use
+    well.
+    """
     largest = _gradient_room_bytes(request)
     all_weights = sum(need.device_bytes for need in request.groups)
-    enough = min(all_weights, 3 * _acquired_bytes(request))
-    return 2 * largest if request.gpu_bytes - 2 * largest >= max(enough, _acquired_bytes(request)) else largest
+    enough = max(min(all_weights, 3 * _acquired_bytes(request)), _acquired_bytes(request))
+    spare_bytes = request.gpu_bytes - enough
+    several = min(_SMALL_GRADIENTS_BYTES, request.gpu_bytes // 16, all_weights, spare_bytes)
+    return max(2 * largest if 2 * largest <= spare_bytes else largest, several)
 
 
 def _corners(request: Request, chunk_elements: int) -> Iterator[_Homes]:

@@ -13,9 +13,10 @@ in which order any of them comes or goes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,12 +63,49 @@ class Piece(NamedTuple):
     is_first: bool
 
 
+class Arrival(NamedTuple):
+    """What came of a group's gradient.
+
+    Attributes:
+        pieces: emptied when they are taken, and no reference is kept when all is copied: if the caller has none, the
+            thread that copies last gives back the memory, which may take milliseconds.
+        after: the device work that must be over before they are valid.
+        is_final: no more is expected in this step, so the partial norms are computed on the way.
+        is_streaming: the update is decided already, so memory taken now comes free soon.
+    """
+
+    group: int
+    pieces: list[Piece]
+    after: Mark
+    is_final: bool
+    is_streaming: bool = False
+
+
 @dataclass(slots=True)
 class _Chunk:
     lease: Lease | None = None
     is_filled: bool = False
     is_measured: bool = False
     coming: deque[asyncio.Future[None]] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """What is on its way of one chunk.
+
+    Attributes:
+        before, arrived: the end of the delivery whose turn is before this one's, and of this one.
+        is_passing: its memory comes free soon.
+    """
+
+    key: tuple[int, int]
+    state: _Chunk
+    parts: list[Piece]
+    after: Mark
+    before: asyncio.Future[None] | None
+    arrived: asyncio.Future[None]
+    is_final: bool
+    is_passing: bool
 
 
 class Gradients:
@@ -141,71 +179,90 @@ class Gradients:
         """Whether this group's gradients live on NVMe."""
         return self._placement.gradient_home[group] is Tier.NVME
 
-    def accept(
-        self, group: int, pieces: list[Piece], after: Mark, *, is_final: bool, is_streaming: bool = False
-    ) -> Coroutine[Any, Any, None]:
+    def accept(self, arrivals: Sequence[Arrival]) -> Coroutine[Any, Any, None]:
         """Take gradients off the device; the coroutine ends when their device memory was given back.
 
-        From this call on (not from the first await) `fetch` waits for them. `pieces` is emptied, and no reference kept
-        when all is copied: if the caller has none, the thread that copies last gives back the memory, which may take
-        milliseconds.
-
-        Args:
-            after: the device work that must be over before the gradients are valid.
-            is_final: no more is expected in this step, so the partial norms are computed on the way.
-            is_streaming: the update is decided already, so memory taken now comes free soon.
+        From this call on (not from the first await) `fetch` waits for them. Several that there is memory for are
+        copied by one job: for a small one the way to a thread and back takes longer than that.
         """
-        in_passing = is_streaming and self._placement.streams_gradients
-        work = []
+        deliveries = [one for arrival in arrivals for one in self._deliveries(arrival)]
+        ready: list[tuple[_Delivery, Bytes]] = []
+        work: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        for one in deliveries:
+            memory = self._memory_now(one) if len(arrivals) > 1 else None
+            if memory is None:
+                work.append(partial(self._deliver, one))
+            else:
+                ready.append((one, memory))
+        if ready:
+            work.append(partial(self._deliver_all, ready))
+        return together(begin() for begin in work)
+
+    def _deliveries(self, arrival: Arrival) -> Iterator[_Delivery]:
+        """An arrival, by chunk."""
+        group, pieces, after, is_final, is_streaming = arrival
         chunks = self._placement.chunks(group)
         for chunk, (start, stop) in enumerate(chunks):
             parts = pieces.copy() if len(chunks) == 1 else [p for piece in pieces for p in _cut(piece, start, stop)]
             if parts:
-                state = self._chunks[group, chunk]
-                turn = state.coming[-1] if state.coming else None
-                state.coming.append(asyncio.get_running_loop().create_future())
-                coming = (turn, state.coming[-1])
-                arguments = (state, group, chunk, parts, after, is_final, in_passing, coming)
-                work.append(partial(self._accept_chunk, *arguments))
+                state, arrived = self._chunks[group, chunk], asyncio.get_running_loop().create_future()
+                before = state.coming[-1] if state.coming else None
+                state.coming.append(arrived)
+                is_passing = is_streaming and self._placement.streams_gradients
+                yield _Delivery((group, chunk), state, parts, after, before, arrived, is_final, is_passing)
         pieces.clear()
-        return together(begin() for begin in work)
 
-    async def _accept_chunk(
-        self,
-        state: _Chunk,
-        group: int,
-        chunk: int,
-        parts: list[Piece],
-        after: Mark,
-        is_final: bool,
-        in_passing: bool,
-        coming: tuple[asyncio.Future[None] | None, asyncio.Future[None]],
-    ) -> None:
-        turn, arrived = coming
+    def _memory_now(self, one: _Delivery) -> Bytes | None:
+        """Where a delivery goes, if its turn has come and there is memory now."""
+        if one.before is not None or self.is_spilled(one.key[0]):
+            return None
+        if one.state.lease is None:
+            one.state.lease = self._reserve_now(one.key)
+        return None if one.state.lease is None else one.state.lease.array
+
+    async def _deliver_all(self, ready: Sequence[tuple[_Delivery, Bytes]]) -> None:
+        with self._arriving([one for one, _ in ready]):
+            await self._collect(ready)
+
+    async def _deliver(self, one: _Delivery) -> None:
+        with self._arriving([one]):
+            if one.before is not None:
+                await asyncio.shield(one.before)
+            state = one.state
+            if self.is_spilled(one.key[0]) and state.lease is None and (state.is_filled or not one.is_passing):
+                await self._deliver_spilled(one)
+                return
+            if state.lease is None:
+                state.lease = self._reserve_now(one.key) or await self._reserve(one.key)
+            await self._collect([(one, state.lease.array)])
+
+    @contextlib.contextmanager
+    def _arriving(self, run: Sequence[_Delivery]) -> Iterator[None]:
+        """Those who wait for these hear of their end."""
         try:
-            if turn is not None:
-                await asyncio.shield(turn)
-            if self.is_spilled(group) and state.lease is None and (state.is_filled or not in_passing):
-                await self._accept_spilled(state, group, chunk, parts, after, is_final)
-            else:
-                if state.lease is None:
-                    state.lease = await self._reserve(group, chunk)
-                await self._collect(state, group, chunk, state.lease.array, parts, after, is_final)
+            yield
         except BaseException as error:
-            arrived.set_exception(error)
-            arrived.exception()  # retrieved: this task raises it, too
+            for one in run:
+                one.arrived.set_exception(error)
+                one.arrived.exception()  # retrieved: this task raises it, too
             raise
         else:
-            arrived.set_result(None)
+            for one in run:
+                one.arrived.set_result(None)
         finally:
-            state.coming.remove(arrived)
+            for one in run:
+                one.state.coming.remove(one.arrived)
             self.on_change()
 
-    async def _reserve(self, group: int, chunk: int) -> Lease:
-        """The memory of a gradient that does not go to NVMe, its own or some to pass through."""
-        nbytes, place = self._placement.gradient_bytes(group, chunk), self._places.get((group, chunk))
+    def _reserve_now(self, key: tuple[int, int]) -> Lease | None:
+        """The memory of a gradient that does not go to NVMe, its own or some to pass through; None: not now."""
+        nbytes, place = self._placement.gradient_bytes(*key), self._places.get(key)
+        return self._pool.try_reserve(nbytes) if place is None else self._pool.try_reserve_at(place, nbytes)
+
+    async def _reserve(self, key: tuple[int, int]) -> Lease:
+        nbytes, place = self._placement.gradient_bytes(*key), self._places.get(key)
         memory = self._pool.reserve(nbytes) if place is None else self._pool.reserve_at(place, nbytes)
-        return await self._granted((group, chunk), memory)
+        return await self._granted(key, memory)
 
     async def _granted(self, key: tuple[int, int], memory: Coroutine[Any, Any, Lease]) -> Lease:
         """Wait for memory; as long as that lasts, the gradient is short of it."""
@@ -221,30 +278,44 @@ class Gradients:
         if self.is_short:
             self.on_change()
 
-    async def _accept_spilled(
-        self, state: _Chunk, group: int, chunk: int, parts: list[Piece], after: Mark, is_final: bool
-    ) -> None:
-        spill, index = self._need_spill(), self._index(group, chunk)
+    async def _deliver_spilled(self, one: _Delivery) -> None:
+        spill, index = self._need_spill(), self._index(*one.key)
         if self.kept_by is not None:
             await asyncio.shield(self.kept_by)
-        lease = await self._granted((group, chunk), self._staging.reserve(spill.padded_bytes(index)))
+        lease = await self._granted(one.key, self._staging.reserve(spill.padded_bytes(index)))
         try:
-            if state.is_filled:
+            if one.state.is_filled:
                 await spill.read(index, lease.array, Priority.DEMAND)
-            await self._collect(state, group, chunk, lease.array, parts, after, is_final)
+            await self._collect([(one, lease.array)])
             await spill.write(index, lease.array)
         finally:
             lease.free()
 
-    async def _collect(
-        self, state: _Chunk, group: int, chunk: int, array: Bytes, parts: list[Piece], after: Mark, is_final: bool
-    ) -> None:
+    async def _collect(self, deliveries: Sequence[tuple[_Delivery, Bytes]]) -> None:
+        """Copy, and measure what is final, in one job."""
+        jobs = [self._copying(one, array) for one, array in deliveries]
+        nbytes = sum(self._placement.gradient_bytes(*one.key) for one, _ in deliveries)
+        name = self._groups[deliveries[0][0].key[0]].name + (f" and {len(jobs) - 1} more" if len(jobs) > 1 else "")
+
+        def job() -> None:
+            for copy in jobs:
+                copy()
+
+        with self._tracer.measure("reduce", name):
+            is_quick = nbytes <= self._device.at_once_bytes and all(one.after.is_done() for one, _ in deliveries)
+            await self._workers.perform(is_quick, Priority.UPDATE, job)
+        for one, _ in deliveries:
+            one.state.is_filled = True
+            one.state.is_measured = one.is_final
+
+    def _copying(self, one: _Delivery, array: Bytes) -> Callable[[], None]:
+        """What brings a delivery into the memory of its chunk."""
+        (group, chunk), parts, after, device = one.key, one.parts, one.after, self._device
         start, stop = self._placement.chunk(group, chunk)
         dtype = self._groups[group].dtype
         total = elements_of(array, dtype, stop - start)
-        partials = self._partials_of(group, start, stop) if is_final else None
-        is_new = not state.is_filled
-        device = self._device
+        partials = self._partials_of(group, start, stop) if one.is_final else None
+        is_new = not one.state.is_filled
 
         def copy_and_measure() -> None:
             first = [part for part in parts if part.is_first]
@@ -259,7 +330,7 @@ class Gradients:
             if partials is not None:
                 square_sums(dtype, total, partials)
 
-        def job() -> None:
+        def copy() -> None:
             if is_new:
                 array[total.nbytes :] = 0
                 if sum(part.gradient.numel() for part in parts) < len(total):
@@ -274,11 +345,7 @@ class Gradients:
                 device.counters.add("d2h", total.itemsize * sum(count for *_, count in places), start_s)
             parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
 
-        with self._tracer.measure("reduce", self._groups[group].name):
-            is_quick = total.nbytes <= device.at_once_bytes and after.is_done()
-            await self._workers.perform(is_quick, Priority.UPDATE, job)
-        state.is_filled = True
-        state.is_measured = is_final
+        return copy
 
     async def take_partials(self) -> list[npt.NDArray[np.float64]]:
         """Per group, the sums of squares of fixed blocks, whatever order they arrived in.
@@ -386,7 +453,7 @@ class Gradients:
         if pack.current[index] is None:
             return
         if not self.is_spilled(group):
-            state.lease = await self._reserve(group, chunk)
+            state.lease = await self._reserve((group, chunk))
             await pack.read(index, state.lease.array, Priority.DEMAND)
         state.is_filled = True
 

@@ -217,7 +217,8 @@ class DeviceAccess:
             if not decision.wait:
                 break
             self._wait_for(decision.wait[0])
-        self._move(decision.evict, decision.load)
+        if decision.evict or decision.load:
+            self._move(decision.evict, decision.load)
         if group not in self._ready:
             self._wait_for(group)
         show(self._groups[group])

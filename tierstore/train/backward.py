@@ -9,23 +9,27 @@ says of its graph does not show what reentrant checkpointing will recompute: how
 from the last step. In the first step it is not, and when that changes it is wrong: what is left is taken when backward
 ends, and a gradient that comes after its group was taken is added, or, if the group was updated already, an error by
 name.
+
+[Note: company] A small group's gradient waits for others, so that a crossing to the loop, a task and a job of a worker
+serve several. It is handed over before whatever else crosses, so nobody waits for one that waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.device.streams import ComputeDevice
 from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
-from tierstore.store.gradients import Gradients, Piece
+from tierstore.store.gradients import Arrival, Gradients, Piece
 from tierstore.train.graph import KnownLeaves
 from tierstore.train.groups import Group, ModelGroups
 from tierstore.train.reduction import Bucket, Reductions
@@ -50,6 +54,18 @@ class _Collected:
     reached: int = 0
     fired: int = 0
     is_taken: bool = False
+
+
+_COMPANY_BYTES = 2 * 2**20
+"""See [Note: company]: of groups of 0.6 MB the engine takes 0.7 to 0.75 of the time that it takes without it."""
+
+
+class _Handed(NamedTuple):
+    """What the store is to take; `then` is called when it was told, if the group may be updated now."""
+
+    group: Group
+    arrival: Arrival
+    then: Callable[[], None] | None
 
 
 class GradientCollector:
@@ -77,6 +93,8 @@ class GradientCollector:
         self._capacity_bytes = capacity_bytes
         self._is_free = is_free
         self._reductions = reductions
+        bytes_of = (lambda spec: spec.device_bytes) if reductions is None else reductions.buckets.device_bytes
+        self._device_bytes = [bytes_of(group.spec) for group in self._groups]
         self._collected = [_Collected() for _ in self._groups]
         self._leaves = KnownLeaves(
             {(g.index, i): p for g in self._groups if g.spec.trainable for i, p in enumerate(g.parameters)}
@@ -85,6 +103,8 @@ class GradientCollector:
         self._forwards = 1
         self._waiting: set[int] = set()
         self._gathering: dict[int, Group] = {}  # some of their gradients have come and were not handed over
+        self._handed: deque[_Handed] = deque()
+        self._company_bytes = min(_COMPANY_BYTES, capacity_bytes // 2)
         self._begun_bytes = 0
         self._done_bytes = 0
         self.peak_bytes = 0
@@ -204,7 +224,7 @@ class GradientCollector:
         collected.missing.discard(position)
         if not collected.missing and collected.fired >= self._needed(group):
             self._waiting.add(group.index)
-        for index in sorted(self._waiting):
+        for index in sorted(self._waiting) if self._waiting else ():
             if not self.is_streaming or self._is_free(index):
                 self._take(self._groups[index])
 
@@ -233,20 +253,15 @@ class GradientCollector:
             return sys.maxsize  # nothing can be added to what is reduced: it is taken when backward ends
         return reached or len(group.parameters)
 
-    def _device_bytes(self, group: Group) -> int:
-        """Device memory that the gradients of a group take."""
-        if self._reductions is not None:
-            return self._reductions.buckets.device_bytes(group.spec)
-        return group.spec.device_bytes
-
     def _make_room(self, group: Group) -> None:
         """Wait until a group's gradient fits the device; what others have of theirs goes ahead if that is too much."""
-        held_bytes = sum(g.spec.device_bytes for g in self._gathering.values()) + group.spec.device_bytes
+        group_bytes = self._device_bytes[group.index]
+        held_bytes = sum(self._device_bytes[index] for index in self._gathering) + group_bytes
         for other in list(self._gathering.values()):
             if held_bytes > self._capacity_bytes:
                 self._hand_over(other, self._pieces(other), None)
-                held_bytes -= other.spec.device_bytes
-        self._begun_bytes += self._device_bytes(group)
+                held_bytes -= self._device_bytes[other.index]
+        self._begun_bytes += group_bytes
         over_bytes = self._begun_bytes - self._done_bytes - self._capacity_bytes
         if over_bytes > 0:
             self._runtime.call(self._drained, self._begun_bytes - self._capacity_bytes)
@@ -280,39 +295,46 @@ class GradientCollector:
         return pieces
 
     def _hand_over(self, group: Group, pieces: list[Piece], then: Callable[[], None] | None) -> None:
-        self._runtime.post(self._start_accept, group, pieces, self._device.record(), self.is_final, then)
+        """See [Note: company]."""
+        arrival = Arrival(group.index, pieces, self._device.record(), self.is_final, then is not None)
+        self._handed.append(_Handed(group, arrival, then))
+        waiting_bytes = sum(self._device_bytes[one.group.index] for one in list(self._handed))
+        post = self._runtime.post_with_next if waiting_bytes < self._company_bytes else self._runtime.post
+        post(self._start_accept)
 
     # --- on the loop thread -------------------------------------------------------------------------------------
 
-    def _start_accept(
-        self, group: Group, pieces: list[Piece], after: Mark, is_final: bool, then: Callable[[], None] | None
-    ) -> None:
-        if (store := self.store) is None:
+    def _start_accept(self) -> None:
+        handed = []
+        while self._handed:
+            handed.append(self._handed.popleft())
+        if (store := self.store) is None or not handed:
             return
-        nbytes = self._device_bytes(group) if pieces else 0
-        accepted = store.accept(group.index, pieces, after, is_final=is_final, is_streaming=then is not None)
-        work = self._accept(accepted, nbytes, self._accepting.get(group.index))
-        if then is not None:
-            then()  # the update may begin with the first chunk that has arrived
-        self._accepting[group.index] = self._runtime.spawn(work, f"gradient of {group.spec.name}")
+        nbytes = sum(self._device_bytes[one.group.index] for one in handed if one.arrival.pieces)
+        accepted = store.accept([one.arrival for one in handed])
+        before = {task for one in handed if (task := self._accepting.get(one.group.index)) is not None}
+        for one in handed:
+            if one.then is not None:
+                one.then()  # the update may begin with the first chunk that has arrived
+        name = f"gradient of {', '.join(one.group.spec.name for one in handed)}"
+        task = self._runtime.spawn(self._accept(accepted, nbytes, before), name)
+        self._accepting |= {one.group.index: task for one in handed}
 
-    async def _accept(
-        self, work: Coroutine[Any, Any, None], nbytes: int, before: asyncio.Task[None] | None
-    ) -> None:
+    async def _accept(self, work: Coroutine[Any, Any, None], nbytes: int, before: set[asyncio.Task[None]]) -> None:
         await work
         self._count_done(nbytes)
-        if before is not None:
-            await asyncio.shield(before)
+        for task in before:
+            await asyncio.shield(task)
 
     def _count_done(self, nbytes: int) -> None:
         self._done_bytes += nbytes
 
     async def _accepted(self) -> None:
-        for task in list(self._accepting.values()):
+        for task in dict.fromkeys(self._accepting.values()):
             await asyncio.shield(task)
 
     async def _drained(self, done_bytes: int) -> None:
-        for task in list(self._accepting.values()):
+        for task in dict.fromkeys(self._accepting.values()):
             if self._done_bytes >= done_bytes:
                 return
             await asyncio.shield(task)

@@ -26,7 +26,7 @@ from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.store.gradients import Gradients, Piece
+from tierstore.store.gradients import Arrival, Gradients, Piece
 from tierstore.store.layout import GroupSpec
 from tierstore.trace import Tracer
 from tierstore.train.groups import TORCH_DTYPES, Group
@@ -211,9 +211,7 @@ class Reductions:
             self.touched.update(spec.parameters[position].name for position in positions)
             pieces = [Piece(0, reduced, group.index not in self._begun)] if len(reduced) else []
             self._begun.add(group.index)
-            accepted = store.accept(
-                group.index, pieces, Reached(), is_final=ready.is_final, is_streaming=ready.is_streaming
-            )
+            accepted = store.accept([Arrival(group.index, pieces, Reached(), ready.is_final, ready.is_streaming)])
             if ready.is_streaming and (then := self.on_complete(group.index)) is not None:
                 then()  # the update may begin with the first chunk that has arrived
             await accepted
