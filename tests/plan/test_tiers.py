@@ -185,13 +185,18 @@ def test_memory_goes_to_gradients_then_weights_then_state() -> None:
         assert not state or weights == 16
 
 
-def test_state_is_kept_in_leading_chunks_of_leading_groups() -> None:
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_state_is_kept_of_groups_that_are_updated_soonest(is_forward: bool) -> None:
+    """By forward the first ones; by backward the last ones, but before them the first, which forward waits for."""
     groups = (need(64 * BLOCK),) * 8
-    placement = place(request(groups, 350 * MIB, gpu_bytes=2 * 6 * 64 * BLOCK))
-    kept = placement.state_resident_chunks
-    assert kept[0] == placement.chunk_count(0)
-    assert list(kept) == sorted(kept, reverse=True)
-    assert sum(0 < count < placement.chunk_count(0) for count in kept) <= 1
+    for memory in (350 * MIB, 390 * MIB):
+        asked = request(groups, memory, gpu_bytes=2 * 6 * 64 * BLOCK, read_weights_with_state=is_forward)
+        placement = place(asked)
+        kept, whole = list(placement.state_resident_chunks), placement.chunk_count(0)
+        assert kept[0] == whole
+        assert kept[1:] == sorted(kept[1:], reverse=is_forward)
+        assert sum(0 < count < whole for count in kept) <= 1
+    assert 1 < sum(count == whole for count in kept) < 8
 
 
 def test_weights_that_the_device_holds_wait_for_state() -> None:

@@ -8,6 +8,12 @@ is neither written nor read in any micro-batch (2 per byte and micro-batch; half
 kept, next to nothing if the only one is used at once), a weight is not read in forward and in backward (2 for each
 micro-batch, as far as the GPU tier does not hold it), nor by the update where that reads it (1), a state byte is not
 read (1; it is still written for a commit).
+
+[Note: what streams] State that is not kept is written as soon as it is updated, but not before the commit of the step
+before, which writes all that is kept; until then it holds memory that others wait for. So what streams should be
+updated late. In backward that are the first groups, but for the very first, which the next forward waits for. A step
+of GPT-2 124M in 1536 MiB took 0.385 and 0.411 s so, and 0.446 and 0.460 s with the last groups streaming (medians of four runs each, in turns,
+twice, 2026-11-25); in 768 to 1280 MiB there was no difference.
 """
 
 from __future__ import annotations
@@ -390,7 +396,8 @@ class _Filler:
             return
         spare_bytes = self._spare_bytes(self.homes, self.comfort)
         kept = list(self.homes.state)
-        for index, need in enumerate(self.request.groups):
+        for index in self._soonest_updated():
+            need = self.request.groups[index]
             grid = Grid(need, self.chunk_elements)
             while kept[index] < grid.count and need.trainable:
                 step_bytes = grid.leading(need.state_bytes, kept[index] + 1) - grid.leading(
@@ -401,6 +408,11 @@ class _Filler:
                 spare_bytes -= step_bytes
                 kept[index] += 1
         self.homes = replace(self.homes, state=tuple(kept))
+
+    def _soonest_updated(self) -> Iterable[int]:
+        """Groups whose state is kept before that of others. See [Note: what streams]."""
+        groups = range(len(self.request.groups))
+        return groups if self.request.read_weights_with_state else (*groups[:1], *reversed(groups[1:]))
 
 
 def _by_value(request: Request) -> list[Kind]:
