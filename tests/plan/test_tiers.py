@@ -199,6 +199,20 @@ def test_state_is_kept_of_groups_that_are_updated_soonest(is_forward: bool) -> N
     assert 1 < sum(count == whole for count in kept) < 8
 
 
+def test_room_for_small_gradients_takes_none_from_weights_that_all_fit() -> None:
+    groups = tuple(need(BLOCK, name=f"h.{index}") for index in range(64))
+    all_weights, largest = 64 * 2 * BLOCK, 2 * BLOCK
+    for spare in (2 * largest, 3 * largest, 20 * largest, 60 * largest):
+        placement = place(request(groups, 2**31, gpu_bytes=all_weights + spare))
+        assert placement.gpu_weight_bytes >= all_weights
+        assert placement.gpu_gradient_bytes >= 2 * largest
+    assert placement.gpu_gradient_bytes > 2 * largest
+    less = place(request(groups, 2**31, gpu_bytes=all_weights // 2))
+    assert 2 * largest <= less.gpu_gradient_bytes <= all_weights // 2 // 8
+    frozen = tuple(need(BLOCK, trainable=False) for _ in range(64))
+    assert place(request(frozen, 2**31, gpu_bytes=all_weights)).gpu_gradient_bytes == 0
+
+
 def test_weights_that_the_device_holds_wait_for_state() -> None:
     groups = (need(64 * BLOCK),) * 8
     all_on_device = place(request(groups, 300 * MIB))

@@ -71,6 +71,6 @@ def test_in_company_gradients_are_what_they_are_alone(
     in_company = train(Chain(), batches(6), disk(tmp_path / "a", gpu_memory=gpu, cpu_memory=cpu), loss_of, **options)
     assert max(arrivals) > 2
     accept = Gradients.accept
-    monkeypatch.setattr(Gradients, "accept", lambda self, several: together(accept(self, [one]) for one in several))
+    monkeypatch.setattr(Gradients, "accept", lambda self, several: together([accept(self, [a]) for a in several]))
     alone = train(Chain(), batches(6), disk(tmp_path / "b", gpu_memory=gpu, cpu_memory=cpu), loss_of, **options)
     in_company.check_equal(alone)

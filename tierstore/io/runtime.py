@@ -75,6 +75,7 @@ class Runtime(ForkAware):
         self._failures: deque[BaseException] = deque()
         self._descriptions: list[Callable[[], list[str]]] = []
         self._with_next: deque[Callable[[], object]] = deque()
+        self._crosses = threading.RLock()  # what one thread takes from there, no other may overtake
 
     def start(self) -> Runtime:
         """Starts the loop thread. Returns itself.
@@ -166,7 +167,7 @@ class Runtime(ForkAware):
         self._to_loop(function, *args)
 
     def post_with_next(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Like `post`, but no sooner than this thread calls or posts anything else; it goes first then."""
+        """Like `post`, but no sooner than something else is called or posted; it goes first then."""
         self.check_process()
         if not self._is_open:
             raise self._closed()
@@ -259,10 +260,10 @@ class Runtime(ForkAware):
     def _to_loop(self, function: Callable[..., object], *args: Any) -> None:
         loop = cast(asyncio.AbstractEventLoop, self._loop)
         try:
-            with contextlib.suppress(IndexError):
-                while True:
+            with self._crosses:
+                while self._with_next:
                     loop.call_soon_threadsafe(self._with_next.popleft())
-            loop.call_soon_threadsafe(function, *args)
+                loop.call_soon_threadsafe(function, *args)
         except RuntimeError as error:
             raise self._closed() from error
 

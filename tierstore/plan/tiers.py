@@ -11,7 +11,8 @@ read (1; it is still written for a commit).
 
 [Note: what streams] State that is not kept is written as soon as it is updated, but not before the commit of the step
 before, which writes all that is kept; until then it holds memory that others wait for. So what streams should be
-updated late. In backward that are the first groups, but for the very first, which the next forward waits for. A step
+updated late. In backward that are the first groups, but for the very first: it is the last to be updated, and the next
+forward waits for it. A step
 of GPT-2 124M in 1536 MiB took 0.385 and 0.411 s so, and 0.446 and 0.460 s with the last groups streaming (medians of
 four runs each, in turns, twice, 2026-11-25); in 768 to 1280 MiB there was no difference.
 """
@@ -185,15 +186,19 @@ def _gradient_room_bytes(request: Request) -> int:
 
 
 def _gpu_gradient_bytes(request: Request) -> int:
-    """Room for the largest gradient; for two, or several small ones, when that takes nothing that weights could use
-    well.
+    """Room for the largest gradient; for two when a second one takes nothing that weights could use well; for several
+    small ones when they all fit beside all weights, or no more than a sixteenth of what does not hold those anyway.
     """
     largest = _gradient_room_bytes(request)
     all_weights = sum(need.device_bytes for need in request.groups)
-    enough = max(min(all_weights, 3 * _acquired_bytes(request)), _acquired_bytes(request))
-    spare_bytes = request.gpu_bytes - enough
-    several = min(_SMALL_GRADIENTS_BYTES, request.gpu_bytes // 16, all_weights, spare_bytes)
-    return max(2 * largest if 2 * largest <= spare_bytes else largest, several)
+    enough = min(all_weights, 3 * _acquired_bytes(request))
+    room = 2 * largest if request.gpu_bytes - 2 * largest >= max(enough, _acquired_bytes(request)) else largest
+    if request.gradient_room_bytes is not None:
+        return room  # with other ranks, which are handed no gradients together
+    trained = sum(need.device_bytes for need in request.groups if need.trainable)
+    several = max(room, min(_SMALL_GRADIENTS_BYTES, request.gpu_bytes // 16, trained))
+    weights_bytes = all_weights if request.gpu_bytes - room >= all_weights else max(enough, _acquired_bytes(request))
+    return several if request.gpu_bytes - several >= weights_bytes else room
 
 
 def _corners(request: Request, chunk_elements: int) -> Iterator[_Homes]:
@@ -389,14 +394,16 @@ class _Filler:
                 self.homes, tiers = homes, promoted
 
     def _keep_state(self) -> None:
-        """Keeps leading chunks of state, group by group: a static split, since a cyclic scan never hits an LRU."""
+        """Keeps leading chunks of state, of one group after the other: a static split, since a cyclic scan never hits
+        an LRU.
+        """
         whole = replace(self.homes, state=self._chunk_counts())
         if self._spare_bytes(whole, self.comfort) >= 0:
             self.homes = whole
             return
         spare_bytes = self._spare_bytes(self.homes, self.comfort)
         kept = list(self.homes.state)
-        for index in self._soonest_updated():
+        for index in self._in_order():
             need = self.request.groups[index]
             grid = Grid(need, self.chunk_elements)
             while kept[index] < grid.count and need.trainable:
@@ -409,8 +416,11 @@ class _Filler:
                 kept[index] += 1
         self.homes = replace(self.homes, state=tuple(kept))
 
-    def _soonest_updated(self) -> Iterable[int]:
-        """Groups whose state is kept before that of others. See [Note: what streams]."""
+    def _in_order(self) -> Iterable[int]:
+        """Groups in the order in which their state is kept, of updates in forward and in backward.
+
+        See [Note: what streams].
+        """
         groups = range(len(self.request.groups))
         return groups if self.request.read_weights_with_state else (*groups[:1], *reversed(groups[1:]))
 

@@ -27,6 +27,7 @@ import torch
 
 from tierstore.config import Tier
 from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.errors import TierstoreError
 from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels import norms
@@ -217,7 +218,8 @@ class Gradients:
         if one.before is not None or self.is_spilled(one.key[0]):
             return None
         if one.state.lease is None:
-            one.state.lease = self._reserve_now(one.key)
+            with contextlib.suppress(TierstoreError):  # who waits for it is told by the task that will try again
+                one.state.lease = self._reserve_now(one.key)
         return None if one.state.lease is None else one.state.lease.array
 
     async def _deliver_all(self, ready: Sequence[tuple[_Delivery, Bytes]]) -> None:

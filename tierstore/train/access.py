@@ -217,8 +217,7 @@ class DeviceAccess:
             if not decision.wait:
                 break
             self._wait_for(decision.wait[0])
-        if decision.evict or decision.load:
-            self._move(decision.evict, decision.load)
+        self._move(decision.evict, decision.load)
         if group not in self._ready:
             self._wait_for(group)
         show(self._groups[group])

@@ -57,10 +57,9 @@ class Gate:
 
 def hide(group: Group, gate: Gate) -> None:
     """From now on reading a parameter of this group acquires the group, or raises by name. Twice is fine."""
-    way = (gate, group.index)
     for parameter, kind in zip(group.parameters, group.classes):
-        parameter.__class__ = OffloadedParameter if kind is nn.Parameter else _offloaded(kind)
-        parameter._tierstore_access = way  # type: ignore[attr-defined]
+        parameter.__class__ = _offloaded(kind)
+        parameter._tierstore_access = (gate, group.index)  # type: ignore[attr-defined]
 
 
 def show(group: Group) -> None:
