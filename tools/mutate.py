@@ -198,7 +198,7 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_updates.py::test_a_place_that_was_granted_goes_back_to_the_gradient_that_waits_for_it", "",
     ),
     Mutation("lease of a used gradient", "store/gradients.py Gradients.drop", "state.lease.free()", POWER_CUT),
-    Mutation("lease of a spilled gradient", "store/gradients.py Gradients._accept_spilled", "lease.free()", POWER_CUT),
+    Mutation("lease of a spilled gradient", "store/gradients.py Gradients._deliver_spilled", "lease.free()", POWER_CUT),
     Mutation(
         "lease of a load", "store/weights.py Weights._load_chunk", "lease.free()",
         "train/test_right.py::test_accumulated_micro_batches_are_those_of_plain_torch",
@@ -266,7 +266,7 @@ MUTATIONS: Sequence[Mutation] = (
         "committed.slot",
     ),
     Mutation(
-        "barrier of pending gradients", "store/gradients.py Gradients._accept_spilled",
+        "barrier of pending gradients", "store/gradients.py Gradients._deliver_spilled",
         "await asyncio.shield(self.kept_by)",
         "train/test_delayed.py::test_pending_gradients_stay_until_the_commit_that_names_them_is_published",
     ),
@@ -303,7 +303,7 @@ MUTATIONS: Sequence[Mutation] = (
         "if storage is not None and is_whole", "train/test_must_work.py", "if storage is not None",
     ),
     Mutation(
-        "sums of squares are of all that has come", "store/gradients.py Gradients._collect", "if is_new else None",
+        "sums of squares are of all that has come", "store/gradients.py Gradients._copying", "if is_new else None",
         "train/test_must_work.py", "if True else None",
     ),
     Mutation(
