@@ -40,6 +40,8 @@ from tierstore.store.tasks import together
 from tierstore.trace import Tracer
 
 Array = npt.NDArray[Any]
+_SMALL_BYTES = 2**20
+"""Chunks of larger gradients are copied side by side, and updated as each of them has come."""
 _NUMPY = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
 
 
@@ -183,8 +185,8 @@ class Gradients:
     def accept(self, arrivals: Sequence[Arrival]) -> Coroutine[Any, Any, None]:
         """Take gradients off the device; the coroutine ends when their device memory was given back.
 
-        From this call on (not from the first await) `fetch` waits for them. Several that there is memory for are
-        copied by one job: for a small one the way to a thread and back takes longer than that.
+        From this call on (not from the first await) `fetch` waits for them. Several small ones that there is memory
+        for are copied by one job: the way to a thread and back takes longer than that.
         """
         deliveries = [one for arrival in arrivals for one in self._deliveries(arrival)]
         ready: list[tuple[_Delivery, Bytes]] = []
@@ -214,8 +216,9 @@ class Gradients:
         pieces.clear()
 
     def _memory_now(self, one: _Delivery) -> Bytes | None:
-        """Where a delivery goes, if its turn has come and there is memory now."""
-        if one.before is not None or self.is_spilled(one.key[0]):
+        """Where a small delivery goes, if its turn has come and there is memory now."""
+        is_small = self._placement.gradient_bytes(*one.key) <= _SMALL_BYTES
+        if not is_small or one.before is not None or self.is_spilled(one.key[0]):
             return None
         if one.state.lease is None:
             with contextlib.suppress(TierstoreError):  # who waits for it is told by the task that will try again
