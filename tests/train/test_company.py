@@ -11,6 +11,7 @@ from runs import disk, smallest_budgets, train
 from torch import nn
 
 from tierstore.config import UpdateSchedule
+from tierstore.store import gradients
 from tierstore.store.gradients import Gradients
 from tierstore.store.tasks import together
 
@@ -74,3 +75,23 @@ def test_in_company_gradients_are_what_they_are_alone(
     monkeypatch.setattr(Gradients, "accept", lambda self, several: together([accept(self, [a]) for a in several]))
     alone = train(Chain(), batches(6), disk(tmp_path / "b", gpu_memory=gpu, cpu_memory=cpu), loss_of, **options)
     in_company.check_equal(alone)
+
+
+def test_a_large_gradient_is_copied_alone_whoever_comes_with_it(
+    arrivals: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One thread would copy all its chunks, and none of them be updated before the last has come."""
+    monkeypatch.setattr(gradients, "_SMALL_BYTES", 4096)
+    together_bytes: list[list[int]] = []
+    collect = Gradients._collect
+
+    def noted(self: Gradients, deliveries: Any) -> Any:
+        together_bytes.append([len(array) for _, array in deliveries])
+        return collect(self, deliveries)
+
+    monkeypatch.setattr(Gradients, "_collect", noted)
+    train(Chain(), batches(3), disk(tmp_path, gpu_memory="16MiB", cpu_memory="16MiB"), loss_of, update="forward")
+    assert max(arrivals) > 2
+    assert max(map(len, together_bytes)) > 2
+    assert max(max(sizes) for sizes in together_bytes) > 4096
+    assert all(len(sizes) == 1 or max(sizes) <= 4096 for sizes in together_bytes)
