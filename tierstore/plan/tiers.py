@@ -12,9 +12,8 @@ read (1; it is still written for a commit).
 [Note: what streams] State that is not kept is written as soon as it is updated, but not before the commit of the step
 before, which writes all that is kept; until then it holds memory that others wait for. So what streams should be
 updated late. In backward that are the first groups, but for the very first: it is the last to be updated, and the next
-forward waits for it. A step
-of GPT-2 124M in 1536 MiB took 0.385 and 0.411 s so, and 0.446 and 0.460 s with the last groups streaming (medians of
-four runs each, in turns, twice, 2026-11-25); in 768 to 1280 MiB there was no difference.
+forward waits for it. A step of GPT-2 124M in 1536 MiB took 0.385 and 0.411 s so, and 0.446 and 0.460 s with the last
+groups streaming (medians of four runs each, in turns, twice, 2026-11-25); in 768 to 1280 MiB there was no difference.
 """
 
 from __future__ import annotations
