@@ -12,7 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-SEQUENCE = 64
 STEPS = 3
 
 
@@ -22,8 +21,8 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def _plain(preset: str) -> dict[str, int]:
-    return _base() | _activations(preset)
+def _plain(preset: str, sequence: str) -> dict[str, int]:
+    return _base() | _activations(preset, int(sequence))
 
 
 def _base() -> dict[str, int]:
@@ -36,7 +35,7 @@ def _base() -> dict[str, int]:
     return {"base": status("VmRSS")}
 
 
-def _activations(preset: str) -> dict[str, int]:
+def _activations(preset: str, sequence: int) -> dict[str, int]:
     import torch
 
     from tierstore.apps import presets
@@ -48,14 +47,14 @@ def _activations(preset: str) -> dict[str, int]:
     warm = torch.ones(256, 256, dtype=torch.bfloat16)
     torch.nn.functional.linear(warm, warm)  # the libraries behind it load themselves
     gradients = sum(parameter.nbytes for parameter in model.parameters())
-    tokens = torch.randint(0, 256, (1, SEQUENCE))
+    tokens = torch.randint(0, 256, (1, sequence))
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     model(input_ids=tokens, labels=tokens).loss.backward()
     return {"activations": status("VmHWM") - before - gradients}
 
 
-def _train(preset: str, gpu: str, cpu: str, folder: str) -> dict[str, int]:
+def _train(preset: str, sequence: str, gpu: str, cpu: str, folder: str) -> dict[str, int]:
     from rich.console import Console
 
     from tierstore.apps import train
@@ -73,16 +72,17 @@ def _train(preset: str, gpu: str, cpu: str, folder: str) -> dict[str, int]:
 
     options = TrainOptions(
         preset=Preset(preset), gpu_memory=parse_size(gpu), cpu_memory=parse_size(cpu), nvme=(Path(folder) / "store",),
-        batch=1, sequence=SEQUENCE, steps=STEPS, evaluate=1,
+        batch=1, sequence=int(sequence), steps=STEPS, evaluate=1,
     )  # fmt: skip
     train.train(options, Reporter(Console(stderr=True)), make_engine)
     return peaks | {"trained": status("VmHWM"), "budgets": options.gpu_memory + options.cpu_memory}
 
 
-def measure(preset: str, gpu: str, cpu: str, folder: Path) -> dict[str, int]:
+def measure(preset: str, gpu: str, cpu: str, folder: Path, sequence: int = 64) -> dict[str, int]:
     """All figures in bytes; `bound` is that of the trained model, `bound_built` that of the built one."""
     figures: dict[str, int] = {}
-    for arguments in (["plain", preset], ["train", preset, gpu, cpu, str(folder)]):
+    model = [preset, str(sequence)]
+    for arguments in (["plain", *model], ["train", *model, gpu, cpu, str(folder)]):
         command = [sys.executable, __file__, *arguments]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600).stdout
         figures |= json.loads(output)

@@ -165,6 +165,7 @@ def test_the_smallest_budgets_in_the_message_work(folder: Path) -> None:
 
 
 def test_resident_memory_is_bounded(disk_path: Path) -> None:
-    figures = peak_memory.measure("124m", "256MiB", "256MiB", disk_path)
+    # Few tokens: where a processor does not multiply bf16, torch takes half a minute for 64 of them.
+    figures = peak_memory.measure("124m", "256MiB", "256MiB", disk_path, sequence=4)
     assert figures["built"] < figures["bound_built"], figures
     assert figures["trained"] < figures["bound"], figures

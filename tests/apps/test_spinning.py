@@ -39,7 +39,7 @@ def test_a_wish_of_the_environment_is_kept(wish: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("command", ["train", "tune", "probe"])
 def test_commands_ask_before_torch_is_there(command: str, tmp_path: Path) -> None:
-    small = ["--preset", "25m", "--sequence", "8", "--steps", "2"]
+    small = ["--preset", "25m", "--sequence", "8", "--steps", "2", "--dtype", "fp32"]
     arguments = {
         "train": [*small, "--durability", "none", "--evaluate", "0"],
         "tune": [*small, "--nvme", str(tmp_path), "--depth", "1"],

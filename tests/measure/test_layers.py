@@ -19,12 +19,25 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_every_layer_is_timed_by_the_median_of_its_rounds() -> None:
-    # Three readings a run: forward takes 1 tick, backward 2, 4, 8, ... more each run; the first round does not count.
-    runs = itertools.count()
-    ticks = itertools.chain.from_iterable((0.0, 1.0, 1.0 + 2.0 ** (n // 3)) for n in runs)
+    # Three readings a run: forward takes 1 us, backward 1, 2, 4, ... us round by round; the first does not count.
+    ticks = (1e-6 * tick for n in itertools.count() for tick in (0.0, 1.0, 1.0 + 2.0 ** (n // 3)))
     found = layers.time_layers(["bf16"], 3, clock=lambda: next(ticks))
     assert [one.kind for one in found] == [LayerKind.BLOCK, LayerKind.BLOCK, LayerKind.HEAD]
-    assert {(one.dtype, one.forward_s, one.backward_s) for one in found} == {("bf16", 1.0, 4.0)}
+    for one in found:
+        assert (one.dtype, one.forward_s, one.backward_s) == ("bf16", pytest.approx(1e-6), pytest.approx(4e-6))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_layer_that_would_take_too_long_is_not_run() -> None:
+    small, large, _ = layers.layers(["bf16"])
+    ratio = large.work.flop / small.work.flop
+    for share, count in ((0.9, 3), (1.1, 2)):  # of what the larger block may take, were it as slow as the smaller one
+        run_s = share * layers._LONGEST_S / ratio
+        runs: list[str] = []
+        ticks = itertools.cycle((0.0, run_s / 2, run_s))
+        found = layers.time_layers(["bf16"], 2, runs.append, lambda ticks=ticks: next(ticks))
+        assert (len(found), len(runs)) == (count, 3 * count)
+        assert {one.kind for one in found} == set(LayerKind)
 
 
 def test_work_is_counted() -> None:

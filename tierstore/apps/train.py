@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from tierstore.apps import outputs
+from tierstore.apps.arithmetic import slow_products_notes
 from tierstore.apps.assembly import Parts, assemble, engine_arguments
 from tierstore.apps.crew import Crew
 from tierstore.apps.data import corpus_bytes, held_out_batches
@@ -126,7 +127,8 @@ class _Run:
     def describe(self) -> None:
         """Says what will be trained, from where, and where it is placed."""
         parts, options = self._parts, self._options
-        notes = [*parts.recipe.notes, *parts.batches.notes]
+        slow = slow_products_notes(options.dtype, options.device)
+        notes = [*parts.recipe.notes, *parts.batches.notes, *slow]
         if options.why_nothing_is_kept:
             notes.append(f"{options.why_nothing_is_kept}: however this run ends, only what --export writes remains")
         unused = parts.source.unexpected if isinstance(parts.source, CheckpointSource) else ()

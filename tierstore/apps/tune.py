@@ -197,8 +197,11 @@ def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | 
     """The record of the file, which was calibrated when it was made; or steps of now."""
     if options.record is not None:
         return StepRecord.from_json(read_object(options.record, "recorded step"))
+    from tierstore.apps.arithmetic import slow_products_notes
     from tierstore.apps.trial import trial
 
+    for note in slow_products_notes(options.train.dtype, options.train.device):
+        say(f"note: {note}")
     say("recording steps of the real engine")
     with trial(_as_recorded(options.train)) as real:
         return real.record()

@@ -38,6 +38,7 @@ def bench(
     heat: Annotated[
         str | None, typer.Option(metavar="disk|memory|accumulate|cost", help="Only this part of step.")
     ] = None,
+    dtype: Annotated[str, typer.Option(metavar="bf16|fp32", help="Of the models of step.")] = "bf16",
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="cuda: all is what needs a GPU, tests too.")] = "cpu",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All answers, machine, versions, command.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="The tables, with machine and command.")] = None,
@@ -49,16 +50,22 @@ def bench(
     from tierstore.apps.bench.case import BenchOptions
     from tierstore.apps.bench.report import context_of, save, show
     from tierstore.apps.bench.run import Outcome, cases_of, check_room, run_case
+    from tierstore.apps.options import Precision
     from tierstore.apps.probe_report import progress
 
     with told(debug):
         options = BenchOptions(
             peer=tuple(peer or ()), peer_python=peer_python, nvme=nvme, rounds=rounds, size=size_, params=params,
-            steps=steps, curve=curve, large=large, heat=heat, device=device, json=json, markdown=markdown,
+            steps=steps, curve=curve, large=large, heat=heat, dtype=dtype, device=device, json=json, markdown=markdown,
         )  # fmt: skip
         cases = cases_of(case, device)
         check_room(options, cases)
         console = Console()
+        if any(one.name == "step" for one in cases):
+            from tierstore.apps.arithmetic import slow_products_notes
+
+            for note in slow_products_notes(Precision(dtype), device):
+                console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
         outcomes: list[Outcome] = []
 
         def keep(outcome: Outcome) -> None:

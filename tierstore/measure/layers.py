@@ -25,6 +25,9 @@ _VOCABULARY = 16384
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Of the weights; those that are trained most come first."""
 _SCALE = 0.02  # of weights: activations stay about as large as they are
+_LONGEST_S = 1.0
+"""Of both passes. Where torch has no fast products of a dtype (bf16 on a processor with AVX2 alone: 1.2 Gflop/s), the
+largest layer would take a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +62,40 @@ def time_layers(
     tell: Callable[[str], None] = lambda name: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[TimedLayer, ...]:
-    """Medians of so many rounds over all layers, after one that does not count.
+    """Medians of so many rounds over all layers that do not take too long, after one that does not count.
 
     All by the thread that calls, as a training loop computes: memory that a new thread touches for the first time costs
     more than the computing.
     """
-    found = layers(dtypes)
+    def run(layer: Layer) -> tuple[float, float]:
+        tell(f"{layer.kind.value} of a model")
+        return layer.run(clock)
+
+    found = _short_enough(layers(dtypes), run)
     seen: list[list[tuple[float, float]]] = [[] for _ in found]
-    for number in range(rounds + 1):
+    for _ in range(rounds):
         for layer, times in zip(found, seen):
-            tell(f"{layer.kind.value} of a model")
-            taken = layer.run(clock)
-            if number > 0:
-                times.append(taken)
+            times.append(run(layer))
     return tuple(
         TimedLayer(one.kind, one.dtype, one.work, *(statistics.median(each) for each in zip(*times)))
         for one, times in zip(found, seen)
     )
 
 
+def _short_enough(found: Sequence[Layer], run: Callable[[Layer], tuple[float, float]]) -> Sequence[Layer]:
+    """Runs each once, but for those that would take too long by what the one before took for a flop."""
+    kept: list[Layer] = []
+    s_per_flop: dict[tuple[LayerKind, str], float] = {}
+    for layer in found:
+        key = layer.kind, layer.dtype
+        if s_per_flop.get(key, 0.0) * layer.work.flop <= _LONGEST_S:
+            s_per_flop[key] = sum(run(layer)) / layer.work.flop
+            kept.append(layer)
+    return kept
+
+
 def layers(dtypes: Sequence[str]) -> Sequence[Layer]:
-    """Every layer that is timed."""
+    """Every layer that may be timed; of a kind and dtype the smaller ones come first."""
     found = [_block(dtype, *shape) for dtype in dtypes for shape in _SHAPES]
     return [*found, *(_head(dtype, *shape) for dtype in dtypes for shape in _HEAD_SHAPES)]
 

@@ -48,7 +48,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     tokens = torch.randint(0, config.vocab_size, (options["batch"], options["sequence"]), generator=generator)
     tokens = tokens.to(device)
     os.makedirs(store)
-    settings = _settings(options["mode"], store, options["batch"], pinned=device != "cpu")
+    settings = _settings(options["mode"], store, options["batch"], options["dtype"], pinned=device != "cpu")
     try:
         deepspeed.init_distributed("gloo" if device == "cpu" else "nccl")
         with deepspeed.zero.Init(config_dict_or_path=settings):
@@ -73,7 +73,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         shutil.rmtree(store, ignore_errors=True)
 
 
-def _settings(mode: str, store: str, batch: int, *, pinned: bool) -> dict[str, Any]:
+def _settings(mode: str, store: str, batch: int, dtype: str, *, pinned: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {
         "stage": 3, "contiguous_gradients": True, "overlap_comm": True, "reduce_bucket_size": 5e7,
         "stage3_prefetch_bucket_size": 5e7, "sub_group_size": int(2e7), "stage3_param_persistence_threshold": 1e4,
@@ -87,7 +87,7 @@ def _settings(mode: str, store: str, batch: int, *, pinned: bool) -> dict[str, A
         zero["offload_param"] = disk | {"buffer_count": 24, "buffer_size": int(4e7), "max_in_cpu": 0}
         zero |= {"stage3_max_live_parameters": 5e7, "stage3_max_reuse_distance": 5e7}
     return {
-        "train_micro_batch_size_per_gpu": batch, "zero_optimization": zero, "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": batch, "zero_optimization": zero, "bf16": {"enabled": dtype == "bf16"},
         "gradient_clipping": 1.0, "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "aio": {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True,

@@ -27,7 +27,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, config.vocab_size, (options["batch"], options["sequence"]), generator=generator)
     tokens = tokens.to(device)
-    model = GPT2LMHeadModel(config).bfloat16().to(device)
+    model = GPT2LMHeadModel(config).to(device, {"bf16": torch.bfloat16, "fp32": torch.float32}[options["dtype"]])
     weights = list(model.parameters())
     kept = [weight.detach().float() for weight in weights] if options.get("fp32_state") else weights
     if kept is not weights:

@@ -13,7 +13,7 @@ import pytest
 from commands import run_program
 
 from tierstore.apps.bench import forecasts, rates, step, step_worker
-from tierstore.apps.bench.case import Answer, BenchOptions, Contestant, Result
+from tierstore.apps.bench.case import DTYPES, HEATS, Answer, BenchOptions, Contestant, Result
 from tierstore.apps.options import TrainOptions
 from tierstore.config import MicroBatchSchedule
 from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
@@ -87,11 +87,37 @@ def test_ours_spin_as_the_commands_have_them_and_plain_torch_as_people_do(
         assert ("GOMP_SPINCOUNT" in one.environment) is (is_asked and added), one.name
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("choice", [{}, {"curve": True}, {"large": True}])
-def test_every_contestant_has_the_memory_that_its_model_needs(choice: dict[str, bool], tmp_path: Path) -> None:
-    options = BenchOptions(nvme=tmp_path, **choice)
+def test_every_contestant_has_the_memory_that_its_model_needs(
+    choice: dict[str, bool], dtype: str, tmp_path: Path
+) -> None:
+    options = BenchOptions(nvme=tmp_path, dtype=dtype, **choice)
     for own in step._own(options):
         assert forecasts.by_plan(step._as_train_options(own, options), MACHINE) is not None, own.name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_contestants_train_in_the_dtype_that_is_asked_for(dtype: str, tmp_path: Path) -> None:
+    found = {}
+    for one in (one for heat in step.heats(BenchOptions(nvme=tmp_path, dtype=dtype), tmp_path) for one in heat):
+        given = json.loads(one.argv[-1])
+        found[one.name] = given.get("dtype") or given.get("train", {}).get("dtype")
+    not_trained = {step._COST, *(step._rates(heat) for heat in HEATS)}
+    assert {kind for name, kind in found.items() if name not in not_trained} == {dtype}
+    assert (step._EXACT_TORCH in found) is (dtype == "bf16")  # in fp32 plain torch is as exact
+
+
+def test_bytes_of_fp32_have_bars_of_their_own(tmp_path: Path) -> None:
+    options = BenchOptions(nvme=tmp_path, dtype="fp32")
+    own = step._OWN[0]
+    moved = result(own.name, 2.0, bytes_per_parameter=32.0)
+    moved.facts = {"on_disk": {"weights": 0.25, "gradients": 0.5}}
+    found = results_of(options, tmp_path, moved=moved)
+    (row,) = [row for row in step._bytes_rows(options, found) if row.contestant == own.name]
+    # m and v read and written, the weights written: 20 B; a quarter of the weights read twice, half of the gradients
+    # written and read.
+    assert (row.bars[0].bound, row.bars[0].measured) == (20 + 2, 32 - 4)
 
 
 def test_a_peer_that_is_not_wanted_does_not_start(tmp_path: Path) -> None:
@@ -236,8 +262,9 @@ def test_what_speculates_is_foretold_from_what_another_recorded(options: BenchOp
     assert step._recorder(speculative, options, found)[1] is recorder
 
 
-def test_plain_torch_takes_steps(tmp_path: Path) -> None:
-    given = {"device": "cpu", "steps": 2, "fields": FIELDS, "batch": 1, "sequence": 16}
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_torch_takes_steps(dtype: str, tmp_path: Path) -> None:
+    given = {"device": "cpu", "steps": 2, "fields": FIELDS, "batch": 1, "sequence": 16, "dtype": dtype}
     ready, *answers = converse([str(DRIVERS / "step_torch.py")], given, tmp_path)
     assert "torch" in ready["ready"]["versions"]
     assert [answer["seconds"] > 0 for answer in answers] == [True, True]

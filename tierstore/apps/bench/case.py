@@ -21,6 +21,7 @@ from tierstore.plan.bandwidth import middle
 
 PEERS = ("deepspeed", "fio", "torch", "safetensors")
 HEATS = ("disk", "memory", "accumulate", "cost")
+DTYPES = ("bf16", "fp32")
 ROOT = Path(tierstore.__file__).parent.parent
 _DRIVERS = ROOT / "tools" / "peers"
 
@@ -39,6 +40,7 @@ class BenchOptions:
         curve: `step` at many CPU budgets, and nothing else of it.
         large: `step` with 1.5B parameters, and nothing else of it.
         heat: of `step`, one of `HEATS` and nothing else; None is all of them, which takes a quarter of an hour.
+        dtype: of the models of `step`, one of `DTYPES`; bf16 says little where the CPU has no fast products of it.
     """
 
     peer: tuple[str, ...] = ()
@@ -51,6 +53,7 @@ class BenchOptions:
     curve: bool = False
     large: bool = False
     heat: str | None = None
+    dtype: str = "bf16"
     device: str = "cpu"
     json: Path | None = None
     markdown: Path | None = None
@@ -75,6 +78,8 @@ class BenchOptions:
             raise ConfigError(f"--heat knows {', '.join(HEATS)}, not {self.heat!r}")
         if self.heat is not None and (self.curve or self.large):
             raise ConfigError("--heat is a part of the usual run, which --curve and --large replace")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype knows {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"--device must be cpu or cuda, not {self.device!r}")
         if not self.peer_python.is_file():

@@ -1,4 +1,4 @@
-"""Steps of GPT-2 in bf16, 1 x 64 tokens, clipped: state on disk, in CPU memory, on the GPU tier; torch and DeepSpeed.
+"""Steps of GPT-2, 1 x 64 tokens, clipped: state on disk, in CPU memory, on the GPU tier; torch and DeepSpeed.
 
 Scope: contestants, which of them are compared with each other, rows. Not here: their steps (`step_worker.py`,
     `tools/peers/step_*.py`), rates (`rates.py`), forecasts (`forecasts.py`), the engine's own cost (`step_cost.py`).
@@ -31,19 +31,19 @@ from tierstore.apps.bench.case import (
 from tierstore.apps.options import Preset, TrainOptions, options_of_object
 from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.apps.spinning import short_spins
-from tierstore.config import MicroBatchSchedule, format_size
+from tierstore.config import MicroBatchSchedule, format_size, parse_size
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 
-GPU_MEMORY = "256MiB"
+_GPU_MEMORY = "256MiB"  # here and below of bf16; of fp32 twice as much, as weights and gradients are twice as large
 CURVE = ("256MiB", "384MiB", "512MiB", "768MiB", "1GiB", "1536MiB", "2GiB", "4GiB")
 _SEQUENCE = 64
 _ROOMY = {"cpu_memory": "4GiB", "gpu_memory": "1GiB"}  # weights and gradients stay on the device
 _RARE = 50
 _MICRO_BATCHES = 8
-_STATE_BYTES, _WEIGHT_BYTES, _GRADIENT_BYTES = 22.0, 4.0, 4.0
-"""What a parameter costs the disk: its state read and written, and its weights written; its bf16 weights read in both
-passes of each micro-batch, if they do not fit in CPU memory; likewise its bf16 gradient, written and read."""
+_STATE_BYTES, _ITEM_BYTES = {"bf16": 22.0, "fp32": 20.0}, {"bf16": 2.0, "fp32": 4.0}
+"""What a parameter costs the disk: its state read and written, and its weights written; its weights read in both passes
+of each micro-batch, if they do not fit in CPU memory; likewise its gradient, written and read."""
 _STORE_BYTES = 2**32  # two slots of 14 B for 124M parameters, and some room
 _LARGE_STORE_BYTES = 48 * 10**9  # of 1.56e9
 _MOST_STORES = 5  # of a heat: four of ours and DeepSpeed's
@@ -139,7 +139,8 @@ def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
         train = train_options(own, options, scratch / f"store-{index}")
         heat = found.setdefault(own.heat, [])
         heat.append(_as_commands(ours(own.name, "step_worker", train=train, steps=options.steps)))
-    shared: dict[str, Any] = {"device": options.device, "steps": options.steps, "batch": 1, "sequence": _SEQUENCE}
+    shared: dict[str, Any] = {"device": options.device, "steps": options.steps, "batch": 1, "sequence": _SEQUENCE,
+                              "dtype": options.dtype}  # fmt: skip
     shared["fields"] = {name: value for name, value in PRESET_FIELDS[Preset.P124M].items() if name != "model_type"}
     for name, heat in found.items():
         rates = ours(_rates(name), "rates", directory=str(scratch / f"rates-{name}"), device=options.device)
@@ -147,7 +148,8 @@ def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
         if options.wants("torch") and not options.large:
             heat.append(peer(_torch(name), "step_torch", options.peer_python, **shared))
             if name == "memory":
-                heat.append(peer(_EXACT_TORCH, "step_torch", options.peer_python, fp32_state=True, **shared))
+                if options.dtype != "fp32":
+                    heat.append(peer(_EXACT_TORCH, "step_torch", options.peer_python, fp32_state=True, **shared))
                 asked = peer(_ASKED_TORCH, "step_torch", options.peer_python, **shared)
                 heat.append(_as_commands(replace(asked, environment={"THP_MEM_ALLOC_ENABLE": "1"})))
         for mode, called in _MODES.get(name, {}).items() if options.wants("deepspeed") else ():
@@ -165,9 +167,12 @@ def _as_commands(contestant: Contestant) -> Contestant:
 
 def train_options(own: Own, options: BenchOptions, store: Path) -> dict[str, Any]:
     """The options of `train`, as its file of options has them."""
-    common = {"preset": "124m", "batch": 1, "sequence": _SEQUENCE, "lr": 1e-4, "weight_decay": 0.01,
-              "gpu_memory": GPU_MEMORY, "device": options.device, "evaluate": 0}  # fmt: skip
-    return common | own.options | ({"nvme": [str(store)]} if own.stored else {})
+    common: dict[str, Any] = {
+        "preset": "124m", "dtype": options.dtype, "batch": 1, "sequence": _SEQUENCE, "lr": 1e-4, "weight_decay": 0.01,
+        "gpu_memory": _GPU_MEMORY, "device": options.device, "evaluate": 0,
+    }  # fmt: skip
+    given = common | own.options | ({"nvme": [str(store)]} if own.stored else {})
+    return given | {"gpu_memory": int(parse_size(given["gpu_memory"]) * _ITEM_BYTES[options.dtype] / 2)}
 
 
 def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
@@ -177,7 +182,7 @@ def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
 
 
 def _step_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
-    work = f"step, GPT-2 {'1.5B' if options.large else '124M'}"
+    work = f"step, GPT-2 {'1.5B' if options.large else '124M'}, {options.dtype}"
     for own in _own(options):
         result = results[own.name]
         machine = rates.machine_of(results[_rates(own.heat)])
@@ -228,15 +233,16 @@ def floor_of_step(result: Result, machine: Machine | None, computing_s: float | 
 
 
 def _bytes_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
+    state, both_ways = _STATE_BYTES[options.dtype], 2 * _ITEM_BYTES[options.dtype]
     for own in _own(options):
         result = results[own.name]
         if not own.stored or own.options.get("commit_every", 1) > 1:
             continue
         shares = result.facts.get("on_disk", {})
-        spilled = _GRADIENT_BYTES * float(shares.get("gradients", 0))
+        spilled = both_ways * float(shares.get("gradients", 0))
         is_vertical = own.options.get("micro_batches") == MicroBatchSchedule.VERTICAL.value
         passes = 1 if is_vertical else own.options.get("accumulate", 1)
-        most = _STATE_BYTES + passes * _WEIGHT_BYTES * float(shares.get("weights", 0))
+        most = state + passes * both_ways * float(shares.get("weights", 0))
         found = result.median("bytes_per_parameter")
         kept = None if found is None else found - spilled
         bar = Bar(most, f"B, and {spilled:.1f} B of spilled gradients", kept, at_most=True)

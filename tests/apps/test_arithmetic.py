@@ -1,0 +1,41 @@
+"""The note on a dtype that torch multiplies slowly: when it is given, and that it names the factor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tierstore.apps import arithmetic
+from tierstore.apps.arithmetic import slow_products_notes
+from tierstore.apps.options import Precision
+
+
+def clock(*products_s: float) -> Callable[[], float]:
+    """A clock on which products take so long, one after the other."""
+
+    def readings() -> Iterator[float]:
+        for product_s in products_s:
+            yield 10.0
+            yield 10.0 + product_s
+
+    return readings().__next__
+
+
+@pytest.mark.parametrize("dtype", [Precision.BF16, Precision.FP16])
+def test_a_slow_dtype_is_told_with_its_factor(dtype: Precision) -> None:
+    times = arithmetic._TIMES
+    slow = [9.0] * (times - 1) + [6.0]  # the shortest counts: what disturbs makes them longer
+    (note,) = slow_products_notes(dtype, "cpu", clock(*slow, *[0.5] * times))
+    assert f"takes 12 times as long for products in {dtype.value}" in note
+    assert "--dtype fp32" in note
+
+
+def test_a_dtype_that_is_fast_enough_is_not() -> None:
+    times = arithmetic._TIMES
+    assert slow_products_notes(Precision.BF16, "cpu", clock(*[1.9] * times, *[0.5] * times)) == []
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(Precision.FP32, "cpu"), (Precision.BF16, "cuda")])
+def test_nothing_is_timed_where_there_is_no_question(dtype: Precision, device: str) -> None:
+    assert slow_products_notes(dtype, device, clock()) == []
