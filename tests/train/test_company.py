@@ -10,10 +10,13 @@ import torch
 from runs import disk, smallest_budgets, train
 from torch import nn
 
-from tierstore.config import UpdateSchedule
+from tierstore.config import AdamWConfig, UpdateSchedule
+from tierstore.device.streams import Reached
+from tierstore.errors import StorageError
 from tierstore.store import gradients
-from tierstore.store.gradients import Gradients
+from tierstore.store.gradients import Arrival, Gradients, Piece
 from tierstore.store.tasks import together
+from tierstore.train.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
@@ -95,3 +98,76 @@ def test_a_large_gradient_is_copied_alone_whoever_comes_with_it(
     assert max(map(len, together_bytes)) > 2
     assert max(max(sizes) for sizes in together_bytes) > 4096
     assert all(len(sizes) == 1 or max(sizes) <= 4096 for sizes in together_bytes)
+
+
+def test_a_group_that_comes_twice_at_once_is_added_up(tmp_path: Path) -> None:
+    with Engine(Chain(), disk(tmp_path, gpu_memory="16MiB", cpu_memory="16MiB"), update="forward") as engine:
+        parts = engine._parts
+        store, group, other = parts.store.gradients[0], 1, 2
+        first, second, alone = (torch.randn(parts.groups.groups[i].spec.elements) for i in (group, group, other))
+        arrivals = [
+            Arrival(index, [Piece(0, values.clone(), is_first)], Reached(), is_final=is_final)
+            for index, values, is_first, is_final in (
+                (group, first, True, False), (other, alone, True, True), (group, second, False, True)
+            )
+        ]  # fmt: skip
+
+        async def collected() -> list[torch.Tensor]:
+            await store.accept(arrivals)
+            none = torch.empty(0, dtype=torch.uint8).numpy()
+            return [torch.from_numpy(await store.fetch(index, 0, none)).clone() for index in (group, other)]
+
+        assert [torch.equal(*both) for both in zip(parts.runtime.call(collected), (first + second, alone))] == [True] * 2
+        parts.runtime.call(store.discard, [group, other])
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_copy_that_fails_in_company_is_told_and_nobody_waits_for_ever(
+    update: str, arrivals: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copying, is_failing = Gradients._copying, False
+
+    def failing(self: Gradients, one: Any, array: Any) -> Any:
+        if is_failing and one.key[0] == 3:
+            raise StorageError("group 3 cannot be copied")
+        return copying(self, one, array)
+
+    def steps() -> None:
+        nonlocal is_failing
+        with Engine(Chain(), tiers, update=update) as engine:
+            for batch in batches(4):
+                engine.backward(loss_of(engine, batch))
+                engine.step()
+                engine.flush()
+                is_failing = max(arrivals) > 2
+
+    monkeypatch.setattr(Gradients, "_copying", failing)
+    tiers = disk(tmp_path, gpu_memory="16MiB", cpu_memory="16MiB")
+    with pytest.raises(StorageError, match="group 3 cannot be copied"):
+        steps()
+    assert is_failing
+    with Engine(Chain(), tiers, update=update, resume="must") as engine:
+        assert engine.step_count >= 1
+
+
+def test_an_interrupt_with_gradients_waiting_for_company_loses_that_step_alone(
+    arrivals: list[int], tmp_path: Path
+) -> None:
+    def interrupt(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    tiers = {"gpu_memory": "16MiB", "cpu_memory": "16MiB"}
+    options: dict[str, Any] = {"update": "forward", "max_grad_norm": 1.0}
+    usual = train(Chain(), batches(5), disk(tmp_path / "a", **tiers), loss_of, **options)
+    assert max(arrivals) > 2
+    with Engine(Chain(), disk(tmp_path / "b", **tiers), AdamWConfig(lr=1e-3), **options) as engine:
+        for batch in batches(5)[:2]:
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+        last = batches(1)[0].requires_grad_()  # its gradient comes after all others
+        last.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss_of(engine, last))
+    rest = train(Chain(), batches(5)[2:], disk(tmp_path / "b", **tiers), loss_of, resume="must", **options)
+    assert rest.losses == usual.losses[2:]
+    assert all(torch.equal(weight, usual.weights[name]) for name, weight in rest.weights.items())
