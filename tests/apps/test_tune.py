@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tierstore.apps import tune as apps_tune
 from tierstore.apps import tune_views
-from tierstore.apps.options import TrainOptions, options_of_object
+from tierstore.apps.options import Precision, TrainOptions, options_of_object
 from tierstore.apps.trial import Recorded, Trial
 from tierstore.apps.tune import TuneOptions, as_train_options, candidates, run
 from tierstore.cli import app
@@ -116,7 +116,7 @@ def test_with_the_real_engine(disk_path: Path) -> None:
     (disk_path / "text").write_bytes(b"to be or not to be, that is the question. " * 200)
     train = TrainOptions(
         config=disk_path / "config.json", data=disk_path / "text", nvme=(disk_path / "store",), batch=2, sequence=32,
-        gpu_memory=2 * MIB, cpu_memory=6 * MIB, threads=1,
+        gpu_memory=2 * MIB, cpu_memory=6 * MIB, threads=1, dtype=Precision.FP32,
     )  # fmt: skip
     seen = []
 

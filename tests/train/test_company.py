@@ -117,7 +117,8 @@ def test_a_group_that_comes_twice_at_once_is_added_up(tmp_path: Path) -> None:
             none = torch.empty(0, dtype=torch.uint8).numpy()
             return [torch.from_numpy(await store.fetch(index, 0, none)).clone() for index in (group, other)]
 
-        assert [torch.equal(*both) for both in zip(parts.runtime.call(collected), (first + second, alone))] == [True] * 2
+        found = parts.runtime.call(collected)
+        assert [torch.equal(*both) for both in zip(found, (first + second, alone))] == [True, True]
         parts.runtime.call(store.discard, [group, other])
 
 
