@@ -21,9 +21,7 @@ _TIMES = 5
 _MANY = 4.0  # no processor that multiplies both dtypes is so uneven
 
 
-def slow_products_notes(
-    dtype: Precision, device: str, clock: Callable[[], float] = time.perf_counter
-) -> list[str]:
+def slow_products_notes(dtype: Precision, device: str, clock: Callable[[], float] = time.perf_counter) -> list[str]:
     """A sentence for who trains in a dtype whose products are slow; none if they are not, or a GPU computes."""
     if device != "cpu" or dtype is Precision.FP32:
         return []

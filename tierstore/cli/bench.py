@@ -49,8 +49,7 @@ def bench(
 
     from tierstore.apps.bench.case import BenchOptions
     from tierstore.apps.bench.report import context_of, save, show
-    from tierstore.apps.bench.run import Outcome, cases_of, check_room, run_case
-    from tierstore.apps.options import Precision
+    from tierstore.apps.bench.run import Outcome, cases_of, check_room, notes, run_case
     from tierstore.apps.probe_report import progress
 
     with told(debug):
@@ -61,11 +60,8 @@ def bench(
         cases = cases_of(case, device)
         check_room(options, cases)
         console = Console()
-        if any(one.name == "step" for one in cases):
-            from tierstore.apps.arithmetic import slow_products_notes
-
-            for note in slow_products_notes(Precision(dtype), device):
-                console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+        for note in notes(options, cases):
+            console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
         outcomes: list[Outcome] = []
 
         def keep(outcome: Outcome) -> None:

@@ -67,6 +67,7 @@ def time_layers(
     All by the thread that calls, as a training loop computes: memory that a new thread touches for the first time costs
     more than the computing.
     """
+
     def run(layer: Layer) -> tuple[float, float]:
         tell(f"{layer.kind.value} of a model")
         return layer.run(clock)

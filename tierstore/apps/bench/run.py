@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tierstore.apps.bench.arena import Tell, contest
 from tierstore.apps.bench.case import BenchOptions, Case, Result, Results, Row
+from tierstore.apps.options import Precision
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, StorageError, StorageFull
 
@@ -59,6 +60,15 @@ def check_room(options: BenchOptions, cases: Sequence[Case]) -> None:
                 f"{format_size(_LEFT_FREE_BYTES)} free, but only {format_size(free_bytes)} ({free_bytes} B) are free; "
                 f"give a smaller --size, or --nvme on another disk"
             )
+
+
+def notes(options: BenchOptions, cases: Sequence[Case]) -> list[str]:
+    """What a person should know before the run."""
+    if not any(case.name == "step" for case in cases):
+        return []
+    from tierstore.apps.arithmetic import slow_products_notes  # imports torch
+
+    return slow_products_notes(Precision(options.dtype), options.device)
 
 
 def run_case(case: Case, options: BenchOptions, tell: Tell, keep: Callable[[Outcome], None]) -> Outcome:
