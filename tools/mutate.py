@@ -303,7 +303,7 @@ MUTATIONS: Sequence[Mutation] = (
         "if storage is not None and is_whole", "train/test_must_work.py", "if storage is not None",
     ),
     Mutation(
-        "sums of squares are of all that has come", "store/gradients.py Gradients._copying", "if is_new else None",
+        "sums of squares are of all that has come", "store/pieces.py Filling.__call__", "if self.is_new else None",
         "train/test_must_work.py", "if True else None",
     ),
     Mutation(

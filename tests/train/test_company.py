@@ -14,7 +14,8 @@ from tierstore.config import AdamWConfig, UpdateSchedule
 from tierstore.device.streams import Reached
 from tierstore.errors import StorageError
 from tierstore.store import gradients
-from tierstore.store.gradients import Arrival, Gradients, Piece
+from tierstore.store.gradients import Arrival, Gradients
+from tierstore.store.pieces import Piece
 from tierstore.store.tasks import together
 from tierstore.train.engine import Engine
 
@@ -126,12 +127,12 @@ def test_a_group_that_comes_twice_at_once_is_added_up(tmp_path: Path) -> None:
 def test_a_copy_that_fails_in_company_is_told_and_nobody_waits_for_ever(
     update: str, arrivals: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    copying, is_failing = Gradients._copying, False
+    filling, is_failing = Gradients._filling, False
 
     def failing(self: Gradients, one: Any, array: Any) -> Any:
         if is_failing and one.key[0] == 3:
             raise StorageError("group 3 cannot be copied")
-        return copying(self, one, array)
+        return filling(self, one, array)
 
     def steps() -> None:
         nonlocal is_failing
@@ -142,7 +143,7 @@ def test_a_copy_that_fails_in_company_is_told_and_nobody_waits_for_ever(
                 engine.flush()
                 is_failing = max(arrivals) > 2
 
-    monkeypatch.setattr(Gradients, "_copying", failing)
+    monkeypatch.setattr(Gradients, "_filling", failing)
     tiers = disk(tmp_path, gpu_memory="16MiB", cpu_memory="16MiB")
     with pytest.raises(StorageError, match="group 3 cannot be copied"):
         steps()

@@ -16,8 +16,9 @@ from tierstore.device.streams import Reached
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.store.commit import Generation, Manifests
-from tierstore.store.gradients import Arrival, Piece
+from tierstore.store.gradients import Arrival
 from tierstore.store.manifest import Captured
+from tierstore.store.pieces import Piece
 from tierstore.train.engine import Engine
 
 STEPS = 8

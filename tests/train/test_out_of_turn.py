@@ -20,7 +20,8 @@ from tierstore.config import AdamWConfig
 from tierstore.device.streams import Reached
 from tierstore.errors import ConfigError, GraphError, TierstoreError
 from tierstore.io.memory import Lease
-from tierstore.store.gradients import Arrival, Piece
+from tierstore.store.gradients import Arrival
+from tierstore.store.pieces import Piece
 from tierstore.store.rounds import Round, Trip
 from tierstore.store.trip_leases import TripLeases
 from tierstore.train.access import _InUse

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tierstore.kernels import adam, compiled, digests, norms
+from tierstore.kernels import adam, compiled, digests, elements, norms
 
 
 def warm_up(dtypes: Iterable[str]) -> None:
@@ -25,7 +25,7 @@ def warm_up(dtypes: Iterable[str]) -> None:
     for dtype in dtypes:
         state = np.zeros(adam.state_bytes_per_element(dtype), np.uint8)
         master = np.zeros(1, np.float32)
-        weights, gradient = (np.zeros(1, np.float32 if dtype == "fp32" else np.uint16) for _ in range(2))
+        weights, gradient = (np.zeros(1, elements.ELEMENT[dtype]) for _ in range(2))
         adam.init_state(dtype, master, weights, state)
         adam.adopt_weights(dtype, weights, adam.view_state(dtype, state), 0, 1)
         stored = (np.zeros(compiled.XXH3_BLOCK_BYTES, np.uint8), np.zeros(compiled.XXH3_BLOCK_BYTES, np.uint8))

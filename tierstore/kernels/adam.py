@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from tierstore.errors import ConfigError
 from tierstore.kernels import compiled, digests
+from tierstore.kernels.elements import ELEMENT
 
 BLOCK = 65536
 """Elements. Chunks are cut at multiples of it, and norms are summed per block of it."""
@@ -39,7 +40,6 @@ Digests = tuple[int | None, int | None]
 _SECTION_BYTES = {"fp32": (4, 4), "bf16": (4, 4, 2), "fp16": (4, 4, 4)}
 """Of an element in each section of a state."""
 _STATE_BYTES = {dtype: sum(sections) for dtype, sections in _SECTION_BYTES.items()}
-_ELEMENT = {"fp32": np.dtype(np.float32), "bf16": np.dtype(np.uint16), "fp16": np.dtype(np.uint16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,9 +292,9 @@ def check_arrays(dtype: str, array: npt.NDArray[Any], elements: int) -> None:
         ConfigError: the array is not `elements` contiguous elements of the dtype.
     """
     _check_dtype(dtype)
-    if array.dtype != _ELEMENT[dtype] or array.shape != (elements,) or not array.flags.c_contiguous:
+    if array.dtype != ELEMENT[dtype] or array.shape != (elements,) or not array.flags.c_contiguous:
         raise ConfigError(
-            f"expected {elements} contiguous {dtype} elements as {_ELEMENT[dtype]}, "
+            f"expected {elements} contiguous {dtype} elements as {ELEMENT[dtype]}, "
             f"got {array.dtype}{list(array.shape)}"
         )
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import init_state, read_master, state_bytes_per_element, write_master
+from tierstore.kernels.elements import elements_of, to_float
 from tierstore.plan.tiers import Kind, Placement
 from tierstore.store.commit import Generation
-from tierstore.store.gradients import elements_of, to_float
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together

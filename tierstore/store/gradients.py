@@ -1,7 +1,8 @@
 """Gradients on their way from the device to the update: collected per chunk, in CPU memory or spilled to NVMe.
 
-Scope: copying, accumulating and the partial norms of one step's gradients.
-Not here: when a gradient is complete (`train/backward.py`), and the update (`updates.py`).
+Scope: where each of one step's gradients is, whose turn it is to be added, and what waits for memory.
+Not here: copying and adding (`pieces.py`), when a gradient is complete (`train/backward.py`), the update
+(`updates.py`).
 Owner: the loop thread; workers run its jobs.
 
 [Note: places] A gradient that stays in CPU memory until its step is over has a place of its own, in the order in which
@@ -23,47 +24,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from tierstore.config import Tier
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import TierstoreError
 from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.kernels import norms
 from tierstore.kernels.adam import BLOCK
-from tierstore.kernels.norms import add_into, copy_with_square_sums, square_sums
+from tierstore.kernels.elements import ELEMENT, Array, elements_of
+from tierstore.kernels.norms import square_sums
 from tierstore.plan.tiers import Placement
 from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.pieces import Filling, Piece, cut
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
 from tierstore.trace import Tracer
 
-Array = npt.NDArray[Any]
 _SMALL_BYTES = 2**20
 """Chunks of larger gradients are copied side by side, and updated as each of them has come."""
-_NUMPY = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
-
-
-def elements_of(array: Bytes, dtype: str, count: int) -> Array:
-    """The first `count` elements of a buffer, as the kernels see them."""
-    item = np.dtype(_NUMPY[dtype])
-    return array[: count * item.itemsize].view(item)
-
-
-def to_float(dtype: str, elements: Array) -> npt.NDArray[np.float32]:
-    """The values of elements as the kernels see them, as fp32."""
-    if dtype == "bf16":
-        return (elements.astype(np.uint32) << 16).view(np.float32)
-    return elements.view(np.float16).astype(np.float32) if dtype == "fp16" else elements.astype(np.float32)
-
-
-class Piece(NamedTuple):
-    """A parameter's gradient, 1-D, at element `start` of its group; `is_first` of this step, else added."""
-
-    start: int
-    gradient: torch.Tensor
-    is_first: bool
 
 
 class Arrival(NamedTuple):
@@ -206,7 +184,7 @@ class Gradients:
         group, pieces, after, is_final, is_streaming = arrival
         chunks = self._placement.chunks(group)
         for chunk, (start, stop) in enumerate(chunks):
-            parts = pieces.copy() if len(chunks) == 1 else [p for piece in pieces for p in _cut(piece, start, stop)]
+            parts = pieces.copy() if len(chunks) == 1 else cut(pieces, start, stop)
             if parts:
                 state, arrived = self._chunks[group, chunk], asyncio.get_running_loop().create_future()
                 before = state.coming[-1] if state.coming else None
@@ -298,13 +276,13 @@ class Gradients:
 
     async def _collect(self, deliveries: Sequence[tuple[_Delivery, Bytes]]) -> None:
         """Copy, and measure what is final, in one job."""
-        jobs = [self._copying(one, array) for one, array in deliveries]
+        jobs = [self._filling(one, array) for one, array in deliveries]
         nbytes = sum(self._placement.gradient_bytes(*one.key) for one, _ in deliveries)
         name = self._groups[deliveries[0][0].key[0]].name + (f" and {len(jobs) - 1} more" if len(jobs) > 1 else "")
 
         def job() -> None:
-            for copy in jobs:
-                copy()
+            for fill in jobs:
+                fill()
 
         with self._tracer.measure("reduce", name):
             is_quick = nbytes <= self._device.at_once_bytes and all(one.after.is_done() for one, _ in deliveries)
@@ -313,44 +291,13 @@ class Gradients:
             one.state.is_filled = True
             one.state.is_measured = one.is_final
 
-    def _copying(self, one: _Delivery, array: Bytes) -> Callable[[], None]:
-        """What brings a delivery into the memory of its chunk."""
-        (group, chunk), parts, after, device = one.key, one.parts, one.after, self._device
+    def _filling(self, one: _Delivery, array: Bytes) -> Filling:
+        group, chunk = one.key
         start, stop = self._placement.chunk(group, chunk)
-        dtype = self._groups[group].dtype
-        total = elements_of(array, dtype, stop - start)
-        partials = self._partials_of(group, start, stop) if one.is_final else None
-        is_new = not one.state.is_filled
-
-        def copy_and_measure() -> None:
-            first = [part for part in parts if part.is_first]
-            device.copy_out(
-                [part.gradient for part in first],
-                [_bytes_of(total, part.start, part.gradient.numel()) for part in first],
-                after,
-            )
-            for part in parts:
-                if not part.is_first:
-                    _add(device, dtype, total, part, after)
-            if partials is not None:
-                square_sums(dtype, total, partials)
-
-        def copy() -> None:
-            if is_new:
-                array[total.nbytes :] = 0
-                if sum(part.gradient.numel() for part in parts) < len(total):
-                    total[:] = 0
-            places = _all_in_place(device, total, parts) if is_new else None
-            if partials is None or places is None:
-                copy_and_measure()
-            else:
-                after.synchronize()
-                start_s = device.counters.clock()
-                copy_with_square_sums(dtype, places, total, partials)
-                device.counters.add("d2h", total.itemsize * sum(count for *_, count in places), start_s)
-            parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
-
-        return copy
+        return Filling(
+            self._device, self._groups[group].dtype, array, stop - start, not one.state.is_filled, one.parts, one.after,
+            self._partials_of(group, start, stop) if one.is_final else None,
+        )  # fmt: skip
 
     async def take_partials(self) -> list[npt.NDArray[np.float64]]:
         """Per group, the sums of squares of fixed blocks, whatever order they arrived in.
@@ -426,7 +373,7 @@ class Gradients:
 
     async def read(self, group: int, start: int, stop: int) -> Array:
         """Elements `[start, stop)` of a group's gradient, zero where none arrived."""
-        found = np.zeros(stop - start, _NUMPY[self._groups[group].dtype])
+        found = np.zeros(stop - start, ELEMENT[self._groups[group].dtype])
         for chunk, (first, last) in enumerate(self._placement.chunks(group)):
             if first < stop and last > start and self._chunks[group, chunk].is_filled:
                 lease = None
@@ -489,53 +436,3 @@ class Gradients:
         if self._spill is None:
             raise RuntimeError("a gradient was placed on NVMe, but there is no store")
         return self._spill
-
-
-def _cut(piece: Piece, start: int, stop: int) -> list[Piece]:
-    """The part of a piece in elements `[start, stop)`, with its start counted from there."""
-    first, last = max(piece.start, start), min(piece.start + piece.gradient.numel(), stop)
-    if first >= last:
-        return []
-    if last - first == piece.gradient.numel():
-        return [Piece(first - start, piece.gradient, piece.is_first)]
-    flat = piece.gradient[first - piece.start : last - piece.start]
-    return [Piece(first - start, flat, piece.is_first)]
-
-
-def _in_place(device: ComputeDevice, dtype: str, part: Piece) -> Array | None:
-    """A part as the kernels see it, if it can be read where it lies."""
-    flat, item_bytes = part.gradient, np.dtype(_NUMPY[dtype]).itemsize
-    if not (flat.is_contiguous() and flat.element_size() == item_bytes):
-        return None
-    here = device.in_place(flat.untyped_storage(), int(flat.storage_offset()) * item_bytes, flat.nbytes)
-    return None if here is None else elements_of(here, dtype, flat.numel())
-
-
-def _all_in_place(device: ComputeDevice, total: Array, parts: list[Piece]) -> list[norms.Piece] | None:
-    """The parts in their order, if all can be read where they lie and none is to be added; as `norms.Piece`."""
-    places = []
-    for start, flat, is_first in parts:
-        address = device.address_of(flat) if is_first and flat.element_size() == total.itemsize else None
-        if address is None:
-            return None
-        places.append((start, address, flat.numel()))
-    return sorted(places)
-
-
-def _bytes_of(total: Array, start: int, count: int) -> Bytes:
-    return total[start : start + count].view(np.uint8)
-
-
-def _add(device: ComputeDevice, dtype: str, total: Array, part: Piece, after: Mark) -> None:
-    """Add from where it lies; else in steps of one block, so that the copy of the addend takes next to nothing."""
-    after.synchronize()
-    place, start_s = total[part.start : part.start + part.gradient.numel()], device.counters.clock()
-    if (there := _in_place(device, dtype, part)) is not None:
-        add_into(dtype, place, there)
-        device.counters.add("d2h", there.nbytes, start_s)
-        return
-    scratch = np.empty(BLOCK, total.dtype)
-    for offset in range(0, len(place), BLOCK):
-        addend = scratch[: min(BLOCK, len(place) - offset)]
-        device.copy_out([part.gradient[offset : offset + len(addend)]], [addend.view(np.uint8)], after)
-        add_into(dtype, place[offset : offset + len(addend)], addend)

@@ -20,8 +20,8 @@ from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import Digests, update_with_digests
 from tierstore.kernels.adam import update as adam_update
+from tierstore.kernels.elements import Array, elements_of
 from tierstore.plan.tiers import Placement
-from tierstore.store.gradients import Array, elements_of
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.rounds import ParameterUpdate, Round, Trip, Updates
 from tierstore.store.slots import Bytes, SlotPack

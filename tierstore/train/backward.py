@@ -30,7 +30,8 @@ import torch
 from tierstore.device.streams import ComputeDevice
 from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
-from tierstore.store.gradients import Arrival, Gradients, Piece
+from tierstore.store.gradients import Arrival, Gradients
+from tierstore.store.pieces import Piece
 from tierstore.train.graph import KnownLeaves
 from tierstore.train.groups import Group, ModelGroups
 from tierstore.train.reduction import Bucket, Reductions

@@ -28,6 +28,7 @@ from tierstore.config import Codec, TierConfig
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.kernels.adam import AdamCoefficients, init_state, state_bytes_per_element, update
+from tierstore.kernels.elements import ELEMENT
 from tierstore.measure.disk import Verb, disk_file, incompressible
 from tierstore.measure.loads import at_once
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
@@ -151,7 +152,7 @@ def like_trained(kind: Kind, dtype: str, master: Floats, *, is_frozen: bool = Fa
 
 def _encoded(dtype: str, values: Floats) -> tuple[np.ndarray[Any, Any], Bytes]:
     """Values as weights of a dtype, and their state before the first step."""
-    weights = np.empty(values.size, np.float32 if dtype == "fp32" else np.uint16)
+    weights = np.empty(values.size, ELEMENT[dtype])
     state = np.empty(values.size * state_bytes_per_element(dtype), np.uint8)
     init_state(dtype, values, weights, state)
     return weights, state

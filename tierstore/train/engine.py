@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
+from tierstore.kernels.elements import to_float
 from tierstore.measure.table_file import with_rates
 from tierstore.plan.placement import Placement
 from tierstore.plan.step_record import StepRecord
-from tierstore.store.gradients import to_float
 from tierstore.trace import Tracer
 from tierstore.train import capture, whole
 from tierstore.train.assembly import Assembly, assemble

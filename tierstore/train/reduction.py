@@ -26,8 +26,9 @@ from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.store.gradients import Arrival, Gradients, Piece
+from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.layout import GroupSpec
+from tierstore.store.pieces import Piece
 from tierstore.trace import Tracer
 from tierstore.train.groups import TORCH_DTYPES, Group
 from tierstore.train.partition import Partition

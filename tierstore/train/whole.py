@@ -19,6 +19,7 @@ from torch import nn
 
 from tierstore.errors import ConfigError, FormatError
 from tierstore.kernels.adam import init_state, state_bytes_per_element
+from tierstore.kernels.elements import ELEMENT
 from tierstore.store.layout import ParameterSpec
 from tierstore.store.team import attempt, outcome, results
 from tierstore.train import capture
@@ -161,7 +162,7 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
 
 def as_trained(dtype: str, master: torch.Tensor) -> torch.Tensor:
     """Masters rounded as training rounds them: bf16 half away from zero, which is not torch's way."""
-    weights = np.empty(master.numel(), np.float32 if dtype == "fp32" else np.uint16)
+    weights = np.empty(master.numel(), ELEMENT[dtype])
     init_state(dtype, master.numpy(), weights, np.empty(master.numel() * state_bytes_per_element(dtype), np.uint8))
     return torch.from_numpy(weights).view(TORCH_DTYPES[dtype])
 

@@ -12,7 +12,7 @@ from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
 from tierstore.io.memory import Bytes
 from tierstore.kernels.adam import BLOCK
-from tierstore.store.gradients import Piece, _add, _all_in_place
+from tierstore.store.pieces import Piece, _add, _all_in_place
 
 
 def test_parts_come_in_their_order_from_the_memory_of_the_gradients() -> None:

@@ -1,0 +1,130 @@
+"""Pieces of gradients, and how a worker brings them into the memory of a chunk.
+
+Scope: cutting at chunks; copying or adding one chunk's pieces, with the partial norms on the way.
+Not here: which memory that is and whose turn it is (`gradients.py`).
+Owner: the caller, of the memory; a `Filling` runs once, in one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.io.memory import Bytes
+from tierstore.kernels import norms
+from tierstore.kernels.adam import BLOCK
+from tierstore.kernels.elements import ELEMENT, Array, elements_of
+from tierstore.kernels.norms import add_into, copy_with_square_sums, square_sums
+
+
+class Piece(NamedTuple):
+    """A parameter's gradient, 1-D, at element `start` of its group; `is_first` of this step, else added."""
+
+    start: int
+    gradient: torch.Tensor
+    is_first: bool
+
+
+def cut(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
+    """What of the pieces is in elements `[start, stop)`, with their starts counted from there."""
+    return [part for piece in pieces if (part := _cut(piece, start, stop)) is not None]
+
+
+def _cut(piece: Piece, start: int, stop: int) -> Piece | None:
+    count = piece.gradient.numel()
+    first, last = max(piece.start, start), min(piece.start + count, stop)
+    if first >= last:
+        return None
+    part = piece.gradient if last - first == count else piece.gradient[first - piece.start : last - piece.start]
+    return Piece(first - start, part, piece.is_first)
+
+
+@dataclass(slots=True)
+class Filling:
+    """Called, it brings the parts of a chunk into its memory.
+
+    Attributes:
+        memory, elements: of the chunk; what is behind the elements is padding.
+        is_new: nothing of this step is in the memory yet.
+        parts: emptied when they are there, in the thread that copies.
+        after: the device work that must be over before they are valid.
+        partials: where the sums of squares of all that is in the chunk then go; None: they are not wanted.
+    """
+
+    device: ComputeDevice
+    dtype: str
+    memory: Bytes
+    elements: int
+    is_new: bool
+    parts: list[Piece]
+    after: Mark
+    partials: npt.NDArray[np.float64] | None
+
+    def __call__(self) -> None:
+        total = elements_of(self.memory, self.dtype, self.elements)
+        if self.is_new:
+            self.memory[total.nbytes :] = 0
+            if sum(part.gradient.numel() for part in self.parts) < len(total):
+                total[:] = 0
+        places = _all_in_place(self.device, total, self.parts) if self.is_new else None
+        if self.partials is None or places is None:
+            self._copy_and_measure(total)
+        else:
+            self.after.synchronize()
+            start_s = self.device.counters.clock()
+            copy_with_square_sums(self.dtype, places, total, self.partials)
+            self.device.counters.add("d2h", total.itemsize * sum(count for *_, count in places), start_s)
+        self.parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
+
+    def _copy_and_measure(self, total: Array) -> None:
+        first = [part for part in self.parts if part.is_first]
+        self.device.copy_out(
+            [part.gradient for part in first],
+            [total[part.start : part.start + part.gradient.numel()].view(np.uint8) for part in first],
+            self.after,
+        )
+        for part in self.parts:
+            if not part.is_first:
+                _add(self.device, self.dtype, total, part, self.after)
+        if self.partials is not None:
+            square_sums(self.dtype, total, self.partials)
+
+
+def _in_place(device: ComputeDevice, dtype: str, part: Piece) -> Array | None:
+    """A part as the kernels see it, if it can be read where it lies."""
+    flat, item_bytes = part.gradient, ELEMENT[dtype].itemsize
+    if not (flat.is_contiguous() and flat.element_size() == item_bytes):
+        return None
+    here = device.in_place(flat.untyped_storage(), int(flat.storage_offset()) * item_bytes, flat.nbytes)
+    return None if here is None else elements_of(here, dtype, flat.numel())
+
+
+def _all_in_place(device: ComputeDevice, total: Array, parts: list[Piece]) -> list[norms.Piece] | None:
+    """The parts in their order, if all can be read where they lie and none is to be added; as `norms.Piece`."""
+    places = []
+    for start, flat, is_first in parts:
+        address = device.address_of(flat) if is_first and flat.element_size() == total.itemsize else None
+        if address is None:
+            return None
+        places.append((start, address, flat.numel()))
+    return sorted(places)
+
+
+def _add(device: ComputeDevice, dtype: str, total: Array, part: Piece, after: Mark) -> None:
+    """Add from where it lies; else in steps of one block, so that the copy of the addend takes next to nothing."""
+    after.synchronize()
+    place, start_s = total[part.start : part.start + part.gradient.numel()], device.counters.clock()
+    if (there := _in_place(device, dtype, part)) is not None:
+        add_into(dtype, place, there)
+        device.counters.add("d2h", there.nbytes, start_s)
+        return
+    scratch = np.empty(BLOCK, total.dtype)
+    for offset in range(0, len(place), BLOCK):
+        addend = scratch[: min(BLOCK, len(place) - offset)]
+        device.copy_out([part.gradient[offset : offset + len(addend)]], [addend.view(np.uint8)], after)
+        add_into(dtype, place[offset : offset + len(addend)], addend)
