@@ -24,11 +24,13 @@ class Signal:
 
     def __init__(self) -> None:
         self.is_set = False
-        self.waiting: list[Process] = []
+        self.waiting: list[_Begun] = []
 
 
 Process = Generator[Signal | float, None, None]
 """Waits for every signal, or for as many seconds, that it yields."""
+_Begun = tuple[Process, Signal]
+"""And what is set at its end."""
 
 
 class Clock:
@@ -36,19 +38,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._ready: deque[Process] = deque()
+        self._ready: deque[_Begun] = deque()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
     def spawn(self, process: Process) -> Signal:
         """Begin a process; the signal is its end."""
         ended = Signal()
-
-        def run() -> Process:
-            yield from process
-            self.set(ended)
-
-        self._ready.append(run())
+        self._ready.append((process, ended))
         return ended
 
     def set(self, signal: Signal) -> None:
@@ -78,15 +75,17 @@ class Clock:
                 action()
         raise ConfigError("the step on paper waits for itself: these budgets leave no order in which it ends")
 
-    def _advance(self, process: Process) -> None:
+    def _advance(self, begun: _Begun) -> None:
+        process, ended = begun
         for wanted in process:
             if isinstance(wanted, Signal):
                 if not wanted.is_set:
-                    wanted.waiting.append(process)
+                    wanted.waiting.append(begun)
                     return
             elif wanted > 0:
-                self.after(wanted, lambda: self._ready.append(process))
+                self.after(wanted, lambda: self._ready.append(begun))
                 return
+        self.set(ended)
 
 
 class Memory:
@@ -139,6 +138,7 @@ class Memory:
 
 @dataclass(slots=True, eq=False)
 class _Job:
+    lane: str
     kind: str
     left: float
     ended: Signal
@@ -160,12 +160,14 @@ class Shared:
         self._free = dict(lanes)
         self._speeds = functools.cache(lambda running: speeds(dict(running)))  # few mixes, and each comes often
         self._queues: dict[str, list[tuple[int, int, _Job]]] = {lane: [] for lane in lanes}
-        self._running: list[tuple[str, _Job]] = []
+        self._running: list[_Job] = []
+        self._counts: Counter[str] = Counter()
+        self._mix: frozenset[tuple[str, int]] = frozenset()
         self._order = itertools.count()
         self._since_s = 0.0
         self._rates: Mapping[str, float] = {}
         self._version = 0
-        self._busy_s: defaultdict[frozenset[str], float] = defaultdict(float)
+        self._busy_s: defaultdict[frozenset[tuple[str, int]], float] = defaultdict(float)
         self.amounts: defaultdict[str, float] = defaultdict(float)
 
     def submit(self, lane: str, kind: str, amount: float, priority: int = 0) -> Signal:
@@ -175,42 +177,52 @@ class Shared:
             self._clock.set(ended)
             return ended
         self.amounts[kind] += amount
-        heapq.heappush(self._queues[lane], (priority, next(self._order), _Job(kind, amount, ended)))
-        self._account()
-        self._start()
+        job = _Job(lane, kind, amount, ended)
+        if self._free[lane]:  # so nobody queues
+            self._account()
+            self._start(job)
+            self._come_back()
+        else:
+            heapq.heappush(self._queues[lane], (priority, next(self._order), job))
         return ended
 
     def busy_s(self, *kinds: str) -> float:
         """Time in which jobs of any of these kinds ran."""
-        return sum(seconds for running, seconds in self._busy_s.items() if not running.isdisjoint(kinds))
+        return sum(seconds for mix, seconds in self._busy_s.items() if any(kind in kinds for kind, _ in mix))
 
     def _account(self) -> None:
         """Take off what was done since the last change."""
         seconds = self._clock.now_s - self._since_s
-        self._since_s = self._clock.now_s
-        self._busy_s[frozenset(job.kind for _, job in self._running)] += seconds
-        for _, job in self._running:
-            job.left -= self._rates[job.kind] * seconds
+        if seconds > 0:
+            self._since_s = self._clock.now_s
+            self._busy_s[self._mix] += seconds
+            for job in self._running:
+                job.left -= self._rates[job.kind] * seconds
 
-    def _start(self) -> None:
-        """Fill the lanes, and come back when the first of the running jobs ends."""
-        for lane, queue in self._queues.items():
-            while queue and self._free[lane]:
-                self._free[lane] -= 1
-                self._running.append((lane, heapq.heappop(queue)[2]))
+    def _start(self, job: _Job) -> None:
+        self._free[job.lane] -= 1
+        self._counts[job.kind] += 1
+        self._running.append(job)
+
+    def _come_back(self) -> None:
+        """When the first of the running jobs ends."""
         self._version += 1
+        self._mix = frozenset([item for item in self._counts.items() if item[1]])
         if self._running:
-            self._rates = self._speeds(frozenset(Counter(job.kind for _, job in self._running).items()))
-            first_s = min(job.left / self._rates[job.kind] for _, job in self._running)
-            self._clock.after(max(first_s, 0.0), lambda version=self._version: self._end(version))  # type: ignore[misc]
+            self._rates = rates = self._speeds(self._mix)
+            first_s = min([job.left / rates[job.kind] for job in self._running])
+            self._clock.after(max(first_s, 0.0), functools.partial(self._end, self._version))
 
     def _end(self, version: int) -> None:
         if version != self._version:
             return  # something has changed since: another call comes
         self._account()
-        ended = [(lane, job) for lane, job in self._running if job.left <= 1e-9 * self._rates[job.kind]]
-        self._running = [item for item in self._running if item not in ended]
-        for lane, job in ended:
-            self._free[lane] += 1
+        ended = [job for job in self._running if job.left <= 1e-9 * self._rates[job.kind]]
+        for job in ended:
+            self._running.remove(job)
+            self._free[job.lane] += 1
+            self._counts[job.kind] -= 1
             self._clock.set(job.ended)
-        self._start()
+            if queue := self._queues[job.lane]:
+                self._start(heapq.heappop(queue)[2])
+        self._come_back()
