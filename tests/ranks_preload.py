@@ -1,13 +1,12 @@
 """What every rank needs, loaded once: a new rank is a fork of the process that has imported this."""
 
-import gc
+from tierstore.garbage import loading
 
-import torch._dynamo  # noqa: F401  # every optimizer imports it, for two seconds
-from transformers import GPT2LMHeadModel  # noqa: F401  # the model of `tierstore train`, for as long
+with loading():  # a collection in a fork would look at all of this, and thereby copy it
+    import torch._dynamo  # noqa: F401  # every optimizer imports it, for two seconds
+    from transformers import GPT2LMHeadModel  # noqa: F401  # the model of `tierstore train`, for as long
 
-import tierstore.apps.train  # noqa: F401  # and the engine
-from tierstore.kernels import warm_up
+    import tierstore.apps.train  # noqa: F401  # and the engine
+    from tierstore.kernels import warm_up
 
-warm_up({"fp32", "bf16"})
-gc.collect()
-gc.freeze()  # a collection in a fork would look at all of this, and thereby copy it
+    warm_up({"fp32", "bf16"})

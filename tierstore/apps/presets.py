@@ -18,6 +18,7 @@ from torch import nn
 from tierstore.apps.options import Precision, Preset
 from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.errors import ConfigError
+from tierstore.garbage import loading
 
 _TORCH_DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 
@@ -77,9 +78,10 @@ def build(configuration: Any, precision: Precision) -> nn.Module:
     """
     transformers = _transformers()
     try:
-        model = transformers.AutoModelForCausalLM.from_config(
-            configuration, dtype=_TORCH_DTYPES[precision], trust_remote_code=False
-        )
+        with loading():  # the module of the architecture is imported here
+            model = transformers.AutoModelForCausalLM.from_config(
+                configuration, dtype=_TORCH_DTYPES[precision], trust_remote_code=False
+            )
     except Exception as error:  # the classes validate with exceptions of their own, of no common base
         name = type(configuration).__name__
         raise ConfigError(f"no causal language model can be built from this {name}: {_first_line(error)}") from error
@@ -116,7 +118,8 @@ def _first_line(error: Exception) -> str:
 
 def _transformers() -> ModuleType:
     try:
-        import transformers
+        with loading():
+            import transformers
     except ImportError:
         raise ConfigError(
             "models come from the package transformers, which is not installed: pip install 'tierstore[transformers]'"

@@ -13,6 +13,7 @@ import typer
 
 from tierstore.cli.common import Debug, directory, size, told
 from tierstore.cli.interrupts import interruptible
+from tierstore.garbage import loading
 
 
 def probe(
@@ -53,11 +54,12 @@ def probe(
 
     ask_for_short_spins()
 
-    from tierstore.apps.heap import prepare_heap
-    from tierstore.apps.launch import Launch
-    from tierstore.apps.probe import ProbeOptions, save
-    from tierstore.apps.probe import probe as run
-    from tierstore.apps.probe_report import progress, show
+    with loading():
+        from tierstore.apps.heap import prepare_heap
+        from tierstore.apps.launch import Launch
+        from tierstore.apps.probe import ProbeOptions, save
+        from tierstore.apps.probe import probe as run
+        from tierstore.apps.probe_report import progress, show
 
     with told(debug):
         options = ProbeOptions(nvme=tuple(nvme), quick=quick, size=size_, seconds=seconds, device=device,

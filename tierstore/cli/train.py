@@ -18,6 +18,7 @@ from tierstore.apps.stopping import StopRequest
 from tierstore.cli.common import Debug, directory, given_options, say, size_option, told
 from tierstore.config import Codec, Durability, MicroBatchSchedule, Resume, UpdateSchedule
 from tierstore.errors import ConfigError
+from tierstore.garbage import loading
 
 
 def train(
@@ -164,10 +165,11 @@ def _run_training(options: TrainOptions, launch: Launch, stop: StopRequest) -> N
 
     ask_for_short_spins()
 
-    from tierstore.apps.crew import joined
-    from tierstore.apps.heap import ask_for_huge_pages
-    from tierstore.apps.report import Reporter
-    from tierstore.apps.train import train as run
+    with loading():
+        from tierstore.apps.crew import joined
+        from tierstore.apps.heap import ask_for_huge_pages
+        from tierstore.apps.report import Reporter
+        from tierstore.apps.train import train as run
 
     console = Console() if launch.rank == 0 else Console(quiet=True, force_terminal=False)
     ask_for_huge_pages()  # ranks make tensors to meet each other

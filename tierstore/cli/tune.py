@@ -14,6 +14,7 @@ from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions
 from tierstore.cli.common import Debug, directory, say, size_option, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import UpdateSchedule
+from tierstore.garbage import loading
 
 
 def tune(
@@ -74,8 +75,9 @@ def tune(
 
         ask_for_short_spins()
 
-        from tierstore.apps import tune_views
-        from tierstore.apps.tune import TuneOptions, rates_for, run, save
+        with loading():
+            from tierstore.apps import tune_views
+            from tierstore.apps.tune import TuneOptions, rates_for, run, save
 
         options = TuneOptions(
             train=train, record=record, save_record=save_record, measure=measure, rounds=rounds,

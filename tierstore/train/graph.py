@@ -5,12 +5,12 @@ Scope: the leaves that a backward will reach. Not here: what their gradients mea
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from tierstore.garbage import no_garbage_collection
 
 Key = TypeVar("Key")
 
@@ -55,19 +55,8 @@ class KnownLeaves(Generic[Key]):
 
 def leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Every leaf that the graphs of `roots` reach, the roots included."""
-    with _no_garbage_collection():  # it would look at every node of the graph many times, and find nothing
+    with no_garbage_collection():  # it would look at every node of the graph many times, and find nothing
         return list(_leaves_of(roots))
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _leaves_of(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
