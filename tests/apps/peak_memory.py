@@ -21,21 +21,21 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def _plain(preset: str, sequence: str) -> dict[str, int]:
-    return _base() | _activations(preset, int(sequence))
+def _plain(preset: str, dtype: str, sequence: str) -> dict[str, int]:
+    return _base(dtype) | _activations(preset, dtype, int(sequence))
 
 
-def _base() -> dict[str, int]:
+def _base(dtype: str) -> dict[str, int]:
     from transformers.models.gpt2 import GPT2LMHeadModel  # noqa: F401  # what presets are made of
 
     from tierstore.apps import train  # noqa: F401
     from tierstore.kernels import warm_up
 
-    warm_up({"bf16"})
+    warm_up({dtype})
     return {"base": status("VmRSS")}
 
 
-def _activations(preset: str, sequence: int) -> dict[str, int]:
+def _activations(preset: str, dtype: str, sequence: int) -> dict[str, int]:
     import torch
 
     from tierstore.apps import presets
@@ -43,8 +43,8 @@ def _activations(preset: str, sequence: int) -> dict[str, int]:
     from tierstore.apps.options import Precision, Preset
 
     prepare_heap()
-    model = presets.build(presets.prepare(presets.preset_configuration(Preset(preset)), dropout=0), Precision.BF16)
-    warm = torch.ones(256, 256, dtype=torch.bfloat16)
+    model = presets.build(presets.prepare(presets.preset_configuration(Preset(preset)), dropout=0), Precision(dtype))
+    warm = torch.ones(256, 256, dtype=model.dtype)
     torch.nn.functional.linear(warm, warm)  # the libraries behind it load themselves
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     tokens = torch.randint(0, 256, (1, sequence))
@@ -54,11 +54,11 @@ def _activations(preset: str, sequence: int) -> dict[str, int]:
     return {"activations": status("VmHWM") - before - gradients}
 
 
-def _train(preset: str, sequence: str, gpu: str, cpu: str, folder: str) -> dict[str, int]:
+def _train(preset: str, dtype: str, sequence: str, gpu: str, cpu: str, folder: str) -> dict[str, int]:
     from rich.console import Console
 
     from tierstore.apps import train
-    from tierstore.apps.options import Preset, TrainOptions
+    from tierstore.apps.options import Precision, Preset, TrainOptions
     from tierstore.apps.report import Reporter
     from tierstore.config import parse_size
     from tierstore.train.engine import Engine
@@ -72,16 +72,18 @@ def _train(preset: str, sequence: str, gpu: str, cpu: str, folder: str) -> dict[
 
     options = TrainOptions(
         preset=Preset(preset), gpu_memory=parse_size(gpu), cpu_memory=parse_size(cpu), nvme=(Path(folder) / "store",),
-        batch=1, sequence=int(sequence), steps=STEPS, evaluate=1,
+        dtype=Precision(dtype), batch=1, sequence=int(sequence), steps=STEPS, evaluate=1,
     )  # fmt: skip
     train.train(options, Reporter(Console(stderr=True)), make_engine)
     return peaks | {"trained": status("VmHWM"), "budgets": options.gpu_memory + options.cpu_memory}
 
 
-def measure(preset: str, gpu: str, cpu: str, folder: Path, sequence: int = 64) -> dict[str, int]:
+def measure(
+    preset: str, gpu: str, cpu: str, folder: Path, dtype: str = "bf16", sequence: int = 64
+) -> dict[str, int]:
     """All figures in bytes; `bound` is that of the trained model, `bound_built` that of the built one."""
     figures: dict[str, int] = {}
-    model = [preset, str(sequence)]
+    model = [preset, dtype, str(sequence)]
     for arguments in (["plain", *model], ["train", *model, gpu, cpu, str(folder)]):
         command = [sys.executable, __file__, *arguments]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600).stdout

@@ -72,7 +72,7 @@ def tiny(dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> T
     return TinyModel(**options).to(dtype)
 
 
-def tokens(steps: int, shape: tuple[int, int] = (2, 16), vocabulary: int = VOCABULARY) -> list[torch.Tensor]:
+def tokens(steps: int, shape: tuple[int, int] = (2, 4), vocabulary: int = VOCABULARY) -> list[torch.Tensor]:
     """One batch of tokens a step."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, vocabulary, shape, generator=generator) for _ in range(steps)]
