@@ -65,7 +65,8 @@ def test_a_run_in_small(disk_path: Path) -> None:
     (one,) = found.directories
     assert (one.path, one.is_direct) == (str(disk), True)
     assert found.read_bytes_per_s == one.read.per_s
-    assert {entry.name for entry in found.spreads} >= {"read_bytes_per_s", "h2d_bytes_per_s", "matmul_flop_per_s"}
+    names = {entry.name for entry in found.spreads}
+    assert names >= {"read_bytes_per_s", "sync_bytes_per_s", "h2d_bytes_per_s", "matmul_flop_per_s"}
     report = json.loads(table.read_text())["report"]
     assert len(report["directories"][0]["cells"]) == 4
     assert f"disk, reads             │ {one.read.per_s / 1e9:6.2f}"[:34] in result.output
@@ -77,6 +78,9 @@ def test_what_bounds_is_said() -> None:
     said = sentences(TABLE)
     assert "Reads and writes share one budget: both at once move 1.22 GB/s, the faster one alone 1.38." in said[0]
     assert "bounded by the disk: 17.85 s of disk and 0.77 s of Adam" in said[1]
+    caching = sentences(replace(TABLE, sync_bytes_per_s=1e9))
+    assert "Writes wait in a cache until they are synced: with that they take 1.72 s per GB" in caching[1]
+    assert "bounded by the disk: 29.85 s of disk" in caching[2]
     wide = replace(TABLE, spreads=(NamedRate("read_bytes_per_s", Rate(1e9, 0.5e9, 1.5e9)),))
     assert "read_bytes" in sentences(wide)[-1]
     met = replace(TABLE, collective=CostModel(2e-4, 12e9))

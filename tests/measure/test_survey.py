@@ -70,6 +70,29 @@ def test_several_directories_add_up(disk_path: Path, memory: Bytes, runtime: Run
     assert any(what.startswith("2 directories together") for what, _ in told)
 
 
+def test_only_what_was_just_written_is_in_the_rate_of_syncs(
+    disk_path: Path, memory: Bytes, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk syncs 1 MiB in 2 ms; something else that waits in its cache is synced before, and not counted."""
+    now_s, waiting_bytes = [0.0], [64 * MIB]
+
+    class Caching(Backend):
+        def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+            waiting_bytes[0] += len(view)
+            return super()._call_pwrite(descriptor, view, offset, path)
+
+        def _call_fdatasync(self, descriptor: int, path: Path) -> None:
+            now_s[0] += waiting_bytes[0] / MIB * 2e-3
+            waiting_bytes[0] = 0
+
+    with disk_files([disk_path], TINY.size_bytes, memory, Caching()) as files:
+        waiting_bytes[0] = 64 * MIB
+        monkeypatch.setattr(survey_module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+        for write_bytes_per_s in (1.0, 1e12):  # less than a block, and more than the file
+            rate = runtime.call(survey_module._sync_rate, tuple(files.values()), write_bytes_per_s, 3)
+            assert (rate.low, rate.high) == pytest.approx((MIB / 2e-3, MIB / 2e-3))
+
+
 def test_without_o_direct_it_is_measured_all_the_same(tmp_path: Path, memory: Bytes, runtime: Runtime) -> None:
     from faults import FaultyBackend
 

@@ -57,9 +57,10 @@ def test_the_seven_rates_alone_are_a_table() -> None:
     assert BandwidthTable.from_json(rates) == TABLE
 
 
-def test_a_table_of_the_first_version_is_read() -> None:
-    assert TABLE.to_json()["version"] == 2  # which a release that does not know timed layers refuses by its number
-    assert BandwidthTable.from_json(TABLE.to_json() | {"version": 1}) == TABLE
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_table_of_an_earlier_version_is_read(version: int) -> None:
+    assert TABLE.to_json()["version"] == 3  # which a release that does not know rates of syncs refuses by its number
+    assert BandwidthTable.from_json(TABLE.to_json() | {"version": version}) == TABLE
 
 
 def test_a_report_is_not_read() -> None:
@@ -104,7 +105,7 @@ def test_whatever_is_in_the_file_it_is_a_table_or_a_format_error(data: st.DataOb
             "read_threads: Input should be",
         ),
         ({"collective": {"alpha_s": -1, "beta_bytes_per_s": 1.0}}, "interconnect"),
-        ({"version": 3}, "a bandwidth table of version 3; this tierstore reads versions 1 and 2"),
+        ({"version": 4}, "a bandwidth table of version 4; this tierstore reads versions 1, 2, 3"),
         ({"version": True}, "version True"),
     ],
 )
@@ -173,6 +174,19 @@ def test_a_full_duplex_disk_hides_the_shorter_way() -> None:
     duplex = BandwidthTable(1e9, 2e9, 3e9, 1.0, 1.0, 1.0, 1.0)
     assert duplex.disk_seconds(1e9, 1e9) == pytest.approx(1)
     assert duplex.disk_seconds(1e9, 4e9) == pytest.approx(2)
+
+
+def test_what_is_written_is_synced_after_it() -> None:
+    assert TABLE.durable_seconds(0.61e9, 0.61e9) == TABLE.disk_seconds(0.61e9, 0.61e9)  # nothing is known of syncs
+    caching = replace(TABLE, sync_bytes_per_s=0.61e9)
+    assert caching.durable_seconds(0.61e9, 0.61e9) == pytest.approx(2)
+    assert caching.durable_seconds(1.10e9, 0) == pytest.approx(1)
+    assert caching.scaled(disk=2).durable_seconds(0.61e9, 0.61e9) == pytest.approx(1)
+
+
+def test_a_sync_that_takes_next_to_nothing_finds_no_cache() -> None:
+    rates = {None: False, 13.9e9: False, 13.7e9: True, 1e8: True}
+    assert {rate: replace(TABLE, sync_bytes_per_s=rate).caches_writes for rate in rates} == rates
 
 
 def test_an_estimate_needs_enough_observations() -> None:

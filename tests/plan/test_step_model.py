@@ -145,6 +145,20 @@ def test_a_faster_disk_and_no_contention_are_faster() -> None:
     assert beside.slowed_s > 0.01 > alone.slowed_s
 
 
+def test_a_disk_that_caches_writes_stands_still_while_they_are_synced() -> None:
+    """Everything on disk and the disk decides: a step takes longer by the sync of what it writes, with every commit."""
+    placement = placed(30 * MIB, UpdateSchedule.BACKWARD)
+    caching = Machine(replace(RATES, sync_bytes_per_s=200 * MIB), io_threads=2, sync_s=0.0)
+    at_once, synced = (
+        step(placement, UpdateSchedule.BACKWARD, seconds=0.0, **options) for options in ({}, {"machine": caching})
+    )
+    assert at_once.written_bytes == synced.written_bytes > 0
+    more_s = synced.seconds - at_once.seconds
+    assert more_s == pytest.approx(at_once.written_bytes / (200 * MIB), rel=0.15)
+    assert synced.disk_s <= synced.seconds * 1.001
+    assert caching.speeds({"read": 1, "sync": 1})["read"] < 0.01 * caching.speeds({"read": 1})["read"]
+
+
 def test_what_has_no_model_is_refused() -> None:
     placement = placed(30 * MIB, UpdateSchedule.FORWARD)
     with pytest.raises(ConfigError, match="'delayed' has no model"):
@@ -245,7 +259,7 @@ class TestTuning:
         assert found.regime is Regime.COMPUTE_BOUND
         assert found.batch_factor == 1.25
 
-    @pytest.mark.parametrize(("contention", "drag"), [(0.0, 1.0), (0.4, 1.3), (1.0, 0.8), (3.0, 2.5)])
+    @pytest.mark.parametrize(("contention", "drag"), [(0.0, 1.0), (0.4, 1.3), (3.0, 0.8)])
     def test_what_a_recorded_step_shows_of_contention_and_drag_is_found_again(
         self, contention: float, drag: float
     ) -> None:

@@ -53,7 +53,7 @@ def moves(situation: Situation) -> tuple[Move, ...]:
         Move("gradients", "GPU to CPU", sizes["gradients"], sizes["gradients"] / to_cpu),
         Move("fp32 master, momentum, variance", "NVMe to CPU", state, state / disk),
         Move(f"a step with all on NVMe, {per_step} B per parameter", "NVMe", read + written,
-             rates.disk_seconds(read / nodes, written / nodes)),
+             rates.durable_seconds(read / nodes, written / nodes)),
     )  # fmt: skip
 
 

@@ -199,6 +199,7 @@ def _table(disks: Disks, machine: Machine) -> BandwidthTable:
         "checksum_bytes_per_s": machine.rates["checksum"],
         "norm_elements_per_s": machine.rates["norm"],
         "matmul_flop_per_s": machine.rates["matmul"],
+        "sync_bytes_per_s": disks.sync,
     }
     for way in ("h2d", "d2h"):
         if f"{way} pageable" in machine.rates:

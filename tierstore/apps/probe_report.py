@@ -27,6 +27,7 @@ _NAMES = (
     ("read_bytes_per_s", "disk, reads", "GB/s"),
     ("write_bytes_per_s", "disk, writes", "GB/s"),
     ("shared_bytes_per_s", "disk, both at once, sum", "GB/s"),
+    ("sync_bytes_per_s", "disk, sync of writes", "GB/s"),
     ("h2d_bytes_per_s", "memory to device", "GB/s"),
     ("d2h_bytes_per_s", "device to memory", "GB/s"),
     ("h2d_pageable_bytes_per_s", "memory to device, not pinned", "GB/s"),
@@ -82,7 +83,12 @@ def sentences(table: BandwidthTable) -> list[str]:
         f"Reads and writes {how}: both at once move {table.shared_bytes_per_s / 1e9:.2f} GB/s, "
         f"the faster one alone {faster / 1e9:.2f}."
     )
-    adam_s, disk_s = 1 / table.adam_elements_per_s, table.disk_seconds(10, 12)
+    if table.caches_writes:
+        said.append(
+            f"Writes wait in a cache until they are synced: with that they take {table.durable_seconds(0, 1e9):.2f} s "
+            "per GB, and other reads and writes may stand still meanwhile."
+        )
+    adam_s, disk_s = 1 / table.adam_elements_per_s, table.durable_seconds(10, 12)
     slower = "the disk" if disk_s > adam_s else "the cores"
     said.append(
         f"An update whose state is on disk (10 B read and 12 B written per parameter, bf16) is bounded by {slower}: "

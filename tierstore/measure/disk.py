@@ -81,9 +81,13 @@ class DiskFile:
 
     def fill(self, block_bytes: int) -> None:
         """Writes every byte once: blocks that are only allocated would be read without the disk."""
-        for offset in range(0, self.size_bytes, block_bytes):
-            self.file.write_from(self.memory[: min(block_bytes, self.size_bytes - offset)], offset)
+        self.write(self.size_bytes, block_bytes)
         self.file.datasync()
+
+    def write(self, nbytes: int, block_bytes: int) -> None:
+        """Writes the first bytes of the file; they are not synced."""
+        for offset in range(0, nbytes, block_bytes):
+            self.file.write_from(self.memory[: min(block_bytes, nbytes - offset)], offset)
 
     def _call(self, verb: Verb) -> Callable[[Bytes, int], object]:
         return self.file.read_into if verb == "read" else self.file.write_from

@@ -7,6 +7,7 @@ Owner: the caller owns the files, which are open while a survey runs.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from tierstore.measure.disk import DiskFile, Verb
 from tierstore.measure.fio import SHAPES, Fio
 from tierstore.measure.loads import Load, Pace, Runnable, SideBySide, in_turn
 from tierstore.plan.bandwidth import Activity, DirectoryRates, Rate
+from tierstore.store.tasks import together
 
 _VERBS: tuple[Verb, Verb] = ("read", "write")
 _WAYS = (*_VERBS, "both")
 _GRID_SHARE, _CONTEST_SHARE, _BEST_SHARE = 0.4, 0.3, 0.3  # of the time
 _CANDIDATES = 3  # beside fio as many as it has shapes
+_SYNCED_BLOCK_BYTES, _SYNCED_S = 2**23, 0.2  # so much is written before each sync as takes about so long
 _FIO_RUN_S = 1.25  # fio takes its time to begin, and a run is to move gigabytes
 
 
@@ -96,12 +99,17 @@ class Directory:
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """All directories, one by one and together; `loads` go on at the best block sizes while the files are open."""
+    """All directories, one by one and together; `loads` go on at the best block sizes while the files are open.
+
+    Attributes:
+        sync: bytes that were written and then synced, per second of the sync.
+    """
 
     directories: tuple[Directory, ...]
     read: Rate
     write: Rate
     both: Rate
+    sync: Rate
     loads: Mapping[Activity, Runnable]
 
 
@@ -139,7 +147,24 @@ async def survey(
     loads: dict[Activity, Runnable] = {
         activity: SideBySide(tuple(one[activity.value] for one in best)) for activity in (Activity.READ, Activity.WRITE)
     }
-    return Disks(tuple(directories), sums["read"], sums["write"], sums["both"], loads)
+    tell("syncs", 1.0)
+    sync = await _sync_rate(tuple(files.values()), sums["write"].per_s, effort.rounds)
+    return Disks(tuple(directories), sums["read"], sums["write"], sums["both"], sync, loads)
+
+
+async def _sync_rate(files: Sequence[DiskFile], write_bytes_per_s: float, rounds: int) -> Rate:
+    """What was written is synced, in all directories at once; the writes themselves are not timed."""
+    there_bytes = min(file.size_bytes for file in files)
+    unit = min(_SYNCED_BLOCK_BYTES, there_bytes, *(file.memory.nbytes for file in files))
+    wanted_bytes = int(_SYNCED_S * write_bytes_per_s) // len(files)
+    nbytes = max(unit, min(wanted_bytes, there_bytes) // unit * unit)
+    rates = []
+    for _ in range(1 + rounds):  # the first one finds what was written before
+        await together(asyncio.to_thread(file.write, nbytes, unit) for file in files)
+        begun_s = time.perf_counter()
+        await together(asyncio.to_thread(file.file.datasync) for file in files)
+        rates.append(len(files) * nbytes / (time.perf_counter() - begun_s))
+    return Rate.of(rates[1:])
 
 
 async def _contests(

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from tierstore.errors import ConfigError
 from tierstore.plan.bandwidth import Activity, BandwidthTable
 
+_STILL = 1e-3
+"""What is left of the speed of transfers beside a sync, on a disk that caches writes."""
 Slower = Mapping[tuple[Activity, Activity], float]
 """How many times as long the first takes beside the second; 1 where nothing is said."""
 
@@ -24,7 +26,7 @@ class Machine:
     Attributes:
         io_threads: of all directories together.
         slower: of reads, writes, copies, Adam (at all its threads; checksums count as it), the model's arithmetic.
-        sync_s: of making a commit durable, apart from its writes.
+        sync_s: of making a commit durable, apart from its writes and their sync.
     """
 
     table: BandwidthTable
@@ -62,10 +64,13 @@ class Machine:
             Activity.WRITE: writes / max(reads + writes, 1),
         }  # fmt: skip
         per_job = 1 / self.table.disk_seconds(reads, writes) if reads + writes else math.inf
+        if running.get("sync") and self.table.caches_writes:
+            per_job *= _STILL
         update = self._stretch(Activity.ADAM, busy)
         return {
             "read": per_job / self._stretch(Activity.READ, busy),
             "write": per_job / self._stretch(Activity.WRITE, busy),
+            "sync": self.table.sync_bytes_per_s or math.inf,
             "compute": 1 / self._stretch(Activity.MATMUL, busy),
             "adam": self.table.adam_elements_per_s / self.update_threads / update,
             "checksum": (self.table.checksum_bytes_per_s or math.inf) / update,

@@ -163,8 +163,8 @@ class _Trainer:
 
     def _mark(self) -> None:
         work = self.store.work
-        disk = {"disk": work.busy_s("read", "write"), "read": work.amounts["read"], "write": work.amounts["write"]}
-        self.marks.append(self.totals | disk | {"now": self.clock.now_s})
+        moved = {way: work.amounts[way] for way in ("read", "write")}
+        self.marks.append(self.totals | moved | {"disk": work.busy_s(*moved, "sync"), "now": self.clock.now_s})
 
     def _begin_round(self) -> Round:
         need = self.record.completed if self.from_device else self.order

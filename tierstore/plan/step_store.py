@@ -68,7 +68,7 @@ class Store:
 
     def __init__(self, clock: Clock, placement: Placement, machine: Machine) -> None:
         self.clock, self.placement, self.machine = clock, placement, machine
-        lanes = {"main": 1, "update": machine.update_threads, "io": machine.io_threads}
+        lanes = {"main": 1, "update": machine.update_threads, "io": machine.io_threads, "sync": 1}
         self.work = Shared(clock, lanes, machine.speeds)
         pools = placement.pools
         self._update, self._weights = Memory(clock, pools.update), Memory(clock, pools.weights)
@@ -77,6 +77,7 @@ class Store:
         self.commit = Signal()
         clock.set(self.commit)
         self._lent_bytes = 0
+        self._synced_bytes = 0.0
         self._rounds: list[Round] = []
         self._chain: dict[Key, Signal] = {}
         self._resident_writes: dict[Key, Signal] = {}
@@ -308,4 +309,8 @@ class Store:
         yield from [trip.ended for trip in round_.trips.values()]
         yield from writes
         yield previous
+        if self.machine.table.caches_writes:
+            written_bytes = self.work.amounts["write"]
+            yield self.work.submit("sync", "sync", written_bytes - self._synced_bytes)
+            self._synced_bytes = written_bytes
         yield self.machine.sync_s

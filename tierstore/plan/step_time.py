@@ -180,7 +180,7 @@ def _phase(name: str, work: Work, node: Node) -> Phase:
         work.compute_s,
         {Link.BUBBLE: work.bubble_s, Link.SUMS: work.sums_s},
         {
-            Link.DISKS: drag * rates.disk_seconds(work.read_bytes, work.written_bytes),
+            Link.DISKS: drag * rates.durable_seconds(work.read_bytes, work.written_bytes),
             Link.H2D: work.h2d_bytes / (node.links * rates.h2d_bytes_per_s),
             Link.D2H: work.d2h_bytes / (node.links * rates.d2h_bytes_per_s),
             Link.OPTIMIZER: work.optimizer_s,

@@ -225,10 +225,10 @@ def floor_of_step(result: Result, machine: Machine | None, computing_s: float | 
     read, written = result.median("read_bytes"), result.median("written_bytes")
     if machine is None or computing_s is None or read is None or written is None:
         return None, ""
-    disk_s = machine.table.disk_seconds(read, written)
+    disk_s = machine.table.durable_seconds(read, written)
     return max(computing_s, disk_s), (
         "the longer of the step in memory (torch's; else our own computing) and the bytes that the disk moved at its "
-        "measured rates, reads and writes together"
+        "measured rates, reads and writes together, and synced"
     )
 
 
