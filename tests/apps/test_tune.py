@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tierstore.apps import tune as apps_tune
@@ -138,6 +140,9 @@ def test_with_the_real_engine(disk_path: Path) -> None:
     assert set(outcome.record.completed) == set(range(len(placement.groups)))
     assert outcome.record.backward_s > 0 < outcome.record.between_s
     assert "Measured at depth" in tune_views.as_words(outcome)
+    narrow = Console(width=80, record=True, file=io.StringIO())
+    narrow.print(tune_views.as_table(outcome))
+    assert "…" not in narrow.export_text()
     assert list((disk_path / "store").iterdir()) == []  # the store of the trial is gone
     assert as_train_options(train, outcome.tuning)["config"] == str(disk_path / "config.json")
 

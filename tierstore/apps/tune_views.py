@@ -28,8 +28,10 @@ def as_table(outcome: Outcome) -> Table:
 
     tuning, measured = outcome.tuning, outcome.measured
     table = Table(title=f"prefetch depth, {describe(tuning.choice.candidate)}", title_justify="left")
+    if measured:
+        table.padding = 0  # a terminal of 80 columns shows every digit
     names = ["depth", "step s", "stall s", "disk s", "CPU peak", "GPU peak"]
-    for name in [*names, *(["measured s", "quartiles", "off"] if measured else [])]:
+    for name in [*names, *(["real s", "quartiles", "off"] if measured else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     for depth, step in enumerate(tuning.choice.forecasts):
         cells = [
