@@ -25,10 +25,10 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Around imports of large libraries: what they make is never looked at, and stays.
+    """Around imports of large libraries: what they make, and all that is there then, is never looked at, and stays.
 
-    Else the collector goes through all of it, again and again: in 1.4 to 1.8 of the 9 s that `tierstore train` takes
-    for its first step of a small model, which so took 7 (2 cores, in turns, 2026-11-25).
+    Else the collector goes through all of it, again and again, in 1.6 to 1.8 of the 10 s that `tierstore train` takes
+    for a step of a small model (2 cores, 2026-11-25).
     """
     with no_garbage_collection():
         yield

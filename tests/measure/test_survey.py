@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tierstore.errors import ConfigError, StorageError
@@ -70,27 +72,61 @@ def test_several_directories_add_up(disk_path: Path, memory: Bytes, runtime: Run
     assert any(what.startswith("2 directories together") for what, _ in told)
 
 
-def test_only_what_was_just_written_is_in_the_rate_of_syncs(
-    disk_path: Path, memory: Bytes, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+class Caching:
+    """A file on a disk that syncs so many bytes per second, apart from 3 ms for any sync."""
+
+    def __init__(self, sync_bytes_per_s: float) -> None:
+        self.memory, self.size_bytes, self.waiting_bytes = np.empty(8 * MIB, np.uint8), 1024 * MIB, 512 * MIB
+        self.sync_bytes_per_s = sync_bytes_per_s
+
+    def write(self, nbytes: int, block_bytes: int) -> None:
+        assert nbytes <= self.size_bytes
+        self.waiting_bytes += nbytes
+
+    def synced_s(self) -> float:
+        taken_s = 0.003 + self.waiting_bytes / self.sync_bytes_per_s
+        self.waiting_bytes = 0
+        return taken_s
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [([(4e9, 1e9)], 1e9), ([(4e9, 1e9), (2e9, 0.5e9)], 1.5e9), ([(1.0, 1e9)], 1e9), ([(1e12, 1e9)], 1e9)],
+    ids=["one", "another that is half as fast", "less than a block", "more than the file"],
+)
+def test_the_rate_of_syncs_is_that_of_what_was_just_written(
+    rates: list[tuple[float, float]], expected: float, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk syncs 1 MiB in 2 ms; something else that waits in its cache is synced before, and not counted."""
-    now_s, waiting_bytes = [0.0], [64 * MIB]
+    async def synced_s(files: Sequence[Caching]) -> float:
+        return max(file.synced_s() for file in files)
 
-    class Caching(Backend):
-        def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
-            waiting_bytes[0] += len(view)
-            return super()._call_pwrite(descriptor, view, offset, path)
+    monkeypatch.setattr(survey_module, "_synced_s", synced_s)
+    files, writes = [Caching(sync) for _, sync in rates], [write for write, _ in rates]
+    rate = runtime.call(survey_module._sync_rate, files, writes, 3)
+    assert (rate.low, rate.high) == pytest.approx((expected, expected), rel=0.03)  # whole blocks
 
-        def _call_fdatasync(self, descriptor: int, path: Path) -> None:
-            now_s[0] += waiting_bytes[0] / MIB * 2e-3
-            waiting_bytes[0] = 0
 
-    with disk_files([disk_path], TINY.size_bytes, memory, Caching()) as files:
-        waiting_bytes[0] = 64 * MIB
-        monkeypatch.setattr(survey_module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-        for write_bytes_per_s in (1.0, 1e12):  # less than a block, and more than the file
-            rate = runtime.call(survey_module._sync_rate, tuple(files.values()), write_bytes_per_s, 3)
-            assert (rate.low, rate.high) == pytest.approx((MIB / 2e-3, MIB / 2e-3))
+def test_a_disk_without_a_cache_has_no_rate_of_syncs_that_counts(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def synced_s(files: Sequence[Caching]) -> float:
+        return 0.003
+
+    monkeypatch.setattr(survey_module, "_synced_s", synced_s)
+    assert runtime.call(survey_module._sync_rate, [Caching(1.0)], [4e9], 3).per_s > 1e12
+
+
+def test_a_slow_disk_is_synced_as_long_as_there_is_time_for(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[float] = []
+
+    async def synced_s(files: Sequence[Caching]) -> float:
+        synced.append(max(file.synced_s() for file in files))
+        return synced[-1]
+
+    monkeypatch.setattr(survey_module, "_synced_s", synced_s)
+    monkeypatch.setattr(survey_module, "time", SimpleNamespace(perf_counter=lambda: sum(synced)))
+    assert runtime.call(survey_module._sync_rate, [Caching(1e8)], [4e9], 3).per_s == pytest.approx(1e8)
+    assert len(synced) == 3  # of what there was, of nothing, and of one round
 
 
 def test_without_o_direct_it_is_measured_all_the_same(tmp_path: Path, memory: Bytes, runtime: Runtime) -> None:

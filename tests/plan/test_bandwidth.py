@@ -181,6 +181,8 @@ def test_what_is_written_is_synced_after_it() -> None:
     caching = replace(TABLE, sync_bytes_per_s=0.61e9)
     assert caching.durable_seconds(0.61e9, 0.61e9) == pytest.approx(2)
     assert caching.durable_seconds(1.10e9, 0) == pytest.approx(1)
+    at_once = replace(TABLE, sync_bytes_per_s=20e9)
+    assert at_once.durable_seconds(0.61e9, 0.61e9) == TABLE.disk_seconds(0.61e9, 0.61e9)
     assert caching.scaled(disk=2).durable_seconds(0.61e9, 0.61e9) == pytest.approx(1)
 
 

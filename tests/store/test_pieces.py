@@ -1,4 +1,4 @@
-"""Which gradients are read where they lie."""
+"""Pieces of gradients: cut at chunks, read where they lie, and brought to one sum however they lie."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
 from tierstore.io.memory import Bytes
 from tierstore.kernels.adam import BLOCK
-from tierstore.store.pieces import Piece, _add, _all_in_place
+from tierstore.store.pieces import Filling, Piece, _add, _all_in_place, cut
 
 
 def test_parts_come_in_their_order_from_the_memory_of_the_gradients() -> None:
@@ -59,3 +59,26 @@ def test_what_is_added_from_where_it_lies_is_what_a_copy_adds() -> None:
     expected[3:-2] += second[2:-3]
     assert torch.equal(found[0], expected)
     assert torch.equal(found[1], expected)
+
+
+def test_pieces_are_cut_at_the_ends_of_a_chunk() -> None:
+    flat = torch.arange(10.0)
+    pieces = [Piece(0, flat[:4], True), Piece(4, flat[4:7], False), Piece(7, flat[7:], True)]
+    parts = cut(pieces, 2, 8)
+    assert [(part.start, part.gradient.tolist(), part.is_first) for part in parts] == [
+        (0, [2.0, 3.0], True), (2, [4.0, 5.0, 6.0], False), (5, [7.0], True),
+    ]  # fmt: skip
+    assert parts[1].gradient is pieces[1].gradient  # whole: no view of it is made
+    assert cut(pieces, 10, 12) == []
+
+
+@pytest.mark.parametrize("device", [CpuDevice(), _Apart()], ids=["in place", "copied"])
+def test_a_chunk_holds_what_came_zeros_elsewhere_and_its_sums_of_squares(device: CpuDevice) -> None:
+    memory, partials = np.full(4 * 8 + 16, 0xFF, np.uint8), np.zeros(1)
+    for part in (Piece(2, torch.tensor([1.0, 2.0]), True), Piece(3, torch.ones(2), False)):
+        parts = [part]
+        Filling(device, "fp32", memory, 8, part.is_first, parts, Reached(), None if part.is_first else partials)()
+        assert parts == []
+    assert memory[:32].view(np.float32).tolist() == [0, 0, 1, 3, 1, 0, 0, 0]
+    assert not memory[32:].any()
+    assert partials.tolist() == [11.0]

@@ -106,7 +106,7 @@ def test_bytes_per_step_are_the_plan_s(tmp_path_factory: Any, update: str, clip:
         kept_bytes = sum(placement.gradient_bytes(g, c) for g in kept for c in range(placement.chunk_count(g)))
     # Speculation: now and then, in either of the two runs, a chunk is read once more or once less, as a race between
     # updates and what reads ahead ends: seen in 3 of 36 runs, with three of them at a time.
-    assert abs(read - plan.read_bytes) <= (GROUP_BYTES if update == "speculative" else 0), loads
+    assert abs(read - plan.read_bytes) <= (4 * GROUP_BYTES / COUNTED if update == "speculative" else 0), loads
     assert written == plan.written_bytes + kept_bytes, loads
 
 

@@ -63,7 +63,7 @@ def test_stages_are_one(tmp_path: Path) -> None:
     """Bit for bit; up to stage 2 ranks may skip different blocks."""
     memory = ("32MiB", "32MiB")
     options: dict[str, Any] = {"memory": memory, "max_grad_norm": 0.1, "steps": STEPS}
-    same_blocks = ["CheckpointedTwice", "SomeFrozen", "Unused"]
+    same_blocks = ["CalledTwice", "CheckpointedTwice", "SomeFrozen", "Unused"]
     three = run_ranks(2, zero_models.train_each, same_blocks, None, **options)
     for zero in (0, 2):
         kinds, store = [*same_blocks, "Skipping"], str(tmp_path) if zero else None

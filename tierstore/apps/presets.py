@@ -78,10 +78,9 @@ def build(configuration: Any, precision: Precision) -> nn.Module:
     """
     transformers = _transformers()
     try:
-        with loading():  # the module of the architecture is imported here
-            model = transformers.AutoModelForCausalLM.from_config(
-                configuration, dtype=_TORCH_DTYPES[precision], trust_remote_code=False
-            )
+        model = transformers.AutoModelForCausalLM.from_config(
+            configuration, dtype=_TORCH_DTYPES[precision], trust_remote_code=False
+        )
     except Exception as error:  # the classes validate with exceptions of their own, of no common base
         name = type(configuration).__name__
         raise ConfigError(f"no causal language model can be built from this {name}: {_first_line(error)}") from error
@@ -120,6 +119,7 @@ def _transformers() -> ModuleType:
     try:
         with loading():
             import transformers
+            from transformers import PreTrainedModel  # noqa: F401  # most of what a model needs, loaded when asked for
     except ImportError:
         raise ConfigError(
             "models come from the package transformers, which is not installed: pip install 'tierstore[transformers]'"

@@ -31,7 +31,7 @@ def as_table(outcome: Outcome) -> Table:
     if measured:
         table.padding = 0  # a terminal of 80 columns shows every digit
     names = ["depth", "step s", "stall s", "disk s", "CPU peak", "GPU peak"]
-    for name in [*names, *(["real s", "quartiles", "off"] if measured else [])]:
+    for name in [*names, *(["measured", "quartiles", "off"] if measured else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     for depth, step in enumerate(tuning.choice.forecasts):
         cells = [

@@ -25,6 +25,8 @@ _WAYS = (*_VERBS, "both")
 _GRID_SHARE, _CONTEST_SHARE, _BEST_SHARE = 0.4, 0.3, 0.3  # of the time
 _CANDIDATES = 3  # beside fio as many as it has shapes
 _SYNCED_BLOCK_BYTES, _SYNCED_S = 2**23, 0.2  # so much is written before each sync as takes about so long
+_SYNCING_S = 1.0  # of each round; one comes to its end however slow the disk
+_AT_ONCE_S = 1e-6  # of a sync that took no longer than one of nothing
 _FIO_RUN_S = 1.25  # fio takes its time to begin, and a run is to move gigabytes
 
 
@@ -140,31 +142,43 @@ async def survey(
         one = directories[0].rates
         sums = {"read": one.read, "write": one.write, "both": one.both}
     else:
-        together = {name: [SideBySide(tuple(one[name] for one in best))] for name in _WAYS}
+        all_at_once = {name: [SideBySide(tuple(one[name] for one in best))] for name in _WAYS}
         pace = Pace(effort.seconds / 4 / len(_WAYS) / effort.rounds, effort.rounds, _deadline(effort.seconds / 2),
                     lambda name: tell(f"{len(files)} directories together: {name}", 1.0))  # fmt: skip
-        sums = {name: _rate_of(runs) for name, runs in (await in_turn(together, pace)).items()}
+        sums = {name: _rate_of(runs) for name, runs in (await in_turn(all_at_once, pace)).items()}
     loads: dict[Activity, Runnable] = {
         activity: SideBySide(tuple(one[activity.value] for one in best)) for activity in (Activity.READ, Activity.WRITE)
     }
     tell("syncs", 1.0)
-    sync = await _sync_rate(tuple(files.values()), sums["write"].per_s, effort.rounds)
+    writes = [one.rates.write.per_s for one in directories]
+    sync = await _sync_rate(tuple(files.values()), writes, effort.rounds)
     return Disks(tuple(directories), sums["read"], sums["write"], sums["both"], sync, loads)
 
 
-async def _sync_rate(files: Sequence[DiskFile], write_bytes_per_s: float, rounds: int) -> Rate:
-    """What was written is synced, in all directories at once; the writes themselves are not timed."""
-    there_bytes = min(file.size_bytes for file in files)
-    unit = min(_SYNCED_BLOCK_BYTES, there_bytes, *(file.memory.nbytes for file in files))
-    wanted_bytes = int(_SYNCED_S * write_bytes_per_s) // len(files)
-    nbytes = max(unit, min(wanted_bytes, there_bytes) // unit * unit)
-    rates = []
-    for _ in range(1 + rounds):  # the first one finds what was written before
-        await together(asyncio.to_thread(file.write, nbytes, unit) for file in files)
-        begun_s = time.perf_counter()
-        await together(asyncio.to_thread(file.file.datasync) for file in files)
-        rates.append(len(files) * nbytes / (time.perf_counter() - begun_s))
-    return Rate.of(rates[1:])
+async def _sync_rate(files: Sequence[DiskFile], write_bytes_per_s: Sequence[float], rounds: int) -> Rate:
+    """Of what was just written in all directories at once, each with its share; the writes themselves are not timed.
+
+    What a sync of nothing takes is taken off, for it does not grow with the bytes.
+    """
+    unit = min(_SYNCED_BLOCK_BYTES, *(n for file in files for n in (file.size_bytes, file.memory.nbytes)))
+    sizes = [
+        max(unit, min(int(_SYNCED_S * rate), file.size_bytes) // unit * unit)
+        for file, rate in zip(files, write_bytes_per_s)
+    ]
+    rates: list[float] = []
+    deadline_s = _deadline(_SYNCING_S * rounds)
+    await _synced_s(files)  # what was written before
+    while not rates or (len(rates) < rounds and time.perf_counter() < deadline_s):
+        nothing_s = await _synced_s(files)
+        await together(asyncio.to_thread(file.write, size, unit) for file, size in zip(files, sizes))
+        rates.append(sum(sizes) / max(await _synced_s(files) - nothing_s, _AT_ONCE_S))
+    return Rate.of(rates)
+
+
+async def _synced_s(files: Sequence[DiskFile]) -> float:
+    begun_s = time.perf_counter()
+    await together(asyncio.to_thread(file.file.datasync) for file in files)
+    return time.perf_counter() - begun_s
 
 
 async def _contests(

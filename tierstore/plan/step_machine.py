@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from tierstore.errors import ConfigError
 from tierstore.plan.bandwidth import Activity, BandwidthTable
 
-_STILL = 1e-3
-"""What is left of the speed of transfers beside a sync, on a disk that caches writes."""
+_STILL = 1e-2
+"""What is left of the speed of transfers beside a sync. See [Note: syncs] in `plan/bandwidth.py`."""
 Slower = Mapping[tuple[Activity, Activity], float]
 """How many times as long the first takes beside the second; 1 where nothing is said."""
 
@@ -64,7 +64,7 @@ class Machine:
             Activity.WRITE: writes / max(reads + writes, 1),
         }  # fmt: skip
         per_job = 1 / self.table.disk_seconds(reads, writes) if reads + writes else math.inf
-        if running.get("sync") and self.table.caches_writes:
+        if running.get("sync"):
             per_job *= _STILL
         update = self._stretch(Activity.ADAM, busy)
         return {

@@ -78,6 +78,8 @@ class Store:
         clock.set(self.commit)
         self._lent_bytes = 0
         self._synced_bytes = 0.0
+        keys = [key for group in range(len(placement.groups)) for key in self.keys(group)]
+        self._slot_bytes = sum(self._kept_bytes(key) for key in keys)
         self._rounds: list[Round] = []
         self._chain: dict[Key, Signal] = {}
         self._resident_writes: dict[Key, Signal] = {}
@@ -92,6 +94,11 @@ class Store:
 
     def keys(self, group: int) -> list[Key]:
         return [(group, chunk) for chunk in range(self.placement.chunk_count(group))]
+
+    def _kept_bytes(self, key: Key) -> int:
+        is_spilled = self.placement.gradient_home[key[0]] is Tier.NVME
+        gradient_bytes = self.placement.gradient_bytes(*key) if is_spilled else 0
+        return self.placement.state_bytes(*key) + self.placement.weight_bytes(*key) + gradient_bytes
 
     def _is_on_disk(self, group: int) -> bool:
         return self.placement.weights_home[group] is Tier.NVME
@@ -311,6 +318,7 @@ class Store:
         yield previous
         if self.machine.table.caches_writes:
             written_bytes = self.work.amounts["write"]
-            yield self.work.submit("sync", "sync", written_bytes - self._synced_bytes)
+            # Between two commits all steps write the same slot: more than that does not wait in a cache.
+            yield self.work.submit("sync", "sync", min(written_bytes - self._synced_bytes, self._slot_bytes))
             self._synced_bytes = written_bytes
         yield self.machine.sync_s

@@ -295,8 +295,9 @@ class Gradients:
         group, chunk = one.key
         start, stop = self._placement.chunk(group, chunk)
         return Filling(
-            self._device, self._groups[group].dtype, array, stop - start, not one.state.is_filled, one.parts, one.after,
-            self._partials_of(group, start, stop) if one.is_final else None,
+            device=self._device, dtype=self._groups[group].dtype, memory=array, elements=stop - start,
+            is_new=not one.state.is_filled, parts=one.parts, after=one.after,
+            partials=self._partials_of(group, start, stop) if one.is_final else None,
         )  # fmt: skip
 
     async def take_partials(self) -> list[npt.NDArray[np.float64]]:
