@@ -24,7 +24,8 @@ JOIN_S = 5.0
 LONGEST = (
     "apps/test_ranks.py", "apps/test_for_real.py", "train/test_zero_models.py", "train/test_zero.py",
     "train/test_lost_ranks.py", "train/test_clean.py", "store/test_faults.py", "train/test_reducer_hooks.py",
-    "train/test_reducer.py", "train/test_never_lost.py", "train/test_two_hosts.py",
+    "train/test_reducer.py", "train/test_never_lost.py", "train/test_two_hosts.py", "train/test_exact.py",
+    "train/test_really.py", "store/test_power_cut.py", "train/test_right.py",
 )  # fmt: skip
 """Files with few tests that take long: begun first, or one worker ends with them while the other has nothing to do."""
 
