@@ -43,7 +43,12 @@ def _activations(preset: str, dtype: str, sequence: int) -> dict[str, int]:
     from tierstore.apps.options import Precision, Preset
 
     prepare_heap()
-    model = presets.build(presets.prepare(presets.preset_configuration(Preset(preset)), dropout=0), Precision(dtype))
+    configuration = presets.prepare(presets.preset_configuration(Preset(preset)), dropout=0)
+    with torch.device("meta"):  # weights of any values: new ones take seconds
+        model = presets.build(configuration, Precision(dtype))
+    model.to_empty(device="cpu").tie_weights()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.zero_()
     warm = torch.ones(256, 256, dtype=model.dtype)
     torch.nn.functional.linear(warm, warm)  # the libraries behind it load themselves
     gradients = sum(parameter.nbytes for parameter in model.parameters())
