@@ -7,6 +7,7 @@ Owner: nothing is kept between calls.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,6 +116,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+@functools.cache
 def _transformers() -> ModuleType:
     try:
         with loading():
