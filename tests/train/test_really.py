@@ -80,7 +80,7 @@ def traffic(make: Callable[[], Engine], passes: int = 1) -> tuple[Engine, float,
 @pytest.mark.parametrize(
     ("update", "clip"), [("backward", None), ("step", 1.0), ("forward", 1.0), ("speculative", 1e9), ("delayed", 1.0)]
 )
-@pytest.mark.parametrize("cpu_memory", ["6MiB", "12MiB", "64MiB"])
+@pytest.mark.parametrize("cpu_memory", ["6MiB", "12MiB", "18MiB", "64MiB"])
 def test_bytes_per_step_are_the_plan_s(tmp_path_factory: Any, update: str, clip: float | None, cpu_memory: str) -> None:
     def make() -> Engine:
         tiers = TierConfig(
