@@ -25,6 +25,8 @@ __all__ = [
     "required_depth",
 ]
 
+_ROUNDING_S = 1e-9  # of the clock
+
 
 def required_depth(group_bytes: int, bytes_per_s: float, compute_s: float) -> int:
     """Textbook prefetch depth `max(1, ceil(S / (B * Tc)))` of equal groups on one link.
@@ -52,7 +54,7 @@ class DepthChoice:
 
     Attributes:
         stall_s: of one step at this depth.
-        stall_by_depth: of every depth that was simulated.
+        stall_by_depth: of every depth that was simulated; none is beyond the first that has no stall.
         reason: one sentence for a report.
     """
 
@@ -73,9 +75,12 @@ def recommend_depth(
     """
     if max_depth < 1:
         raise ConfigError(f"max_depth is at least 1, not {max_depth}")
-    runs = {depth: simulate(order, capacity_bytes, depth, bytes_per_s) for depth in range(1, max_depth + 1)}
-    best_s = min(run.stall_s for run in runs.values())
-    limit_s = 1.01 * best_s + 1e-9  # a nanosecond for the rounding of the clock
+    runs: dict[int, Simulation] = {}
+    for depth in range(1, max_depth + 1):
+        runs[depth] = simulate(order, capacity_bytes, depth, bytes_per_s)
+        if runs[depth].stall_s <= _ROUNDING_S:
+            break  # none has less
+    limit_s = 1.01 * min(run.stall_s for run in runs.values()) + _ROUNDING_S
     depth = next(depth for depth, run in runs.items() if run.stall_s <= limit_s)
     regime, reason = _explain(runs[depth], depth)
     return DepthChoice(depth, runs[depth].stall_s, {d: run.stall_s for d, run in runs.items()}, regime, reason)
