@@ -7,6 +7,7 @@ Not here: faulty storage (see `tests/faults.py`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import threading
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import typer.main
+import typer.testing
 
 from tierstore.garbage import loading
 from tierstore.io.runtime import Runtime
@@ -52,6 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection() -> Iterator[None]:
     with loading():  # 17 s without, 13 with it; and a collection in a test would look at all of it, too
         return (yield)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _commands_are_built_once() -> Iterator[None]:
+    """typer reads the signatures of all commands, for 0.1 s, each time that a test invokes one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture(autouse=True)

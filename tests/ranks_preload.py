@@ -3,6 +3,7 @@
 from tierstore.garbage import loading
 
 with loading():  # a collection in a fork would look at all of this, and thereby copy it
+    import pytest  # noqa: F401  # the helpers that hold the functions to run import it
     import torch._dynamo  # noqa: F401  # every optimizer imports it, for two seconds
     from transformers import GPT2LMHeadModel  # noqa: F401  # the model of `tierstore train`, for as long
 
