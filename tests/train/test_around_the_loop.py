@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,7 +79,7 @@ def raises_by_name(read: Callable[[nn.Parameter], Any], weight: nn.Parameter) ->
     try:
         read(weight)
     except GraphError as error:
-        return "blocks.1" in str(error) and "gathered" in str(error)
+        return "gathered(['blocks.1.up.weight'])" in str(error)
     return False
 
 
@@ -189,11 +190,25 @@ def test_weights_do_not_change_in_the_middle_of_a_step(tmp_path: Path) -> None:
         engine.step()
 
 
-def test_gathered_refuses_what_is_not_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["nothing.weight", "block", "blocks.1.up.weigh", "w"])
+def test_gathered_refuses_what_is_not_there(name: str, tmp_path: Path) -> None:
     with opened(tmp_path) as engine:
-        with pytest.raises(ConfigError, match=r"nothing\.weight"), engine.gathered(["nothing.weight"]):
+        with pytest.raises(ConfigError, match=f"'{re.escape(name)}'"), engine.gathered([name]):
             pass
         one_step(engine, tokens(1)[0])
+
+
+def test_gathered_takes_the_name_of_a_module_for_all_below_it(tmp_path: Path) -> None:
+    with opened(tmp_path, room=2**24) as engine:
+        one_step(engine, tokens(1)[0])
+        expected = engine.state_dict()
+        for name in ("blocks.1", "blocks", "head", ""):
+            with engine.gathered(name):
+                for own, parameter in engine.model.get_submodule(name).named_parameters():
+                    full_name = f"{name}.{own}" if name else own
+                    assert torch.equal(parameter.detach().float(), expected[full_name]), full_name
+        with engine.gathered(["blocks.1"]), pytest.raises(GraphError, match=r"blocks\.2"):
+            engine.model.blocks[2].up.weight.sum()
 
 
 def test_tied_parameters_have_two_names(tmp_path: Path) -> None:

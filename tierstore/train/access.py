@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.errors import BudgetError, GraphError
@@ -174,17 +175,19 @@ class DeviceAccess:
         if group != self._current or group not in self._ready:
             self._go_to(group)
 
-    def enter_unasked(self, group: int) -> None:
+    def enter_unasked(self, group: int, parameter: nn.Parameter) -> None:
         """Have a group on the device that no module has announced, until `leave` or until forward or backward is over.
+
+        Args:
+            parameter: of the group, which is asked for.
 
         Raises:
             GraphError: neither is running.
         """
         if not self.is_inside:
-            name = self._groups[group].spec.name
+            name = self._groups[group].name_of(parameter)
             raise GraphError(
-                f"a parameter of group {name!r} was read while it is not on the device; "
-                "read it inside `with engine.gathered([names]):`"
+                f"{name} was read while it is not on the device; read it inside `with engine.gathered([{name!r}]):`"
             )
         self.enter(group)
 

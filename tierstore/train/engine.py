@@ -390,11 +390,14 @@ class Engine:
         return self._parts.store.placement
 
     @contextlib.contextmanager
-    def gathered(self, names: Iterable[str], modify: bool = False) -> Iterator[None]:
+    def gathered(self, names: str | Iterable[str], modify: bool = False) -> Iterator[None]:
         """Parameters on the device, for reading outside of forward; with `modify` changes are kept, otherwise lost.
 
+        Args:
+            names: of parameters, and of modules, which stand for all parameters below them; "" is the model.
+
         Raises:
-            ConfigError: no parameter has such a name, or `modify` in the middle of a step.
+            ConfigError: nothing has such a name, or `modify` in the middle of a step.
             BudgetError: they do not fit together.
         """
         parts = self._open_parts()
@@ -403,7 +406,7 @@ class Engine:
             self._order.refuse_within_step("gathered(modify=True)")
             self._generations.leave_newer()
         self.flush()
-        with whole.gathered(parts, names) as groups:
+        with whole.gathered(parts, [names] if isinstance(names, str) else names) as groups:
             try:
                 self._is_modifying = modify
                 with parts.hooks.watching():  # a loss may be made of what is read here

@@ -26,7 +26,7 @@ from tierstore.train.groups import Group
 class Access(Protocol):
     """Brings groups to the device; `access.py`."""
 
-    def enter_unasked(self, group: int) -> None: ...
+    def enter_unasked(self, group: int, parameter: nn.Parameter) -> None: ...
 
     def leave(self, group: int) -> None: ...
 
@@ -109,7 +109,7 @@ class OffloadedParameter(nn.Parameter):
                     if isinstance(value, OffloadedParameter):
                         gate, group = value._tierstore_access  # type: ignore[attr-defined]
                         access: Access = gate.access
-                        access.enter_unasked(group)
+                        access.enter_unasked(group, value)
                         if func not in _GIVES_POINTER:
                             entered.append((access, group))
             with torch._C.DisableTorchFunctionSubclass():

@@ -116,13 +116,13 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
 
 @contextlib.contextmanager
 def gathered(parts: Assembly, names: Iterable[str]) -> Iterator[list[int]]:
-    """The groups of these parameters on the device, until the end of the block.
+    """The groups of these parameters and modules on the device, until the end of the block.
 
     Raises:
-        ConfigError: no parameter has such a name.
+        ConfigError: nothing has such a name.
         BudgetError: they do not fit together.
     """
-    wanted = sorted({parts.groups.locate(name)[0].index for name in names})
+    wanted = sorted(set[int]().union(*map(parts.groups.below, names)))
     with contextlib.ExitStack() as entered:
         entered.callback(parts.access.release, wanted)
         for group in wanted:
