@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -132,15 +131,15 @@ def test_capacity_pack_holds_whole_pages(tmp_path: Path) -> None:
     assert [(s.content_bytes, s.padded_bytes) for s in layout.spans.values()] == [(4100, 8192), (4, 4096)]
 
 
-def test_metadata_known_later_fits_the_reserve() -> None:
-    layout = lay_out(EXTENTS, {"k": "v"}, reserve_bytes=5000, seal=True)
-    late = layout.header_with({"tierstore": json.dumps({"sums": ["0" * 16] * 200})})
-    header = parse_header(late, layout.file_bytes, "x")
+def test_a_header_is_as_long_as_it_is_asked_to_be_or_refused() -> None:
+    layout = lay_out(EXTENTS, {"k": "v" * 5000}, seal=True)
+    header = parse_header(
+        build_header(layout.entries, {"k": "v"}, data_start=layout.data_start, seal=True), layout.file_bytes, "x"
+    )
     assert header.data_start == layout.data_start
     assert header.metadata["k"] == "v"
-    assert len(header.metadata["tierstore"]) > 3000
-    with pytest.raises(FormatError, match="reserve more bytes"):
-        layout.header_with({"tierstore": "x" * 10_000})
+    with pytest.raises(FormatError, match=f"does not end at byte {layout.data_start}"):
+        build_header(layout.entries, {"k": "x" * 10_000}, data_start=layout.data_start, seal=True)
 
 
 @pytest.mark.parametrize(

@@ -104,20 +104,10 @@ class Layout:
     header: bytes = field(repr=False)
     file_bytes: int
     metadata: dict[str, str]
-    is_sealed: bool
 
     @property
     def data_start(self) -> int:
         return len(self.header)
-
-    def header_with(self, metadata: Mapping[str, str]) -> bytes:
-        """The header with more metadata and every tensor where it is: for what is known only after the data.
-
-        Raises:
-            FormatError: it does not fit; more `reserve_bytes` were needed.
-        """
-        merged = {**self.metadata, **metadata}
-        return build_header(self.entries, merged, data_start=self.data_start, seal=self.is_sealed)
 
 
 def quoted(name: str) -> str:
@@ -218,14 +208,12 @@ def build_header(
     metadata: Mapping[str, str],
     *,
     data_start: int | None = None,
-    reserve_bytes: int = 0,
     seal: bool = False,
 ) -> bytes:
     """A safetensors header, 8-byte length included, whose length is a multiple of 4096: where the data starts.
 
     Args:
         data_start: the exact length wanted; None is the shortest.
-        reserve_bytes: at least so many spaces of padding, for metadata that is not known yet.
         seal: add a checksum of the header itself, which `read_header` verifies.
 
     Raises:
@@ -241,10 +229,10 @@ def build_header(
     if seal:
         metadata = {**metadata, SEAL_KEY: header_seal(ordered, metadata)}
     text = _header_text(ordered, metadata)
-    shortest = padded(8 + len(text) + reserve_bytes)
+    shortest = padded(8 + len(text))
     length = shortest if data_start is None else data_start
     if length < shortest or length % ALIGNMENT:
-        raise FormatError(f"a header of {len(text)} B does not end at byte {length}; reserve more bytes for it")
+        raise FormatError(f"a header of {len(text)} B does not end at byte {length}")
     if length - 8 > MAX_HEADER_BYTES:
         raise FormatError(
             f"a header of {length - 8} B for {len(ordered)} tensors is over the limit of safetensors, "
@@ -259,19 +247,13 @@ def header_seal(ordered: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
     return f"{checksum_bytes(_header_text(ordered, bare)):016x}"
 
 
-def lay_out(
-    extents: Sequence[Extent],
-    metadata: Mapping[str, str] | None = None,
-    *,
-    reserve_bytes: int = 0,
-    seal: bool = False,
-) -> Layout:
+def lay_out(extents: Sequence[Extent], metadata: Mapping[str, str] | None = None, *, seal: bool = False) -> Layout:
     """A pack of `extents` in this order; inside each, wider dtypes first, so that every tensor is aligned."""
     ordered = [
         Extent(extent.name, tuple(sorted(extent.tensors, key=lambda item: -DTYPE_BITS.get(item.dtype, 0))))
         for extent in extents
     ]
-    return _assemble(ordered, metadata or {}, reserve_bytes, seal)
+    return _assemble(ordered, metadata or {}, seal=seal)
 
 
 def slot_pack(chunks: Sequence[ChunkSpec], metadata: Mapping[str, str] | None = None) -> Layout:
@@ -291,7 +273,7 @@ def slot_pack(chunks: Sequence[ChunkSpec], metadata: Mapping[str, str] | None = 
             position += tensor_bytes(spec.name, dtype, spec.shape)
             tensors.append(spec)
         extents.append(Extent(chunk.name, tuple(tensors)))
-    return _assemble(extents, metadata or {}, 0, False)
+    return _assemble(extents, metadata or {})
 
 
 def capacity_pack(chunks: Sequence[ChunkSpec], metadata: Mapping[str, str] | None = None) -> Layout:
@@ -301,13 +283,13 @@ def capacity_pack(chunks: Sequence[ChunkSpec], metadata: Mapping[str, str] | Non
         content_bytes = sum(tensor_bytes(f"{chunk.name}.{name}", dtype, (n,)) for name, dtype, n in chunk.sections)
         contents.append(content_bytes)
         extents.append(Extent(chunk.name, (TensorSpec(chunk.name, "U8", (padded(content_bytes),)),)))
-    layout = _assemble(extents, metadata or {}, 0, False)
+    layout = _assemble(extents, metadata or {})
     for span, content_bytes in zip(list(layout.spans.values()), contents, strict=True):
         layout.spans[span.name] = Span(span.name, span.offset, content_bytes, span.padded_bytes)
     return layout
 
 
-def _assemble(extents: Sequence[Extent], metadata: Mapping[str, str], reserve_bytes: int, seal: bool) -> Layout:
+def _assemble(extents: Sequence[Extent], metadata: Mapping[str, str], *, seal: bool = False) -> Layout:
     prefix = unused_prefix("__pad__", (tensor.name for extent in extents for tensor in extent.tensors))
     entries: list[TensorEntry] = []
     places: list[tuple[str, int, int]] = []
@@ -325,12 +307,12 @@ def _assemble(extents: Sequence[Extent], metadata: Mapping[str, str], reserve_by
             position += pad_bytes
             pads += 1
     complete = {**metadata, PAD_KEY: prefix} if pads else dict(metadata)
-    header = build_header(entries, complete, reserve_bytes=reserve_bytes, seal=seal)
+    header = build_header(entries, complete, seal=seal)
     start = len(header)
     spans = {name: Span(name, start + begin, size, padded(size)) for name, begin, size in places}
     if len(spans) != len(extents):
         raise FormatError(f"{len(extents) - len(spans)} extent names stand twice in one pack")
-    return Layout(tuple(entries), spans, header, start + position, complete, seal)
+    return Layout(tuple(entries), spans, header, start + position, complete)
 
 
 def _header_text(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> bytes:

@@ -26,7 +26,7 @@ import numpy as np
 
 from tierstore.errors import FormatError
 from tierstore.pack.layout import quoted
-from tierstore.pack.strict_json import MOST_DEPTH, parse_json
+from tierstore.pack.strict_json import MOST_DEPTH
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -39,21 +39,6 @@ _MAPPINGS: dict[str, Callable[[], dict[Any, Any]]] = {"$dict": dict, "$ordered":
 _TAG_OF: dict[type, str] = {
     tuple: "$tuple", set: "$set", frozenset: "$frozenset", dict: "$dict", OrderedDict: "$ordered", Counter: "$counter",
 }  # fmt: skip
-
-
-def dump(state: Any, name: str = "state") -> tuple[str, dict[str, Array]]:
-    """`state` as JSON text and the arrays that it names; see `encode`."""
-    tree, arrays = encode(state, name)
-    return json.dumps(tree, allow_nan=False, separators=(",", ":")), arrays
-
-
-def load(text: str | bytes, arrays: Mapping[str, Array], name: str = "state") -> Any:
-    """What `dump` was given.
-
-    Raises:
-        FormatError: `text` is not what `dump` writes, or an array is missing.
-    """
-    return decode(parse_json(text, name), arrays, name)
 
 
 def encode(state: Any, name: str = "state", *, depth: int = 0) -> tuple[Any, dict[str, Array]]:

@@ -312,8 +312,3 @@ class Estimator:
     def bytes_per_s(self) -> float | None:
         """The rate, or None before `enough` observations."""
         return self._bytes / self._seconds if self.observations >= self.enough else None
-
-    def drifted(self, reference_bytes_per_s: float, factor: float) -> bool:
-        """Whether the rate is known and more than `factor` times above or below the reference."""
-        rate = self.bytes_per_s
-        return rate is not None and not reference_bytes_per_s / factor <= rate <= reference_bytes_per_s * factor

@@ -98,7 +98,6 @@ class Bucket:
     is_last: bool = False
     missing: int = 0
     is_ready: bool = False
-    is_launched: bool = False
     work: Any = None
     streams: set[Any] | None = None
     ready_marks: Sequence[Any] = ()
@@ -117,7 +116,7 @@ class Bucket:
 
     def begin(self, missing: int) -> None:
         """A backward begins that makes `missing` of its gradients."""
-        self.missing, self.is_ready, self.is_launched = missing, False, False
+        self.missing, self.is_ready = missing, False
         self.done_s, self.exposed_s, self.streams = None, 0.0, None
         self.ready_marks, self.begun_mark, self.wait_marks = (), None, ()
 

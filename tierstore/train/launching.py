@@ -103,7 +103,6 @@ class Launcher:
         Raises:
             RankLost: it could not be started, for a rank that is missing.
         """
-        bucket.is_launched = True
         bucket.launched_s = self._clock()
         with self._ranks.waiting(self._name(bucket)):
             if self._stream is None:
