@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tierstore.apps.bench import arena
 from tierstore.apps.bench.arena import contest
 from tierstore.apps.bench.case import Contestant, Result
 
@@ -59,6 +60,25 @@ def test_they_take_turns_and_the_warm_up_does_not_count(tmp_path: Path) -> None:
     assert said[0] == ("a: starts", 0.0)
     assert said[-1] == ("b: round 2 of 2", 7 / 8)
     assert (tmp_path / "loga").exists()  # it was asked to end, and cleaned up
+
+
+def test_what_the_host_takes_of_the_cores_is_told_of_each_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two cores: a round takes a second of each, and the host 0.1 and 0.5 s of the rounds that count.
+    seen = iter([(0.0, 10.0), (2.0, 12.0), (2.0, 12.0), (2.1, 14.0), (2.1, 14.0), (2.6, 16.0)])
+    monkeypatch.setattr(arena, "_core_seconds", lambda: next(seen))
+    (found,) = run(contestant(tmp_path / "log", "a")).values()
+    assert [answer.stolen for answer in found.answers] == pytest.approx([0.05, 0.25])
+
+
+def test_seconds_of_cores_pass_with_the_clock() -> None:
+    (stolen_s, passed_s), start_s = arena._core_seconds(), time.monotonic()
+    while time.monotonic() < start_s + 0.2:
+        pass
+    now_stolen_s, now_passed_s = arena._core_seconds()
+    assert 0 <= now_stolen_s - stolen_s <= now_passed_s - passed_s
+    assert now_passed_s - passed_s == pytest.approx(0.2 * (os.cpu_count() or 1), rel=0.6)
 
 
 @pytest.mark.parametrize(

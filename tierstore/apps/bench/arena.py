@@ -16,14 +16,18 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import IO, Any, cast
+
+import psutil
 
 from tierstore.apps.bench.case import Answer, Contestant, Result, Results
 
 Tell = Callable[[str, float], None]
 _CLOSE_S = 30.0
 _SAID_LINES = 3
+_TICK_S = 0.01  # of the kernel's clock
 _HEARD = {"PYTHONUNBUFFERED": "1"}  # its last words are there even if it is killed
 
 
@@ -56,15 +60,26 @@ def contest(results: Results, rounds: int, tell: Tell) -> None:
         for number in range(rounds + 1):
             for result, process in running if number % 2 == 0 else running[::-1]:
                 tell_of(f"{result.contestant.name}: {f'round {number} of {rounds}' if number else 'warm-up'}")
+                stolen_s, passed_s = _core_seconds()
                 try:
                     answer = process.ask({"round": number}, result.contestant.round_timeout_s)
                 except _Lost as error:
                     result.trouble = str(error)
                     process.end(at_once=True)  # nothing of it may run into another's round
                     continue
+                now_stolen_s, now_passed_s = _core_seconds()
                 if number:
-                    result.answers.append(answer)
+                    stolen = (now_stolen_s - stolen_s) / max(now_passed_s - passed_s, _TICK_S)
+                    result.answers.append(replace(answer, stolen=stolen))
             running = [(result, process) for result, process in running if result.trouble is None]
+
+
+def _core_seconds() -> tuple[float, float]:
+    """Of all cores since the machine started: what its host took from them, and all that passed."""
+    times = psutil.cpu_times()
+    is_within = ("guest", "guest_nice")  # of user and nice
+    passed_s = sum(seconds for name, seconds in times._asdict().items() if name not in is_within)
+    return getattr(times, "steal", 0.0), passed_s
 
 
 def _started(result: Result) -> _Process:

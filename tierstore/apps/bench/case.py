@@ -128,11 +128,16 @@ def peer(name: str, driver: str, python: Path, **options: Any) -> Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a contestant said of one round."""
+    """What a contestant said of one round.
+
+    Attributes:
+        stolen: the share of the cores' time that the host of a virtual machine took meanwhile.
+    """
 
     seconds: float
     figures: Mapping[str, float]
     peak_rss_bytes: int
+    stolen: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from tierstore.apps.bench.run import Outcome
 from tierstore.apps.files import write_object, write_text
 from tierstore.config import format_size, parse_size
 
+_MUCH_STOLEN = 0.02
 _COLUMNS = ("work", "contestant", "median (quartiles)", "of floor", "peak memory", "bar")
 
 
@@ -41,6 +43,8 @@ def show(console: Console, outcome: Outcome) -> None:
         said = [f"{row.contestant}: {part}" for row in rows for part in (*map(str, row.bars), row.trouble) if part]
         for sentence in (*said, *_notes(rows)):
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    for sentence in _stolen(outcome):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def markdown(outcomes: Sequence[Outcome], context: dict[str, Any]) -> str:
@@ -49,7 +53,7 @@ def markdown(outcomes: Sequence[Outcome], context: dict[str, Any]) -> str:
     for outcome in outcomes:
         lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(_cells(row) for row in outcome.rows)]
         table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
-        parts.append("\n\n".join([table, *_notes(outcome.rows)]) + "\n")
+        parts.append("\n\n".join([table, *_notes(outcome.rows), *_stolen(outcome)]) + "\n")
     return "\n".join(parts)
 
 
@@ -137,6 +141,14 @@ def _short(value: float) -> str:
 def _notes(rows: Sequence[Row]) -> list[str]:
     floors = dict.fromkeys(row.floor_of for row in rows if row.floor_of)
     return [f"Floor: {one}." for one in floors]
+
+
+def _stolen(outcome: Outcome) -> list[str]:
+    """What the host of a virtual machine took, where it is much: it is in everybody's seconds."""
+    shares = {name: statistics.median(one.stolen for one in result.answers)
+              for name, result in outcome.results.items() if result.answers}  # fmt: skip
+    told = ", ".join(f"{share:.0%} beside {name}" for name, share in shares.items() if share >= _MUCH_STOLEN)
+    return [f"The host of this machine took of the cores' time: {told}."] if told else []
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
