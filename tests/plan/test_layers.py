@@ -40,6 +40,15 @@ def test_other_layers_follow_from_the_timed_ones() -> None:
     assert found == pytest.approx((seconds(model), 2 * seconds(model)))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_where_one_layer_was_timed_others_take_as_long_for_a_flop(shape: tuple[int, int]) -> None:
+    small, large = block(*shape), block(1024, 2048, layers=24)
+    one = TimedLayer(LayerKind.BLOCK, "bf16", small, 0.02, 0.03)
+    times = large.flop / small.flop
+    found = computing_s([one], "bf16", {LayerKind.BLOCK: large})
+    assert found == pytest.approx((0.02 * times, 0.03 * times))
+
+
 def test_what_was_not_timed_is_not_known() -> None:
     assert computing_s(timed(), "fp32", {LayerKind.BLOCK: block(256, 32)}) is None
     both = dict.fromkeys(LayerKind, block(256, 32))

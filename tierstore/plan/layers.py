@@ -79,8 +79,13 @@ def computing_s(
     return passes_s[0], passes_s[1]
 
 
+_SAME_ERROR = 1e-12
+
+
 def _costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Seconds for one of each count, none below 0, of least squares of relative errors: the best of all subsets.
+
+    Of those that are as good, the one with the fewest and last counts: where one layer was timed, flop alone.
 
     Source: exact for so few counts; Lawson and Hanson, "Solving Least Squares Problems" (1974), chapter 23.
     """
@@ -90,7 +95,7 @@ def _costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
     scaled = [[row[c] / largest[c] / taken_s for c in range(count)] for row, taken_s in zip(rows, seconds)]
     best, best_error = [0.0] * count, math.inf
     for size in range(1, min(count, len(rows)) + 1):
-        for chosen in itertools.combinations(range(count), size):
+        for chosen in itertools.combinations(reversed(range(count)), size):
             solution = _least_squares([[row[column] for column in chosen] for row in scaled])
             if solution is None or min(solution) < 0:
                 continue
@@ -98,7 +103,7 @@ def _costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
             for column, cost in zip(chosen, solution):
                 costs[column] = cost
             error = sum((sum(a * b for a, b in zip(row, costs)) - 1) ** 2 for row in scaled)
-            if error < best_error:
+            if error < best_error - _SAME_ERROR:
                 best, best_error = costs, error
     return [cost / unit for cost, unit in zip(best, largest)]
 
