@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -61,7 +62,7 @@ def test_a_run_in_small(disk_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert os.listdir(disk) == []
     found = read_table(table)
-    assert {(layer.kind, layer.dtype) for layer in found.layers} == {(kind, "bf16") for kind in LayerKind}
+    assert {(layer.kind, layer.dtype) for layer in found.layers} == set(itertools.product(LayerKind, ("bf16", "fp32")))
     (one,) = found.directories
     assert (one.path, one.is_direct) == (str(disk), True)
     assert found.read_bytes_per_s == one.read.per_s

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # torch and numpy come with them
 _LEAST_FOR_FIO_BYTES = 2**28  # a block for each of its threads
 _DISK_SHARE = 0.6  # of the progress bar
 _QUICK_RUN_S, _RUN_S = 0.04, 0.3  # of each load that is no disk
+_QUICK_LAYER_S, _LAYER_S = 0.25, 1.0  # of the longest layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +179,8 @@ def _time_layers(options: ProbeOptions, rounds: int, tell: Callable[[str, float]
     """By this thread, as a training loop computes."""
     from tierstore.measure.layers import DTYPES, time_layers
 
-    return time_layers(tuple(DTYPES)[:1] if options.quick else tuple(DTYPES), rounds, lambda name: tell(name, 1.0))
+    longest_s = _QUICK_LAYER_S if options.quick else _LAYER_S
+    return time_layers(tuple(DTYPES), rounds, longest_s, lambda name: tell(name, 1.0))
 
 
 async def _free(lease: Lease) -> None:

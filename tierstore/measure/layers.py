@@ -25,9 +25,6 @@ _VOCABULARY = 16384
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Of the weights; those that are trained most come first."""
 _SCALE = 0.02  # of weights: activations stay about as large as they are
-_LONGEST_S = 1.0
-"""Of both passes. Where torch has no fast products of a dtype (bf16 on a processor with AVX2 alone: 1.2 Gflop/s), the
-largest layer would take a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +56,7 @@ class Layer:
 def time_layers(
     dtypes: Sequence[str],
     rounds: int,
+    longest_s: float,
     tell: Callable[[str], None] = lambda name: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[TimedLayer, ...]:
@@ -66,13 +64,17 @@ def time_layers(
 
     All by the thread that calls, as a training loop computes: memory that a new thread touches for the first time costs
     more than the computing.
+
+    Args:
+        longest_s: of both passes over a layer. Where torch has no fast products of a dtype (bf16 on a processor with
+            AVX2 alone: 1.2 Gflop/s), the largest would take a minute; the smallest is timed whatever it takes.
     """
 
     def run(layer: Layer) -> tuple[float, float]:
         tell(f"{layer.kind.value} of a model")
         return layer.run(clock)
 
-    found = _short_enough(layers(dtypes), run)
+    found = _short_enough(layers(dtypes), longest_s, run)
     seen: list[list[tuple[float, float]]] = [[] for _ in found]
     for _ in range(rounds):
         for layer, times in zip(found, seen):
@@ -83,13 +85,20 @@ def time_layers(
     )
 
 
-def _short_enough(found: Sequence[Layer], run: Callable[[Layer], tuple[float, float]]) -> Sequence[Layer]:
-    """Runs each once, but for those that would take too long by what the one before took for a flop."""
+def _short_enough(
+    found: Sequence[Layer], longest_s: float, run: Callable[[Layer], tuple[float, float]]
+) -> Sequence[Layer]:
+    """Runs each once, but for those that would take too long by what the one before took for a flop.
+
+    The smallest one twice: the first backward of a process takes half a second to begin, whatever it computes.
+    """
     kept: list[Layer] = []
     s_per_flop: dict[tuple[LayerKind, str], float] = {}
     for layer in found:
         key = layer.kind, layer.dtype
-        if s_per_flop.get(key, 0.0) * layer.work.flop <= _LONGEST_S:
+        if key not in s_per_flop:
+            run(layer)
+        if s_per_flop.get(key, 0.0) * layer.work.flop <= longest_s:
             s_per_flop[key] = sum(run(layer)) / layer.work.flop
             kept.append(layer)
     return kept

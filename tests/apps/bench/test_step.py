@@ -150,19 +150,25 @@ def test_bars_compare_with_deepspeed_and_with_the_floor(options: BenchOptions, t
 
 
 def test_a_machine_has_the_medians_of_all_rounds() -> None:
-    work = LayerWork(1.0, 2.0, 3.0, 4.0)
-    layers = tuple(TimedLayer(kind, "bf16", work, 9.0, 9.0) for kind in LayerKind)
+    """Of a layer that some rounds left out, those of the others; of one that the first measurement left out, none."""
+    small, large = LayerWork(1.0, 2.0, 3.0, 4.0), LayerWork(1.0, 20.0, 30.0, 40.0)
+    layers = [(LayerKind.BLOCK, small), (LayerKind.BLOCK, large), (LayerKind.HEAD, small), (LayerKind.HEAD, large)]
     table = dict.fromkeys(RATE_NAMES[:7], 1e9)
     beside = {rates._beside(Activity.MATMUL, Activity.ADAM): 2.0}
     found = Result(Contestant("rates", (), False))
-    found.facts = {"layers": json.loads(json.dumps(replace(MACHINE.table, layers=layers).to_json()["layers"]))}
-    for seconds in (1.0, 2.0, 6.0):
-        taken = {rates._layer(index, name): seconds + index for index in (0, 1) for name in rates._PASSES}
+    seen: list[tuple[float, list[int]]] = [(9.0, [0, 1, 2]), (1.0, [0, 2, 3]), (2.0, [0, 1, 2, 3]), (6.0, [0, 2])]
+    for seconds, which in seen:
+        timed = (TimedLayer(layers[i][0], "bf16", layers[i][1], seconds + i, seconds) for i in which)
+        told = rates._layers_of(replace(MACHINE, table=replace(MACHINE.table, layers=tuple(timed))))
+        if not found.facts:
+            found.facts = {"layers": json.loads(json.dumps(told))}
+            continue
+        taken = {rates._pass(layer, name): layer[name] for layer in told for name in rates._PASSES}
         found.answers.append(Answer(1.0, {**table, **taken, **beside, "io_threads": 4, "update_threads": 2}, 1000))
     machine = rates.machine_of(found)
     assert machine is not None
-    assert [(one.kind, one.forward_s, one.backward_s) for one in machine.table.layers] == [
-        (LayerKind.BLOCK, 2.0, 2.0), (LayerKind.HEAD, 3.0, 3.0)
+    assert [(one.kind, one.work, one.forward_s, one.backward_s) for one in machine.table.layers] == [
+        (LayerKind.BLOCK, small, 2.0, 2.0), (LayerKind.BLOCK, large, 3.0, 2.0), (LayerKind.HEAD, small, 4.0, 2.0)
     ]  # fmt: skip
     assert machine.table.slowdown(Activity.MATMUL, Activity.ADAM) == 2.0
     assert machine.table.slowdown(Activity.ADAM, Activity.MATMUL) == 1.0

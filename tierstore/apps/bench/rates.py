@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
 
     measure = rates_for(TrainOptions(nvme=(Path(options["directory"]),), device=options["device"]))
 
-    layers = measure().table.to_json().get("layers", [])  # what they do; how long it takes, each round says
+    layers = _layers_of(measure())  # what they do; how long it takes, each round says
 
     def run_round(number: int) -> tuple[float, dict[str, float]]:
         begun_s = time.perf_counter()
@@ -38,8 +39,8 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         rates = {name: getattr(machine.table, name) for name in RATE_NAMES}
         figures = {name: rate for name, rate in rates.items() if rate is not None}
         figures |= {_beside(*pair): factor for pair, factor in machine.slower.items()}
-        for index, layer in enumerate(machine.table.layers):
-            figures |= {_layer(index, name): getattr(layer, name) for name in _PASSES}
+        for layer in _layers_of(machine):
+            figures |= {_pass(layer, name): layer[name] for name in _PASSES}
         figures |= {"io_threads": machine.io_threads, "update_threads": machine.update_threads}
         return time.perf_counter() - begun_s, figures
 
@@ -51,10 +52,9 @@ def machine_of(result: Result) -> Machine | None:
     if not result.answers:
         return None
     rates: dict[str, Any] = {name: rate for name in RATE_NAMES if (rate := result.median(name)) is not None}
-    rates["layers"] = [
-        layer | {name: result.median(_layer(index, name)) for name in _PASSES}
-        for index, layer in enumerate(result.facts.get("layers", []))
-    ]
+    layers = result.facts.get("layers", [])
+    timed = (layer | {name: result.median(_pass(layer, name)) for name in _PASSES} for layer in layers)
+    rates["layers"] = [layer for layer in timed if None not in layer.values()]
     slower = {pair: result.median(_beside(*pair)) or 1.0 for pair in _PAIRS}
     table = replace(
         BandwidthTable.from_json(rates), slowdowns=tuple(Slowdown(*pair, factor) for pair, factor in slower.items())
@@ -67,8 +67,13 @@ def machine_of(result: Result) -> Machine | None:
     )
 
 
-def _layer(index: int, name: str) -> str:
-    return f"layer {index}, {name}"
+def _layers_of(machine: Machine) -> list[dict[str, Any]]:
+    return list(machine.table.to_json().get("layers", []))
+
+
+def _pass(layer: Mapping[str, Any], name: str) -> str:
+    """Which layer it is: another round may have left out others, where it took them to be too slow."""
+    return f"{layer['kind']} of {layer['dtype']} {json.dumps(layer['work'])}, {name}"
 
 
 def _beside(activity: Activity, beside: Activity) -> str:
