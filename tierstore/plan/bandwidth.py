@@ -207,8 +207,11 @@ class BandwidthTable(_Part):
 
         See [Note: syncs].
         """
-        sync_s = written_bytes / (self.sync_bytes_per_s or math.inf) if self.caches_writes else 0.0
-        return self.disk_seconds(read_bytes, written_bytes) + sync_s
+        return self.disk_seconds(read_bytes, written_bytes) + self.sync_seconds(written_bytes)
+
+    def sync_seconds(self, written_bytes: float) -> float:
+        """Of a sync of what is written if it waits in a cache. See [Note: syncs]."""
+        return written_bytes / (self.sync_bytes_per_s or math.inf) if self.caches_writes else 0.0
 
     @property
     def caches_writes(self) -> bool:

@@ -11,7 +11,8 @@ nearly all of it, on a CPU whose cores compute, copy and update nearly nothing. 
 (`BandwidthTable.slowdown`); a pair that was not measured does not slow.
 
 [Note: commits] What lives in CPU memory is written for a commit in the background, under any schedule, until the next
-one: first where the disks have nothing else to do, and only what is left makes a step longer.
+one, and so is the sync of all that the commit holds: first where the disks have nothing else to do, and only what is
+left makes a step longer. The cores have no part in a sync.
 
 [Note: drag] Where the cores that compute serve the threads of the disks, too, these take longer than measured
 alone. `tune` learns how much from steps that it runs; here it is what steps of GPT-2 124M and 1.5B took on two cores.
@@ -53,6 +54,7 @@ class Work:
 
     Attributes:
         peers_s: collectives that run beside the compute.
+        synced_bytes: for a commit; each once, though steps between two commits write them again and again.
         bubble_s, sums_s: what nothing hides: the bubble of a pipeline, tensor-parallel sums.
         optimizer_s: of the CPU optimizer, and of norms, were the ranks of a node to update one after another.
     """
@@ -63,6 +65,7 @@ class Work:
     sums_s: float = 0.0
     read_bytes: float = 0.0
     written_bytes: float = 0.0
+    synced_bytes: float = 0.0
     h2d_bytes: float = 0.0
     d2h_bytes: float = 0.0
     optimizer_s: float = 0.0
@@ -81,6 +84,7 @@ class Phase:
     Attributes:
         waits_s: what nothing hides, by what it is.
         slower: how many times as long computing takes beside a link's work, and that beside computing.
+        syncing_s: what of the disks' seconds is syncs, which slow nothing and are not slowed.
     """
 
     name: str
@@ -88,6 +92,7 @@ class Phase:
     waits_s: Mapping[Link, float]
     links_s: Mapping[Link, float]
     slower: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
+    syncing_s: float = 0.0
 
     @property
     def sync_s(self) -> float:
@@ -98,8 +103,8 @@ class Phase:
     def seconds(self) -> float:
         """See [Note: what hides]."""
         busy_s = self.compute_s
-        for link, slower in self.slower.items():
-            busy_s = beside_s(busy_s, self.links_s[link], slower)
+        for link in self.slower:
+            busy_s = self._beside(busy_s, link)
         return phase_seconds(busy_s, self.links_s.values(), self.sync_s)
 
     @property
@@ -109,12 +114,15 @@ class Phase:
     @property
     def losses_s(self) -> Mapping[Link, float]:
         """Seconds without computing, by what is waited for: of the links, the one that alone would cost most."""
-        alone_s = {
-            link: beside_s(self.compute_s, taken_s, self.slower.get(link, (1.0, 1.0)))
-            for link, taken_s in self.links_s.items()
-        }
+        alone_s = {link: self._beside(self.compute_s, link) for link in self.links_s}
         link = max(alone_s, key=lambda link: (alone_s[link], self.links_s[link]))
         return {**self.waits_s, link: max(0.0, self.seconds - self.sync_s - self.compute_s)}
+
+    def _beside(self, busy_s: float, link: Link) -> float:
+        """Time of what takes so long, and of a link's work, begun together."""
+        still_s = self.syncing_s if link is Link.DISKS else 0.0
+        both_s = beside_s(busy_s, self.links_s[link] - still_s, self.slower.get(link, (1.0, 1.0)))
+        return max(both_s, self.links_s[link])
 
 
 def phases_of(
@@ -131,18 +139,14 @@ def phases_of(
     """
     parts = _parts(work, schedule, single)
     phases = tuple(_phase(name, part, node) for name, part in parts.items())
-    written_bytes = work.get("commit", Work()).written_bytes
-    if not written_bytes:
-        return phases
+    commit = work.get("commit", Work())
     # See [Note: commits].
     idle_s = [max(0.0, phase.seconds - phase.sync_s - phase.links_s[Link.DISKS]) for phase in phases]
     if not any(idle_s):
         idle_s = [1.0] * len(phases)
-    share = written_bytes / sum(idle_s)
-    return tuple(
-        _phase(name, part + Work(written_bytes=share * one_s), node)
-        for (name, part), one_s in zip(parts.items(), idle_s)
-    )
+    shares = [one_s / sum(idle_s) for one_s in idle_s]
+    own = [Work(written_bytes=s * commit.written_bytes, synced_bytes=s * commit.synced_bytes) for s in shares]
+    return tuple(_phase(name, part + more, node) for (name, part), more in zip(parts.items(), own))
 
 
 def _parts(work: Mapping[str, Work], schedule: UpdateSchedule, single: Mapping[str, Work] | None) -> dict[str, Work]:
@@ -175,18 +179,20 @@ def _phase(name: str, work: Work, node: Node) -> Phase:
     way = Activity.WRITE if work.written_bytes > work.read_bytes else Activity.READ
     slower[Link.DISKS] = rates.slowdown(Activity.MATMUL, way), rates.slowdown(way, Activity.MATMUL)
     drag = DRAG_BESIDE_COMPUTING if node.computes_on_cpu else 1.0
+    syncing_s = drag * rates.sync_seconds(work.synced_bytes)
     return Phase(
         name,
         work.compute_s,
         {Link.BUBBLE: work.bubble_s, Link.SUMS: work.sums_s},
         {
-            Link.DISKS: drag * rates.durable_seconds(work.read_bytes, work.written_bytes),
+            Link.DISKS: drag * rates.disk_seconds(work.read_bytes, work.written_bytes) + syncing_s,
             Link.H2D: work.h2d_bytes / (node.links * rates.h2d_bytes_per_s),
             Link.D2H: work.d2h_bytes / (node.links * rates.d2h_bytes_per_s),
             Link.OPTIMIZER: work.optimizer_s,
             Link.PEERS: work.peers_s,
         },
         slower,
+        syncing_s,
     )
 
 
@@ -346,6 +352,7 @@ def _offload_work(
     gradients = sum(grids) * pattern.micro_batches
     spilled = traffic.read[Kind.GRADIENTS]
     added = spilled * (pattern.micro_batches - 1) / pattern.micro_batches
+    updated = traffic.written_bytes - traffic.written[Kind.GRADIENTS]
     return {
         "forward": Work(read_bytes=read[0], h2d_bytes=fetched[0]),
         "backward": Work(
@@ -354,8 +361,8 @@ def _offload_work(
         ),
         "update": Work(
             read_bytes=traffic.read_bytes - sum(read) - added,
-            written_bytes=traffic.written_bytes - traffic.written[Kind.GRADIENTS],
+            written_bytes=updated,
             optimizer_s=traffic.trained_parameters / adam_elements_per_s,
         ),
-        "commit": Work(written_bytes=committed),
+        "commit": Work(written_bytes=committed, synced_bytes=committed + pattern.commits_per_step * updated),
     }  # fmt: skip
