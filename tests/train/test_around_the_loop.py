@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import re
@@ -72,6 +73,9 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "dlpack": torch.from_dlpack,
     "iter": list,
     "bool": lambda p: bool((p > 0).all()),
+    "as_subclass": lambda p: p.as_subclass(torch.Tensor),
+    "parameter": lambda p: nn.Parameter(p),
+    "view_as": lambda p: torch.zeros(p.numel()).view_as(p) + p,
 }
 
 
@@ -100,6 +104,30 @@ def test_a_parameter_read_outside_of_forward_raises_by_name(
         assert weight.requires_grad
         assert weight.grad is None
         assert one_step(engine, tokens(1)[0]) > 0
+
+
+def test_no_method_of_a_tensor_goes_past_the_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever gives a tensor was asked about first; else it would be a view of memory that is not there."""
+
+    class Asked(Exception):
+        pass
+
+    def ask(*_: Any) -> None:
+        raise Asked
+
+    past = []
+    with opened(tmp_path) as engine:
+        one_step(engine, tokens(1)[0])
+        weight = engine.model.blocks[1].up.weight
+        with monkeypatch.context() as patch:
+            patch.setattr(type(weight), "__torch_function__", classmethod(ask))
+            methods = {name: getattr(torch.Tensor, name) for name in dir(torch.Tensor)}
+            for name, method in methods.items():
+                for given in ((), (1,), (weight,), (torch.Tensor,), (torch.zeros(2),)) if callable(method) else ():
+                    with contextlib.suppress(Exception):
+                        if isinstance(getattr(type(weight), name, method)(weight, *given), torch.Tensor):
+                            past.append(name)
+    assert past == []
 
 
 def test_whole_models_are_read_through_the_engine(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ class OffloadedParameter(nn.Parameter):
     """What a parameter is while its group is not on the device: reading it acquires the group, or raises by name.
 
     A parameter changes between this class and its own; without it, reading its empty storage would crash the process.
+    Three ways past it are left, of C functions that ask nobody: the old constructors (`torch.Tensor(p)`),
+    `torch.Tensor._make_subclass`, and to be the source of another tensor's `set_`.
     """
 
     @classmethod
@@ -117,6 +119,10 @@ class OffloadedParameter(nn.Parameter):
         finally:
             for access, group in entered:
                 access.leave(group)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As torch's, which would not ask `__torch_function__`."""
+        return self.__torch_function__(torch.Tensor.as_subclass, (type(self),), (self, cls))
 
 
 @functools.cache
