@@ -74,6 +74,19 @@ def test_the_stalls_are_the_simulator_s() -> None:
     assert choice.stall_by_depth == {depth: simulate(order, 400, depth, 1500.0).stall_s for depth in (1, 2, 3)}
 
 
+@pytest.mark.parametrize("bytes_per_s", [500.0, 700.0, 1300.0, 1350.0, 1e6])
+@pytest.mark.parametrize("capacity_bytes", [350, 500])
+def test_no_depth_is_better_than_the_first_without_a_stall(bytes_per_s: float, capacity_bytes: int) -> None:
+    order = tuple(Visit(group, 150 if group % 6 == 0 else 10, 0.1) for group in range(24))
+    stalls = [simulate(order, capacity_bytes, depth, bytes_per_s).stall_s for depth in range(1, 9)]
+    choice = recommend_depth(order, bytes_per_s, capacity_bytes)
+    assert choice.depth == 1 + next(i for i, stall in enumerate(stalls) if stall <= 1.01 * min(stalls) + 1e-9)
+    seen = list(choice.stall_by_depth.values())
+    assert seen == stalls[: len(seen)]
+    assert all(stall > 1e-9 for stall in seen[:-1])
+    assert len(seen) == 8 or seen[-1] <= 1e-9
+
+
 def test_a_group_larger_than_the_tier_is_refused() -> None:
     with pytest.raises(BudgetError, match="80 B"):
         recommend_depth(there_and_back(3, 80, 0.1), 1000.0, 79)

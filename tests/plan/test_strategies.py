@@ -21,7 +21,7 @@ from tierstore.plan.machine import NODES, Node, node_called, rates_of
 from tierstore.plan.memory import Job, Layout, activation_bytes, group_needs
 from tierstore.plan.model_size import from_config, from_parameters
 from tierstore.plan.placement import Kind
-from tierstore.plan.step_time import DRAG_BESIDE_COMPUTING, Link, Work, phases_of, step_work
+from tierstore.plan.step_time import DRAG_BESIDE_COMPUTING, Link, Work, phases_of
 from tierstore.plan.strategies import USABLE, Option, Situation, Strategy, fastest, options_of, request_of, simplest
 from tierstore.train.budgets import request_for
 from tierstore.train.engine import Engine
@@ -129,35 +129,22 @@ def test_a_commit_is_written_where_the_disks_are_idle() -> None:
 
 
 def test_a_sync_goes_on_where_the_disks_are_idle_and_takes_no_core() -> None:
-    work = {"forward": Work(compute_s=1), "backward": Work(compute_s=2), "update": Work(read_bytes=2 * 28e9),
-            "commit": Work(synced_bytes=2 * 28e9)}  # fmt: skip
+    work = {"forward": Work(compute_s=1), "backward": Work(compute_s=2),
+            "update": Work(read_bytes=28e9, written_bytes=28e9)}  # fmt: skip
     both_ways = (Activity.MATMUL, Activity.READ), (Activity.READ, Activity.MATMUL)
-    slows = tuple(Slowdown(*pair, 2.0) for pair in both_ways)
-    rates = replace(ONE_LINK.rates, sync_bytes_per_s=28e9, slowdowns=slows)
-    nodes = {"at once": replace(ONE_LINK, rates=replace(rates, sync_bytes_per_s=None)),
-             "synced": replace(ONE_LINK, rates=rates)}  # fmt: skip
+    rates = replace(ONE_LINK.rates, slowdowns=tuple(Slowdown(*pair, 2.0) for pair in both_ways))
     seconds = {
-        (name, schedule): [phase.seconds for phase in phases_of(work, node, schedule)]
-        for name, node in nodes.items()
+        (sync, schedule): [phase.seconds for phase in phases_of(work, node, schedule)]
+        for sync in (None, 14e9, 7e9)
+        for node in (replace(ONE_LINK, rates=replace(rates, sync_bytes_per_s=sync)),)
         for schedule in (UpdateSchedule.FORWARD, UpdateSchedule.BACKWARD)
     }
-    # Each takes twice as long beside the other, so that nothing hides; but for the two seconds of the sync.
-    assert seconds["at once", UpdateSchedule.FORWARD] == pytest.approx([3, 2])
-    assert seconds["at once", UpdateSchedule.BACKWARD] == pytest.approx([1, 4])
-    assert sum(seconds["synced", UpdateSchedule.FORWARD]) == pytest.approx(5)
-    assert sum(seconds["synced", UpdateSchedule.BACKWARD]) == pytest.approx(5)
-
-
-def test_what_is_written_between_two_commits_is_synced_once() -> None:
-    here = situation()
-    (engine,) = options_of(here, [Strategy.ENGINE])
-    synced, written = [], []
-    for commits in (1.0, 0.1, 0.0):
-        work = step_work(here.job, here.layout, here.node, engine.placement, UpdateSchedule.FORWARD, commits)
-        synced.append(work["commit"].synced_bytes)
-        written.append(work["update"].written_bytes + work["commit"].written_bytes)
-    assert synced[0] == written[0] > 0
-    assert synced[1:] == pytest.approx([synced[0] / 10, 0.0])
+    # The disks move for two seconds, and each takes twice as long beside the other, so that nothing hides.
+    assert seconds[None, UpdateSchedule.FORWARD] == pytest.approx([3, 2])
+    assert seconds[None, UpdateSchedule.BACKWARD] == pytest.approx([1, 4])
+    for schedule in (UpdateSchedule.FORWARD, UpdateSchedule.BACKWARD):
+        assert sum(seconds[14e9, schedule]) == pytest.approx(5)  # two seconds of syncs, and the disks idle for three
+        assert sum(seconds[7e9, schedule]) == pytest.approx(2 + 4)
 
 
 def test_an_update_after_the_step_hides_behind_nothing() -> None:
@@ -243,6 +230,9 @@ def test_a_commit_of_what_lives_in_memory_is_written_beside_the_step() -> None:
     assert rare.step_s == pytest.approx(plain.step_s, rel=1e-6)
     slow_disk = replace(CORES, write_bytes_per_s=1e9, shared_bytes_per_s=1e9)
     assert on_cores(slow_disk).step_s == pytest.approx(DRAG_BESIDE_COMPUTING * on_cores().written_bytes / 1e9)
+    cached = replace(slow_disk, sync_bytes_per_s=0.5e9)
+    all_s = on_cores().written_bytes * (1 / 1e9 + 1 / 0.5e9)
+    assert on_cores(cached).step_s == pytest.approx(DRAG_BESIDE_COMPUTING * all_s)
 
 
 @settings(deadline=None, max_examples=60)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from tierstore.config import AdamWConfig
-from tierstore.errors import ConfigError, FormatError, GraphError
+from tierstore.errors import BudgetError, ConfigError, FormatError, GraphError
 from tierstore.train.engine import Engine
 
 SCHEDULES = [("forward", 1.0), ("backward", None)]
@@ -237,6 +237,23 @@ def test_gathered_takes_the_name_of_a_module_for_all_below_it(tmp_path: Path) ->
                     assert torch.equal(parameter.detach().float(), expected[full_name]), full_name
         with engine.gathered(["blocks.1"]), pytest.raises(GraphError, match=r"blocks\.2"):
             engine.model.blocks[2].up.weight.sum()
+        for name, module in engine.model.named_modules():
+            if not list(module.parameters()):
+                with engine.gathered(name):  # nothing is below it
+                    pass
+
+
+def test_gathered_says_at_once_how_much_memory_a_module_needs(tmp_path: Path) -> None:
+    with opened(tmp_path / "small") as engine:
+        one_step(engine, tokens(1)[0])
+        with pytest.raises(BudgetError, match=r"'blocks' are \d+ B of weights") as told, engine.gathered("blocks"):
+            pass
+        (missing,) = re.findall(r"gpu_memory by (\d+) B", str(told.value))
+        one_step(engine, tokens(1)[0])
+    with opened(tmp_path / "large", room=int(missing)) as engine:
+        one_step(engine, tokens(1)[0])
+        with engine.gathered("blocks"):
+            assert engine.model.blocks[0].up.weight.sum().isfinite()
 
 
 def test_tied_parameters_have_two_names(tmp_path: Path) -> None:

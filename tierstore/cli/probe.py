@@ -21,7 +21,7 @@ def probe(
         list[Path],
         typer.Option(parser=directory, metavar="DIR", help="A directory on the disk; repeat it for several disks."),
     ],
-    quick: Annotated[bool, typer.Option("--quick", help="About 20 seconds in all.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Half a minute in all.")] = False,
     size_: Annotated[
         int | None,
         typer.Option(

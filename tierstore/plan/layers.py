@@ -85,7 +85,8 @@ _SAME_ERROR = 1e-12
 def _costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Seconds for one of each count, none below 0, of least squares of relative errors: the best of all subsets.
 
-    Of those that are as good, the one with the fewest and last counts: where one layer was timed, flop alone.
+    Of those that are as good, one with fewer counts, and with later fields of `LayerWork`: where one layer was timed,
+    flop alone.
 
     Source: exact for so few counts; Lawson and Hanson, "Solving Least Squares Problems" (1974), chapter 23.
     """

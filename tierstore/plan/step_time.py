@@ -11,8 +11,8 @@ nearly all of it, on a CPU whose cores compute, copy and update nearly nothing. 
 (`BandwidthTable.slowdown`); a pair that was not measured does not slow.
 
 [Note: commits] What lives in CPU memory is written for a commit in the background, under any schedule, until the next
-one, and so is the sync of all that the commit holds: first where the disks have nothing else to do, and only what is
-left makes a step longer. The cores have no part in a sync.
+one, and where writes wait in a cache, that is emptied likewise, of each byte as often as it is written: first where the
+disks have nothing else to do, and only what is left makes a step longer. The cores have no part in that.
 
 [Note: drag] Where the cores that compute serve the threads of the disks, too, these take longer than measured
 alone. `tune` learns how much from steps that it runs; here it is what steps of GPT-2 124M and 1.5B took on two cores.
@@ -54,7 +54,6 @@ class Work:
 
     Attributes:
         peers_s: collectives that run beside the compute.
-        synced_bytes: for a commit; each once, though steps between two commits write them again and again.
         bubble_s, sums_s: what nothing hides: the bubble of a pipeline, tensor-parallel sums.
         optimizer_s: of the CPU optimizer, and of norms, were the ranks of a node to update one after another.
     """
@@ -65,7 +64,6 @@ class Work:
     sums_s: float = 0.0
     read_bytes: float = 0.0
     written_bytes: float = 0.0
-    synced_bytes: float = 0.0
     h2d_bytes: float = 0.0
     d2h_bytes: float = 0.0
     optimizer_s: float = 0.0
@@ -84,7 +82,7 @@ class Phase:
     Attributes:
         waits_s: what nothing hides, by what it is.
         slower: how many times as long computing takes beside a link's work, and that beside computing.
-        syncing_s: what of the disks' seconds is syncs, which slow nothing and are not slowed.
+        syncing_s: what of the disks' seconds is syncs, which slow no core and are slowed by none.
     """
 
     name: str
@@ -119,9 +117,9 @@ class Phase:
         return {**self.waits_s, link: max(0.0, self.seconds - self.sync_s - self.compute_s)}
 
     def _beside(self, busy_s: float, link: Link) -> float:
-        """Time of what takes so long, and of a link's work, begun together."""
-        still_s = self.syncing_s if link is Link.DISKS else 0.0
-        both_s = beside_s(busy_s, self.links_s[link] - still_s, self.slower.get(link, (1.0, 1.0)))
+        """`beside_s` of the cores, busy for so long, and a link; its syncs go on beside both."""
+        syncing_s = self.syncing_s if link is Link.DISKS else 0.0
+        both_s = beside_s(busy_s, self.links_s[link] - syncing_s, self.slower.get(link, (1.0, 1.0)))
         return max(both_s, self.links_s[link])
 
 
@@ -139,14 +137,17 @@ def phases_of(
     """
     parts = _parts(work, schedule, single)
     phases = tuple(_phase(name, part, node) for name, part in parts.items())
-    commit = work.get("commit", Work())
+    committed_bytes = work.get("commit", Work()).written_bytes
+    synced_bytes = committed_bytes + sum(part.written_bytes for part in parts.values())
     # See [Note: commits].
     idle_s = [max(0.0, phase.seconds - phase.sync_s - phase.links_s[Link.DISKS]) for phase in phases]
     if not any(idle_s):
         idle_s = [1.0] * len(phases)
     shares = [one_s / sum(idle_s) for one_s in idle_s]
-    own = [Work(written_bytes=s * commit.written_bytes, synced_bytes=s * commit.synced_bytes) for s in shares]
-    return tuple(_phase(name, part + more, node) for (name, part), more in zip(parts.items(), own))
+    return tuple(
+        _phase(name, part + Work(written_bytes=share * committed_bytes), node, share * synced_bytes)
+        for (name, part), share in zip(parts.items(), shares)
+    )
 
 
 def _parts(work: Mapping[str, Work], schedule: UpdateSchedule, single: Mapping[str, Work] | None) -> dict[str, Work]:
@@ -170,7 +171,7 @@ def _parts(work: Mapping[str, Work], schedule: UpdateSchedule, single: Mapping[s
 _ACTIVITIES = {Link.OPTIMIZER: Activity.ADAM, Link.H2D: Activity.H2D, Link.D2H: Activity.D2H}
 
 
-def _phase(name: str, work: Work, node: Node) -> Phase:
+def _phase(name: str, work: Work, node: Node, synced_bytes: float = 0.0) -> Phase:
     rates = node.rates
     slower = {
         link: (rates.slowdown(Activity.MATMUL, activity), rates.slowdown(activity, Activity.MATMUL))
@@ -179,7 +180,7 @@ def _phase(name: str, work: Work, node: Node) -> Phase:
     way = Activity.WRITE if work.written_bytes > work.read_bytes else Activity.READ
     slower[Link.DISKS] = rates.slowdown(Activity.MATMUL, way), rates.slowdown(way, Activity.MATMUL)
     drag = DRAG_BESIDE_COMPUTING if node.computes_on_cpu else 1.0
-    syncing_s = drag * rates.sync_seconds(work.synced_bytes)
+    syncing_s = drag * rates.sync_seconds(synced_bytes)
     return Phase(
         name,
         work.compute_s,
@@ -352,7 +353,6 @@ def _offload_work(
     gradients = sum(grids) * pattern.micro_batches
     spilled = traffic.read[Kind.GRADIENTS]
     added = spilled * (pattern.micro_batches - 1) / pattern.micro_batches
-    updated = traffic.written_bytes - traffic.written[Kind.GRADIENTS]
     return {
         "forward": Work(read_bytes=read[0], h2d_bytes=fetched[0]),
         "backward": Work(
@@ -361,8 +361,8 @@ def _offload_work(
         ),
         "update": Work(
             read_bytes=traffic.read_bytes - sum(read) - added,
-            written_bytes=updated,
+            written_bytes=traffic.written_bytes - traffic.written[Kind.GRADIENTS],
             optimizer_s=traffic.trained_parameters / adam_elements_per_s,
         ),
-        "commit": Work(written_bytes=committed, synced_bytes=committed + pattern.commits_per_step * updated),
+        "commit": Work(written_bytes=committed),
     }  # fmt: skip

@@ -397,7 +397,7 @@ class Engine:
             names: of parameters, and of modules, which stand for all parameters below them; "" is the model.
 
         Raises:
-            ConfigError: nothing has such a name, or `modify` in the middle of a step.
+            ConfigError: neither a parameter nor a module has such a name, or `modify` in the middle of a step.
             BudgetError: they do not fit together.
         """
         parts = self._open_parts()
@@ -406,7 +406,7 @@ class Engine:
             self._order.refuse_within_step("gathered(modify=True)")
             self._generations.leave_newer()
         self.flush()
-        with whole.gathered(parts, [names] if isinstance(names, str) else names) as groups:
+        with whole.gathered(parts, self.model, [names] if isinstance(names, str) else names) as groups:
             try:
                 self._is_modifying = modify
                 with parts.hooks.watching():  # a loss may be made of what is read here

@@ -131,18 +131,6 @@ class ModelGroups:
         counts = Counter(self.aliases.values())
         return {g.index for g in self.groups if any(counts[spec.name] > 1 for spec in g.spec.parameters)}
 
-    def below(self, name: str) -> set[int]:
-        """The groups of what has this name: a parameter, or a module with all that is below it ("" is the model).
-
-        Raises:
-            ConfigError: nothing has it.
-        """
-        of_module = f"{name}." if name else ""
-        names = {own for alias, own in self.aliases.items() if alias == name or alias.startswith(of_module)}
-        if not names:
-            raise ConfigError(f"the model has no parameter or module with parameters {name!r}")
-        return {g.index for g in self.groups if any(spec.name in names for spec in g.spec.parameters)}
-
     def locate(self, name: str) -> tuple[Group, ParameterSpec]:
         """The group and the place of a parameter by its name."""
         for group in self.groups:

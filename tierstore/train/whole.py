@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from tierstore.errors import ConfigError, FormatError
+from tierstore.errors import BudgetError, ConfigError, FormatError
 from tierstore.kernels.adam import init_state, state_bytes_per_element
 from tierstore.kernels.elements import ELEMENT
+from tierstore.pack.layout import listed
 from tierstore.store.layout import ParameterSpec
 from tierstore.store.team import attempt, outcome, results
 from tierstore.train import capture
@@ -115,14 +116,22 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
 
 
 @contextlib.contextmanager
-def gathered(parts: Assembly, names: Iterable[str]) -> Iterator[list[int]]:
-    """The groups of these parameters and modules on the device, until the end of the block.
+def gathered(parts: Assembly, model: nn.Module, names: Iterable[str]) -> Iterator[list[int]]:
+    """The groups of these parameters, and of all below these modules, on the device, until the end of the block.
 
     Raises:
-        ConfigError: nothing has such a name.
+        ConfigError: neither a parameter nor a module has such a name.
         BudgetError: they do not fit together.
     """
-    wanted = sorted(set[int]().union(*map(parts.groups.below, names)))
+    names = list(names)
+    index_of = {parameter: group.index for group in parts.groups.groups for parameter in group.parameters}
+    wanted = sorted({index_of[p] for name in names for p in _called(model, name) if p in index_of})
+    sizes, room = parts.access.sizes, parts.store.placement.gpu_weight_bytes
+    if (wanted_bytes := sum(sizes[group] for group in wanted)) > room:
+        raise BudgetError(
+            f"{listed(names)} are {wanted_bytes} B of weights with the groups that they are in, and the device tier "
+            f"holds {room} B; gather fewer at a time, or raise gpu_memory by {wanted_bytes - room} B"
+        )
     with contextlib.ExitStack() as entered:
         entered.callback(parts.access.release, wanted)
         for group in wanted:
@@ -134,6 +143,15 @@ def gathered(parts: Assembly, names: Iterable[str]) -> Iterator[list[int]]:
             for group in wanted:
                 parts.groups.groups[group].take_back()
                 parts.groups.groups[group].accept_changes()
+
+
+def _called(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameter of this name, or those of the module of this name and all below it; "" is the model."""
+    with contextlib.suppress(AttributeError):
+        return list(model.get_submodule(name).parameters())
+    with contextlib.suppress(AttributeError):
+        return [model.get_parameter(name)]
+    raise ConfigError(f"the model has no parameter or module {name!r}")
 
 
 def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:

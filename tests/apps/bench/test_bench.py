@@ -149,7 +149,7 @@ def test_bars_and_floors_of_adam() -> None:
     assert "host" not in said
     results["memory"].answers[0] = replace(results["memory"].answers[0], stolen=0.134)
     said = markdown([Outcome("adam", outcome.rows, results)], context_of("adam", BenchOptions(), [outcome]))
-    assert said.endswith("The host of this machine took of the cores' time: 13% beside memory.\n")
+    assert said.endswith("The host of this machine took a part of the cores' time: 13% in the rounds of memory.\n")
 
 
 def test_the_bars_of_disk_stand_at_our_best_setting() -> None:

@@ -72,7 +72,7 @@ def _layers_of(machine: Machine) -> list[dict[str, Any]]:
 
 
 def _pass(layer: Mapping[str, Any], name: str) -> str:
-    """Which layer it is: another round may have left out others, where it took them to be too slow."""
+    """The figure of a pass; named by what the layer is, for rounds may leave out others as too slow."""
     return f"{layer['kind']} of {layer['dtype']} {json.dumps(layer['work'])}, {name}"
 
 

@@ -147,8 +147,8 @@ def _stolen(outcome: Outcome) -> list[str]:
     """What the host of a virtual machine took, where it is much: it is in everybody's seconds."""
     shares = {name: statistics.median(one.stolen for one in result.answers)
               for name, result in outcome.results.items() if result.answers}  # fmt: skip
-    told = ", ".join(f"{share:.0%} beside {name}" for name, share in shares.items() if share >= _MUCH_STOLEN)
-    return [f"The host of this machine took of the cores' time: {told}."] if told else []
+    told = "; ".join(f"{share:.0%} in the rounds of {name}" for name, share in shares.items() if share >= _MUCH_STOLEN)
+    return [f"The host of this machine took a part of the cores' time: {told}."] if told else []
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
