@@ -19,6 +19,8 @@ from dataclasses import astuple, dataclass
 
 from tierstore.errors import ConfigError
 
+_SAME_ERROR = 1e-12  # a sum of squares of relative errors: what is less is rounding
+
 
 class LayerKind(enum.Enum):
     """A repeated block; or what stands around them: embedding, the product with the vocabulary, the loss."""
@@ -77,9 +79,6 @@ def computing_s(
             costs = _costs([astuple(one.work) for one in alike], [getattr(one, name) for one in alike])
             passes_s[index] += sum(cost * amount for cost, amount in zip(costs, astuple(own)))
     return passes_s[0], passes_s[1]
-
-
-_SAME_ERROR = 1e-12
 
 
 def _costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

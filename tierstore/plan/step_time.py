@@ -139,6 +139,8 @@ def phases_of(
     phases = tuple(_phase(name, part, node) for name, part in parts.items())
     committed_bytes = work.get("commit", Work()).written_bytes
     synced_bytes = committed_bytes + sum(part.written_bytes for part in parts.values())
+    if not synced_bytes:
+        return phases
     # See [Note: commits].
     idle_s = [max(0.0, phase.seconds - phase.sync_s - phase.links_s[Link.DISKS]) for phase in phases]
     if not any(idle_s):

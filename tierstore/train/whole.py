@@ -125,7 +125,7 @@ def gathered(parts: Assembly, model: nn.Module, names: Iterable[str]) -> Iterato
     """
     names = list(names)
     index_of = {parameter: group.index for group in parts.groups.groups for parameter in group.parameters}
-    wanted = sorted({index_of[p] for name in names for p in _called(model, name) if p in index_of})
+    wanted = sorted({index_of[p] for name in names for p in _parameters_at(model, name) if p in index_of})
     sizes, room = parts.access.sizes, parts.store.placement.gpu_weight_bytes
     if (wanted_bytes := sum(sizes[group] for group in wanted)) > room:
         raise BudgetError(
@@ -145,7 +145,7 @@ def gathered(parts: Assembly, model: nn.Module, names: Iterable[str]) -> Iterato
                 parts.groups.groups[group].accept_changes()
 
 
-def _called(model: nn.Module, name: str) -> list[nn.Parameter]:
+def _parameters_at(model: nn.Module, name: str) -> list[nn.Parameter]:
     """The parameter of this name, or those of the module of this name and all below it; "" is the model."""
     with contextlib.suppress(AttributeError):
         return list(model.get_submodule(name).parameters())
