@@ -103,9 +103,20 @@ def test_all_contestants_train_in_the_dtype_that_is_asked_for(dtype: str, tmp_pa
     for one in (one for heat in step.heats(BenchOptions(nvme=tmp_path, dtype=dtype), tmp_path) for one in heat):
         given = json.loads(one.argv[-1])
         found[one.name] = given.get("dtype") or given.get("train", {}).get("dtype")
-    not_trained = {step._COST, *(step._rates(heat) for heat in HEATS)}
-    assert {kind for name, kind in found.items() if name not in not_trained} == {dtype}
+    rates_of_all = {step._rates(heat) for heat in HEATS}
+    assert {kind for name, kind in found.items() if name not in rates_of_all} == {dtype}
     assert (step._EXACT_TORCH in found) is (dtype == "bf16")  # in fp32 plain torch is as exact
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_steps_in_memory_have_bars_against_each_torch_beside_them(dtype: str, tmp_path: Path) -> None:
+    options = BenchOptions(nvme=tmp_path, dtype=dtype)
+    own = next(own for own in step._OWN if own.vs_torch is not None)
+    found = results_of(options, tmp_path, ours=result(own.name, 2.0))
+    (row,) = [row for row in step._step_rows(options, found) if row.contestant == own.name]
+    beside = {name for name in found if name.startswith("torch in memory") and name not in map(step._torch, HEATS)}
+    assert {bar.of for bar in row.bars} == {"x torch in memory", *(f"x {name}" for name in beside)}
+    assert len(beside) == (2 if dtype == "bf16" else 1)
 
 
 def test_bytes_of_fp32_have_bars_of_their_own(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def heats(options: BenchOptions, scratch: Path) -> list[Heat]:
             store = str(scratch / f"deepspeed-{mode}")
             heat.append(peer(called, "step_deepspeed", options.peer_python, mode=mode, store=store, **shared))
     if not options.large and not options.curve and options.heat in (None, "cost"):
-        found["cost"] = [_as_commands(ours(_COST, "step_cost", directory=str(scratch)))]
+        found["cost"] = [_as_commands(ours(_COST, "step_cost", directory=str(scratch), dtype=options.dtype))]
     return list(found.values())
 
 
@@ -209,7 +209,7 @@ def _bars(own: Own, result: Result, results: Results, memory: float | None, floo
         yield Bar(own.vs_all_rss, "of its peak memory", ratio(result.peak_rss_bytes, theirs), at_most=True)
     if own.vs_torch is not None:
         yield Bar(own.vs_torch, "x torch in memory", ratio(seconds, memory), at_most=True)
-        for other in (_EXACT_TORCH, _ASKED_TORCH):
+        for other in (one for one in (_EXACT_TORCH, _ASKED_TORCH) if one in results):
             yield Bar(own.vs_torch, f"x {other}", ratio(seconds, _median(results, other)), at_most=True)
     if own.vs_floor is not None:
         yield Bar(own.vs_floor, "x the floor", ratio(seconds, floor), at_most=True)

@@ -2,8 +2,8 @@
 
 Scope: `contend`. The groups do not all fit on the GPU tier, so each is fetched, acquired and released; they compute
     almost nothing, so what the engine's passes take beyond those of the bare model is its own. Updates run between
-    passes here, so theirs is not counted. The floor is what torch
-    takes for as many hooks that do nothing: on every saved tensor, and on every gradient.
+    passes here, so theirs is not counted. The floor is what torch takes for as many hooks that do nothing: on every
+    saved tensor, and on every gradient.
 """
 
 from __future__ import annotations
@@ -22,23 +22,28 @@ from tierstore.apps.assembly import assemble, engine_arguments
 from tierstore.apps.bench.serve import Round
 from tierstore.apps.bench.step_worker import SameTokens
 from tierstore.apps.crew import Crew
-from tierstore.apps.options import TrainOptions
+from tierstore.apps.options import Precision, TrainOptions
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
+from tierstore.train.groups import TORCH_DTYPES
 
-_BLOCKS, _WIDTH, _SEQUENCE, _STEPS = 96, 160, 8, 5  # a group is more than what is copied at once, on the loop
-_MODEL = {"model_type": "gpt2", "vocab_size": 256, "n_layer": _BLOCKS, "n_embd": _WIDTH, "n_head": 1,
-          "n_positions": _SEQUENCE, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
-_BLOCK_BYTES = 2 * (12 * _WIDTH**2 + 13 * _WIDTH)
+_BLOCKS, _VOCABULARY, _SEQUENCE, _STEPS = 96, 256, 8, 5
+_WIDTH = {"bf16": 160, "fp32": 112}  # a group is 0.6 MB, more than what is copied at once, on the loop
+_MODEL = {"model_type": "gpt2", "vocab_size": _VOCABULARY, "n_layer": _BLOCKS, "n_head": 1, "n_positions": _SEQUENCE,
+          "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 
 
 @contextlib.contextmanager
 def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
-    """Options: `directory`, for the configuration of the model."""
+    """Options: `directory`, for the configuration of the model; `dtype`."""
+    dtype = Precision(options["dtype"])
+    width = _WIDTH[dtype.value]
     config = Path(options["directory"]) / "tiny-groups.json"
-    config.write_text(json.dumps(_MODEL), encoding="utf-8")
+    config.write_text(json.dumps(_MODEL | {"n_embd": width}), encoding="utf-8")
+    block_bytes = TORCH_DTYPES[dtype.value].itemsize * (12 * width**2 + 13 * width)
     train = TrainOptions(
-        config=config, batch=1, sequence=_SEQUENCE, gpu_memory=_BLOCKS * _BLOCK_BYTES, cpu_memory=2**30, evaluate=0
+        config=config, dtype=dtype, batch=1, sequence=_SEQUENCE, gpu_memory=_BLOCKS * block_bytes, cpu_memory=2**30,
+        evaluate=0,
     )  # fmt: skip
     parts, bare = assemble(train), assemble(train)
     for one in (parts, bare):
@@ -46,7 +51,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     model = bare.model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    tokens = SameTokens(1, _SEQUENCE, _MODEL["vocab_size"]).next()  # type: ignore[arg-type]
+    tokens = SameTokens(1, _SEQUENCE, _VOCABULARY).next()
     tracer = Tracer(time.perf_counter, enabled=False)
     with Engine(**(engine_arguments(train, parts, tracer, Crew()) | {"registered": {}})) as engine:
         groups = len(engine.placement.groups)
