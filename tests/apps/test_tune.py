@@ -193,8 +193,8 @@ def test_steps_beside_an_update_are_those_that_will_be(
 
     monkeypatch.setattr(apps_tune, "calibrated_to", seen)
     run(TuneOptions(train=train), lambda: Machine(RATES), lambda said: None)
-    assert [one.schedule for one in kept] == [UpdateSchedule.SPECULATIVE]
-    assert kept[0].step_s > 0
+    assert [one.whole.schedule for one in kept] == [UpdateSchedule.SPECULATIVE]
+    assert kept[0].whole.step_s > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -32,20 +32,27 @@ _IN_BACKWARD = (UpdateSchedule.BACKWARD.value, UpdateSchedule.SPECULATIVE.value)
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """A typical step with no update beside it, and whole ones that have: what the model's computing takes.
+class WholeSteps:
+    """Medians of steps with updates beside them.
 
     Attributes:
-        computing_s: of the passes beside an update, without waiting for weights; at prefetch `depth`.
-        step_s: of such a step, from its start to that of the next.
-        schedule: in which those steps were updated.
+        computing_s: of the passes, without waiting for weights; at prefetch `depth`.
+        step_s: from the start of a step to that of the next.
+        schedule: in which they were updated.
     """
 
-    step: StepRecord
     computing_s: float
     step_s: float
     depth: int
     schedule: UpdateSchedule
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A typical step with no update beside it, and whole ones that have: what the model's computing takes."""
+
+    step: StepRecord
+    whole: WholeSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +102,10 @@ class Trial:
         """Steps of an engine whose updates run inside backward by a guess at most: else no pass is free of them."""
         self.step()  # shows the order
         typical = StepRecord.typical([self.free_step() for _ in range(_RECORDED_STEPS)])
-        return Recorded(typical, *self.beside_updates(_RECORDED_STEPS))
+        return Recorded(typical, self.whole_steps(_RECORDED_STEPS))
 
-    def beside_updates(self, steps: int) -> tuple[float, float, int, UpdateSchedule]:
-        """What `Recorded` says of whole steps: updates run beside them."""
+    def whole_steps(self, steps: int) -> WholeSteps:
+        """So many, after one that warms up."""
         self.whole_step()
         taken = [self.whole_step() for _ in range(steps)]
         computing_s = statistics.median(
@@ -106,7 +113,7 @@ class Trial:
         )
         step_s = statistics.median(seconds for seconds, _ in taken)
         last = taken[-1][1]
-        return computing_s, step_s, last.prefetch_depth, UpdateSchedule(last.schedule)
+        return WholeSteps(computing_s, step_s, last.prefetch_depth, UpdateSchedule(last.schedule))
 
     def free_step(self) -> StepRecord:
         """One step that begins when everything of the last is at rest."""

@@ -226,8 +226,9 @@ def calibrated_to(recorded: Recorded, train: TrainOptions, machine: Machine) -> 
         train: under which they ran.
     """
     placement = next(candidates(recorded.step, train)).placement
-    policy = StepPolicy(recorded.depth, recorded.schedule, train.commit_every, _commits(train))
-    return calibrated(recorded.step, placement, machine, policy, recorded.computing_s, recorded.step_s)
+    whole = recorded.whole
+    policy = StepPolicy(whole.depth, whole.schedule, train.commit_every, _commits(train))
+    return calibrated(recorded.step, placement, machine, policy, whole.computing_s, whole.step_s)
 
 
 def _commits(train: TrainOptions) -> bool:

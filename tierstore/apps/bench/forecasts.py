@@ -24,7 +24,7 @@ def computing(recorder: Result, tried: Result, train: TrainOptions, machine: Mac
         tried: whose trial, with the schedule that is to be foretold.
         train: of that contestant.
     """
-    from tierstore.apps.trial import Recorded
+    from tierstore.apps.trial import Recorded, WholeSteps
     from tierstore.apps.tune import calibrated_to
 
     step = StepRecord.from_json(recorder.facts["recorded"])
@@ -33,8 +33,8 @@ def computing(recorder: Result, tried: Result, train: TrainOptions, machine: Mac
     # Of rare commits the steps of a trial wrote none: they do not tell.
     step_s = tried.median("trial_step_s") or 0.0 if train.commit_every == 1 else 0.0
     depth, schedule = int(tried.median("depth") or 0), UpdateSchedule(tried.facts["schedule"])
-    recorded = Recorded(step, tried.median("trial_computing_s") or own_s, step_s, depth, schedule)
-    return calibrated_to(recorded, train, machine)
+    whole = WholeSteps(tried.median("trial_computing_s") or own_s, step_s, depth, schedule)
+    return calibrated_to(Recorded(step, whole), train, machine)
 
 
 def by_tune(record: StepRecord, train: TrainOptions, machine: Machine, depth: int) -> float:

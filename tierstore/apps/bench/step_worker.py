@@ -212,7 +212,8 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits,
             if "computing_s" not in figures and is_recorded(train):
                 free = trial.free_step()
                 figures["computing_s"] = free.forward_s + free.backward_s
-            figures |= dict(zip(("trial_computing_s", "trial_step_s"), trial.beside_updates(_TRIAL_STEPS)))
+            whole = trial.whole_steps(_TRIAL_STEPS)
+            figures |= {"trial_computing_s": whole.computing_s, "trial_step_s": whole.step_s}
         return step_s, {name: value for name, value in figures.items() if math.isfinite(value)}
 
     return run_round
