@@ -30,6 +30,7 @@ import torch
 from tierstore.device.streams import ComputeDevice
 from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
+from tierstore.plan.tiers import COMPANY_BYTES
 from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.pieces import Piece
 from tierstore.train.graph import KnownLeaves
@@ -56,11 +57,6 @@ class _Collected:
     reached: int = 0
     fired: int = 0
     is_taken: bool = False
-
-
-_COMPANY_BYTES = 2 * 2**20
-"""See [Note: company]. With it the engine takes 0.71 to 0.83 of the time: `tierstore bench step --heat cost`, 2 cores,
-three runs each in turns, 2026-11-25."""
 
 
 class _Handed(NamedTuple):
@@ -107,7 +103,7 @@ class GradientCollector:
         self._waiting: set[int] = set()
         self._gathering: dict[int, Group] = {}  # some of their gradients have come and were not handed over
         self._handed: deque[_Handed] = deque()
-        self._company_bytes = min(_COMPANY_BYTES, capacity_bytes // 2)
+        self._company_bytes = min(COMPANY_BYTES, capacity_bytes // 2)
         self._begun_bytes = 0
         self._done_bytes = 0
         self.peak_bytes = 0
