@@ -22,7 +22,7 @@ from tierstore.train.engine import Engine
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 WIDTH = 16
-UPDATES = [one.value for one in UpdateSchedule if one is not UpdateSchedule.DELAYED]
+UPDATES = [one.value for one in UpdateSchedule]
 
 
 class Chain(nn.Module):
@@ -65,13 +65,13 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("is_tight", [False, True], ids=["roomy", "tight"])
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(("update", "is_vertical"), [*((update, False) for update in UPDATES), ("forward", True)])
 def test_in_company_gradients_are_what_they_are_alone(
-    update: str, is_tight: bool, arrivals: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    update: str, is_vertical: bool, is_tight: bool, arrivals: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gpu, cpu = smallest_budgets(Chain(), nvme=["unused"], update=update) if is_tight else ("16MiB", "16MiB")
     is_backward = update == UpdateSchedule.BACKWARD.value
-    options: dict[str, Any] = {"update": update, "accumulate": 1 if is_backward else 2}
+    options: dict[str, Any] = {"update": update, "accumulate": 1 if is_backward else 2, "is_vertical": is_vertical}
     options |= {} if is_backward else {"max_grad_norm": 1.0}
     in_company = train(Chain(), batches(6), disk(tmp_path / "a", gpu_memory=gpu, cpu_memory=cpu), loss_of, **options)
     assert max(arrivals) > 2

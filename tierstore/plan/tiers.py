@@ -104,7 +104,7 @@ _BUSY_TRIPS = 3  # per worker: one is read, one updated, one written
 _LITTLE = 32
 """This part of the memory is little."""
 COMPANY_BYTES = 2 * 2**20
-"""Of small groups' gradients, handed over at once (see [Note: company] in `train/backward.py`). With it the engine takes
+"""Of small groups' gradients, handed over at once: see [Note: company] in `train/backward.py`. With it the engine takes
 0.71 to 0.83 of the time: `tierstore bench step --heat cost`, 2 cores, three runs each in turns, 2026-11-25."""
 _USUAL_CHUNK_BYTES = 16 * 2**20
 """Full rate of the disk, and half the working set of the largest chunk: in 1 GiB a step of GPT-2 124M then moves
