@@ -530,7 +530,8 @@ class TestLock:
     def test_two_engines_in_one_process(self, folder: Path) -> None:
         with opened(WAY, folder):
             for resume in ("auto", "never", "must", "previous"):
-                assert f"in use by process {os.getpid()}; stop it" in refuse(WAY, folder, StoreLocked, resume=resume)
+                told = refuse(WAY, folder, StoreLocked, resume=resume)
+                assert f"in use by process {os.getpid()}, which is this one: close" in told
 
     def test_one_that_is_being_made(self, tmp_path: Path) -> None:
         backend = Slow()

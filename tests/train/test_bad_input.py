@@ -257,3 +257,60 @@ class TestStateDict:
                 print(refusal.value)
             assert all(torch.equal(value, whole[key]) for key, value in run.engine.state_dict().items())
             run.until(2)
+
+
+class TestKinds:
+    """What is something else altogether is refused by the name of the argument, not by a traceback."""
+
+    @pytest.mark.parametrize(
+        ("name", "value", "told"),
+        [
+            ("model", None, "model must be a torch.nn.Module, not NoneType"),
+            ("model", nn.Linear, "not the class Linear"),
+            ("tiers", {}, "tiers must be a TierConfig, not dict"),
+            ("optimizer", 1e-3, "optimizer must be an AdamWConfig, not float"),
+            ("max_grad_norm", "1", "max_grad_norm must be above 0, not '1'"),
+            ("loss_scale", [1], "loss_scale must be 'dynamic' or above 0"),
+            ("loss_scale", True, "loss_scale must be 'dynamic' or above 0"),
+            ("initialize", 3, "initialize must be a source of weights"),
+            ("registered", [1], "registered must be a mapping"),
+            ("registered", {3: nn.Linear(1, 1)}, "a name that is text, not 3"),
+            ("lr_scheduler", 3, "lr_scheduler must be a function"),
+            ("overlap", "no", "overlap is True or False"),
+            ("parameter_groups", 3, "parameter_groups are parameters, or mappings with 'params'"),
+            ("parameter_groups", [{"parms": []}], "parameter_groups are parameters, or mappings with 'params'"),
+            ("parameter_groups", [], "parameter_groups hold no parameters"),
+            ("parameter_groups", [{"params": []}], "parameter_groups hold no parameters"),
+            ("parameter_groups", [{"params": iter(())}], r"parameter_groups\[0\] is an iterator that was used up"),
+        ],
+    )
+    def test_of_the_engine(self, name: str, value: Any, told: str) -> None:
+        arguments: dict[str, Any] = {"model": WAY.model(), "tiers": TierConfig()} | {name: value}
+        with pytest.raises(ConfigError, match=told):
+            Engine(**arguments)
+
+    def test_of_its_calls(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        x = torch.ones(2, 4)
+        with Engine(model, TierConfig()) as engine:
+            arrays = {name: value.numpy() for name, value in engine.state_dict().items()}
+            calls: list[tuple[Callable[[], Any], str]] = [
+                (lambda: engine.gathered(5).__enter__(), "gathered.. takes names"),  # type: ignore[arg-type]
+                (lambda: engine.train_step(None), "train_step takes a list"),  # type: ignore[arg-type]
+                (lambda: engine.load_state_dict(None), "takes tensors by name"),  # type: ignore[arg-type]
+                (lambda: engine.load_state_dict(arrays), "0.weight no tensor, expected"),  # type: ignore[arg-type]
+                (lambda: engine.export(""), "takes a directory"),
+            ]
+            for call, told in calls:
+                with pytest.raises((ConfigError, FormatError), match=told):
+                    call()
+            with pytest.raises(ConfigError, match=r"has no \.loss; give loss_of"):
+                engine.train_step([x])
+            with pytest.raises(ConfigError, match="a loss is a tensor"):
+                engine.backward(1.5)  # type: ignore[arg-type]
+
+    def test_of_a_model_made_for_inference(self) -> None:
+        with torch.inference_mode():
+            model = nn.Linear(2, 2)
+        with pytest.raises(ConfigError, match=r"weight was made in torch\.inference_mode"):
+            Engine(model, TierConfig())

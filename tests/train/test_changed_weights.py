@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from runs import disk
 from safetensors.torch import load_file
 from torch import nn
 
-from tierstore.errors import ConfigError, FormatError
+from tierstore.errors import ConfigError, FormatError, GraphError
 from tierstore.train.engine import Engine
 
 WAY = Way()
@@ -88,14 +90,86 @@ def test_a_state_dict_is_that_of_the_model(tmp_path: Path) -> None:
     assert load_file(tmp_path / "model.safetensors").keys() == state.keys() - left_out
 
 
-def test_new_data_of_a_parameter_that_is_only_read_is_lost_but_not_the_parameter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_change_of_what_is_only_read_is_told_and_lost_but_not_the_parameter(tmp_path: Path, is_given: bool) -> None:
     with opened(WAY, tmp_path) as run:
         parameter = run.engine.model.get_parameter(NAME)
         before = run.engine.state_dict()[NAME]
-        with run.engine.gathered([NAME]):
-            parameter.data = torch.full_like(parameter, 0.5)
+
+        def change() -> None:
+            with run.engine.gathered([NAME]):
+                if is_given:
+                    parameter.data = torch.full_like(parameter, 0.5)
+                else:
+                    nn.init.zeros_(parameter)
+
+        with pytest.raises(GraphError, match=rf"{re.escape(NAME)} was changed inside gathered\(\).*modify=True"):
+            change()
         with run.engine.gathered([NAME]):
             assert torch.equal(parameter, before)
         run.step()
         with run.engine.gathered([NAME]):
             assert torch.equal(parameter, run.engine.state_dict()[NAME])
+
+
+def test_a_change_inside_a_modifying_block_is_kept_whatever_is_read_inside_of_that(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        with run.engine.gathered([NAME], modify=True):
+            nn.init.zeros_(run.engine.model.get_parameter(NAME))
+            other = next(name for name, _ in run.engine.model.named_parameters() if not name.startswith("blocks.0"))
+            with run.engine.gathered(other):
+                run.engine.model.get_parameter(other).sum()
+        assert run.engine.state_dict()[NAME].eq(0).all()
+
+
+def newcomer(model: nn.Module) -> None:
+    up = model.get_submodule("blocks.0.up")
+    up.weight = nn.Parameter(torch.zeros(up.weight.shape))  # type: ignore
+
+
+def assigned(model: nn.Module) -> None:
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model.load_state_dict({name: torch.zeros(shape) for name, shape in shapes.items()}, assign=True, strict=False)
+
+
+@pytest.mark.parametrize("change", [newcomer, assigned])
+def test_what_came_into_the_model_later_is_refused_and_not_left_untrained(tmp_path: Path, change: object) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.step()
+        before = run.engine.state_dict()[NAME]
+        parameters = dict(run.engine.model.named_parameters())
+        change(run.engine.model)  # type: ignore[operator]
+        with pytest.raises(GraphError, match=r"parameter \S+ came into the model after the engine was made"):
+            run.step()
+        with pytest.raises(GraphError, match="came into the model"), run.engine.gathered("", modify=True):
+            pass
+        assert torch.equal(run.engine.state_dict()[NAME], before)
+        for name, parameter in parameters.items():
+            owner, _, own = name.rpartition(".")
+            run.engine.model.get_submodule(owner)._parameters[own] = parameter
+        run.step()
+        assert not torch.equal(run.engine.state_dict()[NAME], before)
+
+
+def test_a_write_out_of_place_is_told_how_it_is_kept(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        parameter = run.engine.model.get_parameter(NAME)
+        told = rf"{re.escape(NAME)} was written .* `with engine.gathered\(\['{re.escape(NAME)}'\], modify=True\):`"
+        with torch.no_grad():
+            for write in (parameter.zero_, lambda: parameter.__setitem__(0, 1.0), lambda: parameter.__iadd__(1)):
+                with pytest.raises(GraphError, match=told):
+                    write()
+        with pytest.raises(GraphError, match=rf"{re.escape(NAME)} was read .* engine.state_dict\(\)"):
+            copy.deepcopy(parameter)
+
+
+def test_a_copy_of_the_model_is_a_model_of_its_own(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.step()
+        with run.engine.gathered(""):
+            mine = copy.deepcopy(run.engine.model)
+        block = mine.get_submodule("blocks.0.up")
+        block(torch.ones(1, block.in_features)).sum().backward()  # type: ignore[operator, call-overload]
+        assert block.weight.grad is not None
+        assert torch.equal(block.weight, run.engine.state_dict()[NAME])  # type: ignore[arg-type]
+        run.step()

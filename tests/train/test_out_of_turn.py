@@ -18,7 +18,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig
 from tierstore.device.streams import Reached
-from tierstore.errors import ConfigError, GraphError, TierstoreError
+from tierstore.errors import BudgetError, ConfigError, GraphError, TierstoreError
 from tierstore.io.memory import Lease
 from tierstore.store.gradients import Arrival
 from tierstore.store.pieces import Piece
@@ -100,7 +100,7 @@ def test_what_would_meet_an_update_in_backward_is_refused(update: str, tmp_path:
                 engine.backward(other)
             engine.backward(loss)
             for act in (partial(engine.backward, loss), partial(engine, x), engine.state_dict, engine.zero_grad):
-                with pytest.raises(ConfigError, match=f"update='{update}' is changing .* update='forward'"):
+                with pytest.raises(ConfigError, match=f"update='{update}' .* is changing .* update='forward'"):
                     act()
             engine.step()
         loss_of(engine(x))
@@ -509,3 +509,57 @@ def test_the_memory_of_a_gradient_is_given_back_in_a_thread(tmp_path: Path) -> N
         parts.runtime.call(accept)
         assert len(ended) == 1
         assert ended[0].startswith("tierstore-update")
+
+
+def test_a_view_that_somebody_keeps_is_named_where_it_leaves_too_little_room(tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path) as engine:
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+        kept: list[torch.Tensor] = []
+
+        def keep_all() -> None:
+            for block in range(4):
+                with engine.gathered(f"blocks.{block}"):
+                    kept.append(engine.model.get_parameter(f"blocks.{block}.0.weight").detach())
+
+        with pytest.raises(BudgetError, match=r"blocks\.0 stays there because somebody.* keep a clone\(\)"):
+            keep_all()
+        kept.clear()
+        engine.zero_grad()
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+
+
+def test_a_step_without_a_backward_is_refused(tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path) as engine:
+        for _ in range(2):
+            loss = loss_of(engine(x))
+            with pytest.raises(ConfigError, match=r"step\(\) needs a forward .* and engine.backward\(loss\)"):
+                engine.step()
+            engine.backward(loss)
+            engine.step()
+        assert engine.step_count == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", "fast"), ("lr", -1.0), ("lr", None), ("eps", float("nan"))])
+def test_an_option_that_was_set_to_nonsense_costs_no_step(tmp_path: Path, name: str, value: Any) -> None:
+    x = batches(1)[0]
+    with tight_engine(tmp_path) as engine:
+        (group,) = engine.optimizer.param_groups
+        good = group[name]
+        engine.backward(loss_of(engine(x)))
+        group[name] = value
+        with pytest.raises(ConfigError, match=name):
+            engine.step()
+        group[name] = good
+        assert engine.step().step == 1
+
+
+def test_the_model_cannot_be_registered_beside_itself(tmp_path: Path) -> None:
+    with tight_engine(tmp_path) as engine:
+        with pytest.raises(ConfigError, match="cannot register 'model': it holds weights of the model"):
+            engine.register("model", engine.model)
+        engine.backward(loss_of(engine(batches(1)[0])))
+        engine.step()

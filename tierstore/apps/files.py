@@ -20,16 +20,18 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     """The JSON object of a file.
 
     Raises:
-        ConfigError: no such file.
-        FormatError: it holds something else.
+        ConfigError: no such file, or it holds something else.
     """
     try:
         text = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from None
-    value = parse_json(text, f"the {what} {path}")
+    try:
+        value = parse_json(text, f"the {what} {path}")
+    except FormatError as error:
+        raise ConfigError(str(error)) from None
     if not isinstance(value, dict):
-        raise FormatError(f"the {what} {path} must be a JSON object, not {type(value).__name__}")
+        raise ConfigError(f"the {what} {path} must be a JSON object, not {type(value).__name__}")
     return value
 
 

@@ -16,6 +16,7 @@ from tierstore.apps.options import TrainOptions
 from tierstore.apps.output_files import check_outputs, check_writable
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_error
+from tierstore.io.files import why_not_writable
 from tierstore.store.commit import Manifests
 
 # What transformers and tokenizers read beside the weights.
@@ -88,5 +89,5 @@ def _check_directory(name: str, path: Path) -> None:
     there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
     if not there.is_dir():
         raise ConfigError(f"cannot use --{name} {path}: {there} is not a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"cannot use --{name} {path}: no permission to write in {there}")
+    if reason := why_not_writable(there):
+        raise ConfigError(f"cannot use --{name} {path}: {reason}")

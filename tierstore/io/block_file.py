@@ -41,7 +41,8 @@ def storage_error(error: OSError, action: str, path: Path) -> StorageError:
     """
     kind = StorageFull if error.errno in _FULL else StorageError
     name = errno.errorcode.get(error.errno or 0, "no errno")
-    return kind(f"{action} of {path} failed: {error.strerror or error} ({name})")
+    advice = "; free space there" if kind is StorageFull else ""
+    return kind(f"{action} of {path} failed: {error.strerror or error} ({name}){advice}")
 
 
 class BlockFile(ForkAware):

@@ -1,6 +1,6 @@
 """Small files: read whole by coroutines, replaced whole by threads.
 
-Scope: manifests, reports, indexes.
+Scope: manifests, reports, indexes; whether a directory takes one.
 Not here: chunks (see `io/backend.py`).
 Owner: no state; the caller sees to it that one writer at a time replaces a path.
 """
@@ -61,3 +61,12 @@ def replace_file(path: Path, data: bytes, mode: int = 0o600, *, backend: Backend
 
 def _open_itself(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # and without waiting for a pipe
+
+
+def why_not_writable(directory: Path) -> str | None:
+    """Why no file can be made in a directory, as far as the system says before it is tried; None if it says nothing."""
+    if os.access(directory, os.W_OK | os.X_OK):
+        return None
+    if os.statvfs(directory).f_flag & os.ST_RDONLY:
+        return f"the file system of {directory} is read-only"
+    return f"no permission to write in {directory}"

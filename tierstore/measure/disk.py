@@ -24,6 +24,7 @@ from tierstore.alignment import ALIGNMENT
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, StorageFull
 from tierstore.io.backend import Backend, BlockFile
+from tierstore.io.files import why_not_writable
 from tierstore.io.memory import Bytes
 from tierstore.measure.loads import Load
 
@@ -44,8 +45,8 @@ def check_room(directories: Sequence[Path], size_bytes: int) -> None:
     for path in directories:
         if not path.is_dir():
             raise ConfigError(f"{path} is not a directory; make it, or name the one that the store will be made in")
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise ConfigError(f"no permission to write in {path}")
+        if reason := why_not_writable(path):
+            raise ConfigError(reason)
         wanted.setdefault(path.stat().st_dev, []).append(path)
     for paths in wanted.values():
         free_bytes, need_bytes = shutil.disk_usage(paths[0]).free, len(paths) * size_bytes + _LEFT_FREE_BYTES

@@ -29,7 +29,7 @@ from aiofiles.os import wrap
 
 from tierstore.errors import ConfigError, FormatError, StorageError, StoreLocked, TierstoreError
 from tierstore.io.backend import Backend, storage_error
-from tierstore.io.files import read_bytes, replace_file
+from tierstore.io.files import read_bytes, replace_file, why_not_writable
 from tierstore.io.fork import ForkAware
 from tierstore.io.tasks import to_the_end
 from tierstore.pack.checked import number_of, object_of, text_of
@@ -123,8 +123,10 @@ def _take(path: Path, descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+        own = ", which is this one: close the engine or store that has it"
+        what = own if owner == str(os.getpid()) else "; stop it"
         raise StoreLocked(
-            f"the store {path.parent} is in use by process {owner}; stop it, or choose another directory"
+            f"the store {path.parent} is in use by process {owner}{what}, or choose another directory"
         ) from None
     with contextlib.suppress(OSError):  # only for the message above: a full disk is no reason to fail here
         os.ftruncate(descriptor, 0)
@@ -159,8 +161,8 @@ def claim_directory(path: Path, backend: Backend | None = None) -> bool:
         raise _unusable(path, error) from error
     if strangers:
         raise ConfigError(f"{path} is not a store: it holds {strangers[0]!r}; give an empty or a new directory")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise StorageError(f"cannot use {path} as a store: no permission to write")
+    if reason := why_not_writable(path):
+        raise StorageError(f"cannot use {path} as a store: {reason}")
     return is_made
 
 

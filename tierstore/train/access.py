@@ -175,19 +175,26 @@ class DeviceAccess:
         if group != self._current or group not in self._ready:
             self._go_to(group)
 
-    def enter_unasked(self, group: int, parameter: nn.Parameter) -> None:
+    def enter_unasked(self, group: int, parameter: nn.Parameter, *, is_write: bool) -> None:
         """Have a group on the device that no module has announced, until `leave` or until forward or backward is over.
 
         Args:
             parameter: of the group, which is asked for.
+            is_write: to be changed in place.
 
         Raises:
             GraphError: neither is running.
         """
         if not self.is_inside:
             name = self._groups[group].name_of(parameter)
+            if is_write:
+                raise GraphError(
+                    f"{name} was written while it is not on the device; write it inside "
+                    f"`with engine.gathered([{name!r}], modify=True):`, or all weights by engine.load_state_dict(...)"
+                )
             raise GraphError(
-                f"{name} was read while it is not on the device; read it inside `with engine.gathered([{name!r}]):`"
+                f"{name} was read while it is not on the device; read it inside `with engine.gathered([{name!r}]):`, "
+                "or all weights by engine.state_dict() or engine.export(...)"
             )
         self.enter(group)
 
@@ -238,7 +245,16 @@ class DeviceAccess:
             return self._policy.decide(position, resident, _InUse(self._is_in_use), loading, demand=group)
         except BudgetError:
             self._runtime.call(self._moves.unviewed, self._viewed())
-        return self._policy.decide(position, resident, _InUse(self._is_in_use), loading, demand=group)
+        try:
+            return self._policy.decide(position, resident, _InUse(self._is_in_use), loading, demand=group)
+        except BudgetError as error:
+            kept = [self._groups[index].spec.name for index in self._viewed()]
+            if not kept:
+                raise
+            raise BudgetError(
+                f"{error}; {kept[0]} stays there because somebody, the model or who read it, holds a view of its "
+                "weights: keep a clone() instead"
+            ) from None
 
     def _viewed(self) -> list[int]:
         """Groups that are in use only because somebody holds a view: the model, or an update that copies."""

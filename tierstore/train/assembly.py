@@ -15,7 +15,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig
 from tierstore.device.streams import ComputeDevice, open_device
-from tierstore.errors import TierstoreError, Timeout
+from tierstore.errors import ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
@@ -275,7 +275,11 @@ def _move_buffers(model: nn.Module, device: ComputeDevice) -> None:
 
 
 def _option_groups(model: nn.Module, groups: ModelGroups, given: Any) -> list[Any]:
-    """Parameter groups as torch takes them, with parameters of a meta model replaced by the real ones."""
+    """Parameter groups as torch takes them, with parameters of a meta model replaced by the real ones.
+
+    Raises:
+        ConfigError: they are none, or hold nothing.
+    """
     if given is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad and p in groups.names]}]
 
@@ -283,7 +287,16 @@ def _option_groups(model: nn.Module, groups: ModelGroups, given: Any) -> list[An
         for parameter in [parameters] if isinstance(parameters, nn.Parameter) else parameters:
             yield groups.replaced.get(parameter, parameter)
 
-    items = list(given)
-    if items and isinstance(items[0], Mapping):
-        return [dict(item, params=list(real(item["params"]))) for item in items]
-    return [{"params": list(real(items))}]
+    items = list(given) if isinstance(given, Iterable) else [given]
+    if all(isinstance(item, Mapping) and "params" in item for item in items):
+        found = [dict(item, params=list(real(item["params"]))) for item in items]
+    elif all(isinstance(item, nn.Parameter) for item in items):
+        found = [{"params": list(real(items))}]
+    else:
+        raise ConfigError("parameter_groups are parameters, or mappings with 'params', as torch.optim takes them")
+    for index, (item, group) in enumerate(zip(items, found)):
+        if isinstance(item, Mapping) and isinstance(item["params"], Iterator) and not group["params"]:
+            raise ConfigError(f"parameter_groups[{index}] is an iterator that was used up; give a list")
+    if not any(group["params"] for group in found):
+        raise ConfigError("parameter_groups hold no parameters, so that nothing would be trained")
+    return found

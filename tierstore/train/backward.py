@@ -162,7 +162,7 @@ class GradientCollector:
             if any(parameter.requires_grad for parameter in frozen.parameters):
                 raise GraphError(
                     f"a parameter of {frozen.spec.name} was frozen when the engine was made, and needs a gradient now; "
-                    "close the engine, and make another one"
+                    "build the model with that, and make another engine"
                 )
         self._is_collecting = True
         self.store = store

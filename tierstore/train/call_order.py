@@ -19,7 +19,7 @@ class CallOrder:
 
     Attributes:
         is_syncing: the next backward is the last one of its step (not in `no_sync`).
-        has_final_backward: the step in progress has had that.
+        has_backward, has_final_backward: the step in progress has had one, and the last one.
         is_broken: a step was left half done.
     """
 
@@ -27,7 +27,7 @@ class CallOrder:
         self._driver = driver
         self._broken_by: BaseException | None = None
         self.is_syncing = True
-        self.has_final_backward = False
+        self.has_backward = self.has_final_backward = False
 
     @property
     def is_broken(self) -> bool:
@@ -81,6 +81,6 @@ class CallOrder:
         if self.has_final_backward and self._driver.updates_in_backward:
             raise ConfigError(
                 f"{what} between engine.backward() and step() would meet weights that "
-                f"update={self._driver.schedule.value!r} is changing meanwhile; call it after step(), put earlier "
-                "backwards under no_sync(), or use update='forward'"
+                f"update={self._driver.schedule.value!r} (given, or what 'auto' chose) is changing meanwhile; call it "
+                "after step(), put earlier backwards under no_sync(), or make the engine with update='forward'"
             )

@@ -221,11 +221,15 @@ def load_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
     load_extra_states(model, {name: with_tensors(values[name]) for name in extra & values.keys()})
 
 
-def check_stateful(name: str, value: Any) -> None:
-    """Refuse what cannot be registered.
+def check_stateful(name: str, value: Any, model: nn.Module) -> None:
+    """Refuse what cannot be registered with an engine of this model.
 
     Raises:
         ConfigError: nothing was changed.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"what is registered has a name that is text, not {name!r}")
+    if isinstance(value, nn.Module) and not {*value.parameters()}.isdisjoint(model.parameters()):
+        raise ConfigError(f"cannot register {name!r}: it holds weights of the model, which every generation has anyway")
     if not callable(getattr(value, "state_dict", None)) or not callable(getattr(value, "load_state_dict", None)):
         raise ConfigError(f"cannot register {name!r}: {type(value).__name__} has no state_dict and load_state_dict")

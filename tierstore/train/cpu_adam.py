@@ -81,14 +81,22 @@ def validate_options(group: dict[str, Any], defaults: Mapping[str, Any]) -> None
         ConfigError: an option is unknown or has no sense; the group was not changed.
     """
     options = {**defaults, **{name: value for name, value in group.items() if name not in _NO_OPTIONS}}
+    group.update(checked_options(options).model_dump())
+    if isinstance(rate := options["lr"], torch.Tensor):
+        group["lr"] = rate
+
+
+def checked_options(options: Mapping[str, Any]) -> AdamWConfig:
+    """The hyper-parameters of a parameter group, its learning rate a number or a tensor.
+
+    Raises:
+        ConfigError: one is unknown or has no sense.
+    """
     rate = options["lr"]
     try:
-        config = AdamWConfig(**options | {"lr": float(rate) if isinstance(rate, torch.Tensor) else rate})
+        return AdamWConfig(**{**options, "lr": float(rate) if isinstance(rate, torch.Tensor) else rate})
     except ConfigError as error:
         raise ConfigError(f"{error} (in a parameter group)") from None
-    group.update(config.model_dump())
-    if isinstance(rate, torch.Tensor):
-        group["lr"] = rate
 
 
 class CPUAdam(torch.optim.Optimizer):

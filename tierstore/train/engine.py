@@ -36,7 +36,7 @@ from tierstore.train.call_order import CallOrder
 from tierstore.train.generations import Generations, Pending
 from tierstore.train.meters import StepMeters
 from tierstore.train.optimizer import LossScale, TieredOptimizer, check_scheduler, clip_coefficient
-from tierstore.train.options import choice, options_of
+from tierstore.train.options import check_kinds, choice, options_of
 from tierstore.train.partition import partition_of
 from tierstore.train.report import StepReport
 from tierstore.train.rounds import Updates
@@ -97,13 +97,14 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         backend: Backend | None = None,
     ) -> None:
+        check_kinds(model, tiers, optimizer, lr_scheduler, initialize, registered)
         options = options_of(
             model, update, max_grad_norm, commit_every, durability, resume, overlap, has_store=bool(tiers.nvme)
         )
         self.model = model
         self._options = options
         for name, value in (registered or {}).items():
-            capture.check_stateful(name, value)
+            capture.check_stateful(name, value, model)
         self._callbacks: list[Callable[[StepReport], None]] = []
         self._loss_scale = LossScale.of(loss_scale, model)
         self._is_closed = False
@@ -161,6 +162,7 @@ class Engine:
         if torch.is_grad_enabled() and self._is_modifying:
             raise ConfigError("weights are being changed by gathered(modify=True); train after it")
         if torch.is_grad_enabled() and not parts.driver.has_begun:
+            parts.groups.refuse_newcomers(self.model)
             self._generations.leave_newer()
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
             parts.collector.expect(count)
@@ -207,7 +209,7 @@ class Engine:
         finally:
             parts.access.end_pass()
         parts.access.learn_order()
-        self._order.has_final_backward = self._order.is_syncing
+        self._order.has_backward, self._order.has_final_backward = True, self._order.is_syncing
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -247,8 +249,10 @@ class Engine:
                 once, each in a thread of its own: it may not keep in itself what belongs to one call, and where they
                 go different ways several groups are in use together.
         """
+        if not isinstance(batches, Iterable):
+            raise ConfigError(f"train_step takes a list of the step's micro-batches, not {type(batches).__name__}")
         batches = list(batches)
-        take_loss = loss_of or (lambda output: output.loss)
+        take_loss = loss_of or _own_loss
         order = choice(MicroBatchSchedule, "schedule", schedule)
         try:
             with self._parts.driver.whole_step():
@@ -292,8 +296,9 @@ class Engine:
             TierstoreError: also failures of work that earlier steps left running; the last generation is untouched.
         """
         parts = self._whole_parts()
-        if not parts.driver.has_begun:
+        if not (parts.driver.has_begun and self._order.has_backward):
             raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
+        parts.stepper.check()
         with self._meters.phase("update"), self._order.unbroken():
             norm, is_finite = self._apply()
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -322,7 +327,7 @@ class Engine:
         """Decide the updates of the step. Returns the norm, and whether it was finite."""
         parts = self._parts
         self._generations.forget()  # from here on the store goes on from what waits to be committed
-        self._order.has_final_backward = False
+        self._order.has_backward = self._order.has_final_backward = False
         touched = set(parts.collector.touched)
         partials = parts.runtime.call(self._generations.gradients.take_partials)
         specs = [group.spec for group in parts.groups.groups]
@@ -391,13 +396,14 @@ class Engine:
 
     @contextlib.contextmanager
     def gathered(self, names: str | Iterable[str], modify: bool = False) -> Iterator[None]:
-        """Parameters on the device, for reading outside of forward; with `modify` changes are kept, otherwise lost.
+        """Parameters on the device, for reading outside of forward; with `modify` changes are kept.
 
         Args:
             names: of parameters, and of modules, which stand for all parameters below them; "" is the model.
 
         Raises:
             ConfigError: neither a parameter nor a module has such a name, or `modify` in the middle of a step.
+            GraphError: weights were changed without `modify`; they are as they were before.
             BudgetError: they do not fit together.
         """
         parts = self._open_parts()
@@ -406,17 +412,21 @@ class Engine:
             self._order.refuse_within_step("gathered(modify=True)")
             self._generations.leave_newer()
         self.flush()
-        with whole.gathered(parts, self.model, [names] if isinstance(names, str) else names) as groups:
+        with whole.gathered(parts, self.model, whole.checked_names(names)) as groups:
+            was_modifying, self._is_modifying = self._is_modifying, self._is_modifying or modify
+            versions = whole.versions_of(parts, groups)
             try:
-                self._is_modifying = modify
                 with parts.hooks.watching():  # a loss may be made of what is read here
                     yield
                 if modify:
                     self._order.refuse_within_step("gathered(modify=True)")
+                    parts.groups.refuse_newcomers(self.model)
                     whole.keep_changes(parts, groups)
                     self._generations.commit(None)
+                elif not was_modifying:
+                    whole.refuse_changes(parts, groups, versions)
             finally:
-                self._is_modifying = False
+                self._is_modifying = was_modifying
 
     def gradient(self, name: str) -> torch.Tensor:
         """The accumulated gradient of a parameter after backward and before step, in fp32, with the loss scale.
@@ -449,6 +459,8 @@ class Engine:
             FormatError: a tensor is missing or has another shape; nothing was changed.
         """
         self._order.refuse_within_step("load_state_dict")
+        if not isinstance(state_dict, Mapping):
+            raise ConfigError(f"load_state_dict() takes tensors by name, not {type(state_dict).__name__}")
         self._generations.leave_newer()
         self.flush()
         whole.load_state_dict(self._open_parts(), self.model, state_dict)
@@ -457,6 +469,8 @@ class Engine:
     def export(self, directory: str | Path) -> None:
         """Write the weights as ordinary sharded safetensors with an index, streaming, atomically."""
         self._order.refuse_after_backward("export()")
+        if not isinstance(directory, (str, Path)) or not str(directory):
+            raise ConfigError(f"export() takes a directory, not {directory!r}")
         self.flush()
         whole.export(self._open_parts(), self.model, Path(directory))
 
@@ -515,7 +529,16 @@ def _close_at_exit(engine: weakref.ref[Engine]) -> None:
         left.close()
 
 
+def _own_loss(output: Any) -> torch.Tensor:
+    if not hasattr(output, "loss"):
+        raise ConfigError(f"the model's output, a {type(output).__name__}, has no .loss; give loss_of")
+    loss: torch.Tensor = output.loss
+    return loss
+
+
 def _check_loss(loss: torch.Tensor) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(f"a loss is a tensor that depends on the weights, not {type(loss).__name__}")
     if loss.numel() != 1 or not loss.requires_grad:
         raise ConfigError(
             f"a loss is one number that depends on the weights, not a tensor of shape {tuple(loss.shape)}"

@@ -114,7 +114,7 @@ class Generations:
 
     def register(self, name: str, value: capture.Stateful) -> None:
         """Make an object part of every generation; on resume it gets its state now."""
-        capture.check_stateful(name, value)
+        capture.check_stateful(name, value, self._model)
         self._registered[name] = value
         self._restore_registered(name)
 

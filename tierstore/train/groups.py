@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tierstore.device.streams import ComputeDevice
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, GraphError
 from tierstore.store.layout import GroupSpec, ParameterSpec
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,6 +126,22 @@ class ModelGroups:
     aliases: dict[str, str]
     replaced: dict[nn.Parameter, nn.Parameter]
 
+    def refuse_newcomers(self, model: nn.Module) -> None:
+        """A parameter that came into the model later is in no group: it would be computed with, and never trained.
+
+        Raises:
+            GraphError: names one.
+        """
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter not in self.names and parameter.numel():
+                    name = next(name for name, other in model.named_parameters() if other is parameter)
+                    raise GraphError(
+                        f"parameter {name} came into the model after the engine was made, and would be neither trained "
+                        "nor kept: build the model with it, and make another engine; "
+                        "values alone are set by engine.load_state_dict(...)"
+                    )
+
     @property
     def tied(self) -> set[int]:
         counts = Counter(self.aliases.values())
@@ -206,6 +222,8 @@ def _refuse_odd_parameters(model: nn.Module) -> None:
         if parameter.layout is not torch.strided or parameter.is_nested:
             kind = "nested" if parameter.is_nested else parameter.layout
             raise ConfigError(f"parameter {name} is {kind}; only dense parameters can be trained")
+        if parameter.is_inference():
+            raise ConfigError(f"parameter {name} was made in torch.inference_mode(); build the model outside of that")
 
 
 def refuse_empty_buffers(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ from tierstore.train.groups import Group
 class Access(Protocol):
     """Brings groups to the device; `access.py`."""
 
-    def enter_unasked(self, group: int, parameter: nn.Parameter) -> None: ...
+    def enter_unasked(self, group: int, parameter: nn.Parameter, *, is_write: bool) -> None: ...
 
     def leave(self, group: int) -> None: ...
 
@@ -111,7 +111,7 @@ class OffloadedParameter(nn.Parameter):
                     if isinstance(value, OffloadedParameter):
                         gate, group = value._tierstore_access  # type: ignore[attr-defined]
                         access: Access = gate.access
-                        access.enter_unasked(group, value)
+                        access.enter_unasked(group, value, is_write=_writes(func))
                         if func not in _GIVES_POINTER:
                             entered.append((access, group))
             with torch._C.DisableTorchFunctionSubclass():
@@ -123,6 +123,14 @@ class OffloadedParameter(nn.Parameter):
     def as_subclass(self, cls: Any) -> Any:
         """As torch's, which would not ask `__torch_function__`."""
         return self.__torch_function__(torch.Tensor.as_subclass, (type(self),), (self, cls))
+
+
+def _writes(func: Any) -> bool:
+    """Whether it changes its first argument in place, by its name: `add_`, `__setitem__`, `__iadd__`."""
+    name: str = getattr(func, "__name__", "")
+    if not name.endswith("__"):
+        return name.endswith("_")
+    return name == "__setitem__" or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"))
 
 
 @functools.cache

@@ -61,7 +61,7 @@ class ModelHooks:
         """Called when a module is called outside of `watching`."""
         self._handles = []
         for module, needed in groups.of_module.items():
-            enter, leave = self._hooks_of(access, needed, holds=module not in groups.closed)
+            enter, leave = self._hooks_of(module, access, needed, holds=module not in groups.closed)
             self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
@@ -93,10 +93,13 @@ class ModelHooks:
         finally:
             self._watchers -= 1
 
-    def _hooks_of(self, access: DeviceAccess, needed: tuple[int, ...], *, holds: bool) -> tuple[Any, Any]:
+    def _hooks_of(
+        self, own: nn.Module, access: DeviceAccess, needed: tuple[int, ...], *, holds: bool
+    ) -> tuple[Any, Any]:
         """What runs before and after a module's forward.
 
         Args:
+            own: the module; a copy of it has its hooks, too, and weights of its own.
             holds: its groups stay while it runs. Otherwise others may take their place where it calls for those; what
                 it reads then brings them back (`guard.py`).
         """
@@ -104,6 +107,8 @@ class ModelHooks:
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def enter(module: nn.Module, args: Any) -> None:
+            if module is not own:
+                return
             if not self._watchers:
                 self.refuse_outside()
             if not self._watchers and torch.is_grad_enabled():

@@ -22,7 +22,7 @@ from tierstore.kernels.adam import AdamCoefficients
 from tierstore.store.layout import GroupSpec
 from tierstore.store.rounds import ParameterUpdate
 from tierstore.train.capture import with_tensors
-from tierstore.train.cpu_adam import validate_options
+from tierstore.train.cpu_adam import checked_options, validate_options
 from tierstore.train.groups import ModelGroups
 
 
@@ -145,7 +145,7 @@ class LossScale:
             return cls(2.0**16, growth_interval=2000)
         if value is None:
             return cls()
-        if isinstance(value, str) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigError(f"loss_scale must be 'dynamic' or above 0, not {value!r}")
         return cls(float(value))
 
@@ -180,6 +180,15 @@ class AdamStepper:
                     )
             options["param_names"] = [groups.names[parameter] for parameter in trained]
             self._option_group.update(dict.fromkeys(options["param_names"], index))
+
+    def check(self) -> None:
+        """Refuse hyper-parameters that were set since to what has no sense.
+
+        Raises:
+            ConfigError: names one.
+        """
+        for group in self.optimizer.param_groups:
+            checked_options({name: group[name] for name in AdamWConfig.model_fields})
 
     def updates(self, group: int, touched: Container[str], gradient_scale: float) -> tuple[ParameterUpdate, ...]:
         """What the touched parameters of a group get; the learning rate and its kin are copied now.

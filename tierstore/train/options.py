@@ -6,13 +6,14 @@ Scope: options, and the update schedule that a name means. Not here: what follow
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from tierstore.config import Durability, Resume, UpdateSchedule
+from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.train.budgets import usual
 
@@ -47,6 +48,31 @@ def choice(kind: type[E], name: str, value: object) -> E:
         return kind(value)
     except ValueError:
         raise ConfigError(f"{name} must be one of {', '.join(k.value for k in kind)}, not {value!r}") from None
+
+
+def check_kinds(
+    model: object, tiers: object, optimizer: object, lr_scheduler: object, initialize: object, registered: object
+) -> None:
+    """Refuse arguments of an engine that are something else altogether.
+
+    Raises:
+        ConfigError: names one, and says what it takes.
+    """
+    _expect(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
+    _expect(isinstance(tiers, TierConfig), "tiers", "a TierConfig", tiers)
+    _expect(optimizer is None or isinstance(optimizer, AdamWConfig), "optimizer", "an AdamWConfig", optimizer)
+    is_maker = lr_scheduler is None or callable(lr_scheduler)
+    _expect(is_maker, "lr_scheduler", "a function that makes one of the optimizer", lr_scheduler)
+    is_source = initialize is None or hasattr(initialize, "stream")
+    _expect(is_source, "initialize", "a source of weights, as deferred() gives one", initialize)
+    is_mapping = registered is None or isinstance(registered, Mapping)
+    _expect(is_mapping, "registered", "a mapping of names to objects", registered)
+
+
+def _expect(is_right: bool, name: str, what: str, value: object) -> None:
+    if not is_right:
+        kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise ConfigError(f"{name} must be {what}, not {kind}")
 
 
 def options_of(
@@ -93,8 +119,10 @@ def _schedule_for(
         raise ConfigError(f"commit_every must be a whole number, not {commit_every!r}")
     if commit_every < 1:
         raise ConfigError(f"commit_every must be at least 1, not {commit_every}")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ConfigError(f"max_grad_norm must be above 0, not {max_grad_norm}; None switches clipping off")
+    if not isinstance(overlap, bool):
+        raise ConfigError(f"overlap is True or False, not {overlap!r}")
+    if max_grad_norm is not None and (isinstance(max_grad_norm, (bool, str)) or not max_grad_norm > 0):
+        raise ConfigError(f"max_grad_norm must be above 0, not {max_grad_norm!r}; None switches clipping off")
     is_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
     needs_whole_backward = max_grad_norm is not None or is_half
     if schedule is UpdateSchedule.BACKWARD and needs_whole_backward:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tierstore.errors import BudgetError, ConfigError, FormatError
+from tierstore.errors import BudgetError, ConfigError, FormatError, GraphError
 from tierstore.kernels.adam import init_state, state_bytes_per_element
 from tierstore.kernels.elements import ELEMENT
 from tierstore.pack.layout import listed
@@ -97,10 +97,11 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
     """
     wanted = {spec.name: spec.shape for group in parts.groups.groups for spec in group.spec.parameters}
     wanted |= {name: tuple(buffer.shape) for name, buffer in capture.persistent_buffers(model).items()}
+    given = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
     wrong = [
-        f"{name} {tuple(state[name].shape) if name in state else 'missing'}, expected {shape}"
+        f"{name} {given.get(name, 'no tensor') if name in state else 'missing'}, expected {shape}"
         for name, shape in wanted.items()
-        if name not in state or tuple(state[name].shape) != shape
+        if given.get(name) != shape
     ]
     wrong += [f"{name} is not in the model" for name in sorted(state.keys() - model.state_dict(keep_vars=True).keys())]
     if wrong:
@@ -116,14 +117,13 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
 
 
 @contextlib.contextmanager
-def gathered(parts: Assembly, model: nn.Module, names: Iterable[str]) -> Iterator[list[int]]:
+def gathered(parts: Assembly, model: nn.Module, names: Sequence[str]) -> Iterator[list[int]]:
     """The groups of these parameters, and of all below these modules, on the device, until the end of the block.
 
     Raises:
         ConfigError: neither a parameter nor a module has such a name.
         BudgetError: they do not fit together.
     """
-    names = list(names)
     index_of = {parameter: group.index for group in parts.groups.groups for parameter in group.parameters}
     wanted = sorted({index_of[p] for name in names for p in _parameters_at(model, name) if p in index_of})
     sizes, room = parts.access.sizes, parts.store.placement.gpu_weight_bytes
@@ -143,6 +143,41 @@ def gathered(parts: Assembly, model: nn.Module, names: Iterable[str]) -> Iterato
             for group in wanted:
                 parts.groups.groups[group].take_back()
                 parts.groups.groups[group].accept_changes()
+
+
+def checked_names(names: str | Iterable[str]) -> list[str]:
+    """Several names, or one.
+
+    Raises:
+        ConfigError: something else.
+    """
+    several = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [names]
+    if wrong := [name for name in several if not isinstance(name, str)]:
+        raise ConfigError(f"gathered() takes names of parameters and modules, not {type(wrong[0]).__name__}")
+    return several
+
+
+def versions_of(parts: Assembly, groups: Iterable[int]) -> dict[str, tuple[int, int]]:
+    """By name, how often each parameter of these groups was changed in place, and which data it has."""
+    return {
+        spec.name: (parameter._version, parameter.untyped_storage()._cdata)
+        for index in groups
+        for spec, parameter in zip(parts.groups.groups[index].spec.parameters, parts.groups.groups[index].parameters)
+    }
+
+
+def refuse_changes(parts: Assembly, groups: Iterable[int], before: Mapping[str, tuple[int, int]]) -> None:
+    """Weights that were changed since `versions_of` gave `before`, which nobody keeps.
+
+    Raises:
+        GraphError: names one.
+    """
+    for name, version in versions_of(parts, groups).items():
+        if version != before[name]:
+            raise GraphError(
+                f"{name} was changed inside gathered(), which is lost; change weights inside "
+                f"`with engine.gathered([{name!r}], modify=True):`"
+            )
 
 
 def _parameters_at(model: nn.Module, name: str) -> list[nn.Parameter]:

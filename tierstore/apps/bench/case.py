@@ -6,7 +6,6 @@ Scope: plain records, and how contestants are started. Not here: running them (`
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import tierstore
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
+from tierstore.io.files import why_not_writable
 from tierstore.plan.bandwidth import middle
 
 PEERS = ("deepspeed", "fio", "torch", "safetensors")
@@ -86,8 +86,8 @@ class BenchOptions:
             raise ConfigError(f"--peer-python {self.peer_python} is not there; give the path of a Python interpreter")
         if not self.nvme.is_dir():
             raise ConfigError(f"--nvme {self.nvme} is not a directory; make it, or name one on the disk to measure")
-        if not os.access(self.nvme, os.W_OK | os.X_OK):
-            raise ConfigError(f"cannot use --nvme {self.nvme}: no permission to write in it")
+        if reason := why_not_writable(self.nvme):
+            raise ConfigError(f"cannot use --nvme {self.nvme}: {reason}")
         check_outputs(json=self.json, markdown=self.markdown)
 
     def wants(self, peer: str) -> bool:
