@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,15 @@ def pack_files(path: Path) -> list[str]:
     return sorted(entry.name for entry in (path / "store").iterdir() if entry.name.startswith("put-"))
 
 
+def named_files(path: Path) -> list[str]:
+    """Packs that the manifests name, of the last two generations: the files that are to be there."""
+    manifests = [json.loads(file.read_text().splitlines()[0]) for file in (path / "store").glob("manifest-*.json")]
+    return sorted({f"{kind}.a.safetensors" for manifest in manifests for kind in manifest["records"]})
+
+
 def flip(path: Path, text: str) -> str:
-    """Damage the first byte of data of the pack that holds `text` in its header."""
-    for file in path.glob("put-*"):
+    """Damage the first byte of data of the newest pack that holds `text` in its header."""
+    for file in sorted(path.glob("put-*"), key=lambda file: int(file.name[4:].split(".")[0]), reverse=True):
         data = bytearray(file.read_bytes())
         start = int.from_bytes(data[:8], "little") + 8
         if text.encode() in data[:start]:

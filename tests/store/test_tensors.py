@@ -318,6 +318,27 @@ def test_changes_are_kept_only_by_modify(tmp_path: Path, tier: Tier, is_committe
     run(main())
 
 
+@pytest.mark.parametrize("modify", [True, False])
+def test_what_is_put_into_the_mapping_is_refused_and_not_lost_in_silence(tmp_path: Path, modify: bool) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("a", block(1), tier=Tier.NVME)
+            for change in (lambda x: x.update(w=x["w"] + 1), lambda x: x.update(z=x["w"]), lambda x: x.pop("w")):
+                with pytest.raises(ConfigError, match="of 'a' was replaced in the mapping"):
+                    async with store.acquire("a", modify=modify) as tensors:
+                        change(tensors)
+                assert await value_of(store, "a") == 1
+            async with store.acquire("a", modify=True) as tensors:
+                tensors["w"] += 1
+            assert await value_of(store, "a") == 2
+            assert await store.prefetch("a") == ["a"]
+            with pytest.raises(ConfigError, match="an entry is a mapping of names to tensors, not list"):
+                await store.put("b", [], tier=Tier.CPU)  # type: ignore[arg-type]
+            assert_at_rest(store)
+
+    run(main())
+
+
 def test_on_the_device_tier_changes_stay_and_are_committed(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as store:
@@ -623,11 +644,12 @@ def test_commits_count_only_changes_and_remove_what_nobody_needs(tmp_path: Path)
             await store.delete("c")
             assert set(committed) < set(pack_files(tmp_path))
             assert await store.commit() == 1
-        assert len(pack_files(tmp_path)) == 1
+        assert len(pack_files(tmp_path)) == 3  # of the last two generations
         async with opened(tmp_path) as store:
             assert store.generation == 1
             assert store.names() == ["a"]
             await store.move("a", Tier.CPU)
+        assert len(pack_files(tmp_path)) == 1
         async with opened(tmp_path) as store:
             assert store.generation == 2
             assert store.home("a") is Tier.CPU
@@ -691,6 +713,42 @@ def test_resume(tmp_path: Path) -> None:
                     pass
         async with opened(tmp_path, chunk_bytes=None, cpu_memory="64MiB") as store:
             assert store.names() == ["a", "b", "c"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_reopened", [True, False])
+@pytest.mark.parametrize("change", ["put", "modify", "delete"])
+def test_the_generation_before_is_whole_whatever_changed_since(tmp_path: Path, change: str, is_reopened: bool) -> None:
+    async def changed(store: TensorStore, step: int) -> None:
+        if change == "put":
+            await store.put("a", block(step), tier=Tier.NVME)
+        elif change == "modify":
+            async with store.acquire("a", modify=True) as tensors:
+                tensors["w"].fill_(step)
+        else:
+            await store.delete(f"{step - 1}")
+            await store.put(f"{step}", block(step), tier=Tier.NVME)
+
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("a", block(0), tier=Tier.NVME)
+            await store.put("0", block(0), tier=Tier.NVME)
+            await store.commit()
+            for step in (1, 2) if is_reopened else (1, 2, 3):
+                await changed(store, step)
+                await store.commit()
+        if is_reopened:
+            async with opened(tmp_path) as store:
+                await changed(store, 3)
+        kept = len(pack_files(tmp_path))
+        assert kept <= 4  # and not one for each change
+        async with opened(tmp_path, resume="previous") as store:
+            assert store.generation == 2
+            if change == "delete":
+                assert store.names() == ["a", "2"]
+            assert await value_of(store, "2" if change == "delete" else "a") == 2
+        assert len(pack_files(tmp_path)) == 2  # what no generation names any more is gone
 
     run(main())
 

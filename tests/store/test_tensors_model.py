@@ -21,7 +21,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tensor_stores import CHUNK, TIERS, QuickBackend, assert_at_rest, config, pack_files, settled
+from tensor_stores import CHUNK, TIERS, QuickBackend, assert_at_rest, config, named_files, pack_files, settled
 
 from tierstore import TensorStore, Tier
 from tierstore.errors import BudgetError
@@ -179,7 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.let_go()
         self.run(self.store.__aexit__(None, None, None))
         self.committed = copy.deepcopy(self.items)
-        assert len(pack_files(self.path)) == len(self.items)
+        assert pack_files(self.path) == named_files(self.path)
         self.open()
         self.read_everything()
 

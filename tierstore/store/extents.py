@@ -174,6 +174,8 @@ def check_tensors(name: str, tensors: Mapping[str, torch.Tensor], device: torch.
     Raises:
         ConfigError: names the tensor; nothing was changed.
     """
+    if not isinstance(tensors, Mapping):
+        raise ConfigError(f"an entry is a mapping of names to tensors, not {type(tensors).__name__}")
     for key, tensor in tensors.items():
         what = f"tensor {key!r} of {name!r}"
         if not isinstance(key, str) or not isinstance(name, str) or not isinstance(tensor, torch.Tensor):

@@ -5,9 +5,9 @@ Not here: which extents there are and where they live (`tensors.py`).
 Owner: the loop thread; workers make, sync and remove files.
 
 [Note: packs are immutable] A changed extent is written to a new pack, so a write cannot harm what is committed or what
-is current: a failed or cancelled one leaves a file that nothing names. A pack that a published generation names is
-removed only after the next one has been published, and one that no generation names at once; a crash leaves at most
-files that no manifest names, and the next open removes those.
+is current: a failed or cancelled one leaves a file that nothing names. A pack stays as long as one of the last two
+generations names it, and one that no generation names is removed at once; a crash leaves at most files that no manifest
+names, and the next open removes those.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.config import Codec, Resume
-from tierstore.errors import ClosedError, ConfigError, StorageError, TierstoreError
+from tierstore.errors import ClosedError, ConfigError, FormatError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
@@ -180,7 +180,12 @@ class Shelf:
         self._next_generation = self.generation + 1
         self._next_pack = 0
         self._live: dict[str, ExtentPack] = {}
-        self._protected: frozenset[str] = frozenset(opened.records if opened is not None else ())
+        self._named: frozenset[str] = frozenset(opened.records if opened is not None else ())
+        """Packs of the last generation."""
+        self._protected = self._named
+        """Packs of the last two, and of one that is being published."""
+        self._old: list[Path] = []
+        """Files of packs that only the generation before the opened one names."""
         self._doomed: list[ExtentPack] = []
 
     @property
@@ -297,7 +302,11 @@ class Shelf:
             pack.is_named = True
         await self._manifests.publish(Generation(number, self._layout, records, entries))
         self.generation = number
-        self._protected = frozenset(records)
+        before, self._named = self._named, frozenset(records)
+        self._protected = self._named | before
+        if self._old:
+            old, self._old = self._old, []
+            self._later(lambda: self.unlink(old), "remove old packs")
         doomed, self._doomed = self._doomed, []
         for pack in doomed:
             self.discard(pack)
@@ -328,10 +337,22 @@ class Shelf:
                     await self._route.copy(pack.layout, place, Nowhere(), Priority.DEMAND)
         await self._manifests.adopt(generation.number)
         await self._workers.submit(Priority.DEMAND, self._directories.finish)
+        before = await self._kinds_before(generation.number)
         found = await self._workers.submit(Priority.DEMAND, self._files)
         self._next_pack = max([-1, *found.values(), *map(_number, rows)]) + 1
-        stale = [path for path, number in found.items() if f"put-{number}" not in rows]
+        others = {path: kind for path, number in found.items() if (kind := f"put-{number}") not in rows}
+        self._old = [path for path, kind in others.items() if kind in before]
+        stale = [path for path, kind in others.items() if kind not in before]
         await self._workers.submit(Priority.DEMAND, self.unlink, stale)
+
+    async def _kinds_before(self, number: int) -> frozenset[str]:
+        """Packs of the generation before this one, if that can still be opened."""
+        manifests = self._directories.manifests()
+        numbers = await self._workers.submit(Priority.DEMAND, manifests.numbers)
+        for before in [one for one in numbers if one < number][:1]:
+            with contextlib.suppress(FormatError):
+                return frozenset((await manifests.read(before)).records)
+        return frozenset()
 
     def pack(self, kind: str) -> ExtentPack:
         """A pack by its kind."""

@@ -142,8 +142,9 @@ class TensorStore:
         Shapes: any; every dense dtype; strides and `requires_grad` are not kept. Do not change them before it returns.
         Raises:
             BudgetError: with the smallest budget that fits. The old entry counts: it stays until the new one is whole.
-            StorageError: or cancelled; the old entry is there, unchanged.
-            Timeout: likewise; `tensors` are read until the disk answers.
+            StorageError: the old entry is there, unchanged.
+            CancelledError: likewise, or the new one is, if it was in place by then.
+            Timeout: the old entry is there; `tensors` are read until the disk answers.
         """
         self._owner.check()
         check_tensors(name, tensors, self._device.torch_device)
@@ -171,6 +172,7 @@ class TensorStore:
         Blocks: on the load. With `modify` also on writing back, which a cancellation does not stop.
         Raises:
             KeyError: there is no such entry.
+            ConfigError: another tensor was put into the mapping, which would be lost; nothing is kept of the block.
             BudgetError: what is acquired already does not leave room, with the smallest budget that fits.
             ChecksumMismatch: names the damaged chunk and its file.
             Timeout: nothing moves any more; the load, or writing back, goes on when the disk answers.
@@ -182,7 +184,10 @@ class TensorStore:
                 copy = await self._homes.acquire(entry)
         copy.modifiers += modify
         try:
-            yield {key: tensor.detach() for key, tensor in copy.tensors.items()}
+            tensors = {key: tensor.detach() for key, tensor in copy.tensors.items()}
+            given = dict(tensors)
+            yield tensors
+            _check_same(name, tensors, given)
         except BaseException:
             copy.modifiers -= modify
             self._homes.leave(entry, copy, is_modified=modify)
@@ -193,7 +198,7 @@ class TensorStore:
         copy.used_until(self._device.record())  # now: in the next turn of the loop another stream may be current
         await self._owner.run(f"write back {name!r}", self._homes.write_back, entry, copy)
 
-    async def prefetch(self, names: Iterable[str]) -> list[str]:
+    async def prefetch(self, names: str | Iterable[str]) -> list[str]:
         """Begin to load entries, in this order, and return at once.
 
         Idle copies make room, acquired ones never do.
@@ -204,7 +209,8 @@ class TensorStore:
             KeyError: there is no such entry; nothing was begun. (A load that fails raises at the next `acquire`.)
         """
         with self._owner.call("prefetch"):
-            return [entry.name for entry in self._homes.prefetch([self._find(name) for name in names])]
+            wanted = [names] if isinstance(names, str) else names
+            return [entry.name for entry in self._homes.prefetch([self._find(name) for name in wanted])]
 
     async def move(self, name: str, tier: Tier) -> None:
         """Change the home of an entry; acquired tensors stay as they are.
@@ -475,6 +481,16 @@ class TensorStore:
         self._workers.close(threading.TIMEOUT_MAX)  # who waits for this looks whether it moves
         self._files.shutdown()
         self._directories.release()
+
+
+def _check_same(name: str, tensors: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a mapping that holds others than were given: only changes of the tensors themselves are kept."""
+    for key in {**given, **tensors}:
+        if tensors.get(key) is not given.get(key):
+            raise ConfigError(
+                f"tensor {key!r} of {name!r} was replaced in the mapping, which would be lost; change the tensor that "
+                f"is there, as tensors[{key!r}].copy_(...), or put the entry anew"
+            )
 
 
 def _tier(tier: Tier) -> Tier:
