@@ -220,6 +220,8 @@ def test_a_state_that_does_not_fit_is_refused():
     saved["state"][2]["exp_avg"] = torch.zeros(5, 17)
     with pytest.raises(ConfigError, match=r"\[5, 17\]"):
         optimizer.load_state_dict(saved)
+    with pytest.raises(ConfigError, match="another kind of optimizer"):
+        optimizer.load_state_dict(torch.optim.SGD(parameters, lr=0.1).state_dict())
     assert int(optimizer.state[parameters[2]]["step"]) == 1
 
 
@@ -305,7 +307,42 @@ def test_nothing_changes_when_a_gradient_is_refused():
     with pytest.raises(ConfigError, match="sparse"):
         optimizer.step()
     assert torch.equal(first, before)
-    assert int(optimizer.state[first]["step"]) == 0
+    assert not optimizer.state[first]
+
+
+@pytest.mark.parametrize("now", [torch.zeros(1 << 20), torch.zeros(6), torch.zeros(4, dtype=torch.bfloat16),
+                                 torch.zeros(4, dtype=torch.float16)])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_parameter_that_has_changed_its_form_is_refused(dtype, now):
+    parameter = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
+    optimizer = CPUAdam([parameter], threads=1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    parameter.grad = None
+    parameter.data = now.clone()
+    parameter.grad = torch.ones_like(parameter)
+    if now.shape == (4,) and now.dtype == dtype:
+        optimizer.step()
+    else:
+        with pytest.raises(ConfigError, match="which its state does not fit"):
+            optimizer.step()
+        assert torch.equal(parameter, now)
+
+
+def test_a_negated_view_is_a_gradient_as_any_other():
+    twins = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    gradients = torch._neg_view(torch.ones(4)), -torch.ones(4)
+    for parameter, gradient in zip(twins, gradients):
+        parameter.grad = gradient
+        CPUAdam([parameter], threads=1).step()
+    assert torch.equal(*twins)
+
+
+def test_options_of_torch_that_change_nothing_are_taken_and_the_others_are_refused():
+    CPUAdam(parameters_of(torch.float32), amsgrad=False, maximize=False, foreach=None, fused=True)
+    for name, said in (("amsgrad", "not supported"), ("maximize", "not supported"), ("lamb", "no option 'lamb'")):
+        with pytest.raises(ConfigError, match=said):
+            CPUAdam(parameters_of(torch.float32), **{name: True})
 
 
 @pytest.mark.parametrize(
@@ -316,6 +353,9 @@ def test_nothing_changes_when_a_gradient_is_refused():
         ({"eps": -1e-8}, "eps"),
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"threads": 0}, "threads"),
+        ({"threads": 2.5}, "threads"),
+        ({"lr": None}, "lr"),
+        ({"lr": torch.tensor([0.1, 0.2])}, "one number"),
     ],
 )
 def test_options_are_checked(options, message):

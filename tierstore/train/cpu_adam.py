@@ -35,8 +35,10 @@ from tierstore.kernels.adam import (
 from tierstore.train.groups import DTYPES
 
 _COMPLEMENTS = {"fp32": None, "bf16": ("residual", torch.int16), "fp16": ("master", torch.float32)}
+_TENSORS_OF_STATE = frozenset({"exp_avg", "exp_avg_sq", "residual", "master"})
 _PIECE = 16 * BLOCK  # elements of one job, about 1 ms of work; jobs of 4 blocks were 10 % slower (2-core Xeon, 2026)
-_UNSUPPORTED = ("amsgrad", "maximize")
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+_IGNORED = ("foreach", "fused")  # ways to compute the same
 _NO_OPTIONS = frozenset({"params", "param_names", "name", "initial_lr"})  # what torch keeps beside them in a group
 
 
@@ -93,6 +95,8 @@ def checked_options(options: Mapping[str, Any]) -> AdamWConfig:
         ConfigError: one is unknown or has no sense.
     """
     rate = options["lr"]
+    if isinstance(rate, torch.Tensor) and rate.numel() != 1:
+        raise ConfigError(f"a learning rate is one number, not a tensor of shape {tuple(rate.shape)}")
     try:
         return AdamWConfig(**{**options, "lr": float(rate) if isinstance(rate, torch.Tensor) else rate})
     except ConfigError as error:
@@ -110,8 +114,13 @@ class CPUAdam(torch.optim.Optimizer):
     before the first step: the threads inherit it.
 
     Args:
+        params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
         decoupled: True is AdamW, False adds `weight_decay * p` to the gradient, as `torch.optim.Adam` does.
         threads: None is one per available core, at most 8.
+        of_torch: its other options; `foreach` and `fused` are ignored, the others must be off.
+
+    Raises:
+        ConfigError: an option has no sense or is not supported, or a parameter is none for this.
     """
 
     def __init__(
@@ -124,10 +133,16 @@ class CPUAdam(torch.optim.Optimizer):
         *,
         decoupled: bool = True,
         threads: int | None = None,
+        **of_torch: bool | None,
     ) -> None:
-        AdamWConfig(lr=float(lr), betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
-        if threads is not None and threads < 1:
-            raise ConfigError(f"threads must be at least 1, got {threads}")
+        for name, value in of_torch.items():
+            if name not in (*_UNSUPPORTED, *_IGNORED):
+                raise ConfigError(f"CPUAdam has no option {name!r}")
+            if value and name in _UNSUPPORTED:
+                raise ConfigError(f"{name}={value} is not supported by CPUAdam")
+        checked_options({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled})
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise ConfigError(f"threads must be a whole number of at least 1, got {threads!r}")
         self._threads = threads or min(8, len(os.sched_getaffinity(0)))
         self._pool: ThreadPoolExecutor | None = None
         self._pool_pid = 0
@@ -162,18 +177,17 @@ class CPUAdam(torch.optim.Optimizer):
         """Updates every parameter that has a gradient.
 
         Raises:
-            ConfigError: a gradient is not dense, or not of its parameter's dtype; nothing was changed.
+            ConfigError: a gradient is not dense, or not of its parameter's dtype; a parameter is of another shape or
+                dtype than when its state was made. Nothing was changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        jobs = [
-            self._job(group, parameter)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        due = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for _, parameter, gradient in due:
+            self._check(parameter, gradient)
+        jobs = [self._job(*one) for one in due]
         self._run(deque(chain.from_iterable(job.pieces() for job in jobs)))
         for job in jobs:
             job.finish()
@@ -204,6 +218,8 @@ class CPUAdam(torch.optim.Optimizer):
             ConfigError: an option that this optimizer lacks is on, or a state has another shape; nothing was changed.
         """
         for group in state_dict["param_groups"]:
+            if "betas" not in group:
+                raise ConfigError("the loaded state is that of another kind of optimizer")
             for option in _UNSUPPORTED:
                 if group.get(option):
                     raise ConfigError(f"{option}=True of the loaded state is not supported by CPUAdam")
@@ -228,12 +244,22 @@ class CPUAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("decoupled", group.get("decoupled_weight_decay", self.defaults["decoupled"]))
 
-    def _job(self, group: dict[str, Any], parameter: torch.Tensor) -> _Job:
-        gradient = parameter.grad
-        if gradient is None or gradient.dtype != parameter.dtype:
-            got = None if gradient is None else gradient.dtype
-            raise ConfigError(f"a parameter of {parameter.dtype} needs a gradient of its dtype, got {got}")
+    def _check(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Refuse what the kernels, which look at no shapes, would read or write past the end of."""
+        _check_tensor("parameter", parameter)
+        if gradient.dtype != parameter.dtype:
+            raise ConfigError(f"a parameter of {parameter.dtype} needs a gradient of its dtype, got {gradient.dtype}")
         _check_tensor("gradient", gradient)
+        kept = {name: value for name, value in self.state.get(parameter, {}).items() if name in _TENSORS_OF_STATE}
+        forms = {name: (value.shape, value.dtype) for name, value in kept.items()}
+        if forms and forms != _forms_of_state(parameter):
+            raise ConfigError(
+                f"a parameter is {parameter.dtype} {tuple(parameter.shape)} now, which its state does not fit: "
+                f"{', '.join(f'{name} {dtype} {tuple(shape)}' for name, (shape, dtype) in forms.items())}; "
+                "make another optimizer when shapes or dtypes change"
+            )
+
+    def _job(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> _Job:
         state = self.state[parameter]
         if not state:
             state.update(_new_state(parameter))
@@ -248,7 +274,7 @@ class CPUAdam(torch.optim.Optimizer):
             decoupled=group["decoupled"],
         )
         weights = parameter if parameter.is_contiguous() else parameter.contiguous()
-        return _Job(parameter, weights, gradient.contiguous(), state, coefficients)
+        return _Job(parameter, weights, gradient.resolve_neg().contiguous(), state, coefficients)
 
     def _run(self, pieces: deque[Callable[[], None]]) -> None:
         """All pieces, in any order: a worker takes the next as soon as it is free."""
@@ -291,16 +317,17 @@ def _views(state: dict[str, Any]) -> StateViews:
     return StateViews(m, v, m[:0] if complement is None else _array(complement))
 
 
-def _new_state(parameter: torch.Tensor) -> dict[str, Any]:
-    def zeros(dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(parameter.shape, dtype=dtype)
+def _forms_of_state(parameter: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    if (complement := _COMPLEMENTS[DTYPES[parameter.dtype]]) is not None:
+        dtypes |= [complement]
+    return {name: (parameter.shape, dtype) for name, dtype in dtypes.items()}
 
-    state = {"step": torch.tensor(0.0), "exp_avg": zeros(torch.float32), "exp_avg_sq": zeros(torch.float32)}
-    complement = _COMPLEMENTS[DTYPES[parameter.dtype]]
-    if complement is not None:
-        name, dtype = complement
-        state[name] = zeros(dtype)  # an fp16 master that differs from its weight is replaced in the first step
-    return state
+
+def _new_state(parameter: torch.Tensor) -> dict[str, Any]:
+    # An fp16 master that differs from its weight is replaced in the first step.
+    zeros = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in _forms_of_state(parameter).items()}
+    return {"step": torch.tensor(0.0)} | zeros
 
 
 def _protect(state_dict: dict[str, Any]) -> dict[str, Any]:
