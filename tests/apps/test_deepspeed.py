@@ -14,7 +14,7 @@ from tierstore.apps.deepspeed import Translation, translate
 from tierstore.apps.options import TrainOptions, options_of_object
 from tierstore.cli import app
 from tierstore.config import AdamWConfig, TierConfig
-from tierstore.errors import ConfigError, FormatError
+from tierstore.errors import ConfigError
 from tierstore.train.engine import Engine
 
 FULL: dict[str, Any] = {
@@ -78,6 +78,16 @@ def test_defaults_are_deepspeeds_own(tmp_path: Path) -> None:
     assert (found.train["dtype"], found.train["clip"], found.train["accumulate"]) == ("fp32", 0.0, 1)
     assert "nvme" not in found.tiers
     assert dict(found.notes)["cpu_memory"].startswith("DeepSpeed has no budgets")
+
+
+def test_what_is_auto_leaves_the_defaults_of_tierstore(tmp_path: Path) -> None:
+    auto = {"optimizer": {"type": "auto"}, "zero_optimization": {"stage": "auto", "offload_param": {"device": "cpu"}}}
+    found = of(auto, tmp_path)
+    assert not {"zero", "lr", "weight_decay"} & found.train.keys()
+    assert "zero" not in found.engine
+    given = of({"optimizer": {"type": "auto", "params": {"lr": 0.5}}}, tmp_path)
+    assert given.train["lr"] == 0.5
+    assert "weight_decay" not in given.train
 
 
 def test_all_auto_of_hugging_face(tmp_path: Path) -> None:
@@ -190,7 +200,7 @@ def test_batches_of_two_factors(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Lamb"}}, "'Lamb' has no counterpart"),
         ({"optimizer": {"params": {"amsgrad": True}}}, "amsgrad has no counterpart"),
         ({"optimizer": {"params": {"betas": [0.9]}}}, "must be a list of two numbers"),
-        ({"zero_optimization": {"offload_param": {"device": "disk"}}}, "must be none, cpu or nvme"),
+        ({"zero_optimization": {"offload_param": {"device": "disk"}}}, "must be 'none', 'cpu' or 'nvme'"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "needs an nvme_path"),
         ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, "cannot be divided by 4"),
         (
@@ -209,7 +219,7 @@ def test_what_cannot_be_translated(values: dict[str, Any], message: str, tmp_pat
 def test_a_file_that_is_not_json(text: str, tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(text)
-    with pytest.raises(FormatError, match=r"ds_config\.json"):
+    with pytest.raises(ConfigError, match=r"ds_config\.json"):
         translate(path, ranks=1)
 
 

@@ -155,6 +155,8 @@ def test_engines_of_some_ranks() -> None:
     [
         ("model", "ConfigError: rank 0 trains another model: parameter enter.bias"),
         ("options", "ConfigError: commit_every is 3 at rank 1"),
+        ("schedule", "ConfigError: update is 'step' at rank 1 and 'forward' at rank 0"),
+        ("no store", "ConfigError: nvme is 'not given' at rank 1 and 'given' at rank 0"),
         ("budget", "BudgetError: cpu_memory of 1 B is too small"),
         ("directory", "StorageError: cannot use"),
         ("full", "StorageFull: write of"),

@@ -361,6 +361,10 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
         seed = rank
     elif what == "options" and is_odd:
         options["commit_every"] = 3
+    elif what == "schedule" and is_odd:
+        options["update"] = "step"
+    elif what == "no store" and is_odd:
+        nvme = []
     elif what == "stage" and is_odd:
         options["zero"] = 2
     elif what == "replicas":

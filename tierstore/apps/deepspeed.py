@@ -79,8 +79,8 @@ def translate(path: Path, *, ranks: int, gpu_memory: int | None = None, cpu_memo
         gpu_memory, cpu_memory: budgets of a rank, in bytes, which DeepSpeed has no word for.
 
     Raises:
-        ConfigError: no such file, a value of another type or that no engine takes, an optimizer that is no Adam.
-        FormatError: not a JSON object.
+        ConfigError: no such file or no JSON object, a value of another type or that no engine takes, an optimizer
+            that is no Adam.
     """
     given = _Given(read_object(path, "DeepSpeed configuration"), str(path))
     found = Translation()
@@ -115,8 +115,8 @@ class _Given:
         return bool(self._values.get(key) == _AUTO)
 
     def has(self, section: str) -> bool:
-        """Whether anything of a section is given."""
-        return any(key.split(".")[0] == section for key in self._values)
+        """Whether a key is given, or anything of a section."""
+        return any(key == section or key.startswith(f"{section}.") for key in self._values)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._get(key, default)
@@ -183,16 +183,19 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _tiers(given: _Given, found: Translation, gpu_memory: int | None, cpu_memory: int | None) -> None:
     stage = given.whole("zero_optimization.stage", 0, least=0, most=3)
-    found.engine["zero"] = found.train["zero"] = stage
+    if given.is_auto("zero_optimization.stage"):
+        stage = None  # that of tierstore
+    else:
+        found.engine["zero"] = found.train["zero"] = stage
     directories: list[str] = []
     for section in ("zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
         device = given.text(f"{section}.device", "none")
         if device not in ("none", "cpu", "nvme"):
-            raise ConfigError(f"{section}.device = {device!r} must be none, cpu or nvme")
+            raise ConfigError(f"{section}.device = {device!r} must be 'none', 'cpu' or 'nvme'")
         path = given.text(f"{section}.nvme_path", "")
         if device == "nvme" and not path:
-            raise ConfigError(f"{section}.device is nvme, so it needs an nvme_path")
-        if device != "none" and not stage:
+            raise ConfigError(f"{section}.device is 'nvme', so it needs an nvme_path")
+        if device != "none" and stage == 0:
             found.notes.append((f"{section}.device", "not used: at stage 0 DeepSpeed offloads nothing"))
             continue
         if device == "nvme" and Path(path) not in map(Path, directories):
@@ -243,8 +246,10 @@ def _optimizer(given: _Given, found: Translation) -> None:
     values["decoupled"] = given.flag("optimizer.params.adam_w_mode", True) or kind.lower() == "adamw"
     decay = 0.01 if values["decoupled"] and given.flag("optimizer.params.torch_adam") else 0.0
     values["weight_decay"] = given.number("optimizer.params.weight_decay", decay)
-    for name in [name for name in values if given.is_auto(f"optimizer.params.{name}")]:
-        del values[name]
+    is_open = given.is_auto("optimizer.type")  # then the defaults are not DeepSpeed's either
+    for key in ("lr", "betas", "eps", "weight_decay"):
+        if given.is_auto(f"optimizer.params.{key}") or (is_open and not given.has(f"optimizer.params.{key}")):
+            del values[key]
     found.train.update({name: values[name] for name in ("lr", "weight_decay") if name in values})
     if not values["decoupled"] or values.get("betas", _BETAS) != _BETAS or values.get("eps", _EPS) != _EPS:
         found.notes.append(("optimizer.params", "betas, eps and L2 decay are arguments of AdamWConfig, not of train"))

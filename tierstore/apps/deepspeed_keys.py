@@ -36,11 +36,20 @@ _ZERO = (
     | _each(
         "zero_optimization.",
         "allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size sub_group_size "
-        "contiguous_gradients round_robin_gradients use_multi_rank_bucket_allreduce zero_hpz_partition_size "
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients mics_shard_size "
-        "mics_hierarchical_params_gather stage3_module_granularity_threshold module_granularity_threshold "
+        "contiguous_gradients round_robin_gradients use_multi_rank_bucket_allreduce "
+        "stage3_module_granularity_threshold module_granularity_threshold "
         "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential log_trace_cache_warnings leaf_module",
         "buckets of gradients and gathers of weights are sized and ordered by tierstore",
+    )
+    | _each(
+        "zero_optimization.",
+        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
+        "no counterpart: nothing is quantized, so that results stay exact",
+    )
+    | _each(
+        "zero_optimization.",
+        "zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather",
+        "no counterpart: in a loop of your own device_mesh= repeats the whole state on each machine",
     )
     | _each(
         "zero_optimization.",

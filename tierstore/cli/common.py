@@ -20,9 +20,9 @@ from tierstore.errors import BudgetError, ConfigError, TierstoreError
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What the engine calls its arguments, with their values or alone; not a part of a path.
+# What the engine calls its arguments, with their values or alone; not a part of a path, and not what a user wrote.
 _ARGUMENT = re.compile(
-    r"(?<![\w/.-])(?:(resume|update|durability|commit_every|zero)='?(\w+)'?|(gpu_memory|cpu_memory|nvme)(?![\w/.-]))"
+    r"(?<![\w/.'-])(?:(resume|update|durability|commit_every|zero)='?(\w+)'?|(gpu_memory|cpu_memory|nvme)(?![\w/.'-]))"
 )
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")]

@@ -138,7 +138,8 @@ def place(request: Request) -> Placement:
         if have < need
     ]
     if short:
-        hint = "" if request.nvme else "; with an nvme directory less cpu_memory is needed"
+        is_cpu_short = request.cpu_bytes < smallest.cpu_bytes
+        hint = "" if request.nvme or not is_cpu_short else "; with an nvme directory less cpu_memory is needed"
         raise BudgetError("; ".join(short) + hint)
     request = replace(request, cpu_bytes=request.cpu_bytes - request.scratch_bytes, scratch_bytes=0)
     chunk_elements, homes, comfort = _start(request)

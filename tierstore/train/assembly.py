@@ -144,7 +144,9 @@ def assemble(
     store: TrainingStore | None = None
     lock: StoreLock | None = None
     try:
-        partition.check_same(asdict(options) | tiers.model_dump(include=_SHARED_TIERS) | config.model_dump())
+        shared = asdict(options) | tiers.model_dump(include=_SHARED_TIERS) | config.model_dump()
+        shared["update"] = shared.pop("schedule")
+        partition.check_same(shared | {"nvme": "given" if tiers.nvme else "not given"})
         team = partition.team(tiers)
         lock = StoreLock(member=None if leads(team) else team.rank)
         generation = find_generation(runtime, tiers, options, backend, lock, partition, team)

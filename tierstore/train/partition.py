@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -160,8 +161,9 @@ class Partition:
         for rank, theirs in enumerate(told):
             for name, value in theirs.items():
                 if value != told[0][name]:
-                    here = f"{name} is {value!r} at rank {rank} and {told[0][name]!r} at rank 0"
-                    raise ConfigError(f"{here}; give all ranks the same")
+                    here, there = (one.value if isinstance(one, Enum) else one for one in (value, told[0][name]))
+                    said = f"{name} is {here!r} at rank {rank} and {there!r} at rank 0"
+                    raise ConfigError(f"{said}; give all ranks the same")
 
     def check_same_model(self, groups: Sequence[GroupSpec]) -> None:
         """Refuse ranks that train different models, with the first difference.
