@@ -10,9 +10,10 @@ import difflib
 import enum
 import os
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -207,6 +208,25 @@ class TierConfig(_Model):
     accumulation_steps: Annotated[int, Field(ge=1, le=2**40)] = 1
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
 
+    if TYPE_CHECKING:  # what is taken is more than what is kept
+
+        def __init__(
+            self,
+            *,
+            device: str = ...,
+            gpu_memory: int | str = ...,
+            cpu_memory: int | str = ...,
+            nvme: Sequence[str | os.PathLike[str]] = ...,
+            codec: Codec | str = ...,
+            chunk_bytes: int | str | None = ...,
+            io_threads: int = ...,
+            update_threads: int | None = ...,
+            prefetch_depth: int | None = ...,
+            bandwidth: MeasuredRates | str | os.PathLike[str] | None = ...,
+            accumulation_steps: int = ...,
+            timeout_s: float = ...,
+        ) -> None: ...
+
     @model_validator(mode="after")
     def _check(self) -> TierConfig:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
@@ -233,6 +253,10 @@ class AdamWConfig(_Model):
     """Hyper-parameters of Adam.
 
     Attributes:
+        lr: learning rate; a scheduler sets it in the groups of `engine.optimizer`.
+        betas: decay of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: coefficient.
         decoupled: True is AdamW (Loshchilov and Hutter, 2019), False is Adam with L2 regularization.
     """
 

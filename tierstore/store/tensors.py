@@ -136,7 +136,7 @@ class TensorStore:
 
     # --- use ----------------------------------------------------------------------------------------------------
 
-    async def put(self, name: str, tensors: Mapping[str, torch.Tensor], *, tier: Tier) -> None:
+    async def put(self, name: str, tensors: Mapping[str, torch.Tensor], *, tier: Tier | str) -> None:
         """Store copies of `tensors` under `name`, in place of an entry of that name.
 
         Shapes: any; every dense dtype; strides and `requires_grad` are not kept. Do not change them before it returns.
@@ -212,7 +212,7 @@ class TensorStore:
             wanted = [names] if isinstance(names, str) else names
             return [entry.name for entry in self._homes.prefetch([self._find(name) for name in wanted])]
 
-    async def move(self, name: str, tier: Tier) -> None:
+    async def move(self, name: str, tier: Tier | str) -> None:
         """Change the home of an entry; acquired tensors stay as they are.
 
         Raises:
@@ -493,7 +493,7 @@ def _check_same(name: str, tensors: Mapping[str, torch.Tensor], given: Mapping[s
             )
 
 
-def _tier(tier: Tier) -> Tier:
+def _tier(tier: Tier | str) -> Tier:
     try:
         return Tier(tier)
     except ValueError:

@@ -79,11 +79,11 @@ class Engine:
         tiers: TierConfig,
         optimizer: AdamWConfig | None = None,
         *,
-        update: str = "auto",
+        update: UpdateSchedule | str = "auto",
         max_grad_norm: float | None = None,
         commit_every: int = 1,
-        durability: str = "commit",
-        resume: str = "never",
+        durability: Durability | str = "commit",
+        resume: Resume | str = "never",
         parameter_groups: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]] | None = None,
         lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         loss_scale: float | str | None = None,
@@ -236,7 +236,7 @@ class Engine:
         self,
         batches: Iterable[Any],
         loss_of: Callable[[Any], torch.Tensor] | None = None,
-        schedule: str = MicroBatchSchedule.HORIZONTAL.value,
+        schedule: MicroBatchSchedule | str = MicroBatchSchedule.HORIZONTAL,
     ) -> StepReport:
         """One step over all its micro-batches; the loss of each counts 1 / their number.
 

@@ -77,11 +77,11 @@ def _expect(is_right: bool, name: str, what: str, value: object) -> None:
 
 def options_of(
     model: nn.Module,
-    update: str,
+    update: UpdateSchedule | str,
     max_grad_norm: float | None,
     commit_every: int,
-    durability: str,
-    resume: str,
+    durability: Durability | str,
+    resume: Resume | str,
     overlap: bool,
     *,
     has_store: bool,
@@ -94,27 +94,8 @@ def options_of(
     Raises:
         ConfigError: there are no such values, or they cannot be exact together.
     """
-    return Options(
-        schedule=_schedule_for(update, max_grad_norm, model, commit_every, durability, overlap, has_store),
-        durability=choice(Durability, "durability", durability),
-        resume=choice(Resume, "resume", resume),
-        commit_every=commit_every,
-        max_grad_norm=max_grad_norm,
-        overlap=overlap,
-        is_auto=update == UpdateSchedule.AUTO.value,
-    )
-
-
-def _schedule_for(
-    update: str,
-    max_grad_norm: float | None,
-    model: nn.Module,
-    commit_every: int,
-    durability: str,
-    overlap: bool,
-    has_store: bool,
-) -> UpdateSchedule:
-    schedule = choice(UpdateSchedule, "update", update)
+    wish = choice(UpdateSchedule, "update", update)
+    kept = choice(Durability, "durability", durability)
     if type(commit_every) is not int:
         raise ConfigError(f"commit_every must be a whole number, not {commit_every!r}")
     if commit_every < 1:
@@ -123,15 +104,30 @@ def _schedule_for(
         raise ConfigError(f"overlap is True or False, not {overlap!r}")
     if max_grad_norm is not None and (isinstance(max_grad_norm, (bool, str)) or not max_grad_norm > 0):
         raise ConfigError(f"max_grad_norm must be above 0, not {max_grad_norm!r}; None switches clipping off")
+    can_go_back = has_store and commit_every == 1 and kept is Durability.COMMIT
+    return Options(
+        schedule=_schedule_for(wish, max_grad_norm, model, overlap, can_go_back=can_go_back, has_store=has_store),
+        durability=kept,
+        resume=choice(Resume, "resume", resume),
+        commit_every=commit_every,
+        max_grad_norm=max_grad_norm,
+        overlap=overlap,
+        is_auto=wish is UpdateSchedule.AUTO,
+    )
+
+
+def _schedule_for(
+    wish: UpdateSchedule, max_grad_norm: float | None, model: nn.Module, overlap: bool, *, can_go_back: bool,
+    has_store: bool,
+) -> UpdateSchedule:  # fmt: skip
     is_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
     needs_whole_backward = max_grad_norm is not None or is_half
-    if schedule is UpdateSchedule.BACKWARD and needs_whole_backward:
+    if wish is UpdateSchedule.BACKWARD and needs_whole_backward:
         reason = "clipping by the global norm" if max_grad_norm is not None else "fp16 loss scaling"
         raise ConfigError(f"update='backward' cannot know {reason} in time; use 'forward' or 'speculative'")
-    can_go_back = has_store and commit_every == 1 and durability == Durability.COMMIT.value
-    if schedule is UpdateSchedule.SPECULATIVE and not can_go_back:
+    if wish is UpdateSchedule.SPECULATIVE and not can_go_back:
         missing = "commit_every=1 and a store" if has_store else "a store: give nvme a directory"
         raise ConfigError(f"update='speculative' goes back to the committed slot: it needs {missing}")
-    if schedule is UpdateSchedule.AUTO:
-        schedule = usual(needs_norm=needs_whole_backward, can_go_back=can_go_back)
-    return schedule if overlap else UpdateSchedule.STEP
+    if wish is UpdateSchedule.AUTO:
+        wish = usual(needs_norm=needs_whole_backward, can_go_back=can_go_back)
+    return wish if overlap else UpdateSchedule.STEP
