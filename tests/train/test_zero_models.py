@@ -189,7 +189,7 @@ def test_an_error_at_one_rank_reaches_all(what: str, told: str, own: str, tmp_pa
     assert first["error"].startswith(told)
     assert last["error"].startswith(own)
     # Of a write that failed the others learn by the commit, or by what the rank does then.
-    assert re.search("Storage|Graph", first["error"]) or "rank 1 has closed its engine" in first["error"]
+    assert re.search("Storage|Graph", first["error"]) or "rank 1 has left" in first["error"]
     assert max(first["seconds"], last["seconds"]) < zero_models.TIMEOUT_S / 2
     if what == "other blocks":
         return

@@ -229,6 +229,11 @@ class Launcher:
         result = work.wait()
         if isinstance(work, torch._C.Future):
             result = result[0] if isinstance(result, (list, tuple)) else result
+            if not isinstance(result, torch.Tensor) or result.numel() != bucket.flat.numel():
+                found = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+                raise ConfigError(
+                    f"the future of a comm hook holds the averaged bucket, {bucket.flat.numel()} elements, not {found}"
+                )
             if result.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(result.view(-1))
 

@@ -140,12 +140,12 @@ class Ranks:
             yield
         except (RuntimeError, TimeoutError) as error:
             with self._reporting:  # one report is enough
-                self._lost = self._lost or RankLost(self._report(what))
+                self._lost = self._lost or RankLost(self._report(what, error))
             raise RankLost(str(self._lost)) from error
         finally:
             self._waits.pop(me, None)
 
-    def _report(self, what: str) -> str:
+    def _report(self, what: str, error: Exception) -> str:
         where = f"rank {self.rank} of {self.count} waited for {what}"
         try:
             self.close()  # the last that is said is this
@@ -160,13 +160,13 @@ class Ranks:
         if left := [rank for rank in missing if after[rank] == _LEFT]:
             names = ", ".join(map(str, left))
             verb = "has" if len(left) == 1 else "have"
-            return f"{where}, and rank {names} {verb} closed its engine; see why there, and start all ranks again"
+            return f"{where}, and rank {names} {verb} left (closed); see why there, and start all ranks again"
         if missing:
             names = ", ".join(map(str, missing))
             verb = "does" if len(missing) == 1 else "do"
             return f"{where}, and rank {names} {verb} not answer: it has died or is stuck; start all ranks again"
         doing = "; ".join(f"rank {rank} {text.partition(' ')[2]}" for rank, text in after.items())
-        return f"{where}, and it failed though all ranks are alive ({doing}); see the error above this one"
+        return f"{where}, and it failed though all ranks are alive ({doing}): {error}"
 
     def _beats(self) -> dict[int, str]:
         """What the other ranks have said last; empty if nothing yet."""

@@ -75,6 +75,10 @@ class ReducerOptions:
                 raise ConfigError(f"{name} {why}")
         if unknown := [name for name in self.order or () if name not in parameters]:
             raise ConfigError(f"order= has {unknown[0]}, which is no parameter that needs a gradient")
-        least = min(self.cap_bytes, self.first_cap_bytes, self.max_in_flight)
-        if least < 1 or (self.is_auto and self.cost is None):
-            raise ConfigError("bucket, first_bucket and max_in_flight are at least 1, and bucket='auto' needs cost=")
+        if self.is_auto and not isinstance(self.cost, CostModel):
+            raise ConfigError("bucket='auto' needs cost=, as fit_cost_model(...).model measures it")
+        for name, value in (
+            ("bucket", self.cap_bytes), ("first_bucket", self.first_cap_bytes), ("max_in_flight", self.max_in_flight)
+        ):  # fmt: skip
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} is a whole number of at least 1, not {value!r}")
