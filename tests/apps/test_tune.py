@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 
 from tierstore.apps import tune as apps_tune
 from tierstore.apps import tune_views
-from tierstore.apps.options import Precision, TrainOptions, options_of_object
-from tierstore.apps.trial import Recorded, Trial
-from tierstore.apps.tune import TuneOptions, as_train_options, candidates, run
+from tierstore.apps.options import Precision, Preset, TrainOptions, options_of_object
+from tierstore.apps.trial import Measured, Recorded, Trial
+from tierstore.apps.tune import Outcome, TuneOptions, as_train_options, candidates, run, save
 from tierstore.cli import app
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError, StorageError
+from tierstore.plan import tuning as plan_tuning
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.placement import GroupNeed
 from tierstore.plan.step_machine import Machine
@@ -144,7 +145,7 @@ def test_with_the_real_engine(disk_path: Path) -> None:
     narrow.print(tune_views.as_table(outcome))
     assert "…" not in narrow.export_text()
     assert list((disk_path / "store").iterdir()) == []  # the store of the trial is gone
-    assert as_train_options(train, outcome.tuning)["config"] == str(disk_path / "config.json")
+    assert as_train_options(train, outcome)["config"] == str(disk_path / "config.json")
 
 
 def test_what_is_recorded_has_no_update_inside_backward(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +173,42 @@ def test_what_is_recorded_has_no_update_inside_backward(disk_path: Path, monkeyp
     assert schedules[:8] == ["forward"] * 8  # recorded
     assert set(schedules[8:]) == {"backward"}  # measured
     assert outcome.record == kept[0]  # no step of `backward` took its place
+
+
+def test_a_record_of_something_else_is_refused(tmp_path: Path, disk_path: Path) -> None:
+    (disk_path / "config.json").write_text(json.dumps(TINY))
+    train = TrainOptions(
+        config=disk_path / "config.json", nvme=(disk_path / "store",), batch=2, sequence=32, clip=0, threads=1,
+        gpu_memory=2 * MIB, cpu_memory=6 * MIB,
+    )  # fmt: skip
+    options = TuneOptions(train=train, save_record=tmp_path / "record.json")
+    save(options, run(options, lambda: Machine(RATES), lambda said: None))
+    again = TuneOptions(train=train, record=tmp_path / "record.json")
+    assert run(again, lambda: Machine(RATES), lambda said: None).record.forward_s > 0
+    for change, told in (
+        ({"batch": 4}, "one of batch 2, not 4"), ({"config": None, "preset": Preset.P25M}, "one of config config.json"),
+        ({"dtype": Precision.FP32}, "one of dtype bf16, not fp32"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=told):
+            run(replace(again, train=replace(train, **change)), lambda: Machine(RATES), lambda said: None)
+    old = {name: value for name, value in json.loads((tmp_path / "record.json").read_text()).items() if name != "of"}
+    (tmp_path / "record.json").write_text(json.dumps(old))
+    run(replace(again, train=replace(train, batch=4)), lambda: Machine(RATES), lambda said: None)  # nobody can tell
+
+
+def test_a_depth_that_was_clearly_faster_is_what_is_written(disk_path: Path) -> None:
+    train = TrainOptions(nvme=(disk_path / "store",), gpu_memory=64 * MIB, cpu_memory=64 * MIB)
+    record = StepRecord((GroupNeed("a", 1000, 2, 10, True),), ((0, 1.0),), ((0, 1.0),), (0,))
+    tuning = plan_tuning.tune(record, list(candidates(record, train)), Machine(RATES))
+    chosen = tuning.choice.depth
+    other = chosen + 1
+    for seconds, depth in ((0.6, other), (0.97, chosen)):
+        measured = {chosen: Measured(1.0, 0.99, 1.01, 0.0), other: Measured(seconds, seconds, seconds + 0.01, 0.0)}
+        outcome = Outcome(record, Machine(RATES), tuning, measured)
+        assert outcome.depth == as_train_options(train, outcome)["prefetch_depth"] == depth
+        assert (f"--write takes depth {other}" in tune_views.as_words(outcome)) is (depth == other)
+    spread = {chosen: Measured(1.0, 0.5, 1.5, 0.0), other: Measured(0.6, 0.4, 0.9, 0.0)}
+    assert Outcome(record, Machine(RATES), tuning, spread).depth == chosen
 
 
 @pytest.mark.parametrize("update", [UpdateSchedule.AUTO, UpdateSchedule.SPECULATIVE])
@@ -273,11 +310,11 @@ def test_what_cannot_be_asked(arguments: list[str], sentence: str, files: list[s
 
 
 def test_a_file_that_is_something_else(files: list[str], tmp_path: Path) -> None:
-    for name, sentence in (("rates.json", "bandwidth table"), ("step.json", "must be a JSON object")):
+    for name, sentence, code in (("rates.json", "bandwidth table", 1), ("step.json", "must be a JSON object", 2)):
         before = (tmp_path / name).read_text()
         (tmp_path / name).write_text("[1]")
         result = tune(*files)
-        assert result.exit_code == 1
+        assert result.exit_code == code
         assert sentence in result.stderr
         (tmp_path / name).write_text(before)
 

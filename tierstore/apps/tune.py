@@ -29,7 +29,7 @@ from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_model import StepPolicy
 from tierstore.plan.step_record import StepRecord
 from tierstore.plan.tiers import place
-from tierstore.plan.tuning import DEPTHS, Candidate, Tuning, calibrated, tune
+from tierstore.plan.tuning import DEPTHS, WORTH_IT, Candidate, Tuning, calibrated, tune
 from tierstore.train.budgets import request_for, settled, usual
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _PROBED_BYTES, _PROBED_S = 2**28, 2.0
 _NEVER_CLIPPED = 1e30
 _PAIRS = tuple(itertools.permutations(Activity, 2))
+_OF = "of"
+"""Of a recorded step's file: what the step was one of."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainOptions)}
 
 Rates = Callable[[], Machine]
@@ -88,6 +90,17 @@ class Outcome:
     tuning: Tuning
     measured: Mapping[int, Measured]
 
+    @property
+    def depth(self) -> int:
+        """What to run with: the choice, unless another depth was faster when both were run, beyond their spread."""
+        chosen = self.tuning.choice.depth
+        if chosen not in self.measured:
+            return chosen
+        best = min(self.measured, key=lambda depth: self.measured[depth].seconds)
+        ours, theirs = self.measured[chosen], self.measured[best]
+        is_clear = theirs.high < ours.low and theirs.seconds < (1 - WORTH_IT) * ours.seconds
+        return best if is_clear else chosen
+
 
 def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outcome:
     """Records, predicts and measures, once the files that are asked for can be written (`save`).
@@ -122,9 +135,10 @@ def save(options: TuneOptions, outcome: Outcome) -> None:
     from tierstore.apps import tune_views
 
     if options.save_record is not None:
-        write_object(options.save_record, outcome.record.to_json(), "--save-record")
+        kept = outcome.record.to_json() | {_OF: _recorded_of(options.train)}
+        write_object(options.save_record, kept, "--save-record")
     if options.write is not None:
-        write_object(options.write, as_train_options(options.train, outcome.tuning), "--write")
+        write_object(options.write, as_train_options(options.train, outcome), "--write")
     if options.json is not None:
         write_object(options.json, tune_views.as_json(outcome), "--json")
     if options.plot is not None:
@@ -196,7 +210,7 @@ def _placed(record: StepRecord, train: TrainOptions, schedule: UpdateSchedule) -
 def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | Recorded:
     """The record of the file, which was calibrated when it was made; or steps of now."""
     if options.record is not None:
-        return StepRecord.from_json(read_object(options.record, "recorded step"))
+        return _read_record(options.record, options.train)
     from tierstore.apps.arithmetic import slow_products_notes
     from tierstore.apps.trial import trial
 
@@ -205,6 +219,26 @@ def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | 
     say("recording steps of the real engine")
     with trial(_as_recorded(options.train)) as real:
         return real.record()
+
+
+def _read_record(path: Path, train: TrainOptions) -> StepRecord:
+    values = read_object(path, "recorded step")
+    record = StepRecord.from_json(values)
+    wanted = _recorded_of(train)
+    for name, recorded in values.get(_OF, {}).items():  # an older one does not say
+        if wanted.get(name) != recorded:
+            raise ConfigError(
+                f"the recorded step {path} is one of {name} {recorded}, not {wanted.get(name)}; record it again"
+            )
+    return record
+
+
+def _recorded_of(train: TrainOptions) -> dict[str, Any]:
+    """What the computing of a step depends on."""
+    model = {name: path.name for name in ("config", "checkpoint") if (path := getattr(train, name)) is not None}
+    names = ("dtype", "device", "batch", "sequence", "checkpointing")
+    model = model or {"preset": (train.preset or Preset.P25M).value}
+    return model | {name: _plain(getattr(train, name)) for name in names}
 
 
 def _as_recorded(train: TrainOptions) -> TrainOptions:
@@ -270,9 +304,9 @@ def _median(seen: Sequence[Machine]) -> Machine:
     )
 
 
-def as_train_options(train: TrainOptions, tuning: Tuning) -> dict[str, Any]:
-    """The options of `train` that give this choice: those that a person gave, and those that were chosen."""
-    chosen = _chosen(train, tuning)
+def as_train_options(train: TrainOptions, outcome: Outcome) -> dict[str, Any]:
+    """The options of `train` that give this outcome: those that a person gave, and those that were chosen."""
+    chosen = replace(_chosen(train, outcome.tuning), prefetch_depth=outcome.depth)
     given = {name: getattr(chosen, name) for name, default in _DEFAULTS.items() if getattr(chosen, name) != default}
     always = {name: getattr(chosen, name) for name in ("gpu_memory", "cpu_memory", "update", "prefetch_depth")}
     return {name: _plain(value) for name, value in (given | always).items()}

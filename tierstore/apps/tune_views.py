@@ -6,6 +6,7 @@ Scope: showing. Not here: finding (`apps/tune.py`).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from tierstore.config import Tier, TierConfig, UpdateSchedule, format_size
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.costs import codec_pays
 from tierstore.plan.placement import Kind
-from tierstore.plan.tuning import Candidate, Choice
+from tierstore.plan.tuning import USUAL_DEPTH, WORTH_IT, Candidate, Choice, Tuning
 from tierstore.plots import new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def as_words(outcome: Outcome) -> str:
     lines = [
         f"Depth {choice.depth}, {describe(choice.candidate)}: {choice.best.seconds:.3f} s a step, "
         f"{choice.best.stall_s:.3f} s of it waiting for weights.",
+        *_nearly_as_good(tuning),
         tuning.reason[0].upper() + tuning.reason[1:] + ".",
         _split(choice),
         "One depth serves all groups: the policy fetches them in the order of use as far as memory allows, and groups "
@@ -78,6 +80,18 @@ def as_words(outcome: Outcome) -> str:
     if outcome.measured:
         lines.append(_check(outcome))
     return "\n".join(lines)
+
+
+def _nearly_as_good(tuning: Tuning) -> Iterator[str]:
+    """Why what looks faster on paper was not taken."""
+    choice = tuning.choice
+    at_usual_s = choice.forecasts[USUAL_DEPTH].seconds
+    is_faster = min(one.seconds for one in choice.forecasts) < choice.best.seconds
+    if is_faster or any(step.seconds < at_usual_s for _, step in tuning.others):
+        yield (
+            f"What is less than {WORTH_IT:.0%} faster on paper may not be: then the smallest depth from 1 on is taken, "
+            "and the update that `train` takes by itself; --measure tells."
+        )
 
 
 def _codec(table: BandwidthTable) -> str:
@@ -119,6 +133,7 @@ def _check(outcome: Outcome) -> str:
         f"Measured at depth {depth}: {real.seconds:.3f} s; the prediction is {off:+.1%} off. Best measured: depth "
         f"{best_depth} with {best.seconds:.3f} s; the choice is {real.seconds / best.seconds - 1:.1%} slower "
         f"(quartiles of its steps are {spread:.1%} apart)."
+        + (f" That is clear: --write takes depth {outcome.depth}." if outcome.depth != depth else "")
     )
 
 

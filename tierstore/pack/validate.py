@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tierstore.errors import ChecksumMismatch, FormatError, StorageError, Truncated
@@ -29,7 +30,7 @@ from tierstore.pack.strict_json import parse_json
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Header:
     """What a file says about itself; `entries` is by name, in file order, pads included."""
 
@@ -38,7 +39,7 @@ class Header:
     data_start: int
     file_bytes: int
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, TensorEntry]:
         """The entries that are not pads, see [Note: pads] in `layout.py`."""
         prefix = self.metadata.get(PAD_KEY)
