@@ -31,6 +31,18 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
     return Figure(figsize=(width_inches, height_inches), dpi=_DOTS_PER_INCH, layout="constrained")
 
 
+def check_name(path: str | os.PathLike[str]) -> str:
+    """The ending of the name of a picture.
+
+    Raises:
+        ConfigError: it is neither `.png` nor `.svg`.
+    """
+    ending = os.path.splitext(os.fspath(path))[1].lower()
+    if ending not in (".png", ".svg"):
+        raise ConfigError(f"a plot is a .png or .svg file, and {os.fspath(path)} is named as neither")
+    return ending
+
+
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Writes a PNG or an SVG file, as its name ends.
 
@@ -38,9 +50,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
         ConfigError: it ends otherwise.
         StorageError: it cannot be written.
     """
-    ending = os.path.splitext(os.fspath(path))[1].lower()
-    if ending not in (".png", ".svg"):
-        raise ConfigError(f"a plot is a .png or .svg file, and {os.fspath(path)} is named as neither")
+    ending = check_name(path)
     try:
         figure.savefig(path, format=ending.removeprefix("."))
     except OSError as error:

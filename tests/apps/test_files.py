@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,10 @@ def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
     assert file.read_text(encoding="utf-8") == "text"
     write_text(Path("/dev/null"), "text", "--json")
     assert Path("/dev/null").is_char_device()
+
+
+def test_a_pipe_gets_the_text(tmp_path: Path) -> None:
+    code = "from pathlib import Path; from tierstore.apps.files import write_text; " \
+           "write_text(Path('/dev/stdout'), 'text', '--json')"  # fmt: skip
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("text", "")

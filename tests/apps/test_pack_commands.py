@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import read_safetensors, small_checkpoint, write_safetensors
 from typer.testing import CliRunner
 
 import tierstore
 from tierstore.archive.publish import PARTIAL
+from tierstore.archive.sources import INDEX
 from tierstore.cli import app
+from tierstore.errors import ConfigError
 from tierstore.io.backend import BlockFile
+from tierstore.pack.layout import TensorEntry
+from tierstore.pack.validate import Header
 
 ENDLESS = """
 import os, signal, sys, time
@@ -171,3 +176,48 @@ def test_bad_input_is_one_sentence(
     assert message in result.output
     assert "Traceback" not in result.output
     assert sorted(tmp_path.rglob("*")) == before, "nothing was written"
+
+
+def test_what_is_no_pack_is_told_what_it_is(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    run("pack", tmp_path / "a", tmp_path / "x", tmp_path / "y")
+    said = run("verify", tmp_path / "y", tmp_path / "x", code=1).stderr
+    assert "of a striped pack the directory that holds the index comes first" in said
+    run("unpack", tmp_path / "x", tmp_path / "y", tmp_path / "sharded", "--shard-size", "100KB")
+    assert "that of an ordinary checkpoint, not of a pack" in run("verify", tmp_path / "sharded", code=1).stderr
+    torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
+    assert "is a zip file, as torch.save makes them" in run("verify", tmp_path / "w.pt", code=1).stderr
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / INDEX).write_text('{"weight_map": {}}')
+    assert "names no tensors" in run("pack", tmp_path / "none", tmp_path / "p.safetensors", code=1).stderr
+    torch.save({"a": {"b": torch.ones(3)}, "a.b": torch.ones(3)}, tmp_path / "twice.pt")
+    said = run("pack", tmp_path / "twice.pt", tmp_path / "p.safetensors", code=1).stderr
+    assert "keys of dictionaries inside dictionaries are joined by dots" in said
+    with pytest.raises(ConfigError, match="no pack is named"):
+        tierstore.load_pack([])
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "unpack", "pack", "codecs"])
+def test_a_path_that_the_system_refuses_is_one_sentence(command: str, tmp_path: Path) -> None:
+    said = run(command, tmp_path / ("x" * 300), *([tmp_path / "out"] if command in ("unpack", "pack") else []), code=1)
+    assert "File name too long" in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+def test_a_pack_of_many_tensors_is_read_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By counting what is asked of names: time tells of the machine, too."""
+    write_safetensors(tmp_path / "a", {f"h.{i // 20}.{i % 20}": ("U8", (3,), bytes(3)) for i in range(400)})
+    run("pack", tmp_path / "a", tmp_path / "p.safetensors")
+    asked = 0
+    found = Header.__dict__["tensors"]
+    tensors = found.func
+
+    def counted(header: Header) -> dict[str, TensorEntry]:
+        nonlocal asked
+        asked += 1
+        result: dict[str, TensorEntry] = tensors(header)
+        return result
+
+    monkeypatch.setattr(found, "func", counted)
+    assert len(tierstore.load_pack(tmp_path / "p.safetensors")) == 400
+    assert asked <= 4

@@ -228,7 +228,7 @@ def test_a_configuration_that_is_none(tmp_path: Path) -> None:
     for text, sentence in (("[]", "must be a JSON object, not list"), ('{"a": 1} x', "not valid JSON")):
         path.write_text(text)
         result = run("--config", str(path))
-        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
         assert sentence in result.stderr
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tierstore.archive import flow, publish
 from tierstore.archive.choosing import measure
 from tierstore.archive.opening import open_archive
-from tierstore.archive.packing import PackOptions, pack
+from tierstore.archive.packing import PackOptions, pack, plan_groups
 from tierstore.archive.reading import verify
 from tierstore.archive.sources import INDEX, SINGLE, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
@@ -82,7 +82,11 @@ def test_any_names_and_any_cut_come_back(
     tensors = {name: random_tensor("U8", (1700 * seed,), seed) for seed, name in enumerate(names)}
     tensors |= {f"{name}!": ("U8", (30000,), bytes(30000)) for name in names}
     write_safetensors(folder / "a", tensors)
-    packed(folder / "a", folder / "p", codec=codec, chunk_bytes=chunk_bytes, shards=shards, memory_bytes=memory_bytes)
+    groups, _ = plan_groups(open_source(folder / "a"), {}, chunk_bytes)
+    options: dict[str, Any] = {"codec": codec, "chunk_bytes": chunk_bytes, "memory_bytes": memory_bytes}
+    with pytest.raises(ConfigError, match=rf"--shards 100 is more than the \d+ that {len(groups)} groups can fill"):
+        packed(folder / "a", folder / "p", shards=100, **options)
+    packed(folder / "a", folder / "p", shards=min(shards, max(len(groups), 1)), **options)
     assert unpacked(folder / "out", folder / "p", shard_bytes=6000) == tensors
     assert not verify(open_archive([folder / "p"]), MEMORY)
 

@@ -46,11 +46,17 @@ def write_text(path: Path, text: str, option: str) -> None:
     Raises:
         StorageError: it cannot be written.
     """
+    if path.exists() and not path.is_file():  # a pipe, say the output of this process
+        try:
+            path.write_text(text, encoding="utf-8")
+            return
+        except OSError as error:
+            raise StorageError(f"cannot write {option} {path}: {error.strerror}") from error
     target = path.resolve()  # a link stays one
     new = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
-        if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
-            target.write_text(text, encoding="utf-8")  # a pipe, or a directory that takes no new file
+        if not os.access(target.parent, os.W_OK):
+            target.write_text(text, encoding="utf-8")  # a directory that takes no new file
             return
         try:
             new.write_text(text, encoding="utf-8")

@@ -31,9 +31,10 @@ def check_outputs(**files: Path | None) -> None:
         other = seen.setdefault(path.resolve(), name)
         if other != name:
             raise ConfigError(f"--{other} and --{name} would both write {path}: name two files")
-    if files.get("plot") is not None:
-        from tierstore.plots import new_figure
+    if (plot := files.get("plot")) is not None:
+        from tierstore.plots import check_name, new_figure
 
+        check_name(plot)
         new_figure(1, 1)  # matplotlib is there
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tierstore.errors import ChecksumMismatch
+from tierstore.errors import ChecksumMismatch, FormatError
 from tierstore.pack.archive import Archive
 from tierstore.pack.checked import file_name_of, list_of
 from tierstore.pack.codecs import checksum_bytes
@@ -44,6 +44,8 @@ def check_index(data: bytes, source: str) -> list[str]:
     """
     body = parse_json(data, source)
     metadata = body.get("metadata") if isinstance(body, dict) else None
+    if isinstance(metadata, dict) and _SEAL not in metadata and "files" not in metadata:
+        raise FormatError(f"{source} is that of an ordinary checkpoint, not of a pack; make one with `tierstore pack`")
     seal = metadata.pop(_SEAL, None) if isinstance(metadata, dict) else None
     if not isinstance(metadata, dict) or seal != f"{checksum_bytes(_text(body)):016x}":
         raise ChecksumMismatch(f"{source} was changed after it was written; pack again")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tierstore.archive.index import check_index
 from tierstore.archive.sources import INDEX, SINGLE, small_file
-from tierstore.errors import FormatError, StorageError
+from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import storage_error
 from tierstore.pack.archive import Archive, ArchiveChunk, ArchiveGroup, read_archive
 from tierstore.pack.layout import SEAL_KEY, build_header, quoted
@@ -66,6 +66,8 @@ def open_archive(paths: Sequence[Path]) -> list[ArchiveFile]:
         FormatError: it is none, or damaged, or not all of it is there.
         StorageError: it cannot be read.
     """
+    if not paths:
+        raise ConfigError("no pack is named: give its file, or its directories")
     first = paths[0]
     if not first.exists():
         raise StorageError(f"there is no {first}")
@@ -128,7 +130,9 @@ def check_header(file: ArchiveFile) -> None:
 def _indexed(first: Path, paths: Sequence[Path]) -> list[ArchiveFile]:
     index = first / INDEX
     if not index.is_file():
-        raise FormatError(f"{first} holds no pack: neither {SINGLE} nor {INDEX}")
+        is_part = any(first.glob("model-*.safetensors"))
+        advice = "; of a striped pack the directory that holds the index comes first" if is_part else ""
+        raise FormatError(f"{first} holds no pack: neither {SINGLE} nor {INDEX}{advice}")
     names = check_index(small_file(index), str(index))
     if not names:
         raise FormatError(f"{index} names no files")

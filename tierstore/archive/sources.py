@@ -109,6 +109,8 @@ def _indexed(path: Path) -> Source:
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map(path / INDEX).items():
         by_file.setdefault(file, []).append(name)
+    if not by_file:
+        raise FormatError(f"{path / INDEX} names no tensors")
     headers = {path / file: _present(path / file) for file in sorted(by_file)}
     for file, names in by_file.items():
         there = headers[path / file].tensors

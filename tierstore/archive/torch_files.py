@@ -17,6 +17,7 @@ import itertools
 import os
 import pickle
 import pickletools
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -64,7 +65,10 @@ def torch_source(path: Path, files: Sequence[Path], config: Mapping[str, Any] | 
         file_bytes += file.stat().st_size
         for name, value in flattened(_load(file)):
             if name in tensors or name in aliases:
-                raise FormatError(f"tensor {quoted(name)} stands twice in {path}; once in {file.name}")
+                raise FormatError(
+                    f"tensor {quoted(name)} stands twice in {path}, once of them in {file.name}: keys of dictionaries "
+                    "inside dictionaries are joined by dots; rename one"
+                )
             if not isinstance(value, torch.Tensor):
                 left_out.append(name)
                 continue
@@ -190,9 +194,10 @@ def load_without_data(opened: IO[bytes], source: str) -> Any:
             f"{source} is not a file of torch.save, or it is truncated; one of torch before 1.6 must be saved again"
         ) from None
     except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # not torch's advice, which is to let it run
+        what = f" ({named[1]})" if named else ""
         raise FormatError(
-            f"{source} holds more than tensors, and loading it could run code: refused ({_first_line(error)}); save "
-            "its state_dict alone"
+            f"{source} holds more than tensors{what}, and loading it could run code: refused; save its state_dict alone"
         ) from None
     except Exception as error:  # a damaged file makes torch raise anything
         raise FormatError(f"{source} is not a readable file of torch.save: {_first_line(error)}") from None

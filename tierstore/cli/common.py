@@ -7,6 +7,7 @@ Not here: commands (a module each) and anything that works (`apps/`).
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,6 +63,11 @@ def told(debug: bool = False) -> Iterator[None]:
             raise
         say(_as_options(str(error)))
         raise typer.Exit(2 if isinstance(error, (ConfigError, BudgetError)) else 1) from None
+    except OSError as error:  # of looking at a path that was given; what is read and written is told as StorageError
+        if debug or not isinstance(error.filename, (str, os.PathLike)):
+            raise
+        say(f"cannot use {error.filename}: {error.strerror}")
+        raise typer.Exit(1) from None
 
 
 def say(sentence: str) -> None:

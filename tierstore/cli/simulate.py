@@ -29,7 +29,8 @@ def step(
         typer.Option(help="Layers fetched ahead: 1 is double buffering, 2 triple; repeat it [default: 0 1 2 3 4]."),
     ] = None,
     backward: Annotated[
-        float, typer.Option(metavar="TIMES", help="Backward takes so many times forward's time; 0: forward only.")
+        float,
+        typer.Option(metavar="TIMES", max=1e6, help="Backward takes so many times forward's time; 0: forward only."),
     ] = 0.0,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="For layers on the device [default: depth + 1 of the largest].")

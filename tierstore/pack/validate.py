@@ -93,7 +93,11 @@ def _header_length(prefix: bytes, file_bytes: int, source: str) -> int:
         raise Truncated(f"{source}: {min(len(prefix), file_bytes)} B, shorter than the 8 B that give the header length")
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
-        raise FormatError(f"{source}: a header of {length} B is over the limit of {MAX_HEADER_BYTES} B; safetensors?")
+        if prefix.startswith(b"PK"):
+            raise FormatError(f"{source} is a zip file, as torch.save makes them, not safetensors")
+        raise FormatError(
+            f"{source} is no safetensors file: a header of {length} B is over the limit of {MAX_HEADER_BYTES} B"
+        )
     if 8 + length > file_bytes:
         raise Truncated(f"{source}: the header ends at byte {8 + length}, but the file has {file_bytes} B")
     return length
