@@ -23,6 +23,7 @@ _OTHER = "0.75"  # what is taken beside those
 _PHASES = ("tab:purple", "tab:olive", "tab:cyan", "tab:pink", "tab:brown")
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
 
+_NEAR = 5  # times the largest bar: so far off a limit is still drawn
 
 def draw(plan: Plan, path: Path) -> None:
     """Three panels of bytes and one of seconds, with a bar for each strategy, as a PNG file.
@@ -50,7 +51,9 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _draw_tier(axes: Axes, options: tuple[Option, ...], tier: Tier, limit: float) -> None:
-    largest = max([limit, *(option.taken.get(tier, 0.0) for option in options)])
+    most = max(option.taken.get(tier, 0.0) for option in options)
+    is_far = 0 < _NEAR * most < limit
+    largest = most if is_far else max(limit, most)
     unit, name = next(((unit, name) for unit, name in _UNITS if largest >= unit), (1.0, "B"))
     rows = range(len(options))
     left = [0.0] * len(options)
@@ -61,6 +64,8 @@ def _draw_tier(axes: Axes, options: tuple[Option, ...], tier: Tier, limit: float
     rest = [max(0.0, option.taken.get(tier, 0.0) / unit - before) for option, before in zip(options, left)]
     axes.barh(rows, rest, left=left, color=_OTHER, label="activations; staging; second slot")
     axes.axvline(limit / unit, color="tab:red", linestyle="--", label="what can be used")
+    if is_far:  # the bars would be too small to see
+        axes.set_xlim(0, 1.1 * most / unit)
     axes.set_xlabel(f"{name} ({format_decimal(limit)} can be used)")
     axes.grid(axis="x", alpha=0.3)
 
@@ -79,4 +84,4 @@ def _draw_seconds(axes: Axes, options: tuple[Option, ...]) -> None:
     axes.set_title("a step")
     axes.set_xlabel("seconds")
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)

@@ -161,7 +161,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     axes.set_xticks(depths)
     axes.set_title(describe(outcome.tuning.choice.candidate))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=4, frameon=False)
     save_figure(figure, path)
 
 

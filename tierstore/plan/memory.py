@@ -92,6 +92,9 @@ class Job:
         return self.batch * self.sequence * self.accumulate
 
 
+_PARTS = {"tensor": "-parallel parts", "pipeline": " stages"}
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How GPUs share a model: `nodes` x `gpus` = `tensor` x `pipeline` x data-parallel ranks.
@@ -108,8 +111,11 @@ class Layout:
     zero: int = 3
 
     def __post_init__(self) -> None:
-        if min(self.nodes, self.gpus, self.tensor, self.pipeline) < 1 or not 0 <= self.zero <= 3:
-            raise ConfigError(f"a layout has degrees of at least 1 and a ZeRO stage of 0 to 3: {self}")
+        for name in ("nodes", "gpus", "tensor", "pipeline"):
+            if (degree := getattr(self, name)) < 1:
+                raise ConfigError(f"the number of {name}{_PARTS.get(name, '')} must be at least 1, not {degree}")
+        if not 0 <= self.zero <= 3:
+            raise ConfigError(f"a ZeRO stage is 0 to 3, not {self.zero}")
         if self.count % (self.tensor * self.pipeline):
             raise ConfigError(
                 f"{self.count} GPUs cannot be divided into tensor x pipeline = {self.tensor} x {self.pipeline} parts: "
