@@ -83,7 +83,7 @@ def raises_by_name(read: Callable[[nn.Parameter], Any], weight: nn.Parameter) ->
     try:
         read(weight)
     except GraphError as error:
-        return "gathered(['blocks.1.up.weight'])" in str(error)
+        return "gathered(['blocks.1.up.weight']" in str(error)
     return False
 
 
@@ -168,7 +168,11 @@ def test_gathered_modifies(update: str, clip: float | None, dtype: torch.dtype, 
     with Engine(tiny(dtype), tiers, AdamWConfig(lr=1e-3), update=update, max_grad_norm=clip) as engine:
         one_step(engine, tokens(1)[0])
         before = engine.state_dict()
-        with engine.gathered(["blocks.0.up.weight"]), torch.no_grad():
+        with (
+            pytest.raises(GraphError, match="changed inside gathered"),
+            engine.gathered(["blocks.0.up.weight"]),
+            torch.no_grad(),
+        ):
             engine.model.blocks[0].up.weight.fill_(7.0)  # without modify it is lost
         assert torch.equal(engine.state_dict()["blocks.0.up.weight"], before["blocks.0.up.weight"])
         with engine.gathered(["blocks.0.up.weight"], modify=True), torch.no_grad():

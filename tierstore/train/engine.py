@@ -515,6 +515,7 @@ class Engine:
     def _open_parts(self) -> Assembly:
         if self._is_closed:
             raise ClosedError("the engine is closed")
+        self._parts.runtime.check_process()
         return self._parts
 
     def _whole_parts(self) -> Assembly:
