@@ -198,7 +198,7 @@ def test_nothing_fits_and_why() -> None:
         (["--params", "7e9", "--gpus", "12"], "--gpus 12 is no multiple of the 8"),
         (["--params", "7e9", "--gpus", "0"], "--gpus must be at least 1, not 0"),
         (["--params", "7e9", "--batch", "9"], "--batch 9 cannot be divided among 8"),
-        (["--params", "7e9", "--zero", "4"], "ZeRO stage of 0 to 3"),
+        (["--params", "7e9", "--zero", "4"], "ZeRO stage is 0 to 3"),
         (["--params", "7e9", "--commit-every", "0"], "--commit-every must be at least 1"),
         (["--params", "7e9", "--tensor-parallel", "3"], "8 GPUs cannot be divided"),
         (["--params", "7e9", "--flops", "-1"], "--flops must be from 1e+06 to 1e+20, not -1"),

@@ -102,7 +102,7 @@ def test_activations_of_ranks_and_stages() -> None:
         (lambda: Job(GPT3, batch=0), "--batch must be at least 1"),
         (lambda: Job(GPT3, sequence=4096), "--sequence 4096 is longer than the model's context of 2048"),
         (lambda: Layout(gpus=0), "must be at least 1, not 0"),
-        (lambda: Layout(zero=4), "ZeRO stage of 0 to 3"),
+        (lambda: Layout(zero=4), "ZeRO stage is 0 to 3"),
         (lambda: Layout(gpus=8, tensor=3), "8 GPUs cannot be divided into tensor x pipeline = 3 x 1"),
         (lambda: Layout(nodes=2, gpus=4, tensor=8), "--tensor-parallel 8 does not divide the 4 GPUs of a node"),
         (lambda: stage_parts(GPT3, Layout(gpus=97, pipeline=97)), "more than the model has layers: 96"),

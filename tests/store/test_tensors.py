@@ -25,6 +25,7 @@ from tensor_stores import (
     block,
     config,
     flip,
+    named_files,
     opened,
     pack_files,
     run,
@@ -36,8 +37,9 @@ from tierstore import TensorStore, Tier
 from tierstore.config import Codec, TierConfig
 from tierstore.device.streams import Mark
 from tierstore.device.transfers import CpuDevice
-from tierstore.errors import BudgetError, ChecksumMismatch, ClosedError, ConfigError, StoreLocked, Timeout
+from tierstore.errors import BudgetError, ChecksumMismatch, ClosedError, ConfigError, StorageError, StoreLocked, Timeout
 from tierstore.store.buffers import plan_buffers
+from tierstore.store.commit import Generation, Manifests
 from tierstore.store.extents import ExtentLayout
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -749,6 +751,65 @@ def test_the_generation_before_is_whole_whatever_changed_since(tmp_path: Path, c
                 assert store.names() == ["a", "2"]
             assert await value_of(store, "2" if change == "delete" else "a") == 2
         assert len(pack_files(tmp_path)) == 2  # what no generation names any more is gone
+
+    run(main())
+
+
+def test_opening_and_closing_without_a_change_keeps_the_generation_before(tmp_path: Path) -> None:
+    async def main() -> None:
+        for value in (1, 2):
+            async with opened(tmp_path) as store:
+                await store.put("a", block(value), tier=Tier.NVME)
+        for _ in range(2):
+            async with opened(tmp_path):
+                pass
+        async with opened(tmp_path, resume="previous") as store:
+            assert await value_of(store, "a") == 1
+
+    run(main())
+
+
+def test_a_commit_that_was_published_and_raised_has_its_place_in_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("a", block(0), tier=Tier.NVME)
+            await store.commit()
+            await store.put("a", block(1), tier=Tier.NVME)
+            with monkeypatch.context() as patch:
+                patch.setattr(Manifests, "_remove_all_but_two", failing)
+                with pytest.raises(StorageError, match="after it was published"):
+                    await store.commit()
+            await store.put("a", block(2), tier=Tier.NVME)
+            await store.commit()
+        assert set(named_files(tmp_path)) == set(pack_files(tmp_path))
+        async with opened(tmp_path, resume="previous") as store:
+            assert await value_of(store, "a") == 1
+
+    def failing(self: Manifests, last: int) -> None:
+        raise StorageError("after it was published")
+
+    run(main())
+
+
+def test_a_manifest_before_that_cannot_be_read_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        for value in (1, 2):
+            async with opened(tmp_path) as store:
+                await store.put("a", block(value), tier=Tier.NVME)
+        read = Manifests.read
+
+        async def unreadable(self: Manifests, number: int) -> Generation:
+            if number == 0:
+                raise StorageError("a bad sector")
+            return await read(self, number)
+
+        monkeypatch.setattr(Manifests, "read", unreadable)
+        async with opened(tmp_path) as store:
+            assert await value_of(store, "a") == 2
 
     run(main())
 

@@ -281,7 +281,7 @@ class TestKinds:
             ("parameter_groups", [{"parms": []}], "parameter_groups are parameters, or mappings with 'params'"),
             ("parameter_groups", [], "parameter_groups hold no parameters"),
             ("parameter_groups", [{"params": []}], "parameter_groups hold no parameters"),
-            ("parameter_groups", [{"params": iter(())}], r"parameter_groups\[0\] is an iterator that was used up"),
+            ("parameter_groups", [{"params": iter(())}], r"parameter_groups\[0\] is an iterator that gives no param"),
         ],
     )
     def test_of_the_engine(self, name: str, value: Any, told: str) -> None:
@@ -304,7 +304,7 @@ class TestKinds:
             for call, told in calls:
                 with pytest.raises((ConfigError, FormatError), match=told):
                     call()
-            with pytest.raises(ConfigError, match=r"has no \.loss; give loss_of"):
+            with pytest.raises(ConfigError, match=r"has no \.loss; give labels, or loss_of"):
                 engine.train_step([x])
             with pytest.raises(ConfigError, match="a loss is a tensor"):
                 engine.backward(1.5)  # type: ignore[arg-type]
@@ -314,3 +314,12 @@ class TestKinds:
             model = nn.Linear(2, 2)
         with pytest.raises(ConfigError, match=r"weight was made in torch\.inference_mode"):
             Engine(model, TierConfig())
+
+    def test_parameters_may_be_named_as_torch_takes_them(self) -> None:
+        for named in (lambda m: m.named_parameters(), lambda m: [{"params": m.named_parameters()}, {"params": []}]):
+            model = nn.Sequential(nn.Linear(4, 4))
+            with Engine(model, TierConfig(), parameter_groups=named(model)) as engine:
+                before = engine.state_dict()["0.weight"]
+                engine.backward(engine(torch.ones(1, 4)).sum())
+                engine.step()
+                assert not torch.equal(engine.state_dict()["0.weight"], before)

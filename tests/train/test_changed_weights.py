@@ -122,6 +122,29 @@ def test_a_change_inside_a_modifying_block_is_kept_whatever_is_read_inside_of_th
         assert run.engine.state_dict()[NAME].eq(0).all()
 
 
+@pytest.mark.parametrize("is_outer", [True, False])
+def test_in_blocks_inside_each_other_what_one_of_them_modifies_is_kept_and_nothing_else(
+    tmp_path: Path, is_outer: bool
+) -> None:
+    with opened(WAY, tmp_path) as run:
+        engine, weight = run.engine, run.engine.model.get_parameter(NAME)
+        other = next(name for name, _ in engine.model.named_parameters() if not name.startswith("blocks.0"))
+        with engine.gathered(NAME, modify=is_outer), engine.gathered(NAME, modify=not is_outer):
+            nn.init.ones_(weight)
+        assert engine.state_dict()[NAME].eq(1).all()
+        with engine.gathered(NAME, modify=True):
+            nn.init.zeros_(weight)
+
+            def change() -> None:
+                with engine.gathered(other):
+                    nn.init.zeros_(engine.model.get_parameter(other))
+
+            with pytest.raises(GraphError, match=f"{re.escape(other)} was changed inside gathered"):
+                change()
+        assert engine.state_dict()[NAME].eq(0).all()
+        run.step()
+
+
 def newcomer(model: nn.Module) -> None:
     up = model.get_submodule("blocks.0.up")
     up.weight = nn.Parameter(torch.zeros(up.weight.shape))  # type: ignore
@@ -168,8 +191,8 @@ def test_a_copy_of_the_model_is_a_model_of_its_own(tmp_path: Path) -> None:
         run.step()
         with run.engine.gathered(""):
             mine = copy.deepcopy(run.engine.model)
-        block = mine.get_submodule("blocks.0.up")
-        block(torch.ones(1, block.in_features)).sum().backward()  # type: ignore[operator, call-overload]
-        assert block.weight.grad is not None
-        assert torch.equal(block.weight, run.engine.state_dict()[NAME])  # type: ignore[arg-type]
+        weight = mine.get_parameter(NAME)
+        mine(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+        assert weight.grad is not None
+        assert torch.equal(weight, run.engine.state_dict()[NAME])
         run.step()

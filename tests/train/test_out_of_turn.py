@@ -544,17 +544,27 @@ def test_a_step_without_a_backward_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("lr", "fast"), ("lr", -1.0), ("lr", None), ("eps", float("nan"))])
-def test_an_option_that_was_set_to_nonsense_costs_no_step(tmp_path: Path, name: str, value: Any) -> None:
+@pytest.mark.parametrize("update", [*LATER, "backward"])
+def test_an_option_that_was_set_to_nonsense_costs_no_step(tmp_path: Path, update: str, name: str, value: Any) -> None:
     x = batches(1)[0]
-    with tight_engine(tmp_path) as engine:
+    with tight_engine(tmp_path, update) as engine:
         (group,) = engine.optimizer.param_groups
         good = group[name]
         engine.backward(loss_of(engine(x)))
-        group[name] = value
-        with pytest.raises(ConfigError, match=name):
+        engine.step()
+        for is_early in (True, False):
+            loss = loss_of(engine(x))
+            if not is_early:
+                engine.backward(loss)
+            group[name] = value
+            with pytest.raises(ConfigError, match=name):
+                engine.backward(loss) if is_early else engine.step()
+            group[name] = good
+            if is_early:
+                engine.backward(loss)
             engine.step()
-        group[name] = good
-        assert engine.step().step == 1
+        assert engine.step_count == 3
+        assert all(weight.isfinite().all() for weight in engine.state_dict().values())
 
 
 def test_the_model_cannot_be_registered_beside_itself(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ _COLORS = {Kind.WEIGHTS: "tab:blue", Kind.GRADIENTS: "tab:orange", Kind.STATE: "
 _OTHER = "0.75"  # what is taken beside those
 _PHASES = ("tab:purple", "tab:olive", "tab:cyan", "tab:pink", "tab:brown")
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
-
 _NEAR = 5  # times the largest bar: so far off a limit is still drawn
+
 
 def draw(plan: Plan, path: Path) -> None:
     """Three panels of bytes and one of seconds, with a bar for each strategy, as a PNG file.

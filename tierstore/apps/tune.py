@@ -225,11 +225,13 @@ def _read_record(path: Path, train: TrainOptions) -> StepRecord:
     values = read_object(path, "recorded step")
     record = StepRecord.from_json(values)
     wanted = _recorded_of(train)
-    for name, recorded in values.get(_OF, {}).items():  # an older one does not say
+    of = values.get(_OF, {})  # an older one does not say
+    if not isinstance(of, dict):
+        raise ConfigError(f"the recorded step {path} does not say what it is one of; record it again")
+    for name, recorded in of.items():
         if wanted.get(name) != recorded:
-            raise ConfigError(
-                f"the recorded step {path} is one of {name} {recorded}, not {wanted.get(name)}; record it again"
-            )
+            ours = wanted.get(name, "of that")
+            raise ConfigError(f"the recorded step {path} is one of {name} {recorded}, not {ours}; record it again")
     return record
 
 

@@ -44,7 +44,8 @@ def check_index(data: bytes, source: str) -> list[str]:
     """
     body = parse_json(data, source)
     metadata = body.get("metadata") if isinstance(body, dict) else None
-    if isinstance(metadata, dict) and _SEAL not in metadata and "files" not in metadata:
+    is_ours = isinstance(metadata, dict) and (_SEAL in metadata or "files" in metadata)
+    if isinstance(body, dict) and "weight_map" in body and not is_ours:
         raise FormatError(f"{source} is that of an ordinary checkpoint, not of a pack; make one with `tierstore pack`")
     seal = metadata.pop(_SEAL, None) if isinstance(metadata, dict) else None
     if not isinstance(metadata, dict) or seal != f"{checksum_bytes(_text(body)):016x}":

@@ -163,7 +163,10 @@ def pack(
     backend = backend or Backend()
     groups, reason = plan_groups(source, codecs, options.chunk_bytes)
     if options.files > (most := max(len(groups), len(options.destinations))):
-        raise ConfigError(f"--shards {options.files} is more than the {most} that {len(groups)} groups can fill")
+        raise ConfigError(
+            f"--shards {options.files} is too many: a file holds whole groups, of which there are {len(groups)}; "
+            f"at most {most}"
+        )
     shares = share_out([group.stored_bytes for group in groups], len(options.destinations), options.files)
     archives = [
         Archive("0" * 16, number, options.files, options.chunk_bytes, reason, tuple(groups[i] for i in share), {})

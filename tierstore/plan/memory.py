@@ -115,7 +115,7 @@ class Layout:
             if (degree := getattr(self, name)) < 1:
                 raise ConfigError(f"the number of {name}{_PARTS.get(name, '')} must be at least 1, not {degree}")
         if not 0 <= self.zero <= 3:
-            raise ConfigError(f"there is a ZeRO stage of 0 to 3, not {self.zero}")
+            raise ConfigError(f"the ZeRO stage is 0 to 3, not {self.zero}")
         if self.count % (self.tensor * self.pipeline):
             raise ConfigError(
                 f"{self.count} GPUs cannot be divided into tensor x pipeline = {self.tensor} x {self.pipeline} parts: "

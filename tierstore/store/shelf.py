@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.config import Codec, Resume
-from tierstore.errors import ClosedError, ConfigError, FormatError, StorageError, TierstoreError
+from tierstore.errors import ClosedError, ConfigError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
@@ -180,10 +180,11 @@ class Shelf:
         self._next_generation = self.generation + 1
         self._next_pack = 0
         self._live: dict[str, ExtentPack] = {}
-        self._named: frozenset[str] = frozenset(opened.records if opened is not None else ())
-        """Packs of the last generation."""
-        self._protected = self._named
-        """Packs of the last two, and of one that is being published."""
+        self._records: dict[int, frozenset[str]] = {}
+        """Packs by generation: of the last two, and of one whose publishing failed: its manifest may be there."""
+        if opened is not None:
+            self._records[opened.number] = frozenset(opened.records)
+        self._protected: frozenset[str] = frozenset().union(*self._records.values())
         self._old: list[Path] = []
         """Files of packs that only the generation before the opened one names."""
         self._doomed: list[ExtentPack] = []
@@ -295,6 +296,7 @@ class Shelf:
             raise ConfigError("there is no store to commit to; give nvme a directory")
         number, self._next_generation = self._next_generation, self._next_generation + 1
         records: dict[str, Sequence[ChunkRecord | None]] = {pack.kind: list(pack.slots.current) for pack in packs}
+        self._records[number] = frozenset(records)
         self._protected = self._protected | records.keys()
         unnamed = [pack for pack in packs if not pack.is_named]
         await self._sync(unnamed, self._directories.sync)
@@ -302,8 +304,9 @@ class Shelf:
             pack.is_named = True
         await self._manifests.publish(Generation(number, self._layout, records, entries))
         self.generation = number
-        before, self._named = self._named, frozenset(records)
-        self._protected = self._named | before
+        there = (await self._workers.submit(Priority.WRITE, self._manifests.numbers))[:2]
+        self._records = {one: kinds for one, kinds in self._records.items() if one in there}
+        self._protected = frozenset().union(*self._records.values())
         if self._old:
             old, self._old = self._old, []
             self._later(lambda: self.unlink(old), "remove old packs")
@@ -338,6 +341,7 @@ class Shelf:
         await self._manifests.adopt(generation.number)
         await self._workers.submit(Priority.DEMAND, self._directories.finish)
         before = await self._kinds_before(generation.number)
+        self._protected = self._protected | before
         found = await self._workers.submit(Priority.DEMAND, self._files)
         self._next_pack = max([-1, *found.values(), *map(_number, rows)]) + 1
         others = {path: kind for path, number in found.items() if (kind := f"put-{number}") not in rows}
@@ -350,8 +354,9 @@ class Shelf:
         manifests = self._directories.manifests()
         numbers = await self._workers.submit(Priority.DEMAND, manifests.numbers)
         for before in [one for one in numbers if one < number][:1]:
-            with contextlib.suppress(FormatError):
-                return frozenset((await manifests.read(before)).records)
+            with contextlib.suppress(TierstoreError):
+                self._records[before] = frozenset((await manifests.read(before)).records)
+                return self._records[before]
         return frozenset()
 
     def pack(self, kind: str) -> ExtentPack:

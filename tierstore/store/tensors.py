@@ -172,7 +172,7 @@ class TensorStore:
         Blocks: on the load. With `modify` also on writing back, which a cancellation does not stop.
         Raises:
             KeyError: there is no such entry.
-            ConfigError: another tensor was put into the mapping, which would be lost; nothing is kept of the block.
+            ConfigError: another tensor was put into the mapping, which would be lost; as an error of the block itself.
             BudgetError: what is acquired already does not leave room, with the smallest budget that fits.
             ChecksumMismatch: names the damaged chunk and its file.
             Timeout: nothing moves any more; the load, or writing back, goes on when the disk answers.

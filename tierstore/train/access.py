@@ -165,6 +165,10 @@ class DeviceAccess:
         if not self.is_inside:
             self._guard(group)
 
+    def is_gathered(self, group: int) -> bool:
+        """Whether somebody has entered it for long."""
+        return self._long_users[group] > 0
+
     def pass_through(self, group: int) -> None:
         """Have a group on the device now, which in forward others of the training side may wish to need first."""
         self.before_visit(group)

@@ -285,20 +285,24 @@ def _option_groups(model: nn.Module, groups: ModelGroups, given: Any) -> list[An
     if given is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad and p in groups.names]}]
 
-    def real(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-        for parameter in [parameters] if isinstance(parameters, nn.Parameter) else parameters:
+    def real(parameters: Iterable[Any]) -> Iterator[nn.Parameter]:
+        for one in [parameters] if isinstance(parameters, nn.Parameter) else parameters:
+            parameter = one[1] if isinstance(one, tuple) else one  # named, as torch takes them, too
             yield groups.replaced.get(parameter, parameter)
 
     items = list(given) if isinstance(given, Iterable) else [given]
     if all(isinstance(item, Mapping) and "params" in item for item in items):
         found = [dict(item, params=list(real(item["params"]))) for item in items]
-    elif all(isinstance(item, nn.Parameter) for item in items):
+    elif all(isinstance(item, (nn.Parameter, tuple)) for item in items):
         found = [{"params": list(real(items))}]
     else:
         raise ConfigError("parameter_groups are parameters, or mappings with 'params', as torch.optim takes them")
     for index, (item, group) in enumerate(zip(items, found)):
         if isinstance(item, Mapping) and isinstance(item["params"], Iterator) and not group["params"]:
-            raise ConfigError(f"parameter_groups[{index}] is an iterator that was used up; give a list")
+            raise ConfigError(
+                f"parameter_groups[{index}] is an iterator that gives no parameters, used up perhaps; give a list, "
+                "which may be empty"
+            )
     if not any(group["params"] for group in found):
         raise ConfigError("parameter_groups hold no parameters, so that nothing would be trained")
     return found

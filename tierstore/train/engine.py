@@ -10,8 +10,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -108,7 +110,7 @@ class Engine:
         self._callbacks: list[Callable[[StepReport], None]] = []
         self._loss_scale = LossScale.of(loss_scale, model)
         self._is_closed = False
-        self._is_modifying = False
+        self._modified: Counter[int] = Counter()  # groups that blocks of gathered(modify=True) hold
         tiers = with_rates(tiers)
         scheduler: Any = None
 
@@ -159,7 +161,7 @@ class Engine:
         """`call` runs the model so many times, and is watched."""
         parts = self._whole_parts()
         self._order.refuse_after_backward("another forward")
-        if torch.is_grad_enabled() and self._is_modifying:
+        if torch.is_grad_enabled() and any(self._modified.values()):
             raise ConfigError("weights are being changed by gathered(modify=True); train after it")
         if torch.is_grad_enabled() and not parts.driver.has_begun:
             parts.groups.refuse_newcomers(self.model)
@@ -195,6 +197,7 @@ class Engine:
         if not parts.driver.has_begun:
             raise ConfigError("backward() needs a forward through the engine before it, in the same step")
         _check_loss(loss)
+        parts.stepper.check()  # gradients may be applied as they arrive
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
         scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
@@ -403,7 +406,8 @@ class Engine:
 
         Raises:
             ConfigError: neither a parameter nor a module has such a name, or `modify` in the middle of a step.
-            GraphError: weights were changed without `modify`; they are as they were before.
+            GraphError: weights were changed without `modify`; they are as they were before. What goes past the version
+                counters (`weight.data.zero_()`) is not seen, and is lost.
             BudgetError: they do not fit together.
         """
         parts = self._open_parts()
@@ -413,8 +417,7 @@ class Engine:
             self._generations.leave_newer()
         self.flush()
         with whole.gathered(parts, self.model, whole.checked_names(names)) as groups:
-            was_modifying, self._is_modifying = self._is_modifying, self._is_modifying or modify
-            versions = whole.versions_of(parts, groups)
+            self._modified.update(groups if modify else ())
             try:
                 with parts.hooks.watching():  # a loss may be made of what is read here
                     yield
@@ -423,10 +426,10 @@ class Engine:
                     parts.groups.refuse_newcomers(self.model)
                     whole.keep_changes(parts, groups)
                     self._generations.commit(None)
-                elif not was_modifying:
-                    whole.refuse_changes(parts, groups, versions)
+                else:  # what a block around this one modifies is kept there
+                    whole.refuse_changes(parts, [group for group in groups if not self._modified[group]])
             finally:
-                self._is_modifying = was_modifying
+                self._modified.subtract(groups if modify else ())
 
     def gradient(self, name: str) -> torch.Tensor:
         """The accumulated gradient of a parameter after backward and before step, in fp32, with the loss scale.
@@ -466,10 +469,10 @@ class Engine:
         whole.load_state_dict(self._open_parts(), self.model, state_dict)
         self._generations.commit(None)
 
-    def export(self, directory: str | Path) -> None:
+    def export(self, directory: str | os.PathLike[str]) -> None:
         """Write the weights as ordinary sharded safetensors with an index, streaming, atomically."""
         self._order.refuse_after_backward("export()")
-        if not isinstance(directory, (str, Path)) or not str(directory):
+        if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
             raise ConfigError(f"export() takes a directory, not {directory!r}")
         self.flush()
         whole.export(self._open_parts(), self.model, Path(directory))
@@ -531,9 +534,9 @@ def _close_at_exit(engine: weakref.ref[Engine]) -> None:
 
 
 def _own_loss(output: Any) -> torch.Tensor:
-    if not hasattr(output, "loss"):
-        raise ConfigError(f"the model's output, a {type(output).__name__}, has no .loss; give loss_of")
-    loss: torch.Tensor = output.loss
+    loss: torch.Tensor | None = getattr(output, "loss", None)
+    if loss is None:
+        raise ConfigError(f"the model's output, a {type(output).__name__}, has no .loss; give labels, or loss_of")
     return loss
 
 

@@ -135,8 +135,12 @@ def gathered(parts: Assembly, model: nn.Module, names: Sequence[str]) -> Iterato
     with contextlib.ExitStack() as entered:
         entered.callback(parts.access.release, wanted)
         for group in wanted:
+            is_first = not parts.access.is_gathered(group)
             parts.access.enter(group, for_long=True)
             entered.callback(parts.access.leave, group, for_long=True)
+            if is_first:  # what a forward has given them is lost already
+                parts.groups.groups[group].take_back()
+                parts.groups.groups[group].accept_changes()
         try:
             yield wanted
         finally:
@@ -157,27 +161,17 @@ def checked_names(names: str | Iterable[str]) -> list[str]:
     return several
 
 
-def versions_of(parts: Assembly, groups: Iterable[int]) -> dict[str, tuple[int, int]]:
-    """By name, how often each parameter of these groups was changed in place, and which data it has."""
-    return {
-        spec.name: (parameter._version, parameter.untyped_storage()._cdata)
-        for index in groups
-        for spec, parameter in zip(parts.groups.groups[index].spec.parameters, parts.groups.groups[index].parameters)
-    }
-
-
-def refuse_changes(parts: Assembly, groups: Iterable[int], before: Mapping[str, tuple[int, int]]) -> None:
-    """Weights that were changed since `versions_of` gave `before`, which nobody keeps.
+def refuse_changes(parts: Assembly, groups: Iterable[int]) -> None:
+    """Weights of these groups that were changed since they were gathered, which nobody keeps.
 
     Raises:
         GraphError: names one.
     """
-    for name, version in versions_of(parts, groups).items():
-        if version != before[name]:
-            raise GraphError(
-                f"{name} was changed inside gathered(), which is lost; change weights inside "
-                f"`with engine.gathered([{name!r}], modify=True):`"
-            )
+    for name in (name for index in groups for name in parts.groups.groups[index].changed()):
+        raise GraphError(
+            f"{name} was changed inside gathered(), which is lost; change weights inside "
+            f"`with engine.gathered([{name!r}], modify=True):`"
+        )
 
 
 def _parameters_at(model: nn.Module, name: str) -> list[nn.Parameter]:
