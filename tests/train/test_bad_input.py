@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +62,9 @@ class TestDirectories:
     def test_that_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, whom no mode stops
         assert "no permission to write" in refuse(StorageError, tmp_path)
+        flags = os.statvfs(tmp_path).f_flag | os.ST_RDONLY
+        monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=flags))
+        assert "is read-only" in refuse(StorageError, tmp_path)
 
 
 class TestFullDisk:

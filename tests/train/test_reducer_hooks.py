@@ -131,8 +131,11 @@ def test_options_that_cannot_work(alone: object) -> None:
     for module, options, word in (
         (nn.Linear(2, 2).requires_grad_(False), {}, "no parameter"),
         (nn.Embedding(2, 2, sparse=True), {}, "sparse=False"),
-        (nn.Linear(2, 2), {"max_in_flight": 0}, "max_in_flight"),
+        (nn.Linear(2, 2), {"max_in_flight": 0}, "^max_in_flight is a whole number of at least 1, not 0"),
+        (nn.Linear(2, 2), {"max_in_flight": "3"}, "^max_in_flight is a whole number"),
+        (nn.Linear(2, 2), {"bucket": 0}, "^bucket is a whole number"),
         (nn.Linear(2, 2), {"bucket": "auto"}, "cost="),
+        (nn.Linear(2, 2), {"bucket": "auto", "cost": 3}, "cost="),
         (nn.Linear(2, 2), {"reduce": "gather"}, "reduce must be"),
         (nn.Linear(2, 2), {"order": ["weight", "wieght"]}, "order= has wieght"),
     ):
@@ -151,9 +154,19 @@ def test_a_model_with_parts_that_are_not_reduced(alone: object) -> None:
     assert module[1].weight.grad is not None
 
 
+def holding(value: object) -> torch.futures.Future:
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
 @pytest.mark.parametrize(
     ("hook", "word"),
-    [(None, "NoneType cannot be"), (lambda _, bucket: None, "future"), (lambda _, b: b.buffer(), "Tensor")],
+    [
+        (None, "NoneType cannot be"), (lambda _, bucket: None, "future"), (lambda _, b: b.buffer(), "Tensor"),
+        (lambda _, bucket: holding(None), "6 elements, not NoneType"),
+        (lambda _, bucket: holding(torch.zeros(3)), r"6 elements, not \(3,\)"),
+    ],
 )
 def test_comm_hooks_that_would_reduce_nothing(alone: object, hook: object, word: str) -> None:
     module = nn.Linear(2, 2)
