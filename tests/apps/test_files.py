@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,14 +40,19 @@ def test_who_may_read_a_file_stays_as_it_was(tmp_path: Path) -> None:
     assert (path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777) == ("four rounds", 0o640)
 
 
-def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
+def test_a_link_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     link.symlink_to(file)
     write_text(link, "text", "--json")
     assert link.is_symlink()
     assert file.read_text(encoding="utf-8") == "text"
-    write_text(Path("/dev/null"), "text", "--json")
-    assert Path("/dev/null").is_char_device()
+    pipe = tmp_path / "pipe"  # not /dev/null, which a mistake here would replace for all
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "text", "--json")
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()
 
 
 def test_a_pipe_gets_the_text(tmp_path: Path) -> None:
