@@ -238,7 +238,7 @@ def test_places_of_gradients_come_back_in_whatever_order_they_are_needed(
             optimizer.zero_grad()
         check_weights(engine, model)
     if accumulate == 1:
-        assert borrowed[2] > 2
+        assert borrowed[1] + borrowed[2] > 2  # how far ahead updates get is for threads to decide
         assert not recalled[1] + recalled[2]
         assert recalled[3] > 0
     else:
