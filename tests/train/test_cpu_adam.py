@@ -345,6 +345,9 @@ def test_groups_of_torch_are_taken():
     of_torch = torch.optim.AdamW(parameters).param_groups
     for group in ({"params": parameters, "fused": True, "maximize": False}, *of_torch):
         CPUAdam([dict(group)])
+    for kind, decoupled in ((torch.optim.AdamW, True), (torch.optim.Adam, False)):
+        groups = [dict(group) for group in kind(parameters).param_groups]
+        assert CPUAdam(groups).param_groups[0]["decoupled"] is decoupled
     with pytest.raises(ConfigError, match="amsgrad=True is not supported"):
         CPUAdam([{"params": parameters, "amsgrad": True}])
 

@@ -46,17 +46,12 @@ def write_text(path: Path, text: str, option: str) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    if path.exists() and not path.is_file():  # a pipe, say the output of this process
-        try:
-            path.write_text(text, encoding="utf-8")
-            return
-        except OSError as error:
-            raise StorageError(f"cannot write {option} {path}: {error.strerror}") from error
-    target = path.resolve()  # a link stays one
+    is_pipe = path.exists() and not path.is_file()  # or a device; that of this process's output leads to no name
+    target = path if is_pipe else path.resolve()  # a link stays one
     new = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
-        if not os.access(target.parent, os.W_OK):
-            target.write_text(text, encoding="utf-8")  # a directory that takes no new file
+        if is_pipe or not os.access(target.parent, os.W_OK):
+            target.write_text(text, encoding="utf-8")  # a pipe, or a directory that takes no new file
             return
         try:
             new.write_text(text, encoding="utf-8")

@@ -40,7 +40,7 @@ def check_index(data: bytes, source: str) -> list[str]:
 
     Raises:
         ChecksumMismatch: it is not what was written, to the byte.
-        FormatError: what was written names no files in its directory.
+        FormatError: what was written names no files in its directory, or it is the index of an ordinary checkpoint.
     """
     body = parse_json(data, source)
     metadata = body.get("metadata") if isinstance(body, dict) else None

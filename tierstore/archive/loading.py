@@ -47,7 +47,7 @@ def load_pack(path: Paths, names: Iterable[str] | None = None) -> dict[str, torc
         names: only these tensors; of the others only what shares a chunk with them is read.
 
     Raises:
-        ConfigError: a name that the pack does not have.
+        ConfigError: a name that the pack does not have, or no path at all.
         ChecksumMismatch: names the damaged chunk and its tensors.
         FormatError, StorageError: not a pack, or it cannot be read.
     """

@@ -63,6 +63,7 @@ def open_archive(paths: Sequence[Path]) -> list[ArchiveFile]:
         paths: a pack; or the directories over which it is striped, the one with the index first.
 
     Raises:
+        ConfigError: no path is given.
         FormatError: it is none, or damaged, or not all of it is there.
         StorageError: it cannot be read.
     """

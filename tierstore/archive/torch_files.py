@@ -66,8 +66,8 @@ def torch_source(path: Path, files: Sequence[Path], config: Mapping[str, Any] | 
         for name, value in flattened(_load(file)):
             if name in tensors or name in aliases:
                 raise FormatError(
-                    f"tensor {quoted(name)} stands twice in {path}, once of them in {file.name}: keys of dictionaries "
-                    "inside dictionaries are joined by dots; rename one"
+                    f"tensor {quoted(name)} stands twice in {path}, once in {file.name} (keys of dictionaries inside "
+                    "dictionaries are joined by dots); rename one"
                 )
             if not isinstance(value, torch.Tensor):
                 left_out.append(name)

@@ -85,16 +85,21 @@ def validate_options(group: dict[str, Any], defaults: Mapping[str, Any]) -> None
     Raises:
         ConfigError: an option is unknown or has no sense; the group was not changed.
     """
-    for name in _UNSUPPORTED:
-        if group.get(name):
-            raise ConfigError(f"{name}={group[name]} is not supported (in a parameter group)")
-    options = {**defaults, **{name: value for name, value in group.items() if name not in _NO_OPTIONS}}
+    _refuse_unsupported(group, "(in a parameter group)")
+    of_torch = {"decoupled": group["decoupled_weight_decay"]} if "decoupled_weight_decay" in group else {}
+    options = {**defaults, **of_torch, **{name: value for name, value in group.items() if name not in _NO_OPTIONS}}
     try:
         group.update(checked_options(options).model_dump())
     except ConfigError as error:
         raise ConfigError(f"{error} (in a parameter group)") from None
     if isinstance(rate := options["lr"], torch.Tensor):
         group["lr"] = rate
+
+
+def _refuse_unsupported(options: Mapping[str, Any], where: str) -> None:
+    for name in _UNSUPPORTED:
+        if options.get(name):
+            raise ConfigError(f"{name}={options[name]} is not supported {where}")
 
 
 def checked_options(options: Mapping[str, Any]) -> AdamWConfig:
@@ -141,11 +146,9 @@ class CPUAdam(torch.optim.Optimizer):
         threads: int | None = None,
         **of_torch: bool | None,
     ) -> None:
-        for name, value in of_torch.items():
-            if name not in (*_UNSUPPORTED, *_IGNORED):
-                raise ConfigError(f"CPUAdam has no option {name!r}")
-            if value and name in _UNSUPPORTED:
-                raise ConfigError(f"{name}={value} is not supported by CPUAdam")
+        for name in of_torch.keys() - {*_UNSUPPORTED, *_IGNORED}:
+            raise ConfigError(f"CPUAdam has no option {name!r}")
+        _refuse_unsupported(of_torch, "by CPUAdam")
         checked_options({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled})
         if threads is not None and (type(threads) is not int or threads < 1):
             raise ConfigError(f"threads must be a whole number of at least 1, got {threads!r}")
@@ -226,9 +229,7 @@ class CPUAdam(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             if "betas" not in group:
                 raise ConfigError("the loaded state is that of another kind of optimizer")
-            for option in _UNSUPPORTED:
-                if group.get(option):
-                    raise ConfigError(f"{option}=True of the loaded state is not supported by CPUAdam")
+            _refuse_unsupported(group, "by CPUAdam, and the loaded state has it")
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: _protect(loaded))
         try:
             super().load_state_dict(state_dict)

@@ -125,9 +125,9 @@ class ModelHooks:
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            # It runs also when what comes before has failed: only what was entered is left.
             if module is not own:
                 return
+            # It runs also when what comes before has failed: only what was entered is left.
             for _ in needed[: len(entered)]:
                 access.leave(entered.pop())
 
