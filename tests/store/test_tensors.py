@@ -793,7 +793,7 @@ def test_a_commit_that_was_published_and_raised_has_its_place_in_the_row(
     run(main())
 
 
-def test_a_manifest_before_that_cannot_be_read_keeps_nobody_out(
+def test_a_manifest_before_that_cannot_be_read_for_a_while_keeps_nobody_out_and_its_packs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -807,9 +807,18 @@ def test_a_manifest_before_that_cannot_be_read_keeps_nobody_out(
                 raise StorageError("a bad sector")
             return await read(self, number)
 
-        monkeypatch.setattr(Manifests, "read", unreadable)
-        async with opened(tmp_path) as store:
-            assert await value_of(store, "a") == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(Manifests, "read", unreadable)
+            async with opened(tmp_path) as store:
+                assert await value_of(store, "a") == 2
+        async with opened(tmp_path, resume="previous") as store:
+            assert await value_of(store, "a") == 1
+            await store.put("a", block(3), tier=Tier.NVME)
+        with monkeypatch.context() as patch:
+            patch.setattr(Manifests, "read", unreadable)
+            async with opened(tmp_path) as store:
+                await store.put("a", block(4), tier=Tier.NVME)
+        assert set(named_files(tmp_path)) == set(pack_files(tmp_path))
 
     run(main())
 

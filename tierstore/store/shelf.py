@@ -186,7 +186,7 @@ class Shelf:
             self._records[opened.number] = frozenset(opened.records)
         self._protected: frozenset[str] = frozenset().union(*self._records.values())
         self._old: list[Path] = []
-        """Files of packs that only the generation before the opened one names."""
+        """Files of packs that the generation before the opened one may need, and this one does not."""
         self._doomed: list[ExtentPack] = []
 
     @property
@@ -341,22 +341,23 @@ class Shelf:
         await self._manifests.adopt(generation.number)
         await self._workers.submit(Priority.DEMAND, self._directories.finish)
         before = await self._kinds_before(generation.number)
-        self._protected = self._protected | before
+        self._protected = self._protected.union(before or ())
         found = await self._workers.submit(Priority.DEMAND, self._files)
         self._next_pack = max([-1, *found.values(), *map(_number, rows)]) + 1
         others = {path: kind for path, number in found.items() if (kind := f"put-{number}") not in rows}
-        self._old = [path for path, kind in others.items() if kind in before]
-        stale = [path for path, kind in others.items() if kind not in before]
-        await self._workers.submit(Priority.DEMAND, self.unlink, stale)
+        self._old = [path for path, kind in others.items() if before is None or kind in before]
+        await self._workers.submit(Priority.DEMAND, self.unlink, others.keys() - self._old)
 
-    async def _kinds_before(self, number: int) -> frozenset[str]:
-        """Packs of the generation before this one, if that can still be opened."""
+    async def _kinds_before(self, number: int) -> frozenset[str] | None:
+        """Packs of the generation before this one; None: its manifest is there, and cannot be read now."""
         manifests = self._directories.manifests()
         numbers = await self._workers.submit(Priority.DEMAND, manifests.numbers)
         for before in [one for one in numbers if one < number][:1]:
-            with contextlib.suppress(TierstoreError):
+            try:
                 self._records[before] = frozenset((await manifests.read(before)).records)
-                return self._records[before]
+            except TierstoreError:
+                return None
+            return self._records[before]
         return frozenset()
 
     def pack(self, kind: str) -> ExtentPack:
