@@ -10,32 +10,37 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 STEPS = 3
+_SEQUENCE = 64
 
 
 def status(field: str) -> int:
-    """A memory figure of this process in bytes: `VmRSS` is the present one, `VmHWM` its peak."""
+    """A memory figure of this process in bytes: `VmRSS` is the present one, its parts are `RssAnon` and `RssFile`;
+    `VmHWM` is its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def _plain(preset: str, dtype: str, sequence: str) -> dict[str, int]:
-    return _base(dtype) | _activations(preset, dtype, int(sequence))
+    base = _imported(dtype)
+    activations = _activations(preset, dtype, int(sequence))
+    return {"base": base + status("RssFile"), "activations": activations}  # libraries as far as they are used
 
 
-def _base(dtype: str) -> dict[str, int]:
+def _imported(dtype: str) -> int:
     from transformers.models.gpt2 import GPT2LMHeadModel  # noqa: F401  # what presets are made of
 
     from tierstore.apps import train  # noqa: F401
     from tierstore.kernels import warm_up
 
     warm_up({dtype})
-    return {"base": status("VmRSS")}
+    return status("RssAnon")
 
 
-def _activations(preset: str, dtype: str, sequence: int) -> dict[str, int]:
+def _activations(preset: str, dtype: str, sequence: int) -> int:
     import torch
 
     from tierstore.apps import presets
@@ -56,7 +61,7 @@ def _activations(preset: str, dtype: str, sequence: int) -> dict[str, int]:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     model(input_ids=tokens, labels=tokens).loss.backward()
-    return {"activations": status("VmHWM") - before - gradients}
+    return status("VmHWM") - before - gradients
 
 
 def _train(preset: str, dtype: str, sequence: str, gpu: str, cpu: str, folder: str) -> dict[str, int]:
@@ -83,16 +88,22 @@ def _train(preset: str, dtype: str, sequence: str, gpu: str, cpu: str, folder: s
     return peaks | {"trained": status("VmHWM"), "budgets": options.gpu_memory + options.cpu_memory}
 
 
+def _said(arguments: list[str]) -> str:
+    return subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE, timeout=600).stdout.decode()
+
+
 def measure(
-    preset: str, gpu: str, cpu: str, folder: Path, dtype: str = "bf16", sequence: int = 64
+    preset: str, gpu: str, cpu: str, folder: Path, dtype: str = "bf16", run: Callable[[list[str]], str] = _said
 ) -> dict[str, int]:
-    """All figures in bytes; `bound` is that of the trained model, `bound_built` that of the built one."""
+    """All figures in bytes; `bound` is that of the trained model, `bound_built` that of the built one.
+
+    Args:
+        run: what this file says with these arguments, as a process of its own.
+    """
     figures: dict[str, int] = {}
-    model = [preset, dtype, str(sequence)]
+    model = [preset, dtype, str(_SEQUENCE)]
     for arguments in (["plain", *model], ["train", *model, gpu, cpu, str(folder)]):
-        command = [sys.executable, __file__, *arguments]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600).stdout
-        figures |= json.loads(output)
+        figures |= json.loads(run([__file__, *arguments]))
     figures["bound_built"] = figures["budgets"] + figures["base"] + 128 * 2**20
     figures["bound"] = figures["bound_built"] + figures["activations"]
     return figures
