@@ -89,7 +89,7 @@ HANGS = "store/test_bounded_time.py::test_any_hang_of_a_tensor_store_is_told_and
 POWER_CUT = "store/test_power_cut.py"
 OVERWRITTEN = "store/test_power_cut.py::test_no_chunk_that_the_last_generation_needs_is_written"
 ARCHIVE_CUT = "archive/test_power_cut.py"
-TENSORS_CUT = "store/test_tensors_faults.py::test_killed_anywhere_the_last_generation_or_the_one_before_is_whole"
+TENSORS_CUT = "store/test_tensors_faults.py::test_killed_anywhere_the_last_generation_and_the_one_before_are_whole"
 
 MUTATIONS: Sequence[Mutation] = (
     # Files, small and large.
@@ -395,6 +395,48 @@ MUTATIONS: Sequence[Mutation] = (
     never(
         "a pack that is needed is kept", "store/shelf.py Shelf.discard", "if pack.kind in self._protected:",
         TENSORS_CUT,
+    ),
+    Mutation(
+        "packs of the generation before are kept", "store/shelf.py Shelf.recover",
+        "before is None or kind in before", TENSORS_CUT, "False",
+    ),
+    Mutation(
+        "a manifest that cannot be read now may name packs", "store/shelf.py Shelf.recover",
+        "before is None or kind in before", "store/test_tensors.py", "before and kind in before",
+    ),
+    Mutation(
+        "a tensor that is put into the mapping is refused", "store/tensors.py TensorStore.acquire",
+        "_check_same(name, tensors, given)", "store/test_tensors.py",
+    ),
+    # What would be computed with, and not be trained or kept.
+    Mutation(
+        "newcomers are refused", "train/engine.py Engine._forward", "parts.groups.refuse_newcomers(self.model)",
+        "train/test_changed_weights.py",
+    ),
+    Mutation(
+        "newcomers are refused when changes are kept", "train/engine.py Engine.gathered",
+        "parts.groups.refuse_newcomers(self.model)", "train/test_changed_weights.py",
+    ),
+    Mutation(
+        "changes that are not kept are told", "train/engine.py Engine.gathered",
+        "whole.refuse_changes(parts, [group for group in groups if not self._modified[group]])",
+        "train/test_changed_weights.py",
+    ),
+    Mutation(
+        "options are checked before gradients are applied", "train/engine.py Engine.backward",
+        "parts.stepper.check()", "train/test_out_of_turn.py",
+    ),
+    Mutation(
+        "options are checked before a step is decided", "train/engine.py Engine.step", "parts.stepper.check()",
+        "train/test_out_of_turn.py",
+    ),
+    never(
+        "a gradient has its parameter's size", "train/cpu_adam.py CPUAdam._check",
+        "if gradient.shape != parameter.shape:", "train/test_cpu_adam.py",
+    ),
+    Mutation(
+        "a state has its parameter's size", "train/cpu_adam.py CPUAdam._check",
+        "forms != _forms_of_state(parameter)", "train/test_cpu_adam.py", "False",
     ),
     # Packs and archives.
     never(
