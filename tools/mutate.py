@@ -434,10 +434,6 @@ MUTATIONS: Sequence[Mutation] = (
         "a gradient has its parameter's size", "train/cpu_adam.py CPUAdam._check",
         "if gradient.shape != parameter.shape:", "train/test_cpu_adam.py",
     ),
-    Mutation(
-        "a state has its parameter's size", "train/cpu_adam.py CPUAdam._check",
-        "forms != _forms_of_state(parameter)", "train/test_cpu_adam.py", "False",
-    ),
     # Packs and archives.
     never(
         "seal of a header", "pack/validate.py _checked",
