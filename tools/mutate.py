@@ -211,6 +211,15 @@ MUTATIONS: Sequence[Mutation] = (
         "acquired copies are not evicted", "store/copies.py DeviceTier.pin", "self._idle.pop(copy, None)",
         "store/test_tensors.py",
     ),
+    # The order of streams.
+    Mutation(
+        "memory goes after the kernels that use it", "train/access.py DeviceAccess._move",
+        "self._device.record() if dropped else Reached()", "train/test_stream_order.py", "Reached()",
+    ),
+    Mutation(
+        "a gradient is reduced when it is computed", "train/reduction.py Reductions._reduce", "after.synchronize()",
+        "train/test_zero_models.py::test_gathers_and_reductions_would_not_race_on_gpus",
+    ),
     # The generations of training.
     never(
         "checksum of a chunk", "store/slots.py SlotPack.check_digest", "if found != record.checksum:",

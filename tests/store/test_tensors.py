@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_device import LateDevice, queueing
 from tensor_stores import (
     CHUNK,
     PAGE,
@@ -445,6 +446,33 @@ def test_no_device_memory_goes_before_the_work_that_uses_it_is_over(tmp_path: Pa
             await store.delete("home")
             await settled(store)
             assert_at_rest(store)
+
+    run(main())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_nothing_would_race_on_a_gpu(tmp_path: Path, tier: Tier) -> None:
+    async def main() -> None:
+        device = LateDevice()
+        tiers = config(tmp_path, gpu_memory=(8 if tier is Tier.GPU else 2) * CHUNK)
+        async with TensorStore.open(tiers, backend=QuickBackend(), device=device) as store:
+            with queueing(device):
+                for i in range(4):
+                    await store.put(f"{i}", {"w": torch.full((CHUNK // 4,), float(i))}, tier=tier)
+                for i in [0, 1, 2, 3] * 2:
+                    async with store.acquire(f"{i}") as read:
+                        product = read["w"] * 2
+                    await store.put("product", {"w": product}, tier=tier)
+                    async with store.acquire(f"{i}", modify=True) as changed:
+                        changed["w"] += 1
+                    await store.prefetch([f"{(i + 1) % 4}"])
+                    await store.commit()
+                    await store.move(f"{i}", Tier.NVME)
+                    await store.move(f"{i}", tier)
+                assert [await value_of(store, f"{i}") for i in range(4)] == [2, 3, 4, 5]
+                await store.delete("3")
+                await settled(store)
+        assert device.hazards == []
 
     run(main())
 

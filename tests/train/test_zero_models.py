@@ -52,6 +52,16 @@ def test_losses_of_more_models_are_those_of_plain_torch() -> None:
         check(kind, 0.1, ranks)
 
 
+@pytest.mark.parametrize(("zero", "update"), [(0, "forward"), (1, "speculative"), (3, "forward")])
+def test_gathers_and_reductions_would_not_race_on_gpus(zero: int, update: str, tmp_path: Path) -> None:
+    kinds, options = ["CalledTwice", "Checkpointed", "Tied"], {"zero": zero, "update": update, "max_grad_norm": 0.1}
+    if zero:
+        found = run_ranks(2, zero_models.hazards, kinds, str(tmp_path), steps=STEPS, **options)
+    else:
+        found = run_ranks(2, zero_models.hazards, kinds, None, steps=STEPS, memory=("8MiB", "64MiB"), **options)
+    assert found == [[], []]
+
+
 def test_reductions_follow_the_order_of_backward() -> None:
     """What is registered last is used first, and its gradient comes last."""
     first, last = run_ranks(2, zero_models.train, "OwnParameters", None, 3, memory=("32MiB", "32MiB"))

@@ -17,6 +17,7 @@ import test_models
 import test_must_work as must
 import torch
 from faults import EIO, ENOSPC, FaultyBackend
+from late_device import LateDevice, queueing
 from torch import distributed, nn
 from torch.distributed.distributed_c10d import _world
 from torch.nn import functional
@@ -24,6 +25,7 @@ from torch.nn import functional
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import BudgetError, TierstoreError
 from tierstore.io.backend import Backend
+from tierstore.train import assembly
 from tierstore.train.engine import Engine
 
 WIDTH = must.WIDTH = 192
@@ -277,6 +279,18 @@ def train(
 def train_each(rank: int, ranks: int, kinds: Sequence[str], directory: str | None, **options: Any) -> list[Any]:
     """Train one model after another."""
     return [train(rank, ranks, kind, directory_of(directory, kind) if directory else None, **options) for kind in kinds]
+
+
+def hazards(rank: int, ranks: int, kinds: Sequence[str], directory: str | None, **options: Any) -> list[str]:
+    """What would race on GPUs while these models are trained, one after the other; see `tests/late_device.py`."""
+    found = []
+    for kind in kinds:
+        device = LateDevice()
+        assembly.open_device = lambda *_, device=device: device  # type: ignore[assignment]  # a process of its own
+        with queueing(device):
+            train(rank, ranks, kind, directory_of(directory, kind) if directory else None, **options)
+        found += device.hazards if device.kernels > 100 else [f"{kind}: {device.kernels} kernels"]
+    return found
 
 
 def plain(kind: str, ranks: int, steps: int = 5, clip: float | None = None) -> dict[str, Any]:

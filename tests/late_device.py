@@ -1,0 +1,236 @@
+"""A device that is late: no kernel has run before somebody has waited for it. It tells of what would race on a GPU.
+
+Scope: `LateDevice`, to be put in the place of the CPU twin, and `queueing`, around what a training thread does.
+Not here: what a real GPU does (`tests/device/test_cuda_device.py`), runs (`tests/train/test_stream_order.py`).
+
+[Note: the rules] Every operation of torch in `queueing` counts as a kernel in one compute stream. The host knows that
+it has run only from a mark behind it that was waited for. Copies are of other streams, which wait for nothing. So they
+* take out only what has been written, and what nobody writes meanwhile;
+* put in only where no kernel that may not have run reads or writes, and none is queued meanwhile (but for bytes that
+  are the same before and after, which nobody can tell apart);
+and a storage goes only when all kernels that use it have run. What is not there yet, or not any more, is NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tierstore.device.streams import Bytes, Mark
+from tierstore.device.transfers import CpuDevice
+
+_NOT_THERE = 0xFF  # of floats a NaN
+_NO_KERNELS = {"set_", "resize_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes of a storage."""
+
+    storage: int
+    start: int
+    stop: int
+
+    def meets(self, other: Range) -> bool:
+        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True)
+class Use:
+    """What the kernel of this number does, in the order of the queue."""
+
+    number: int
+    where: Range
+    writes: bool
+    by: str
+
+
+class LateDevice(CpuDevice):
+    """See [Note: the rules].
+
+    Attributes:
+        hazards: what would race; a run that is right has none.
+        kernels: that were queued.
+    """
+
+    at_once_bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hazards: list[str] = []
+        self.kernels = 0
+        self._done = 0
+        self._uses: list[Use] = []
+        self._moving: list[tuple[str, Range, bool]] = []
+        self._turn = threading.RLock()
+
+    def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> None:
+        return None
+
+    def address_of(self, tensor: torch.Tensor) -> None:
+        return None
+
+    def record(self) -> Mark:
+        with self._turn:
+            return _LateMark(self, self.kernels)
+
+    def wait_for(self, number: int) -> None:
+        """The host knows that all kernels up to this one have run."""
+        with self._turn:
+            if number > self._done:
+                self._done = number
+                self._uses = [use for use in self._uses if use.number > number]
+
+    def has_run(self, number: int) -> bool:
+        return number <= self._done
+
+    def queue(self, operation: Any, given: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        """A kernel, that reads and writes these."""
+        with self._turn:
+            self.kernels += 1
+            uses = [Use(self.kernels, range_of(one), False, str(operation)) for one in given]
+            uses += [Use(self.kernels, range_of(one), True, str(operation)) for one in written]
+            for use in uses:
+                for what, where, puts_in in self._moving:
+                    if (use.writes or puts_in) and where.meets(use.where):
+                        self.hazards.append(f"{use.by} is queued during {what}")
+            self._uses += uses
+
+    def check(self, what: str, where: Range, *, writes: bool) -> None:
+        """`what` touches this now, in another stream: no kernel that may not have run is to be in its way."""
+        for use in self._uses:
+            if (writes or use.writes) and where.meets(use.where):
+                self.hazards.append(f"{what} does not wait for kernel {use.number}, {use.by}; {self._done} have run")
+
+    @contextlib.contextmanager
+    def _moves(self, what: str, where: Sequence[Range], *, puts_in: bool) -> Iterator[None]:
+        moves = [(what, one, puts_in) for one in where]
+        with self._turn:
+            for one in where:
+                self.check(what, one, writes=puts_in)
+            self._moving += moves
+        try:
+            yield
+        finally:
+            with self._turn:
+                for move in moves:
+                    self._moving.remove(move)
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        super().allocate(storage, nbytes)
+        _bytes_of(storage)[:] = _NOT_THERE
+
+    def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
+        changed = np.flatnonzero(_bytes_of(storage)[offset_bytes : offset_bytes + source.nbytes] != source)
+        first, last = (int(changed[0]), int(changed[-1]) + 1) if len(changed) else (0, 0)
+        where = Range(storage._cdata, offset_bytes + first, offset_bytes + last)
+        with self._moves("a copy to the device", [where], puts_in=True):
+            super().copy_in(storage, offset_bytes, source)
+
+    def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
+        after.synchronize()
+        with self._moves("a copy from the device", [range_of(one) for one in sources], puts_in=False):
+            super().copy_out(sources, destinations, after)
+
+    def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
+        after.synchronize()
+        where = Range(storage._cdata, offset_bytes, offset_bytes + destination.nbytes)
+        with self._moves("a copy from the device", [where], puts_in=False):
+            super().copy_out_range(storage, offset_bytes, destination, after)
+
+    def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
+        with _InStream(self, link):
+            launch()
+
+    def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
+        after.synchronize()
+        with self._turn:
+            self.check("memory that goes", Range(storage._cdata, 0, storage.nbytes()), writes=True)
+        _bytes_of(storage)[:] = _NOT_THERE
+        super().release(storage, after)
+
+
+@dataclass(frozen=True)
+class _LateMark:
+    device: LateDevice
+    number: int
+
+    def synchronize(self) -> None:
+        self.device.wait_for(self.number)
+
+    def is_done(self) -> bool:
+        return self.device.has_run(self.number)
+
+
+class queueing(TorchDispatchMode):
+    """What the calling thread computes are kernels of the compute stream."""
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if (moved := _reads_and_writes(operation, args, kwargs or {}, result)) is not None:
+            self.note(operation, *moved)
+        return result
+
+    def note(self, operation: Any, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        self.device.queue(operation, reads, writes)
+
+
+class _InStream(queueing):
+    """What a link's stream computes: the host waits for it at once."""
+
+    def __init__(self, device: LateDevice, link: str) -> None:
+        super().__init__(device)
+        self._link = link
+
+    def note(self, operation: Any, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        with self.device._turn:
+            for tensors, are_written in ((reads, False), (writes, True)):
+                for one in tensors:
+                    self.device.check(f"{self._link}: {operation}", range_of(one), writes=are_written)
+
+
+def _reads_and_writes(
+    operation: Any, args: Any, kwargs: Any, result: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """The tensors that a kernel reads and writes; None: there is no kernel, as for a view."""
+    schema = operation._schema
+    if operation.__name__.split(".")[0] in _NO_KERNELS:
+        return None
+    named = {argument.name: value for argument, value in zip(schema.arguments, args)} | kwargs
+    changed = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
+    if not changed and any(one.alias_info is not None for one in schema.returns):
+        return None
+    reads, writes = [], _tensors(result) if not any(one.alias_info for one in schema.returns) else []
+    for name, value in named.items():
+        (writes if name in changed else reads).extend(_tensors(value))
+    return reads, writes
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [one for one in _pytree.tree_leaves(value) if isinstance(one, torch.Tensor) and one.numel()]
+
+
+def range_of(tensor: torch.Tensor) -> Range:
+    """From the first to the last element of a tensor."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    steps = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride()))
+    return Range(tensor.untyped_storage()._cdata, start, start + (steps + 1) * size)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Bytes:
+    found = CpuDevice().in_place(storage, 0, storage.nbytes())
+    assert found is not None
+    return found

@@ -1,0 +1,60 @@
+"""Nothing would race on a GPU: runs on a device whose kernels are late, see `tests/late_device.py`."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_must_work as must
+import torch
+from late_device import LateDevice, queueing
+from runs import disk, smallest_budgets, tiny, tokens, train
+
+from tierstore.train.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+WIDTH = 16
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    device = LateDevice()
+    monkeypatch.setattr("tierstore.train.assembly.open_device", lambda *_: device)
+    monkeypatch.setattr(must, "WIDTH", WIDTH)  # tests of ranks make it larger
+    return device
+
+
+@pytest.mark.parametrize(("kind", "way"), list(zip(must.MODELS, itertools.cycle(must.SCHEDULES))))
+def test_models(kind: Any, way: tuple[str, float | None], late: LateDevice, tmp_path: Path) -> None:
+    with queueing(late):
+        must.compare(kind, *way, tmp_path)
+    assert late.hazards == []
+    assert late.kernels > 100
+
+
+def look_and_change(engine: Engine, step: int) -> None:
+    """Weights are read in each step, changed in the second, and all set in the third."""
+    with engine.gathered("blocks.0", modify=step == 2), torch.no_grad():
+        weight = engine.model.get_parameter("blocks.0.up.weight")
+        assert weight.isfinite().all()
+        if step == 2:
+            weight.mul_(0.5)
+    if step == 3:
+        engine.load_state_dict(engine.state_dict())
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward", "speculative", "delayed"])
+@pytest.mark.parametrize("memory", [(None, None), ("8MiB", None), ("8MiB", "64MiB")])
+def test_placements(memory: tuple[str | None, str | None], update: str, late: LateDevice, tmp_path: Path) -> None:
+    """All weights and state on the disk, the weights on the device, all in memory; groups of two micro-batches."""
+    least = smallest_budgets(tiny(), nvme=["unused"], update=update)
+    gpu, cpu = (given or smallest for given, smallest in zip(memory, least))
+    clip = None if update == "backward" else 0.1
+    with queueing(late):
+        train(
+            tiny(dropout=0.1), tokens(8), disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu), update=update,
+            max_grad_norm=clip, accumulate=2, after=look_and_change,
+        )  # fmt: skip
+    assert late.hazards == []
