@@ -188,6 +188,7 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path, disk_path: Path) 
     for change, told in (
         ({"batch": 4}, "one of batch 2, not 4"), ({"config": None, "preset": Preset.P25M}, "one of config config.json"),
         ({"dtype": Precision.FP32}, "one of dtype bf16, not fp32"),
+        ({"sequence": None}, r"one of sequence 32, not \(not given\)"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=told):
             run(replace(again, train=replace(train, **change)), lambda: Machine(RATES), lambda said: None)
@@ -206,6 +207,7 @@ def test_a_depth_that_was_clearly_faster_is_what_is_written(disk_path: Path) -> 
         measured = {chosen: Measured(1.0, 0.99, 1.01, 0.0), other: Measured(seconds, seconds, seconds + 0.01, 0.0)}
         outcome = Outcome(record, Machine(RATES), tuning, measured)
         assert outcome.depth == as_train_options(train, outcome)["prefetch_depth"] == depth
+        assert tune_views.as_json(outcome)["depth"] == depth
         assert (f"--write takes depth {other}" in tune_views.as_words(outcome)) is (depth == other)
     spread = {chosen: Measured(1.0, 0.5, 1.5, 0.0), other: Measured(0.6, 0.4, 0.9, 0.0)}
     assert Outcome(record, Machine(RATES), tuning, spread).depth == chosen

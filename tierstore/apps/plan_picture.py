@@ -44,8 +44,8 @@ def draw(plan: Plan, path: Path) -> None:
     names = [option.strategy.value + ("" if option.fits else " (does not fit)") for option in plan.options]
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
+    shown = {label: handle for axes in panels[:-1] for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=len(shown), fontsize="small")
     figure.suptitle(f"{plan.situation.job.shape.name}, {plan.situation.layout.nodes} x {node.name}")
     save_figure(figure, path)
 
@@ -63,9 +63,10 @@ def _draw_tier(axes: Axes, options: tuple[Option, ...], tier: Tier, limit: float
         left = [before + size for before, size in zip(left, sizes)]
     rest = [max(0.0, option.taken.get(tier, 0.0) / unit - before) for option, before in zip(options, left)]
     axes.barh(rows, rest, left=left, color=_OTHER, label="activations; staging; second slot")
-    axes.axvline(limit / unit, color="tab:red", linestyle="--", label="what can be used")
     if is_far:  # the bars would be too small to see
         axes.set_xlim(0, 1.1 * most / unit)
+    else:
+        axes.axvline(limit / unit, color="tab:red", linestyle="--", label="what can be used")
     axes.set_xlabel(f"{name} ({format_decimal(limit)} can be used)")
     axes.grid(axis="x", alpha=0.3)
 

@@ -230,8 +230,8 @@ def _read_record(path: Path, train: TrainOptions) -> StepRecord:
         raise ConfigError(f"the recorded step {path} does not say what it is one of; record it again")
     for name, recorded in of.items():
         if wanted.get(name) != recorded:
-            ours = wanted.get(name, "of that")
-            raise ConfigError(f"the recorded step {path} is one of {name} {recorded}, not {ours}; record it again")
+            was, ours = ("(not given)" if one is None else one for one in (recorded, wanted.get(name, "of that")))
+            raise ConfigError(f"the recorded step {path} is one of {name} {was}, not {ours}; record it again")
     return record
 
 

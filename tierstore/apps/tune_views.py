@@ -166,10 +166,11 @@ def draw(outcome: Outcome, path: Path) -> None:
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """Everything in bytes and seconds."""
+    """Everything in bytes and seconds; `depth` is what `--write` takes."""
     tuning = outcome.tuning
     return {
-        "depth": tuning.choice.depth,
+        "depth": outcome.depth,
+        "predicted_depth": tuning.choice.depth,
         "update": tuning.choice.candidate.schedule.value,
         "chunk_elements": tuning.choice.candidate.placement.chunk_elements,
         "regime": tuning.regime.value,
