@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import show, told
+from tierstore.cli.common import Debug, show, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import parse_size
 
@@ -57,6 +57,7 @@ def step(
     steps: Annotated[int, typer.Option(help="Steps that the means with jitter are taken over.")] = 30,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Gantt chart of every depth.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
+    debug: Debug = False,
 ) -> None:
     """Layers fetched ahead of their use, by the policy that the engine runs: what each depth gains, and what bounds."""
     from rich.console import Console
@@ -68,7 +69,7 @@ def step(
     def rate(text: str) -> float:
         return float(parse_size(text.removesuffix("/s")))
 
-    with told(), interruptible("interrupted"):
+    with told(debug), interruptible("interrupted"):
         disks, between_ranks = tuple(map(rate, disk or ["1GB"])), rate(gather or "10GB")
         if bandwidth is not None:
             table = read_table(bandwidth)
@@ -109,6 +110,7 @@ def buckets(
     in_flight: Annotated[int, typer.Option(help="Collectives at once.")] = 1,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Step time against bucket size.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
+    debug: Debug = False,
 ) -> None:
     """Step time against the size of gradient buckets, on any interconnect, from the bucket timeline."""
     from rich.console import Console
@@ -117,7 +119,7 @@ def buckets(
     from tierstore.apps.buckets import simulate as run
     from tierstore.plan.cost_model import CostModel
 
-    with told(), interruptible("interrupted"):
+    with told(debug), interruptible("interrupted"):
         options = SweepOptions(
             layers=tuple(one for text in layer or ["25MB:3x48"] for one in parse_layers(text)),
             link=CostModel(alpha / 1e6, parse_size(beta.removesuffix("/s")), launch / 1e6), before_s=before / 1e3,
