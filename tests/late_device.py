@@ -4,16 +4,19 @@ Scope: `LateDevice`, to be put in the place of the CPU twin, and `queueing`, aro
 Not here: what a real GPU does (`tests/device/test_cuda_device.py`), runs (`tests/train/test_stream_order.py`).
 
 [Note: the rules] Every operation of torch in `queueing` counts as a kernel in one compute stream. The host knows that
-it has run only from a mark behind it that was waited for. Copies are of other streams, which wait for nothing. So they
+it has run only from a mark behind it that was waited for, by any thread. Copies are of other streams, which wait for
+nothing. So they
 * take out only what has been written, and what nobody writes meanwhile;
-* put in only where no kernel that may not have run reads or writes, and none is queued meanwhile (but for bytes that
-  are the same before and after, which nobody can tell apart);
-and a storage goes only when all kernels that use it have run. What is not there yet, or not any more, is NaN.
+* put in only where no kernel that may not have run writes, or reads what is not the same before and after, and none
+  is queued meanwhile;
+and a storage goes only when all kernels and copies that use it are over. What is not there yet, or not any more, is
+NaN. Kernels of other threads are not seen: what autograd's own threads queue on a GPU, the caller does here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,12 +49,17 @@ class Range:
 
 @dataclass(frozen=True)
 class Use:
-    """What the kernel of this number does, in the order of the queue."""
+    """What the kernel of this number does, in the order of the queue.
+
+    Attributes:
+        pin: while it is there, no other storage is at this one's address.
+    """
 
     number: int
     where: Range
     writes: bool
     by: str
+    pin: StorageWeakRef
 
 
 class LateDevice(CpuDevice):
@@ -70,6 +79,7 @@ class LateDevice(CpuDevice):
         self._done = 0
         self._uses: list[Use] = []
         self._moving: list[tuple[str, Range, bool]] = []
+        self._given: dict[int, StorageWeakRef] = {}
         self._turn = threading.RLock()
 
     def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> None:
@@ -85,6 +95,7 @@ class LateDevice(CpuDevice):
     def wait_for(self, number: int) -> None:
         """The host knows that all kernels up to this one have run."""
         with self._turn:
+            self._look_for_gone()
             if number > self._done:
                 self._done = number
                 self._uses = [use for use in self._uses if use.number > number]
@@ -92,29 +103,48 @@ class LateDevice(CpuDevice):
     def has_run(self, number: int) -> bool:
         return number <= self._done
 
-    def queue(self, operation: Any, given: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """A kernel, that reads and writes these."""
+    def queue(self, operation: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> int:
+        """The number of a kernel that reads and writes these."""
         with self._turn:
+            self._look_for_gone()
             self.kernels += 1
-            uses = [Use(self.kernels, range_of(one), False, str(operation)) for one in given]
-            uses += [Use(self.kernels, range_of(one), True, str(operation)) for one in written]
-            for use in uses:
-                for what, where, puts_in in self._moving:
-                    if (use.writes or puts_in) and where.meets(use.where):
-                        self.hazards.append(f"{use.by} is queued during {what}")
-            self._uses += uses
+            self._add(self.kernels, operation, read, writes=False)
+            self._add(self.kernels, operation, written, writes=True)
+            return self.kernels
+
+    def made(self, number: int, operation: Any, results: Sequence[torch.Tensor]) -> None:
+        """A kernel writes these too, which were not there before."""
+        with self._turn:
+            self._add(number, operation, results, writes=True)
+
+    def _add(self, number: int, operation: Any, tensors: Sequence[torch.Tensor], *, writes: bool) -> None:
+        for one in tensors:
+            use = Use(number, range_of(one), writes, str(operation), StorageWeakRef(one.untyped_storage()))
+            for what, where, puts_in in self._moving:
+                if (writes or puts_in) and where.meets(use.where):
+                    self.hazards.append(f"{use.by} is queued during {what}")
+            self._uses.append(use)
 
     def check(self, what: str, where: Range, *, writes: bool) -> None:
-        """`what` touches this now, in another stream: no kernel that may not have run is to be in its way."""
+        """`what` touches this now, in another stream: no kernel that may not have run, and no copy, is in its way."""
         for use in self._uses:
             if (writes or use.writes) and where.meets(use.where):
                 self.hazards.append(f"{what} does not wait for kernel {use.number}, {use.by}; {self._done} have run")
+        for other, there, puts_in in self._moving:
+            if (writes or puts_in) and where.meets(there):
+                self.hazards.append(f"{what} does not wait for {other}")
+
+    def _look_for_gone(self) -> None:
+        """Storages that went with their last user, as memory that others may be given at once."""
+        for storage in [storage for storage, ref in self._given.items() if ref.expired()]:
+            self.check("memory that went", Range(storage, 0, sys.maxsize), writes=True)
+            del self._given[storage]
 
     @contextlib.contextmanager
-    def _moves(self, what: str, where: Sequence[Range], *, puts_in: bool) -> Iterator[None]:
-        moves = [(what, one, puts_in) for one in where]
+    def _moves(self, what: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Iterator[None]:
+        moves = [(what, one, False) for one in reads] + [(what, one, True) for one in writes]
         with self._turn:
-            for one in where:
+            for _, one, puts_in in moves:
                 self.check(what, one, writes=puts_in)
             self._moving += moves
         try:
@@ -127,23 +157,27 @@ class LateDevice(CpuDevice):
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         super().allocate(storage, nbytes)
         _bytes_of(storage)[:] = _NOT_THERE
+        with self._turn:
+            self._given[storage._cdata] = StorageWeakRef(storage)
 
     def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
+        # A kernel that writes while this compares is one that may not have run.
         changed = np.flatnonzero(_bytes_of(storage)[offset_bytes : offset_bytes + source.nbytes] != source)
         first, last = (int(changed[0]), int(changed[-1]) + 1) if len(changed) else (0, 0)
-        where = Range(storage._cdata, offset_bytes + first, offset_bytes + last)
-        with self._moves("a copy to the device", [where], puts_in=True):
+        of_all = Range(storage._cdata, offset_bytes, offset_bytes + source.nbytes)
+        of_changed = Range(storage._cdata, offset_bytes + first, offset_bytes + last)
+        with self._moves("a copy to the device", [of_all], [of_changed]):
             super().copy_in(storage, offset_bytes, source)
 
     def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
         after.synchronize()
-        with self._moves("a copy from the device", [range_of(one) for one in sources], puts_in=False):
+        with self._moves("a copy from the device", [range_of(one) for one in sources]):
             super().copy_out(sources, destinations, after)
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
         after.synchronize()
         where = Range(storage._cdata, offset_bytes, offset_bytes + destination.nbytes)
-        with self._moves("a copy from the device", [where], puts_in=False):
+        with self._moves("a copy from the device", [where]):
             super().copy_out_range(storage, offset_bytes, destination, after)
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
@@ -178,13 +212,15 @@ class queueing(TorchDispatchMode):
         self.device = device
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        uses = _reads_and_writes(operation, args, kwargs or {})
+        number = self.note(operation, *uses) if uses is not None else None
         result = operation(*args, **(kwargs or {}))
-        if (moved := _reads_and_writes(operation, args, kwargs or {}, result)) is not None:
-            self.note(operation, *moved)
+        if number is not None and not any(one.alias_info for one in operation._schema.returns):
+            self.device.made(number, operation, _tensors(result))
         return result
 
-    def note(self, operation: Any, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        self.device.queue(operation, reads, writes)
+    def note(self, operation: Any, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> int | None:
+        return self.device.queue(operation, reads, writes)
 
 
 class _InStream(queueing):
@@ -201,10 +237,8 @@ class _InStream(queueing):
                     self.device.check(f"{self._link}: {operation}", range_of(one), writes=are_written)
 
 
-def _reads_and_writes(
-    operation: Any, args: Any, kwargs: Any, result: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-    """The tensors that a kernel reads and writes; None: there is no kernel, as for a view."""
+def _reads_and_writes(operation: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """Of what is given to a kernel, what it reads and what it writes; None: there is no kernel, as for a view."""
     schema = operation._schema
     if operation.__name__.split(".")[0] in _NO_KERNELS:
         return None
@@ -212,7 +246,8 @@ def _reads_and_writes(
     changed = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
     if not changed and any(one.alias_info is not None for one in schema.returns):
         return None
-    reads, writes = [], _tensors(result) if not any(one.alias_info for one in schema.returns) else []
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
     for name, value in named.items():
         (writes if name in changed else reads).extend(_tensors(value))
     return reads, writes

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from late_device import LateDevice, queueing
+from late_device import LateDevice, Range, queueing
+
+from tierstore.device import transfers
 
 BYTES = 4096
 
@@ -72,6 +74,14 @@ def test_a_copy_in_where_a_kernel_reads(device: LateDevice) -> None:
     assert device.hazards == ["a copy to the device does not wait for kernel 1, aten.sum.default; 0 have run"]
 
 
+def test_a_copy_in_of_what_a_kernel_will_change_again(device: LateDevice) -> None:
+    storage, tensor = on_device(device)
+    with queueing(device):
+        tensor.mul_(2)
+        device.copy_in(storage, 0, as_bytes(2.0))  # the same bytes, and 4 when the kernel runs
+    assert device.hazards == ["a copy to the device does not wait for kernel 1, aten.mul_.Tensor; 0 have run"]
+
+
 def test_a_kernel_during_a_copy(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, tensor = on_device(device)
     inside, goes_on = threading.Event(), threading.Event()
@@ -99,6 +109,31 @@ def test_a_kernel_during_a_copy(device: LateDevice, monkeypatch: pytest.MonkeyPa
         assert len(device.hazards) == hazards, device.hazards
 
 
+def test_copies_and_memory_that_goes_during_a_copy(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, _ = on_device(device)
+    inside, goes_on = threading.Event(), threading.Event()
+    copy = transfers._copy
+
+    def slow(*given: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert goes_on.wait(10)
+        copy(*given)
+
+    monkeypatch.setattr(transfers, "_copy", slow)
+    thread = threading.Thread(target=lambda: device.copy_out_range(storage, 0, as_bytes(0.0), device.record()))
+    thread.start()
+    assert inside.wait(10)
+    device.copy_out_range(storage, 0, as_bytes(0.0), device.record())  # two may read
+    assert device.hazards == []
+    device.copy_in(storage, 0, as_bytes(5.0))
+    device.check("memory that goes", Range(storage._cdata, 0, BYTES), writes=True)
+    goes_on.set()
+    thread.join()
+    during = "does not wait for a copy from the device"
+    assert device.hazards == [f"a copy to the device {during}", f"memory that goes {during}"]
+
+
 def test_memory_that_goes_too_early(device: LateDevice) -> None:
     storage, tensor = on_device(device)
     with queueing(device):
@@ -106,6 +141,28 @@ def test_memory_that_goes_too_early(device: LateDevice) -> None:
         tensor.sum()
         device.release(storage, early)
     assert device.hazards == ["memory that goes does not wait for kernel 1, aten.sum.default; 0 have run"]
+
+
+def test_memory_that_goes_with_its_last_user(device: LateDevice) -> None:
+    for waits in (True, False):
+        storage, tensor = on_device(device)
+        with queueing(device):
+            tensor.sum()
+        if waits:
+            device.record().synchronize()
+        del storage, tensor
+        device.record().synchronize()
+        assert len(device.hazards) == (not waits)
+    assert "memory that went does not wait for kernel 2, aten.sum.default; 1 have run" in device.hazards[0]
+
+
+def test_memory_of_the_kernels_own_may_be_used_again(device: LateDevice) -> None:
+    for _ in range(20):
+        with queueing(device):
+            product = torch.ones(BYTES // 4) * 2
+            del product
+        on_device(device)
+    assert device.hazards == []
 
 
 def test_a_link_of_ranks_that_does_not_wait(device: LateDevice) -> None:

@@ -851,6 +851,19 @@ def test_a_manifest_before_that_cannot_be_read_for_a_while_keeps_nobody_out_and_
     run(main())
 
 
+def test_packs_of_a_generation_whose_manifest_is_damaged_go(tmp_path: Path) -> None:
+    async def main() -> None:
+        for value in (1, 2):
+            async with opened(tmp_path) as store:
+                await store.put("a", block(value), tier=Tier.NVME)
+        min((tmp_path / "store").glob("manifest-*")).write_bytes(b"broken")
+        async with opened(tmp_path) as store:
+            assert len(pack_files(tmp_path)) == 1
+            assert await value_of(store, "a") == 2
+
+    run(main())
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as store:

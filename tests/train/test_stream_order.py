@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,9 @@ def test_placements(memory: tuple[str | None, str | None], update: str, late: La
     gpu, cpu = (given or smallest for given, smallest in zip(memory, least))
     clip = None if update == "backward" else 0.1
     with queueing(late):
-        train(
+        run = train(
             tiny(dropout=0.1), tokens(8), disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu), update=update,
             max_grad_norm=clip, accumulate=2, after=look_and_change,
         )  # fmt: skip
+    assert all(map(math.isfinite, run.losses))
     assert late.hazards == []

@@ -7,7 +7,8 @@ Owner: the loop thread; workers make, sync and remove files.
 [Note: packs are immutable] A changed extent is written to a new pack, so a write cannot harm what is committed or what
 is current: a failed or cancelled one leaves a file that nothing names. A pack stays as long as one of the last two
 generations names it, and one that no generation names is removed at once; a crash leaves at most files that no manifest
-names, and the next open removes those.
+names, and the next open removes those. Where the manifest of the generation before is there and cannot be read at the
+moment, nobody knows what it names: all files stay until the next generation is published.
 """
 
 from __future__ import annotations
@@ -346,17 +347,20 @@ class Shelf:
         self._next_pack = max([-1, *found.values(), *map(_number, rows)]) + 1
         others = {path: kind for path, number in found.items() if (kind := f"put-{number}") not in rows}
         self._old = [path for path, kind in others.items() if before is None or kind in before]
-        await self._workers.submit(Priority.DEMAND, self.unlink, others.keys() - self._old)
+        stale = [path for path in others if path not in self._old]
+        await self._workers.submit(Priority.DEMAND, self.unlink, stale)
 
     async def _kinds_before(self, number: int) -> frozenset[str] | None:
-        """Packs of the generation before this one; None: its manifest is there, and cannot be read now."""
+        """Packs of the generation before this one, none if it is damaged; None: it cannot be read at the moment."""
         manifests = self._directories.manifests()
         numbers = await self._workers.submit(Priority.DEMAND, manifests.numbers)
         for before in [one for one in numbers if one < number][:1]:
             try:
                 self._records[before] = frozenset((await manifests.read(before)).records)
-            except TierstoreError:
+            except StorageError:
                 return None
+            except TierstoreError:
+                break
             return self._records[before]
         return frozenset()
 
