@@ -346,8 +346,9 @@ class Shelf:
         found = await self._workers.submit(Priority.DEMAND, self._files)
         self._next_pack = max([-1, *found.values(), *map(_number, rows)]) + 1
         others = {path: kind for path, number in found.items() if (kind := f"put-{number}") not in rows}
-        self._old = [path for path, kind in others.items() if before is None or kind in before]
-        stale = [path for path in others if path not in self._old]
+        may_be_needed = {path: before is None or kind in before for path, kind in others.items()}
+        self._old = [path for path in others if may_be_needed[path]]
+        stale = [path for path in others if not may_be_needed[path]]
         await self._workers.submit(Priority.DEMAND, self.unlink, stale)
 
     async def _kinds_before(self, number: int) -> frozenset[str] | None:
