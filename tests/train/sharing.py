@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from runs import next_token_loss, tiny, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
 from tierstore.config import AdamWConfig, TierConfig
-from tierstore.errors import TierstoreError
+from tierstore.errors import RankLost, TierstoreError
 from tierstore.train.engine import Engine
 from tierstore.train.ranks import Ranks
 
@@ -130,3 +131,14 @@ def peaks(rank: int, ranks: int, stage: int, gpu_memory: int | str = "64MiB") ->
             "resident": pools["resident"].peak_bytes,
             "gradients": pools["gradients"].peak_bytes,
         }
+
+
+def meet_once(rank: int, ranks: int, timeout_s: float) -> str:
+    """What a rank is told that waits for the second meeting, to which the last one does not come."""
+    alive = Ranks(timeout_s=timeout_s)
+    alive.subgroup()
+    if rank == ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankLost) as lost:
+        alive.subgroup()
+    return str(lost.value)

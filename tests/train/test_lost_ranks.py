@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kill_ranks import STEPS, TIMEOUT_S, lose_and_resume, moments, waits_of
 from ranks import outcomes_of
-from sharing import lose
+from sharing import lose, meet_once
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
@@ -16,12 +16,19 @@ def test_a_killed_rank(tmp_path: Path) -> None:
         lose_and_resume(tmp_path / str(moment), moment, victim=moment % 2)
 
 
+def test_a_rank_that_dies_before_all_have_met() -> None:
+    first, _ = outcomes_of(2, meet_once, TIMEOUT_S, timeout_s=TIMEOUT_S, grace_s=2 * TIMEOUT_S)
+    said = "rank 0 of 2 waited for all ranks to meet, and rank 1 does not answer: it has died or is stuck"
+    assert first.value is not None, first.error
+    assert first.value.startswith(said)
+
+
 def test_one_of_three_is_named(tmp_path: Path) -> None:
-    assert "rank 0 of 3 waited for" in lose_and_resume(tmp_path / "store", 70, ranks=3, victim=2)
+    assert "rank 0 of 3 waited for" in lose_and_resume(tmp_path / "store", 76, ranks=3, victim=2)
 
 
 def test_a_stopped_rank(tmp_path: Path) -> None:
-    first, _ = outcomes_of(2, lose, str(tmp_path / "store"), STEPS, 75, signal.SIGSTOP, TIMEOUT_S, grace_s=1.0)
+    first, _ = outcomes_of(2, lose, str(tmp_path / "store"), STEPS, 81, signal.SIGSTOP, TIMEOUT_S, grace_s=1.0)
     assert first.value["told"].startswith("RankLost: rank 0 of 2 waited for the ")
     assert "rank 1 does not answer" in first.value["told"]
     assert first.value["raised_s"] <= TIMEOUT_S

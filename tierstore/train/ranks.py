@@ -91,6 +91,9 @@ class Ranks:
 
         Args:
             members: global ranks; None is all of these.
+
+        Raises:
+            RankLost: one does not come.
         """
         chosen = self.members if members is None else list(members)
         self._subgroups += 1
@@ -99,15 +102,16 @@ class Ranks:
         # groups besides would not meet at all.
         name = f"{self.name}/{'-'.join(map(str, chosen))}/{self._subgroups}"
         made: ProcessGroup
-        made, _ = _new_process_group_helper(
-            len(chosen),
-            chosen.index(self.members[self.rank]),
-            chosen,
-            backend or distributed.get_backend(self.group),
-            self._store,
-            name,  # type: ignore[arg-type]  # a NewType, in new versions of torch
-            timeout=timedelta(seconds=_SHARE * self.timeout_s),
-        )
+        with self.waiting("all ranks to meet"):
+            made, _ = _new_process_group_helper(
+                len(chosen),
+                chosen.index(self.members[self.rank]),
+                chosen,
+                backend or distributed.get_backend(self.group),
+                self._store,
+                name,  # type: ignore[arg-type]  # a NewType, in new versions of torch
+                timeout=timedelta(seconds=_SHARE * self.timeout_s),
+            )
         _world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(chosen)}
         return made
 
