@@ -1,7 +1,8 @@
 """Peak resident memory of `tierstore train`, and its bound: `python tests/apps/peak_memory.py 1.5b 320MiB 256MiB`.
 
-One process tells what imports and compiled kernels take, and then what a pass takes in plain torch on top of weights
-and gradients; another one what the command takes until its engine is there, and until its end.
+One process tells what imports and compiled kernels take, with the parts of libraries that a pass uses, and what a pass
+takes in plain torch on top of weights and gradients; another one what the command takes until its engine is there, and
+until its end.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ _SEQUENCE = 64
 
 
 def status(field: str) -> int:
-    """A memory figure of this process in bytes: `VmRSS` is the present one, its parts are `RssAnon` and `RssFile`;
-    `VmHWM` is its peak."""
+    """A memory figure of this process in bytes: `VmRSS` of now, `RssAnon` and `RssFile` in it, `VmHWM` at its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 

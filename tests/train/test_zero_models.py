@@ -54,11 +54,11 @@ def test_losses_of_more_models_are_those_of_plain_torch() -> None:
 
 @pytest.mark.parametrize(("zero", "update"), [(0, "forward"), (1, "speculative"), (3, "forward")])
 def test_gathers_and_reductions_would_not_race_on_gpus(zero: int, update: str, tmp_path: Path) -> None:
-    kinds, options = ["CalledTwice", "Checkpointed", "Tied"], {"zero": zero, "update": update, "max_grad_norm": 0.1}
-    if zero:
-        found = run_ranks(2, zero_models.hazards, kinds, str(tmp_path), steps=STEPS, **options)
-    else:
-        found = run_ranks(2, zero_models.hazards, kinds, None, steps=STEPS, memory=("8MiB", "64MiB"), **options)
+    kinds = ["CalledTwice", "Checkpointed", "Tied"]
+    options: dict[str, Any] = {"zero": zero, "update": update, "max_grad_norm": 0.1, "steps": STEPS}
+    if not zero:  # which takes no store
+        options["memory"] = ("8MiB", "64MiB")
+    found = run_ranks(2, zero_models.hazards, kinds, str(tmp_path) if zero else None, **options)
     assert found == [[], []]
 
 

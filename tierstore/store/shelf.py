@@ -355,15 +355,16 @@ class Shelf:
         """Packs of the generation before this one, none if it is damaged; None: it cannot be read at the moment."""
         manifests = self._directories.manifests()
         numbers = await self._workers.submit(Priority.DEMAND, manifests.numbers)
-        for before in [one for one in numbers if one < number][:1]:
-            try:
-                self._records[before] = frozenset((await manifests.read(before)).records)
-            except StorageError:
-                return None
-            except TierstoreError:
-                break
-            return self._records[before]
-        return frozenset()
+        before = next((one for one in numbers if one < number), None)
+        if before is None:
+            return frozenset()
+        try:
+            self._records[before] = frozenset((await manifests.read(before)).records)
+        except StorageError:
+            return None
+        except TierstoreError:
+            return frozenset()
+        return self._records[before]
 
     def pack(self, kind: str) -> ExtentPack:
         """A pack by its kind."""
