@@ -14,7 +14,10 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import psutil
 from ranks import fork_server
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 from tierstore.cli import main
 
@@ -33,6 +36,20 @@ def forked(
     try:
         yield process
     finally:
+        process.kill()
+        process.join()
+
+
+@contextmanager
+def launched(arguments: list[str], output: Path, errors: Path, ranks: int, restarts: int) -> Iterator[BaseProcess]:
+    """The same as ranks of torchrun, whose process this is: forks, for the imports of each take ten seconds."""
+    process = fork_server().Process(target=_launch, args=(arguments, output, errors, ranks, restarts))
+    process.start()
+    try:
+        yield process
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.is_alive() else ():
+            child.kill()
         process.kill()
         process.join()
 
@@ -79,8 +96,20 @@ def _redirect(output: Path, errors: Path) -> None:
         os.close(descriptor)
 
 
+def _launch(arguments: list[str], output: Path, errors: Path, ranks: int, restarts: int) -> None:
+    _redirect(output, errors)
+    options = ["--nproc-per-node", f"{ranks}", "--max-restarts", f"{restarts}", "--start-method", "fork"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "here"]  # as --standalone
+    config, *_ = config_from_args(parse_args([*options, "tierstore"]))
+    elastic_launch(config, _run)(arguments)
+
+
+def _run(arguments: list[str]) -> None:
+    sys.argv = ["tierstore", *arguments]
+    main()
+
+
 def _command(arguments: list[str], output: Path, errors: Path, environment: Mapping[str, str]) -> None:
     _redirect(output, errors)
     os.environ.update(environment)
-    sys.argv = ["tierstore", *arguments]
-    main()
+    _run(arguments)

@@ -1,6 +1,6 @@
 """`tierstore train` under torchrun, as a person has it: several ranks, killed, interrupted, resumed on other ranks.
 
-Ranks that nobody kills are forks with the variables of torchrun: they need not import anything.
+Ranks are forks that need not import anything: of torchrun's agent, or with its variables where nobody kills them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from commands import forked
+from commands import forked, launched
 from crews import all_fail, differ, one_fails, one_is_lost, trained
 from ranks import run_ranks
 from torch.distributed import TCPStore
@@ -65,26 +64,6 @@ def arguments(folder: Path, name: str, *options: str, steps: int = STEPS) -> lis
     ]  # fmt: skip
 
 
-def torchrun(given: list[str], restarts: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.Popen(
-        [*command, "--max-restarts", f"{restarts}", "-m", "tierstore.cli", *given],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
-def finished(run: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
-    """Exit code, output, and the sentences of tierstore among what torchrun says."""
-    with run:
-        try:
-            output, errors = run.communicate(timeout=WAITING_S)
-        finally:
-            run.kill()
-    assert "Traceback" not in errors.partition("torch/distributed/run.py")[0].rpartition("Traceback")[0], errors
-    return run.returncode, output, re.findall(r"^tierstore: (.*)$", errors, re.MULTILINE)
-
-
 def together(given: list[str], folder: Path) -> tuple[list[int | None], str]:
     """Two ranks that nobody kills, started at once; the exit code of each, and what the first one says."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps it
@@ -119,18 +98,11 @@ def losses(folder: Path, name: str) -> dict[int, float]:
     return found
 
 
-def wait_for_line(run: subprocess.Popen[str], path: Path, count: int) -> None:
+def wait_for_line(run: BaseProcess, folder: Path, count: int) -> None:
+    path = folder / "parts.jsonl"
     while not (path.exists() and f'"step": {count},' in path.read_text()):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            run.wait(timeout=0.01)
-            raise AssertionError(f"ended before step {count}: {finished(run)}")
-
-
-def rank_of(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get("RANK")
-    except psutil.Error:
-        return None
+        run.join(0.01)
+        assert run.is_alive(), f"ended before step {count}: {(folder / 'errors').read_text()}"
 
 
 def held_out(output: str) -> list[float]:
@@ -148,14 +120,19 @@ def test_two_ranks_train_lose_one_go_on_and_are_interrupted(folder: Path, own_th
     assert held_out(two) == pytest.approx(held_out(one), abs=2e-3)
     assert (folder / "out" / "model.safetensors").exists()
 
-    run = torchrun(arguments(folder, "parts", "--resume", "auto", steps=10**6), restarts=1)
-    wait_for_line(run, folder / "parts.jsonl", 3)
-    (second,) = [child for child in psutil.Process(run.pid).children() if rank_of(child) == "1"]
-    second.kill()
-    wait_for_line(run, folder / "parts.jsonl", 8)
-    run.send_signal(signal.SIGINT)
-    code, _, (lost, *said) = finished(run)
-    assert code != 0
+    given = arguments(folder, "parts", "--resume", "auto", steps=10**6)
+    with launched(given, folder / "output", folder / "errors", ranks=2, restarts=1) as run:
+        assert run.pid is not None
+        wait_for_line(run, folder, 3)
+        _, second = psutil.Process(run.pid).children()
+        second.kill()
+        wait_for_line(run, folder, 8)
+        os.kill(run.pid, signal.SIGINT)
+        run.join(WAITING_S)
+    assert run.exitcode
+    errors = (folder / "errors").read_text()
+    assert f"{ROOT}/tierstore" not in errors  # tracebacks are those of the agent
+    lost, *said = re.findall(r"^tierstore: (.*)$", errors, re.MULTILINE)
     assert re.match("rank 0 of 2 waited for .*, and rank 1 does not answer: it has died or is stuck", lost)
     (last,) = [int(number) for number in re.findall("stopped by SIGINT after step ([0-9]+)", " ".join(said))]
     kept = f"stopped by SIGINT after step {last} of 1000000; it is committed: go on with --resume auto"

@@ -29,7 +29,7 @@ def batches(steps: int, rank: int, ranks: int) -> list[torch.Tensor]:
 def train(
     rank: int, ranks: int, directory: str | None, steps: int = 3, model: dict[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Train, and tell the losses, the norms, the first step's gradients and the final weights.
+    """Train, and tell the losses, the norms, the first step's gradients, and the final weights; `found`: resumed ones.
 
     Args:
         options: of the engine; and `start`, how many steps there have been, or `until`, how many there are to be.
@@ -46,6 +46,8 @@ def train(
     told: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}}
     with Engine(built, tiers, AdamWConfig(lr=1e-2), **options) as engine:
         told["begun_at"] = engine.step_count
+        if "resume" in options:
+            told["found"] = {name: value.numpy() for name, value in engine.state_dict().items()}
         first = engine.step_count if until is not None else start
         for batch in batches(until or start + steps, rank, ranks)[first:]:
             loss = next_token_loss(engine, batch)

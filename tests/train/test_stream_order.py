@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     return device
 
 
-@pytest.mark.parametrize(("kind", "way"), list(zip(must.MODELS, itertools.cycle(must.SCHEDULES))))
-def test_models(kind: Any, way: tuple[str, float | None], late: LateDevice, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "way"), must.LATE)
+def test_losses_are_those_of_plain_torch_and_nothing_races(
+    kind: Any, way: tuple[str, float | None], late: LateDevice, tmp_path: Path
+) -> None:
     with queueing(late):
         must.compare(kind, *way, tmp_path)
     assert late.hazards == []
@@ -55,7 +56,7 @@ def test_placements(memory: tuple[str | None, str | None], update: str, late: La
     clip = None if update == "backward" else 0.1
     with queueing(late):
         run = train(
-            tiny(dropout=0.1), tokens(8), disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu), update=update,
+            tiny(dropout=0.1), tokens(6), disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu), update=update,
             max_grad_norm=clip, accumulate=2, after=look_and_change,
         )  # fmt: skip
     assert all(map(math.isfinite, run.losses))
