@@ -25,12 +25,15 @@ from tierstore.io.runtime import Runtime
 hypothesis.settings.register_profile("long", max_examples=2000, stateful_step_count=100, deadline=None)
 JOIN_S = 5.0
 LONGEST = (
-    "apps/test_ranks.py", "apps/test_for_real.py", "train/test_zero_models.py", "train/test_zero.py",
-    "train/test_lost_ranks.py", "train/test_clean.py", "store/test_faults.py", "train/test_reducer_hooks.py",
-    "train/test_reducer.py", "train/test_never_lost.py", "train/test_two_hosts.py", "train/test_exact.py",
-    "train/test_really.py", "store/test_power_cut.py", "train/test_right.py",
+    "train/test_zero_models.py", "train/test_clean.py", "apps/test_for_real.py", "train/test_zero.py",
+    "train/test_exact.py", "store/test_faults.py", "apps/test_ranks.py", "train/test_really.py",
+    "train/test_lost_ranks.py", "store/test_power_cut.py", "train/test_stream_order.py", "train/test_reducer_hooks.py",
+    "train/test_right.py", "train/test_reducer.py", "train/test_never_lost.py", "train/test_two_hosts.py",
 )  # fmt: skip
-"""Files with few tests that take long: begun first, or one worker ends with them while the other has nothing to do."""
+"""Files with few tests that take long: begun first, or one worker ends with them while the other has nothing to do.
+
+Those of ranks, which wait for one another, stand between others, which do not.
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:

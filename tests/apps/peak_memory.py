@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-STEPS = 3
+STEPS = 2
 _SEQUENCE = 64
 
 

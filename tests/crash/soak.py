@@ -222,7 +222,7 @@ def block_of(steps: int) -> int:
 @contextlib.contextmanager
 def newcomer(seed: int, folder: Path) -> Iterator[Callable[[], float]]:
     """A process that has just begun; call what it gives for one step of it, which returns its CPU time in seconds."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # an import of everything takes ten seconds
     here, there = context.Pipe()
     process = context.Process(target=_step_when_asked, args=(seed, folder, there), daemon=True)
     process.start()

@@ -64,8 +64,11 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("is_tight", [False, True], ids=["roomy", "tight"])
-@pytest.mark.parametrize(("update", "is_vertical"), [*((update, False) for update in UPDATES), ("forward", True)])
+@pytest.mark.parametrize(
+    ("update", "is_vertical", "is_tight"),
+    [*((update, False, place % 2 == 0) for place, update in enumerate(UPDATES)), ("forward", True, False),
+     ("forward", True, True)],
+)  # fmt: skip
 def test_in_company_gradients_are_what_they_are_alone(
     update: str, is_vertical: bool, is_tight: bool, arrivals: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from tierstore.store import updates
 from tierstore.store.updates import UpdatePipeline
 from tierstore.train.rounds import Speculation
 
-STEPS = 10
+STEPS = 7
 CLIP = 10.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PLACEMENTS = ("memory", "memory+store", "mixed", "disk")
@@ -105,8 +105,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("placement", "update"), CASES)
+@pytest.mark.parametrize(
+    ("placement", "update", "dtype"),
+    [(*case, dtype) for case in CASES for dtype in DTYPES if dtype == "bf16" or case[0] != "memory+store"],
+)
 def test_placement_and_schedule_change_no_bit(placement: str, update: str, dtype: str, tmp_path: Path) -> None:
     clip = None if update == "backward" else CLIP
     seen: list[Placement] = []
@@ -158,8 +160,10 @@ def wrong_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("clip", "enough", "wrong"), [(CLIP, 0, 4), (1e-2, 0, 9), (1e-2, 1, 0), (1e4, 4, 0)])
+@pytest.mark.parametrize(
+    ("clip", "enough", "wrong", "dtype"),
+    [(CLIP, 0, 3, "fp32"), (CLIP, 0, 3, "bf16"), (1e-2, 0, 6, "fp32"), (1e-2, 1, 0, "bf16"), (1e4, 4, 0, "fp32")],
+)
 def test_speculation_is_exact_however_often_it_fails(
     clip: float, enough: int, wrong: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,11 +215,13 @@ def test_threads_and_chunk_size_change_no_bit(
     run.check_equal(reference(dtype, clip))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("update", "codec"),
-    [("step", "lz4"), ("forward", "lz4"), ("speculative", "lz4-bitshuffle"), ("backward", "zstd-bitshuffle")],
-)
+    ("update", "codec", "dtype"),
+    [
+        ("step", "lz4", "fp32"), ("forward", "lz4", "bf16"), ("speculative", "lz4-bitshuffle", "fp32"),
+        ("speculative", "lz4-bitshuffle", "bf16"), ("backward", "zstd-bitshuffle", "fp32"),
+    ],
+)  # fmt: skip
 def test_a_codec_changes_no_bit(update: str, codec: str, dtype: str, tmp_path: Path) -> None:
     clip = None if update == "backward" else CLIP
     tiers = tiers_for("mixed", dtype, update, tmp_path, codec=codec, chunk_bytes=2**19)
@@ -223,13 +229,16 @@ def test_a_codec_changes_no_bit(update: str, codec: str, dtype: str, tmp_path: P
     run.check_equal(reference(dtype, clip))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("update", ["step", "forward", "speculative", "backward"])
-@pytest.mark.parametrize("placement", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("placement", "update", "dtype"),
+    [
+        ("memory", "step", "bf16"), ("memory", "forward", "fp32"), ("memory", "backward", "bf16"),
+        ("disk", "step", "fp32"), ("disk", "forward", "fp32"), ("disk", "forward", "bf16"),
+        ("disk", "speculative", "bf16"), ("disk", "backward", "fp32"), ("disk", "backward", "bf16"),
+    ],
+)  # fmt: skip
 def test_accumulated_gradients_change_no_bit(placement: str, update: str, dtype: str, tmp_path: Path) -> None:
     """Three micro-batches a step; on disk the gradients are spilled and added to there."""
-    if (placement, update) == ("memory", "speculative"):
-        pytest.skip("speculation needs a store")
     clip = None if update == "backward" else CLIP
     homes: list[Any] = []
     tiers = tiers_for(placement, dtype, update, tmp_path)

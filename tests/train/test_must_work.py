@@ -1,4 +1,7 @@
-"""What models do besides calling one block after another: the same losses as plain torch, under two schedules."""
+"""What models do besides calling one block after another: the same losses as plain torch, under three schedules.
+
+Not here: one of them, on a device whose kernels are late (`test_stream_order.py`).
+"""
 
 from __future__ import annotations
 

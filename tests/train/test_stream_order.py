@@ -47,9 +47,17 @@ def look_and_change(engine: Engine, step: int) -> None:
         engine.load_state_dict(engine.state_dict())
 
 
-@pytest.mark.parametrize("update", ["step", "forward", "backward", "speculative", "delayed"])
-@pytest.mark.parametrize("memory", [(None, None), ("8MiB", None), ("8MiB", "64MiB")])
-def test_placements(memory: tuple[str | None, str | None], update: str, late: LateDevice, tmp_path: Path) -> None:
+LEAST, DEVICE, ALL = (None, None), ("8MiB", None), ("8MiB", "64MiB")
+
+
+@pytest.mark.parametrize(
+    ("update", "memory"),
+    [
+        *((update, LEAST) for update in ("step", "forward", "backward", "speculative", "delayed")),
+        ("backward", DEVICE), ("speculative", DEVICE), ("delayed", DEVICE), ("step", ALL), ("forward", ALL),
+    ],
+)  # fmt: skip
+def test_placements(update: str, memory: tuple[str | None, str | None], late: LateDevice, tmp_path: Path) -> None:
     """All weights and state on the disk, the weights on the device, all in memory; groups of two micro-batches."""
     least = smallest_budgets(tiny(), nvme=["unused"], update=update)
     gpu, cpu = (given or smallest for given, smallest in zip(memory, least))
