@@ -5,24 +5,23 @@ Not here: the start and the end of an interpreter. A test of those starts `pytho
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import psutil
 from ranks import fork_server
-from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, parse_args
 
 from tierstore.cli import main
 
 
-@contextmanager
+@contextlib.contextmanager
 def forked(
     arguments: list[str], output: Path, errors: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[BaseProcess]:
@@ -40,16 +39,17 @@ def forked(
         process.join()
 
 
-@contextmanager
+@contextlib.contextmanager
 def launched(arguments: list[str], output: Path, errors: Path, ranks: int, restarts: int) -> Iterator[BaseProcess]:
-    """The same as ranks of torchrun, whose process this is: forks, for the imports of each take ten seconds."""
+    """Torchrun's agent, whose ranks are forks, for the imports of each take ten seconds; all are killed at the end."""
+    # Not a daemon: it has children.
     process = fork_server().Process(target=_launch, args=(arguments, output, errors, ranks, restarts))
     process.start()
     try:
         yield process
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.is_alive() else ():
-            child.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
         process.kill()
         process.join()
 
@@ -97,11 +97,23 @@ def _redirect(output: Path, errors: Path) -> None:
 
 
 def _launch(arguments: list[str], output: Path, errors: Path, ranks: int, restarts: int) -> None:
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    os.setsid()
     _redirect(output, errors)
     options = ["--nproc-per-node", f"{ranks}", "--max-restarts", f"{restarts}", "--start-method", "fork"]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "here"]  # as --standalone
     config, *_ = config_from_args(parse_args([*options, "tierstore"]))
-    elastic_launch(config, _run)(arguments)
+    elastic_launch(config, _rank)(arguments)
+
+
+def _rank(arguments: list[str]) -> None:
+    try:
+        _run(arguments)
+    except Exception:
+        traceback.print_exc()  # the agent tells only one of several
+        raise
 
 
 def _run(arguments: list[str]) -> None:

@@ -57,16 +57,16 @@ def crash_loop(
                 raise typer.BadParameter(f"no variant {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
             with bar(console, "kills", kills or KILLS) as advance:
                 found.append(kill(variant or list(VARIANTS), kills or KILLS, seed, Path(folder), ranks, advance))
+        if soak:  # it forks, as kills do, and is before what trains in this process
+            from crash.soak import soak as run
+
+            with bar(console, "steps", soak) as advance:
+                found.append(run(soak, seed, Path(folder), advance))
         if cuts:
             from crash.cuts import cut
 
             with bar(console, "cuts", cuts) as advance:
                 found.append(cut(cuts, seed, Path(folder), advance))
-        if soak:
-            from crash.soak import soak as run
-
-            with bar(console, "steps", soak) as advance:
-                found.append(run(soak, seed, Path(folder), advance))
     for findings in found:
         console.print(table(findings))
     if json is not None:

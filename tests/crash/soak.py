@@ -222,9 +222,9 @@ def block_of(steps: int) -> int:
 @contextlib.contextmanager
 def newcomer(seed: int, folder: Path) -> Iterator[Callable[[], float]]:
     """A process that has just begun; call what it gives for one step of it, which returns its CPU time in seconds."""
-    context = multiprocessing.get_context("fork")  # an import of everything takes ten seconds
+    context = multiprocessing.get_context("fork")  # before anything is trained here; an import takes ten seconds
     here, there = context.Pipe()
-    process = context.Process(target=_step_when_asked, args=(seed, folder, there), daemon=True)
+    process = context.Process(target=_step_when_asked, args=(seed, folder, there, here), daemon=True)
     process.start()
     there.close()
     here.recv()
@@ -238,7 +238,8 @@ def newcomer(seed: int, folder: Path) -> Iterator[Callable[[], float]]:
     process.join()
 
 
-def _step_when_asked(seed: int, folder: Path, asked: Connection) -> None:
+def _step_when_asked(seed: int, folder: Path, asked: Connection, other_end: Connection) -> None:
+    other_end.close()  # else this one would not hear of the other's end
     settle_in()
     engine, noise = Soak(0, seed, folder).open()
     with engine:

@@ -155,8 +155,8 @@ def test_a_deadline_tells_the_call_the_file_and_the_stacks(tmp_path: Path) -> No
         runtime.call(asyncio.sleep, 0)
     pool.close(10)
     text = str(caught.value)
-    assert f"fsync of {tmp_path / 'manifest.tmp'}, for 0." in text
-    assert f"hang extent h.3/0 {tmp_path / 'pack'} (write), for 0." in text
+    assert f"fsync of {tmp_path / 'manifest.tmp'}, for " in text
+    assert f"hang extent h.3/0 {tmp_path / 'pack'} (write), for " in text
     assert re.search(r"test-files_\d: wait \(threading\.py:", text)
     assert "disk-0: " in text
     assert " < hang (test_lost_threads.py:" in text

@@ -135,9 +135,9 @@ def test_timeout_says_what_was_in_flight(runtime: Runtime) -> None:
 
     runtime.describe(lambda: ["disk-0: read_chunk (demand), for 9.0 s"])
     with pytest.raises(Timeout) as caught:
-        runtime.call(outer, timeout_s=0.02)
+        runtime.call(outer, timeout_s=0.5)
     text = str(caught.value)
-    assert "outer did not end within 0.02 s" in text
+    assert "outer did not end within 0.5 s" in text
     assert "forever (test_runtime.py" in text
     assert "inner (test_runtime.py" in text
     assert "task prefetch of h.3: forever" in text

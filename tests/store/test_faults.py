@@ -1,4 +1,4 @@
-"""A fault at every system call of a short run: raised, never silent, never a hang, and the store opens again."""
+"""A fault at every system call of short runs: raised, never silent, never a hang, and the store opens again."""
 
 from __future__ import annotations
 

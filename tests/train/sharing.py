@@ -27,11 +27,18 @@ def batches(steps: int, rank: int, ranks: int) -> list[torch.Tensor]:
 
 
 def train(
-    rank: int, ranks: int, directory: str | None, steps: int = 3, model: dict[str, Any] | None = None, **options: Any
+    rank: int,
+    ranks: int,
+    directory: str | None,
+    steps: int = 3,
+    model: dict[str, Any] | None = None,
+    looks: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Train, and tell the losses, the norms, the first step's gradients, and the final weights; `found`: resumed ones.
+    """Train, and tell the losses, the norms, the first step's gradients and the final weights.
 
     Args:
+        looks: tell the weights that it begins with, too.
         options: of the engine; and `start`, how many steps there have been, or `until`, how many there are to be.
     """
     options = {"zero": 3, "update": "forward", "max_grad_norm": 1.0} | options
@@ -46,7 +53,7 @@ def train(
     told: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}}
     with Engine(built, tiers, AdamWConfig(lr=1e-2), **options) as engine:
         told["begun_at"] = engine.step_count
-        if "resume" in options:
+        if looks:
             told["found"] = {name: value.numpy() for name, value in engine.state_dict().items()}
         first = engine.step_count if until is not None else start
         for batch in batches(until or start + steps, rank, ranks)[first:]:

@@ -66,8 +66,11 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("update", "is_vertical", "is_tight"),
-    [*((update, False, place % 2 == 0) for place, update in enumerate(UPDATES)), ("forward", True, False),
-     ("forward", True, True)],
+    [
+        ("auto", False, True), ("step", False, False), ("forward", False, True), ("backward", False, True),
+        ("speculative", False, False), ("speculative", False, True), ("delayed", False, True), ("forward", True, False),
+        ("forward", True, True),
+    ],
 )  # fmt: skip
 def test_in_company_gradients_are_what_they_are_alone(
     update: str, is_vertical: bool, is_tight: bool, arrivals: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

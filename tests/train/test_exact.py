@@ -254,7 +254,7 @@ def test_accumulated_gradients_change_no_bit(placement: str, update: str, dtype:
     ("update", "options"),
     [
         ("forward", {"commit_every": 3}),
-        ("backward", {"commit_every": 7}),
+        ("backward", {"commit_every": 5}),
         ("forward", {"durability": "none"}),
         ("backward", {"durability": "none"}),
         ("forward", {"overlap": False}),

@@ -1,6 +1,6 @@
 """What models do besides calling one block after another: the same losses as plain torch, under three schedules.
 
-Not here: one of them, on a device whose kernels are late (`test_stream_order.py`).
+Not here: one of the three for each model, on a device whose kernels are late (`test_stream_order.py`).
 """
 
 from __future__ import annotations
@@ -328,6 +328,8 @@ MODELS = [
     LayersRecomputeParts, Dictionaries, ReadElsewhere, OwnParameters, Buffers, Adapted, FirstFrozen, SomeFrozen,
     Skipping, Mixture, Growing, Late, Tied,
 ]  # fmt: skip
+LATE = list(zip(MODELS, itertools.cycle(SCHEDULES)))
+"""These are compared on a device whose kernels are late, in `test_stream_order.py`."""
 
 
 def make(kind: Callable[[], nn.Module]) -> nn.Module:
@@ -368,10 +370,6 @@ def compare(
         if "running" in name or not value.is_floating_point():
             torch.testing.assert_close(found.weights[name], value)
     return found
-
-
-LATE = list(zip(MODELS, itertools.cycle(SCHEDULES)))
-"""These are compared on a device whose kernels are late, in `test_stream_order.py`."""
 
 
 @pytest.mark.parametrize(("kind", "way"), [way for way in itertools.product(MODELS, SCHEDULES) if way not in LATE])

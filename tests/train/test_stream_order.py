@@ -37,13 +37,13 @@ def test_losses_are_those_of_plain_torch_and_nothing_races(
 
 
 def look_and_change(engine: Engine, step: int) -> None:
-    """Weights are read in each step, changed in the second, and all set in the third."""
-    with engine.gathered("blocks.0", modify=step == 2), torch.no_grad():
+    """Weights are read after each step, changed after the first, and all set after the second; a third one follows."""
+    with engine.gathered("blocks.0", modify=step == 1), torch.no_grad():
         weight = engine.model.get_parameter("blocks.0.up.weight")
         assert weight.isfinite().all()
-        if step == 2:
+        if step == 1:
             weight.mul_(0.5)
-    if step == 3:
+    if step == 2:
         engine.load_state_dict(engine.state_dict())
 
 

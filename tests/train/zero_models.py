@@ -284,16 +284,18 @@ def train_each(
     Args:
         is_late: nothing would race on GPUs, either; see `tests/late_device.py`.
     """
-    found = []
-    for kind in kinds:
-        device = LateDevice()
-        if is_late:
-            assembly.open_device = lambda *_, device=device: device  # type: ignore[assignment]  # a process of its own
-        with queueing(device) if is_late else nullcontext():
-            found.append(train(rank, ranks, kind, directory_of(directory, kind) if directory else None, **options))
-        assert device.hazards == []
-        assert is_late == (device.kernels > 100)
-    return found
+    one = train_late if is_late else train
+    return [one(rank, ranks, kind, directory_of(directory, kind) if directory else None, **options) for kind in kinds]
+
+
+def train_late(rank: int, ranks: int, kind: str, directory: str | None, **options: Any) -> dict[str, Any]:
+    device = LateDevice()
+    assembly.open_device = lambda *_: device  # type: ignore[assignment]  # a process of its own
+    with queueing(device):
+        told = train(rank, ranks, kind, directory, **options)
+    assert not device.hazards, (kind, device.hazards)
+    assert device.kernels > 100, (kind, device.kernels)
+    return told
 
 
 def plain(kind: str, ranks: int, steps: int = 5, clip: float | None = None) -> dict[str, Any]:
