@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-STEPS = 2
 _SEQUENCE = 64
 
 
@@ -64,7 +63,7 @@ def _activations(preset: str, dtype: str, sequence: int) -> int:
     return status("VmHWM") - before - gradients
 
 
-def _train(preset: str, dtype: str, sequence: str, gpu: str, cpu: str, folder: str) -> dict[str, int]:
+def _train(preset: str, dtype: str, sequence: str, gpu: str, cpu: str, folder: str, steps: str) -> dict[str, int]:
     from rich.console import Console
 
     from tierstore.apps import train
@@ -82,7 +81,7 @@ def _train(preset: str, dtype: str, sequence: str, gpu: str, cpu: str, folder: s
 
     options = TrainOptions(
         preset=Preset(preset), gpu_memory=parse_size(gpu), cpu_memory=parse_size(cpu), nvme=(Path(folder) / "store",),
-        dtype=Precision(dtype), batch=1, sequence=int(sequence), steps=STEPS, evaluate=1,
+        dtype=Precision(dtype), batch=1, sequence=int(sequence), steps=int(steps), evaluate=1,
     )  # fmt: skip
     train.train(options, Reporter(Console(stderr=True)), make_engine)
     return peaks | {"trained": status("VmHWM"), "budgets": options.gpu_memory + options.cpu_memory}
@@ -93,7 +92,13 @@ def _said(arguments: list[str]) -> str:
 
 
 def measure(
-    preset: str, gpu: str, cpu: str, folder: Path, dtype: str = "bf16", run: Callable[[list[str]], str] = _said
+    preset: str,
+    gpu: str,
+    cpu: str,
+    folder: Path,
+    dtype: str = "bf16",
+    steps: int = 3,
+    run: Callable[[list[str]], str] = _said,
 ) -> dict[str, int]:
     """All figures in bytes; `bound` is that of the trained model, `bound_built` that of the built one.
 
@@ -102,7 +107,7 @@ def measure(
     """
     figures: dict[str, int] = {}
     model = [preset, dtype, str(_SEQUENCE)]
-    for arguments in (["plain", *model], ["train", *model, gpu, cpu, str(folder)]):
+    for arguments in (["plain", *model], ["train", *model, gpu, cpu, str(folder), str(steps)]):
         figures |= json.loads(run([__file__, *arguments]))
     figures["bound_built"] = figures["budgets"] + figures["base"] + 128 * 2**20
     figures["bound"] = figures["bound_built"] + figures["activations"]

@@ -1,6 +1,7 @@
 """`tierstore train` under torchrun, as a person has it: several ranks, killed, interrupted, resumed on other ranks.
 
-Ranks are forks that need not import anything: of torchrun's agent, or with its variables where nobody kills them.
+Most ranks are forks, which need not import anything: of torchrun's agent, or with its variables where nobody kills
+them.
 """
 
 from __future__ import annotations
@@ -151,9 +152,8 @@ def test_two_ranks_train_lose_one_go_on_and_are_interrupted(folder: Path, own_th
     output = alone(arguments(folder, "parts", "--resume", "must", steps=last + 3))
     assert f"resumed after step {last}" in output
     assert f"step {last + 3}/{last + 3}" in output
-    found = losses(folder, "parts")
-    assert last + 3 <= STEPS, "a slow machine, or a run that does not stop"
-    assert list(found.values()) == pytest.approx([expected[step] for step in found], rel=1e-5)
+    found = {step: loss for step, loss in losses(folder, "parts").items() if step in expected}
+    assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-5)
 
 
 @pytest.mark.parametrize(
