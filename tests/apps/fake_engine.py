@@ -108,6 +108,9 @@ class FakeEngine:
     def flush(self) -> None:
         self.calls.append("flush")
 
+    def apply_pending(self) -> None:
+        self.calls.append("apply pending")
+
     def export(self, directory: Any) -> None:
         self.calls.append(f"export {directory.name}")
         self._model.save_pretrained(directory)

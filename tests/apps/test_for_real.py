@@ -174,3 +174,11 @@ def test_resident_memory_is_bounded(disk_path: Path) -> None:
     figures = peak_memory.measure("124m", "384MiB", "384MiB", disk_path, "fp32", steps=2, run=said)
     assert figures["built"] < figures["bound_built"], figures
     assert figures["trained"] < figures["bound"], figures
+
+
+def test_another_schedule_goes_on_from_a_delayed_run_that_reached_its_end(folder: Path) -> None:
+    assert here(folder, "run", "--update", "delayed", steps=3).exit_code == 0
+    after = here(folder, "run", "--update", "forward", "--resume", "must", steps=5)
+    assert after.exit_code == 0, after.output
+    assert "resumed after step 3" in after.output
+    assert [line["step"] for line in lines(folder, "run")] == [1, 2, 3, 4, 5]

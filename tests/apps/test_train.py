@@ -245,7 +245,7 @@ def test_a_second_interrupt_acts_at_once(
 def test_a_signal_in_the_last_step_leaves_out_the_evaluation(options: Callable[..., TrainOptions]) -> None:
     outcome, engine, output = run(options(steps=1), before_commit=lambda step: os.kill(os.getpid(), signal.SIGINT))
     assert outcome.stopped_by is None
-    assert engine.calls[-2:] == ["flush", "close"]
+    assert engine.calls[-2:] == ["apply pending", "close"]
     assert "training loss" in output
 
 

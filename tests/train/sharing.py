@@ -63,6 +63,7 @@ def train(
                 told["gradients"] = {name: engine.gradient(name).numpy() for name in ("embedding.weight", "norm.bias")}
             told["norms"].append(engine.step().grad_norm)
             told["losses"].append(loss.item())
+        engine.apply_pending()  # of a delayed update
         told |= {name: engine.statistics()[name] for name in ("bytes", "peak_bytes")}
         told["weights"] = {name: value.numpy() for name, value in engine.state_dict().items()}
     return told

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import runs
 import torch
+from faults import EIO, FaultyBackend, each_fault
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.streams import Reached
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, StorageError
 from tierstore.io.backend import Backend
 from tierstore.store.commit import Generation, Manifests
 from tierstore.store.gradients import Arrival
@@ -23,6 +24,7 @@ from tierstore.train.engine import Engine
 
 STEPS = 8
 CLIP = 0.5
+SMALL = "1600KiB"  # for one block: state on disk, and a group's gradients
 
 
 def stale_loop() -> list[float]:
@@ -164,9 +166,87 @@ def test_pending_gradients_are_not_lost_to_another_schedule(disk_path: Path) -> 
 
     assert step("forward", "never") == 1
     assert step("delayed", "must") == 2  # its packs are made
-    with pytest.raises(ConfigError, match="resume it with update='delayed'"):
+    with pytest.raises(ConfigError, match=r"resume it with update='delayed', and call apply_pending\(\)"):
         step("forward", "must")
     assert step("delayed", "must") == 3
+
+
+def engine_of(store: Path, update: str, cpu_memory: str = "64MiB", backend: Backend | None = None) -> Engine:
+    tiers = TierConfig(gpu_memory="2MiB", cpu_memory=cpu_memory, nvme=[store])
+    model = runs.tiny(blocks=1 if cpu_memory == SMALL else 3)
+    return Engine(
+        model, tiers, AdamWConfig(lr=1e-2, weight_decay=0.1), update=update, max_grad_norm=CLIP, resume="auto",
+        commit_every=2, backend=backend,
+    )  # fmt: skip
+
+
+def step_once(engine: Engine) -> None:
+    engine.backward(runs.next_token_loss(engine, runs.tokens(5)[engine.step_count]))
+    engine.step()
+
+
+def three_steps(store: Path, cpu_memory: str) -> dict[str, torch.Tensor]:
+    """Make a store that holds the gradients of its third step. Returns the weights when those are applied."""
+    with engine_of(store, "delayed", cpu_memory) as engine:
+        engine.apply_pending()  # there are none
+        for _ in range(3):
+            step_once(engine)
+    ahead = store.with_name("ahead")
+    shutil.copytree(store, ahead, ignore=shutil.ignore_patterns("lock"))
+    with engine_of(ahead, "delayed", cpu_memory) as engine:
+        step_once(engine)
+        return engine.state_dict()
+
+
+@pytest.mark.parametrize("cpu_memory", ["64MiB", "4MiB"])
+def test_pending_gradients_are_applied_without_a_step(disk_path: Path, cpu_memory: str) -> None:
+    """As the next step would; the store then opens with any schedule, and delayed goes on, too."""
+    store = disk_path / "store"
+    expected = three_steps(store, cpu_memory)
+    with engine_of(store, "delayed", cpu_memory) as engine:
+        engine.apply_pending()
+        assert engine.step_count == 3
+        applied = engine.state_dict()
+        step_once(engine)
+        runs.next_token_loss(engine, runs.tokens(1)[0])
+        with pytest.raises(ConfigError, match=r"apply_pending\(\) would change weights in the middle of a step"):
+            engine.apply_pending()
+        engine.backward(runs.next_token_loss(engine, runs.tokens(5)[4]))
+        engine.step()
+        engine.apply_pending()
+        after = engine.state_dict()
+    assert all(torch.equal(applied[name], expected[name]) for name in expected)
+    with engine_of(store, "forward", cpu_memory) as engine:
+        assert engine.step_count == 5
+        resumed = engine.state_dict()
+        engine.backward(runs.next_token_loss(engine, runs.tokens(1)[0]))
+        engine.step()
+    assert all(torch.equal(resumed[name], after[name]) for name in after)
+
+
+def test_pending_gradients_are_not_lost_while_they_are_applied(disk_path: Path) -> None:
+    store, broken = disk_path / "store", disk_path / "broken"
+    expected = three_steps(store, SMALL)
+    failed = 0
+
+    def apply(backend: Backend | None) -> dict[str, torch.Tensor]:
+        with engine_of(broken, "delayed", SMALL, backend) as engine:
+            engine.apply_pending()
+            return engine.state_dict()
+
+    def scenario(backend: FaultyBackend) -> None:
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree(store, broken, ignore=shutil.ignore_patterns("lock"))
+        apply(backend)
+
+    for backend in each_fault(EIO, scenario, kinds=("pwrite", "fdatasync", "fsync", "replace")):
+        try:
+            scenario(backend)
+        except StorageError:
+            failed += 1
+        applied = apply(None)
+        assert all(torch.equal(applied[name], expected[name]) for name in expected)
+    assert failed
 
 
 def test_pending_gradients_stay_until_the_commit_that_names_them_is_published(disk_path: Path) -> None:

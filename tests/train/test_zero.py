@@ -36,6 +36,8 @@ def test_schedules_are_one(tmp_path: Path) -> None:
         expected = (delayed if update == "delayed" else step)[0]["weights"]
         for name, weight in found[0]["weights"].items():
             assert np.allclose(weight, expected[name], atol=1e-3), (update, name)
+    left = run_ranks(1, look, str(tmp_path / "delayed"), {"gpu_memory": "4MiB", "cpu_memory": "24MiB"})
+    assert same(left[0], found[0]["weights"])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

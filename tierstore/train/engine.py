@@ -342,17 +342,43 @@ class Engine:
         now = arrived
         if parts.driver.schedule is UpdateSchedule.DELAYED:
             now = self._generations.turn_over(arrived)
-        trainable = [group for group in parts.groups.groups if group.spec.trainable]
-        updates: Updates = {}
-        if now is not None:
-            updates = {group.index: parts.stepper.updates(group.index, now.touched, now.scale) for group in trainable}
-        parts.driver.decide(updates, is_plain=clip == 1.0 and is_finite)
-        if now is not None:
-            parts.stepper.count(now.touched)
+        self._decide(now, is_plain=clip == 1.0 and is_finite)
         parts.collector.forget()
         parts.hooks.step_ended()
-        parts.access.weights_changed(group.index for group in trainable)
         return (norm if touched else None), is_finite
+
+    def _decide(self, now: Pending | None, *, is_plain: bool) -> None:
+        """The round in progress applies these gradients; without any, nothing."""
+        parts = self._parts
+        trainable = [group.index for group in parts.groups.groups if group.spec.trainable]
+        updates: Updates = {}
+        if now is not None:
+            updates = {group: parts.stepper.updates(group, now.touched, now.scale) for group in trainable}
+        parts.driver.decide(updates, is_plain=is_plain)
+        if now is not None:
+            parts.stepper.count(now.touched)
+        parts.access.weights_changed(trainable)
+
+    def apply_pending(self) -> None:
+        """Apply the gradients that update="delayed" keeps for the next step, and commit; without any, do nothing.
+
+        Any schedule can go on from there; a next delayed step applies nothing, as the first one of a run.
+
+        Raises:
+            ConfigError: in the middle of a step.
+        """
+        parts = self._whole_parts()
+        self._order.refuse_within_step("apply_pending()")
+        if self._generations.pending is None:
+            return
+        self._generations.leave_newer()
+        parts.stepper.check()
+        with self._order.unbroken():
+            self._generations.forget()
+            parts.driver.begin(parts.access.order, (), knows_graph=False, recomputes=False, accumulates=False)
+            self._decide(self._generations.take_pending(), is_plain=True)
+        self._generations.commit(parts.driver.last_round)
+        self.flush()
 
     # --- generations --------------------------------------------------------------------------------------------
 

@@ -75,6 +75,12 @@ class Generations:
         self._collect_in(1 - self.gradient_set)
         return before
 
+    def take_pending(self) -> Pending | None:
+        """Give the gradients of the last step, which are applied now and not with the next one."""
+        # The next step collects where it would have: what was there before that may still be on its way to the state.
+        taken, self.pending = self.pending, None
+        return taken
+
     def _collect_in(self, gradient_set: int) -> None:
         """What is collected there is applied a step later."""
         self.gradient_set = gradient_set

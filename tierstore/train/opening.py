@@ -126,7 +126,8 @@ def check_same_store(generation: Generation, tiers: TierConfig, schedule: Update
     if generation.captured["pending"] is not None and schedule is not UpdateSchedule.DELAYED:
         raise ConfigError(
             f"the store in {tiers.nvme[0]} was trained with update='delayed', and the gradients of its last step are "
-            f"not applied yet; update={schedule.value!r} would lose them: resume it with update='delayed'"
+            f"not applied yet; update={schedule.value!r} would lose them: resume it with update='delayed', and call "
+            "apply_pending() (`tierstore train` does when it reaches its last step)"
         )
     if layout["directories"] != len(tiers.nvme):
         raise ConfigError(
