@@ -177,8 +177,7 @@ def change_chunk(data: bytes, rng: random.Random, mutate: Mutate) -> bytes:
 def read_manifest(data: bytes, folder: Path) -> None:
     from tierstore.errors import FormatError
     from tierstore.store import manifest
-    from tierstore.store.entries import recorded_entries
-    from tierstore.store.verification import chunks_of, packs_of
+    from tierstore.store.verification import chunks_of, is_of_tensors, packs_of
     from tierstore.train.capture import check_captured, with_tensors
 
     length = int.from_bytes(data[:4], "little")
@@ -188,15 +187,17 @@ def read_manifest(data: bytes, folder: Path) -> None:
         text + b"\n" + manifest.digest(text).encode(), int(number[1]) if number else 0, "manifest"
     )
     generation = manifest.read_generation(body, captured, "captured")
-    if not generation.layout["groups"]:
-        recorded_entries(generation)
-        return
     directories = [folder / f"{i}" for i in range(min(4, generation.layout["directories"]))]
-    for kind, pack in packs_of(generation, directories).items():
-        if len(pack) < 100:
-            with contextlib.suppress(FormatError):  # its files are not there
-                pack.check(generation.records[kind])
-    chunks_of(generation, directories)
+    packs = packs_of(generation, directories)
+    for kind, pack in packs.items():
+        try:
+            pack.slots.check(generation.records[kind])
+        except FormatError as error:
+            if "is missing" not in str(error):  # files: there are none
+                raise
+    chunks_of(generation, packs)
+    if is_of_tensors(generation):
+        return
     check_captured(generation.captured)
     with_tensors(generation.captured["registered"])
 
@@ -221,7 +222,7 @@ def manifest_seeds(folder: Path) -> dict[str, bytes]:
     tensors: dict[str, Any] = {"kind": "tensors", "codec": "none", "chunk_bytes": 8192, "directories": 1, "groups": []}
     entry = {"name": "h.0", "tier": "nvme", "pack": "put-0", "tensors": [["w", "float32", [50, 60]]]}
     training = Generation(3, layout, records, captured)
-    named = Generation(0, tensors, {"put-0": [ChunkRecord(0, 8192, 5), record]}, {"entries": [entry]})
+    named = Generation(0, tensors, {"put-0": [ChunkRecord(0, 8192, 5), ChunkRecord(0, 4096, 7)]}, {"entries": [entry]})
     seeds = {}
     for name, generation in (("training", training), ("named", named)):
         noted, arrays = captured_text(generation.captured)

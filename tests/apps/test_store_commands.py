@@ -7,9 +7,11 @@ import json
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensor_stores
+import torch
 from faults import HANG, FaultyBackend
 from rich.console import Console
 from runs import next_token_loss, tiny, tokens
@@ -67,14 +69,49 @@ def test_the_last_generation_is_shown_and_verified(tmp_path: Path, codec: Codec)
     assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "codecs"])
-def test_a_store_of_named_tensors_is_none_of_training(command: str, tmp_path: Path) -> None:
-    async def put() -> None:
-        async with tensor_stores.opened(tmp_path) as store:
-            await store.put("h.0", tensor_stores.block(1.0), tier=Tier.NVME)
+async def put(tmp_path: Path, **options: Any) -> None:
+    """Three entries, one on each tier; the first one spans chunks."""
+    async with tensor_stores.opened(tmp_path, **options) as store:
+        for number, tier in enumerate(tensor_stores.TIERS):
+            size = {"elements": tensor_stores.CHUNK} if number == 0 else {}
+            await store.put(f"h/{number}", tensor_stores.block(number, **size), tier=tier)
+        await store.put("empty", {"none": torch.empty(0, 3)}, tier=Tier.CPU)
 
-    tensor_stores.run(put())
-    result = CliRunner().invoke(app, [command, str(tmp_path / "store")])
+
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.LZ4_BITSHUFFLE])
+def test_a_store_of_named_tensors_is_shown_and_verified(codec: Codec, tmp_path: Path) -> None:
+    directories = [tmp_path / "store", tmp_path / "second"]
+    tensor_stores.run(put(tmp_path, nvme=directories, codec=codec))
+    run, paths = CliRunner(), [str(path) for path in directories]
+    result = run.invoke(app, ["verify", *paths])
+    assert (result.exit_code, "all as written" in result.output) == (0, True), result.output
+    result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env={"COLUMNS": "200"})
+    told = json.loads((tmp_path / "j").read_text())
+    assert (told["what"], told["groups"], told["directories"]) == ("store of named tensors", 4, 2), result.output
+    assert {group["name"]: group["tensors"] for file in told["files"] for group in file["groups"]} == {
+        f"h/{number}": [["w", "float32", [tensor_stores.CHUNK if number == 0 else tensor_stores.CHUNK // 4]]]
+        for number in range(3)
+    }
+
+    generation, chunks = committed_chunks(directories)
+    assert len(chunks) == sum(map(len, generation.records.values()))
+    assert {chunk.path.parent for chunk in chunks} == set(directories)
+    for bad in chunks:
+        flip(bad)
+        result = run.invoke(app, ["verify", *paths, "--json", str(tmp_path / "j")])
+        (damage,) = json.loads((tmp_path / "j").read_text())["damages"]
+        assert (result.exit_code, damage["group"], damage["tensors"]) == (1, bad.group, ["w"])
+        flip(bad)
+    result = run.invoke(app, ["verify", paths[0]])
+    assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)
+    chunks[0].path.unlink()
+    result = run.invoke(app, ["verify", *paths])
+    assert (result.exit_code, f"{chunks[0].path} is missing" in " ".join(result.output.split())) == (1, True)
+
+
+def test_codecs_are_compared_on_training_state(tmp_path: Path) -> None:
+    tensor_stores.run(put(tmp_path))
+    result = CliRunner().invoke(app, ["codecs", str(tmp_path / "store")])
     assert (result.exit_code, "tensors, not" in result.output) == (2, True), result.output
 
 

@@ -24,7 +24,7 @@ from tierstore.pack.archive import ARCHIVE_KEY
 from tierstore.pack.layout import quoted
 from tierstore.pack.validate import read_header
 from tierstore.plots import new_figure, save_figure
-from tierstore.store.verification import committed_chunks
+from tierstore.store.verification import committed_chunks, is_of_tensors, tensors_of
 
 _MAP_CELLS = 64
 _SHADES = "█▒"
@@ -101,11 +101,7 @@ def _parts(file: ArchiveFile) -> Iterator[Part]:
 
 def _store(paths: Sequence[Path]) -> Content:
     generation, chunks = committed_chunks(paths)
-    layout = generation.layout
-    rows = {
-        group["name"]: tuple(Row(name, group["dtype"], tuple(shape)) for name, shape in group["parameters"])
-        for group in layout["groups"]
-    }
+    rows = {group: tuple(Row(*tensor) for tensor in tensors) for group, tensors in tensors_of(generation).items()}
     files = []
     for path in sorted({chunk.path for chunk in chunks}):
         mine = [chunk for chunk in chunks if chunk.path == path]
@@ -118,8 +114,9 @@ def _store(paths: Sequence[Path]) -> Content:
                 Part(name, of_group[0].codec, of_group[0].offset, content, stored, len(of_group), rows.get(name, ()))
             )
         files.append((path, path.stat().st_size, tuple(parts)))
-    facts = {"generation": generation.number, "groups": len(rows), "directories": layout["directories"]}
-    return Content("training store", facts, tuple(files))
+    facts = {"generation": generation.number, "groups": len(rows), "directories": generation.layout["directories"]}
+    what = "store of named tensors" if is_of_tensors(generation) else "training store"
+    return Content(what, facts, tuple(files))
 
 
 def tree(content: Content, *, tensors: bool = True) -> Tree:

@@ -1,14 +1,15 @@
-"""What a committed generation needs of the packs of a training store, read from its manifest alone.
+"""What a committed generation needs of the packs of a store, read from its manifest alone.
 
-Scope: the chunks of a generation, where each lies and what its checksum is. Nothing is opened or changed.
-Not here: reading them (`apps/verify.py`); a store that is open (`training.py`); stores of named tensors.
+Scope: the chunks of a generation of a model or of named tensors, where each lies and what its checksum is. Nothing is
+    opened or changed.
+Not here: reading them (`apps/verify.py`); a store that is open (`training.py`, `tensors.py`).
 Owner: none; plain records.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from tierstore.errors import ConfigError, FormatError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import WorkerPool
+from tierstore.pack.layout import ChunkSpec
 from tierstore.plan.tiers import Kind
 from tierstore.store.commit import Generation, Manifests
 from tierstore.store.layout import Codecs, chunk_specs, recorded_codecs, recorded_groups
-from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
+from tierstore.store.slots import SLOT_NAMES, ChunkIO, ChunkRecord, SlotPack
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,25 @@ class CommittedChunk:
         return self.record.stored_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class CommittedPack:
+    """A pack as a manifest describes it; not open.
+
+    Attributes:
+        specs, groups: its chunks, and of each the group or entry that it is of.
+    """
+
+    slots: SlotPack
+    specs: Sequence[ChunkSpec]
+    groups: Sequence[str]
+    codec: Codec
+
+
+def is_of_tensors(generation: Generation) -> bool:
+    """Whether it is one of named tensors (`TensorStore`), and not the training state of a model."""
+    return not generation.layout["groups"]
+
+
 def committed_chunks(
     directories: Sequence[Path], number: int | None = None
 ) -> tuple[Generation, list[CommittedChunk]]:
@@ -53,56 +74,84 @@ def committed_chunks(
         number: of the generation; None is the last one.
 
     Raises:
-        ConfigError: not all of them are given, or it is no training store.
+        ConfigError: not all of them are given.
         FormatError: the manifest, or the state beside it, is damaged, or a file is missing.
     """
     manifests = Manifests(directories[0], Backend())
     with Runtime("verify") as runtime:
         generation = runtime.call(manifests.read, manifests.numbers()[0] if number is None else number)
     layout = generation.layout
-    if not layout["groups"]:
-        raise ConfigError(f"{directories[0]} holds named tensors, not the training state of a model")
     if layout["directories"] != len(directories):
         raise ConfigError(
             f"the store in {directories[0]} is striped over {layout['directories']} directories; give all of them, in "
             "their order"
         )
-    for pack in packs_of(generation, directories).values():
-        pack.check(generation.records[pack.kind])
-    return generation, chunks_of(generation, directories)
+    packs = packs_of(generation, directories)
+    for kind, pack in packs.items():
+        pack.slots.check(generation.records[kind])
+    return generation, chunks_of(generation, packs)
 
 
-def packs_of(generation: Generation, directories: Sequence[Path]) -> dict[str, SlotPack]:
-    """The packs of a training store, as its manifest alone describes them; not open.
+def packs_of(generation: Generation, directories: Sequence[Path]) -> dict[str, CommittedPack]:
+    """The packs of a store, as its manifest alone describes them.
 
     Raises:
         FormatError: it describes none that this release knows.
     """
-    groups, codecs = recorded_groups(generation.layout), _codecs(generation.layout)
     io = ChunkIO(Backend(), WorkerPool("verify", 1), None, time.monotonic)  # its thread is never started
+    described = _of_tensors(generation) if is_of_tensors(generation) else _of_training(generation)
     packs = {}
-    for kind in generation.records:
-        specs = chunk_specs(_kind(kind), groups, generation.layout["chunk_elements"])
-        if (codec := codecs[_kind(kind)].codec) is Codec.AUTO:
+    for kind, specs, groups, codec in described:
+        if codec is Codec.AUTO:
             raise FormatError(f"the store does not say what codec its {kind[:40]} are stored with")
-        packs[kind] = SlotPack(kind, specs, directories, io, codec)
+        slots = 1 if is_of_tensors(generation) else len(SLOT_NAMES)
+        packs[kind] = CommittedPack(SlotPack(kind, specs, directories, io, codec, slots=slots), specs, groups, codec)
     return packs
 
 
-def chunks_of(generation: Generation, directories: Sequence[Path]) -> list[CommittedChunk]:
-    """Every chunk that a generation of a training store names."""
+_Described = tuple[str, Sequence[ChunkSpec], Sequence[str], Codec]
+
+
+def _of_training(generation: Generation) -> Iterator[_Described]:
     groups, codecs = recorded_groups(generation.layout), _codecs(generation.layout)
-    chunks = []
-    for kind, pack in packs_of(generation, directories).items():
+    for kind in generation.records:
         specs = chunk_specs(_kind(kind), groups, generation.layout["chunk_elements"])
-        codec = codecs[_kind(kind)].codec.value
+        yield kind, specs, [spec.name.rsplit("/", 2)[0] for spec in specs], codecs[_kind(kind)].codec
+
+
+def _of_tensors(generation: Generation) -> Iterator[_Described]:
+    from tierstore.store.entries import recorded_entries  # with torch, which all others do without
+
+    for entry, kind in recorded_entries(generation):
+        specs = entry.layout.chunk_specs(entry.name)
+        yield kind, specs, [entry.name] * len(specs), Codec(generation.layout["codec"])
+
+
+def chunks_of(generation: Generation, packs: Mapping[str, CommittedPack]) -> list[CommittedChunk]:
+    """Every chunk that a generation names."""
+    chunks = []
+    for kind, pack in packs.items():
         for number, record in enumerate(generation.records[kind]):
             if record is not None:
-                name, tensors = specs[number].name, specs[number].tensors
-                path, offset, padded_bytes = pack.location(number, record)
-                group = name.rsplit("/", 2)[0]
-                chunks.append(CommittedChunk(path, name, tensors, group, codec, offset, padded_bytes, record))
+                spec, group = pack.specs[number], pack.groups[number]
+                path, offset, padded_bytes = pack.slots.location(number, record)
+                chunks.append(
+                    CommittedChunk(path, spec.name, spec.tensors, group, pack.codec.value, offset, padded_bytes, record)
+                )
     return chunks
+
+
+def tensors_of(generation: Generation) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
+    """Name, dtype and shape of the tensors of each group or entry."""
+    if is_of_tensors(generation):
+        from tierstore.store.entries import recorded_entries
+
+        layouts = {entry.name: entry.layout.describe() for entry, _ in recorded_entries(generation)}
+        return {group: [(name, dtype, tuple(shape)) for name, dtype, shape in rows] for group, rows in layouts.items()}
+    return {
+        group["name"]: [(name, group["dtype"], tuple(shape)) for name, shape in group["parameters"]]
+        for group in generation.layout["groups"]
+    }
 
 
 def _kind(name: str) -> Kind:
