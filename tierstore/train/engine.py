@@ -14,7 +14,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,12 @@ from tierstore.train.assembly import Assembly, assemble
 from tierstore.train.call_order import CallOrder
 from tierstore.train.generations import Generations, Pending
 from tierstore.train.meters import StepMeters
+from tierstore.train.micro_batches import called, check_loss, losses_side_by_side, own_loss
 from tierstore.train.optimizer import LossScale, TieredOptimizer, check_scheduler, clip_coefficient
 from tierstore.train.options import check_kinds, choice, options_of
 from tierstore.train.partition import partition_of
 from tierstore.train.report import StepReport
 from tierstore.train.rounds import Updates
-from tierstore.train.vertical import SideBySide
 
 
 class Engine:
@@ -151,11 +151,11 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        return self._forward(lambda: self._watched(lambda: self.model(*args, **kwargs)))
+        return self._forward(lambda: self._watched_model(*args, **kwargs))
 
-    def _watched(self, call: Callable[[], Any]) -> Any:
+    def _watched_model(self, *args: Any, **kwargs: Any) -> Any:
         with self._parts.hooks.watching():
-            return call()
+            return self.model(*args, **kwargs)
 
     def _forward(self, call: Callable[[], Any], count: int = 1) -> Any:
         """`call` runs the model so many times, and is watched."""
@@ -196,7 +196,7 @@ class Engine:
         self._order.refuse_after_backward("a second backward outside no_sync()")
         if not parts.driver.has_begun:
             raise ConfigError("backward() needs a forward through the engine before it, in the same step")
-        _check_loss(loss)
+        check_loss(loss)
         parts.stepper.check()  # gradients may be applied as they arrive
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
@@ -255,40 +255,26 @@ class Engine:
         if not isinstance(batches, Iterable):
             raise ConfigError(f"train_step takes a list of the step's micro-batches, not {type(batches).__name__}")
         batches = list(batches)
-        take_loss = loss_of or _own_loss
+        take_loss = loss_of or own_loss
         order = choice(MicroBatchSchedule, "schedule", schedule)
         try:
             with self._parts.driver.whole_step():
                 if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
-                    losses = self._forward(lambda: self._side_by_side(batches, take_loss), len(batches))
+                    losses = self._forward(
+                        lambda: losses_side_by_side(self._watched_model, batches, take_loss, self._parts.access),
+                        len(batches),
+                    )
                     self.backward(torch.stack(losses).sum() / len(batches))
                     return self.step()
                 for position, batch in enumerate(batches):
                     is_last = position == len(batches) - 1
                     with contextlib.nullcontext() if is_last else self.no_sync():
-                        self.backward(take_loss(_called(self, batch)) / len(batches))
+                        self.backward(take_loss(called(self, batch)) / len(batches))
                 return self.step()
         except BaseException:
             if not (self._order.has_final_backward or self._order.is_broken):
                 self._parts.driver.guess_nothing()
             raise
-
-    def _side_by_side(self, batches: Sequence[Any], take_loss: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
-        """The losses of micro-batches that pass each group together."""
-        access = self._parts.access
-
-        def loss_of(batch: Any) -> torch.Tensor:
-            # In its thread: nodes that another one made may rank below all of these, and part the backwards.
-            loss = take_loss(self._watched(partial(_called, self.model, batch)))
-            _check_loss(loss)
-            return loss.reshape(())
-
-        forwards = SideBySide([partial(loss_of, batch) for batch in batches])
-        access.before_visit = forwards.meet
-        try:
-            return forwards.run()
-        finally:
-            access.before_visit = lambda group: None
 
     def step(self) -> StepReport:
         """Apply the gradients, and commit the step in the background.
@@ -557,27 +543,6 @@ def _close_at_exit(engine: weakref.ref[Engine]) -> None:
     left = engine()
     if left is not None and not left._parts.runtime.is_inherited:
         left.close()
-
-
-def _own_loss(output: Any) -> torch.Tensor:
-    loss: torch.Tensor | None = getattr(output, "loss", None)
-    if loss is None:
-        raise ConfigError(f"the model's output, a {type(output).__name__}, has no .loss; give labels, or loss_of")
-    return loss
-
-
-def _check_loss(loss: torch.Tensor) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise ConfigError(f"a loss is a tensor that depends on the weights, not {type(loss).__name__}")
-    if loss.numel() != 1 or not loss.requires_grad:
-        raise ConfigError(
-            f"a loss is one number that depends on the weights, not a tensor of shape {tuple(loss.shape)}"
-            f"{'' if loss.requires_grad else ' that needs no gradient'}"
-        )
-
-
-def _called(model: Callable[..., Any], batch: Any) -> Any:
-    return model(**batch) if isinstance(batch, Mapping) else model(batch)
 
 
 __all__ = ["Engine", "StepReport", "UpdateSchedule"]
