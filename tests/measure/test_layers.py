@@ -43,6 +43,20 @@ def test_a_layer_that_would_take_too_long_is_not_run() -> None:
         assert {one.kind for one in found} == set(LayerKind)
 
 
+def test_small_layers_that_are_slow_for_their_size_leave_no_large_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_HEAD_SHAPES", ((64, 4), (128, 8)))
+    found = layers.layers(["bf16"])
+
+    def run(layer: layers.Layer) -> tuple[float, float]:
+        is_large = layer.work.flop > 1e6
+        return 0.0, layer.work.flop * (1e-9 if is_large else 1e-6)
+
+    sizes = [layer.work.flop for layer in found]
+    assert [size > 1e6 for size in sizes] == [False, True, False, False]
+    assert layers._short_enough(found, 1e-6 * sizes[1], run) == found
+    assert layers._short_enough(found, 1e-9 * sizes[3] / 2, run) == [found[0], found[2]]
+
+
 def test_work_is_counted() -> None:
     small, _, head = layers.layers(["fp32"])
     parameters = sum(leaf.numel() for leaf in small.leaves) - 4 * 64  # all but the input

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # torch and numpy come with them
 _LEAST_FOR_FIO_BYTES = 2**28  # a block for each of its threads
 _DISK_SHARE = 0.6  # of the progress bar
 _QUICK_RUN_S, _RUN_S = 0.04, 0.3  # of each load that is no disk
-_QUICK_LAYER_S, _LAYER_S = 0.25, 1.0  # of the longest layer
+_QUICK_LAYER_S, _LAYER_S = 0.5, 1.0  # of the longest layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -88,18 +88,20 @@ def time_layers(
 def _short_enough(
     found: Sequence[Layer], longest_s: float, run: Callable[[Layer], tuple[float, float]]
 ) -> Sequence[Layer]:
-    """Runs each once, but for those that would take too long by what the one before took for a flop.
+    """Runs each once, but for those that would take too long even by the least that one has taken for a flop.
 
-    The smallest one twice: the first backward of a process takes half a second to begin, whatever it computes.
+    By the least, because it falls with the size: what the small ones take would leave out all large ones. The smallest
+    one of a kind twice: the first backward of a process takes half a second to begin, whatever it computes.
     """
     kept: list[Layer] = []
-    s_per_flop: dict[tuple[LayerKind, str], float] = {}
+    least_s: dict[str, float] = {}  # for a flop, by dtype
     for layer in found:
-        key = layer.kind, layer.dtype
-        if key not in s_per_flop:
+        is_smallest = (layer.kind, layer.dtype) not in {(one.kind, one.dtype) for one in kept}
+        if is_smallest:
             run(layer)
-        if s_per_flop.get(key, 0.0) * layer.work.flop <= longest_s:
-            s_per_flop[key] = sum(run(layer)) / layer.work.flop
+        if is_smallest or least_s[layer.dtype] * layer.work.flop <= longest_s:
+            flop_s = sum(run(layer)) / layer.work.flop
+            least_s[layer.dtype] = min(flop_s, least_s.get(layer.dtype, flop_s))
             kept.append(layer)
     return kept
 
