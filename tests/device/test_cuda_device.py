@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ class RecordingCuda:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.current = ["compute"]
+        self.devices: list[torch.device] = []
         self.code = 0
         self.is_done = True
         self._names = iter(["h2d", "d2h", "gather", "reduce"])
@@ -32,6 +34,7 @@ class RecordingCuda:
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[None]:
+        assert self.devices, "a stream was entered with another device current"
         self.current.append(name)
         self.log.append(f"enter {name}")
         yield
@@ -42,7 +45,9 @@ class RecordingCuda:
 
     @contextlib.contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
         yield
+        self.devices.pop()
 
     def Event(self, blocking: bool) -> RecordedEvent:
         assert blocking
@@ -112,6 +117,43 @@ def test_a_copy_that_fails_half_way_waits_for_its_first_half(
         device.copy_out([good, bad], [np.zeros(16, np.uint8), np.zeros(16, np.uint8)], device.record())
     assert cuda.log[-2:] == ["record d2h", "wait for d2h"]
     assert device.counters.totals().d2h_bytes == 0
+
+
+class Turn:
+    """A lock that tells when two have asked for it."""
+
+    def __init__(self) -> None:
+        self._lock, self._asking = threading.Lock(), threading.Barrier(2)
+        self.both_ask = threading.Event()
+
+    def __enter__(self) -> None:
+        if self._asking.wait(10) == 0:
+            self.both_ask.set()
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def test_the_mark_of_a_copy_comes_right_behind_it(
+    device: CudaDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two threads would wait for both copies, and the stream have nothing to do until they wake."""
+    turn, storage = Turn(), torch.UntypedStorage(16)
+    record = RecordedEvent.record
+
+    def after_both_have_asked(self: RecordedEvent, stream: str) -> None:
+        assert turn.both_ask.wait(10)
+        record(self, stream)
+
+    monkeypatch.setattr(device._h2d, "turn", turn)
+    monkeypatch.setattr(RecordedEvent, "record", after_both_have_asked)
+    threads = [threading.Thread(target=device.copy_in, args=(storage, start, random_bytes(8))) for start in (0, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [entry for entry in cuda.log if not entry.startswith("wait")] == ["enter h2d", "record h2d"] * 2
 
 
 def test_a_collective_has_a_stream_of_its_own_and_a_deadline(device: CudaDevice, cuda: RecordingCuda) -> None:

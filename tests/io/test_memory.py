@@ -276,6 +276,18 @@ def test_close_names_leaks_fails_waiters_and_keeps_leased_memory() -> None:
     assert pinned[0][2] == 2 * PAGE
 
 
+def test_memory_is_given_back_to_the_device_before_it_goes() -> None:
+    there: list[bool] = []
+
+    def unregister(address: int, nbytes: int) -> None:
+        with open("/proc/self/maps") as maps:
+            ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+        there.append(any(start <= address and address + nbytes <= stop for start, stop in ranges))
+
+    assert Arena(64 * PAGE, lambda address, nbytes: None, unregister).close() == []
+    assert there == [True]
+
+
 def test_pages_are_touched_lazily() -> None:
     def resident_bytes() -> int:
         with open("/proc/self/statm") as statm:

@@ -174,6 +174,9 @@ class ComputeDevice(Protocol):
             TimeoutError: the others did not come in time. (On a CPU the process group itself says so.)
         """
 
+    def passing(self) -> Bytes:
+        """Some host memory of the calling thread's own, for what passes through on its way; contents undefined."""
+
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         """Takes a storage's memory away, once the mark is reached.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from tierstore.device.streams import Bytes, LinkCounters, Mark, Reached
 from tierstore.errors import BudgetError
 
 _POLL_S = 5e-5
+_PASSING_BYTES, _PINNED_PASSING_BYTES = 2**18, 2**22
 _LIBC = ctypes.CDLL(None)
 _MAPPED_APART_BYTES = 2**25  # the most that glibc's threshold for that (M_MMAP_THRESHOLD) grows to by itself
 _CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts, so for all GPUs
@@ -77,6 +79,11 @@ def _give_back_pages(storage: torch.UntypedStorage) -> None:
         first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = (storage.data_ptr() + storage.nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
         _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+
+
+def _enlarge(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """As its own `resize_`, which holds the GIL while the allocator asks the driver, or waits for the whole device."""
+    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,), (1,)).resize_(nbytes)
 
 
 class _Memory:
@@ -152,6 +159,9 @@ class CpuDevice:
             _give_back_pages(storage)
             storage.resize_(0)
 
+    def passing(self) -> Bytes:
+        return np.empty(_PASSING_BYTES, np.uint8)
+
     def pin(self, address: int, nbytes: int) -> None:
         pass
 
@@ -173,8 +183,18 @@ class _EventMark:
         return bool(self._event.query())
 
 
+class _Queue:
+    """A stream, and whose turn it is to queue work there: a mark is to come right behind the work that it is for."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.turn = threading.Lock()
+
+
 class CudaDevice:
     """One GPU, with a stream to copy in and one to copy out. See [Note: streams and the allocator].
+
+    Worker threads have device 0 current until they say otherwise, whatever this one is.
 
     Args:
         cuda: `torch.cuda`, or what a test puts in its place.
@@ -189,15 +209,16 @@ class CudaDevice:
         self.torch_device = torch_device
         self.counters = LinkCounters() if counters is None else counters
         self._cuda = cuda
-        self._h2d = cuda.Stream(device=torch_device)
-        self._d2h = cuda.Stream(device=torch_device)
+        self._h2d = _Queue(cuda.Stream(device=torch_device))
+        self._d2h = _Queue(cuda.Stream(device=torch_device))
+        self._passing = threading.local()
         # Before the compute stream's kernels: what they wait for next depends on these.
         self._links = {link: cuda.Stream(device=torch_device, priority=-1) for link in ("gather", "reduce")}
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         _check_empty(storage)
-        with self._cuda.stream(self._h2d):
-            storage.resize_(nbytes)
+        with self._current(self._h2d.stream):
+            _enlarge(storage, nbytes)
 
     def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
         _check_host(source)
@@ -234,7 +255,7 @@ class CudaDevice:
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
         event = self._event()
-        with self._cuda.device(self.torch_device), self._cuda.stream(self._links[link]):
+        with self._current(self._links[link]):
             launch()
             event.record(self._links[link])
         deadline = time.monotonic() + timeout_s
@@ -245,8 +266,15 @@ class CudaDevice:
 
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         after.synchronize()
-        with self._cuda.stream(self._h2d):
+        with self._current(self._h2d.stream):
             storage.resize_(0)
+
+    def passing(self) -> Bytes:
+        if not hasattr(self._passing, "bytes"):
+            # numpy keeps the tensor, which has the pinned memory.
+            self._passing.bytes = torch.empty(_PINNED_PASSING_BYTES, dtype=torch.uint8, pin_memory=True).numpy()
+        found: Bytes = self._passing.bytes
+        return found
 
     def pin(self, address: int, nbytes: int) -> None:
         with self._cuda.device(self.torch_device):
@@ -274,12 +302,19 @@ class CudaDevice:
         return self._cuda.Event(blocking=True)
 
     @contextlib.contextmanager
-    def _finished(self, stream: Any) -> Iterator[None]:
+    def _current(self, stream: Any) -> Iterator[None]:
+        with self._cuda.device(self.torch_device), self._cuda.stream(stream):
+            yield
+
+    @contextlib.contextmanager
+    def _finished(self, queue: _Queue) -> Iterator[None]:
         """Makes a stream current, and waits on the host for what was queued, even if the queueing failed."""
-        with self._cuda.stream(stream):
-            try:
-                yield
-            finally:
-                event = self._event()
-                event.record(stream)
-                event.synchronize()
+        event = self._event()
+        try:
+            with queue.turn, self._current(queue.stream):
+                try:
+                    yield
+                finally:
+                    event.record(queue.stream)
+        finally:
+            event.synchronize()

@@ -35,6 +35,7 @@ from tierstore.kernels.elements import ELEMENT, Array, elements_of
 from tierstore.kernels.norms import square_sums
 from tierstore.plan.tiers import Placement
 from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.marks import Marks
 from tierstore.store.pieces import Filling, Piece, cut
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
@@ -109,6 +110,7 @@ class Gradients:
         spill: SlotPack | None,
         workers: WorkerPool,
         device: ComputeDevice,
+        marks: Marks,
         tracer: Tracer,
         copy: int = 0,
     ) -> None:
@@ -119,6 +121,7 @@ class Gradients:
         self._spill = spill
         self._workers = workers
         self._device = device
+        self._marks = marks
         self._tracer = tracer
         self._index = ChunkIndex(groups, placement)
         self._chunks = {key: _Chunk() for key in self._index.all()}
@@ -284,9 +287,10 @@ class Gradients:
             for fill in jobs:
                 fill()
 
+        for one, _ in deliveries:
+            await self._marks.reached(one.after)
         with self._tracer.measure("reduce", name):
-            is_quick = nbytes <= self._device.at_once_bytes and all(one.after.is_done() for one, _ in deliveries)
-            await self._workers.perform(is_quick, Priority.UPDATE, job)
+            await self._workers.perform(nbytes <= self._device.at_once_bytes, Priority.UPDATE, job)
         for one, _ in deliveries:
             one.state.is_filled = True
             one.state.is_measured = one.is_final

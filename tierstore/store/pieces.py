@@ -17,7 +17,6 @@ import torch
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.io.memory import Bytes
 from tierstore.kernels import norms
-from tierstore.kernels.adam import BLOCK
 from tierstore.kernels.elements import ELEMENT, Array, elements_of
 from tierstore.kernels.norms import add_into, copy_with_square_sums, square_sums
 
@@ -116,15 +115,15 @@ def _all_in_place(device: ComputeDevice, total: Array, parts: list[Piece]) -> li
 
 
 def _add(device: ComputeDevice, dtype: str, total: Array, part: Piece, after: Mark) -> None:
-    """Add from where it lies; else in steps of one block, so that the copy of the addend takes next to nothing."""
+    """Add from where it lies; else in steps, so that the copy of the addend takes next to nothing."""
     after.synchronize()
     place, start_s = total[part.start : part.start + part.gradient.numel()], device.counters.clock()
     if (there := _in_place(device, dtype, part)) is not None:
         add_into(dtype, place, there)
         device.counters.add("d2h", there.nbytes, start_s)
         return
-    scratch = np.empty(BLOCK, total.dtype)
-    for offset in range(0, len(place), BLOCK):
-        addend = scratch[: min(BLOCK, len(place) - offset)]
+    scratch = device.passing().view(total.dtype)
+    for offset in range(0, len(place), len(scratch)):
+        addend = scratch[: min(len(scratch), len(place) - offset)]
         device.copy_out([part.gradient[offset : offset + len(addend)]], [addend.view(np.uint8)], after)
         add_into(dtype, place[offset : offset + len(addend)], addend)

@@ -27,6 +27,7 @@ from tierstore.store.budget import ByteBudget
 from tierstore.store.commit import Generation, StoreLock
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, Codecs, GroupSpec
+from tierstore.store.marks import Marks
 from tierstore.store.publishing import Commits
 from tierstore.store.slots import ChunkIO
 from tierstore.store.store_files import StoreFiles
@@ -74,7 +75,8 @@ class TrainingStore:
         self._storages: list[torch.UntypedStorage] = []
         self._io_workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)))
         self._compute = WorkerPool("tierstore-update", tiers.update_threads or min(8, os.cpu_count() or 1))
-        for workers in (self._io_workers, self._compute):
+        self._marks = Marks()
+        for workers in (self._io_workers, self._compute, self._marks):
             runtime.describe(workers.in_flight)
         self.arena = Arena(placement.pools.total_bytes + codec_scratch_bytes, device.pin, device.unpin)
         try:
@@ -102,12 +104,12 @@ class TrainingStore:
         self.gpu_budget = ByteBudget("gpu_memory", placement.gpu_weight_bytes)
         self.weights = Weights(
             groups, placement, self._storages, self.gpu_budget, packs[0] if packs else None,
-            self._resident[Kind.WEIGHTS], self._pools["weights"], self._io_workers, device, tracer,
+            self._resident[Kind.WEIGHTS], self._pools["weights"], self._io_workers, device, self._marks, tracer,
         )  # fmt: skip
         self.gradients = [
             Gradients(
-                groups, placement, self._pools["gradients"], self._pools["spill"], pack, self._compute, device, tracer,
-                copy,
+                groups, placement, self._pools["gradients"], self._pools["spill"], pack, self._compute, device,
+                self._marks, tracer, copy,
             )
             for copy, pack in enumerate(packs[2:] if len(packs) > 2 else [None] * placement.gradient_copies)
         ]
@@ -225,7 +227,7 @@ class TrainingStore:
             Timeout: a worker thread did not end; nothing was given back.
         """
         # Joined first: if a job does not end, it may still write, and keeps the memory, the files and the lock.
-        for workers in (self._compute, self._io_workers):
+        for workers in (self._marks, self._compute, self._io_workers):
             workers.close(min(self._runtime.timeout_s, _LAST_JOBS_S))
         with contextlib.ExitStack() as stack:
             stack.callback(self.files.release)

@@ -23,6 +23,7 @@ from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.tiers import Placement
 from tierstore.store.budget import ByteBudget
 from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.marks import Marks
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
 from tierstore.trace import Tracer
@@ -60,6 +61,7 @@ class Weights:
         staging: Pool,
         workers: WorkerPool,
         device: ComputeDevice,
+        marks: Marks,
         tracer: Tracer,
     ) -> None:
         self._groups = groups
@@ -71,6 +73,7 @@ class Weights:
         self._staging = staging
         self._workers = workers
         self._device = device
+        self._marks = marks
         self._tracer = tracer
         self._index = ChunkIndex(groups, placement)
         self._allocated: set[int] = set()
@@ -141,7 +144,8 @@ class Weights:
         await self.leave_device(group)
         self._dropping.add(group)
         self._valid.discard(group)
-        is_quick = self._is_quick(self._groups[group].device_bytes) and after.is_done()
+        await self._marks.reached(after)
+        is_quick = self._is_quick(self._groups[group].device_bytes)
         await self._workers.perform(is_quick, Priority.DEMAND, self._device.release, self._storages[group], after)
         self._allocated.discard(group)
         self._dropping.discard(group)

@@ -1,0 +1,25 @@
+"""Waiting for the device without a thread that copies, updates, reads or writes.
+
+Scope: marks of the compute stream, awaited. Not here: what a mark is (`device/streams.py`).
+Owner: the loop thread; one thread of its own sleeps.
+"""
+
+from __future__ import annotations
+
+from tierstore.device.streams import Mark
+from tierstore.io.workers import Priority, WorkerPool
+
+
+class Marks(WorkerPool):
+    """One thread, for marks of one stream are reached in the order in which they are waited for. A CPU starts none."""
+
+    def __init__(self) -> None:
+        super().__init__("tierstore-marks", 1)
+
+    async def reached(self, mark: Mark) -> None:
+        """Wait for the device work before a mark.
+
+        Cancellation: held back until it is over.
+        """
+        if not mark.is_done():
+            await self.submit(Priority.DEMAND, mark.synchronize)
