@@ -352,14 +352,16 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
 
 
 def compare(
-    kind: Callable[[], nn.Module], update: str, clip: float | None, tmp_path: Path, room: int = 2, **options: Any
-) -> Run:
+    kind: Callable[[], nn.Module], update: str, clip: float | None, tmp_path: Path, room: int = 2, device: str = "cpu",
+    **options: Any,
+) -> Run:  # fmt: skip
     """Train both ways; the device holds the largest group, its gradient and `room` small ones."""
-    steps = batches(options.pop("steps", STEPS))
-    expected = train_plain(make(kind), steps, loss_of, max_grad_norm=clip, accumulate=options.get("accumulate", 1))
+    steps = [tuple(one.to(device) for one in batch) for batch in batches(options.pop("steps", STEPS))]
+    accumulate = options.get("accumulate", 1)
+    expected = train_plain(make(kind).to(device), steps, loss_of, max_grad_norm=clip, accumulate=accumulate)
     model = make(kind)
-    gpu, cpu = smallest_budgets(make(kind), nvme=["unused"], update=update)
-    tiers = disk(tmp_path, gpu_memory=gpu + room * 4096, cpu_memory=cpu)
+    gpu, cpu = smallest_budgets(make(kind), nvme=["unused"], update=update, device=device)
+    tiers = disk(tmp_path, gpu_memory=gpu + room * 4096, cpu_memory=cpu, device=device)
     found = train(model, steps, tiers, loss_of, update=update, max_grad_norm=clip, **options)
     assert worst_difference(found.losses, expected.losses) < 1e-5
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -368,7 +370,7 @@ def compare(
     assert found.reports[-1].peak_bytes["cpu"] <= tiers.cpu_memory
     for name, value in expected.weights.items():
         if "running" in name or not value.is_floating_point():
-            torch.testing.assert_close(found.weights[name], value)
+            torch.testing.assert_close(found.weights[name], value.cpu())
     return found
 
 

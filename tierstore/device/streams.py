@@ -13,6 +13,8 @@ Three streams meet at a group's storage: the compute stream, one that copies in 
 * `copy_out` waits on the host for its mark, so that a copy whose mark is far off does not hold up those behind it on
   d2h, and returns only when the bytes have arrived. Its caller holds the sources until then, so that their blocks,
   which belong to the compute stream, are not handed out again under the copy.
+* Threads take turns at queueing a copy and the event behind it. An event that others' copies come before is reached
+  with the last of them: all would wake together, and the stream have nothing to do until then.
 * A failed issue still waits for the copies issued before it: no buffer is given back while a DMA may use it.
 No object outlives a call with an event inside, so there is no event to lose.
 """
@@ -192,6 +194,9 @@ class ComputeDevice(Protocol):
 
     def unpin(self, address: int, nbytes: int) -> None:
         """Undoes `pin`, for the same range; no copy may be in flight there."""
+
+    def current(self) -> AbstractContextManager[None]:
+        """In here it is the calling thread's current device."""
 
     def range(self, name: str) -> AbstractContextManager[None]:
         """A named range in a profile (NVTX); ranges may overlap, and end in another thread."""

@@ -168,6 +168,9 @@ class CpuDevice:
     def unpin(self, address: int, nbytes: int) -> None:
         pass
 
+    def current(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def range(self, name: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -277,16 +280,22 @@ class CudaDevice:
         return found
 
     def pin(self, address: int, nbytes: int) -> None:
-        with self._cuda.device(self.torch_device):
+        with self.current():
             code = int(self._cuda.cudart().cudaHostRegister(address, nbytes, _CUDA_HOST_REGISTER_PORTABLE))
         if code:
+            with contextlib.suppress(RuntimeError):  # who launches a kernel next would be told of it once more
+                torch.zeros(1, device=self.torch_device)
             raise BudgetError(f"CUDA could not pin {nbytes} B ({format_size(nbytes)}): error {code}; give less memory")
 
     def unpin(self, address: int, nbytes: int) -> None:
-        with self._cuda.device(self.torch_device):
+        with self.current():
             code = int(self._cuda.cudart().cudaHostUnregister(address))
         if code:
             raise BudgetError(f"CUDA could not unpin {nbytes} B at {address:#x}: error {code}")
+
+    def current(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self._cuda.device(self.torch_device)
+        return context
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -303,7 +312,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def _current(self, stream: Any) -> Iterator[None]:
-        with self._cuda.device(self.torch_device), self._cuda.stream(stream):
+        with self.current(), self._cuda.stream(stream):
             yield
 
     @contextlib.contextmanager

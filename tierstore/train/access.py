@@ -62,7 +62,7 @@ class DeviceAccess:
         self._groups = groups
         self._store = store
         self._runtime = runtime
-        self._device = device
+        self.device = device
         self._clock = clock
         self._gathers = gathers
         self.depth = 1
@@ -316,7 +316,7 @@ class DeviceAccess:
             self._ready.discard(group)
         self._held.update(loaded)
         if dropped or loaded:
-            mark = self._device.record() if dropped else Reached()
+            mark = self.device.record() if dropped else Reached()
             self._runtime.post(self._moves.start, dropped, mark, loaded)
 
     # --- between steps ------------------------------------------------------------------------------------------

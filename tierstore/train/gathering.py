@@ -106,7 +106,7 @@ class Gathers:
             flat = torch.empty(0, dtype=TORCH_DTYPES[group.spec.dtype], device=group.storage.device)
             flat.set_(group.storage, 0, (group.spec.device_elements,), (1,))
             own = flat[partition.rank * part : (partition.rank + 1) * part]
-            self._device.complete("gather", lambda: all_gather_flat(flat, own, partition.gathers), ranks.timeout_s)
+            self._device.complete("gather", lambda: all_gather_flat(flat, own, partition.gathers), ranks.wait_s)
 
     def _check_order(self, group: Group, ranks: Ranks) -> None:
         """Before the weights of two groups are mixed up, or gloo ends the process because one is larger.

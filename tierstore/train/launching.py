@@ -26,7 +26,7 @@ from torch import distributed
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
 from tierstore.train.buckets import Bucket, HookBucket
-from tierstore.train.ranks import Ranks, reduce_scatter_flat
+from tierstore.train.ranks import Ranks, is_nccl, reduce_scatter_flat
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -50,7 +50,7 @@ class Launcher:
         self.is_timed = False
         self.is_cuda = device.type == "cuda"
         # gloo takes CUDA tensors too, and blocks the host in wait().
-        self._is_stream_ordered = self.is_cuda and distributed.get_backend(self._group) == "nccl"
+        self._is_stream_ordered = self.is_cuda and is_nccl(self._group, device)
         self._stream = torch.cuda.Stream(device, priority=-1) if self.is_cuda else None  # type: ignore[no-untyped-call]
         self._base: tuple[Any, float] | None = None
 
@@ -181,7 +181,10 @@ class Launcher:
         """Start the collective that says what any rank has used: the maximum of everybody's flags."""
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with self._ranks.waiting("the all-reduce of used parameters"), stream:
-            used = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(self._device)
+            here = torch.frombuffer(bytearray(flags), dtype=torch.uint8)
+            if self.is_cuda:
+                here = here.pin_memory()  # else the host would wait for the stream, and all buckets before this
+            used = here.to(self._device, non_blocking=True)
             work = distributed.all_reduce(used, distributed.ReduceOp.MAX, group=self._group, async_op=True)
             if self._is_stream_ordered:
                 work.wait()

@@ -64,6 +64,7 @@ def losses_side_by_side(
     forwards = SideBySide([partial(loss_of, batch) for batch in batches])
     access.before_visit = forwards.meet
     try:
-        return forwards.run()
+        with access.device.current():  # it takes turns with that one's stream and generator
+            return forwards.run()
     finally:
         access.before_visit = lambda group: None

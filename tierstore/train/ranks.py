@@ -33,6 +33,8 @@ _BEAT_S = 0.25
 _GAVE_UP, _LEFT = "gave-up", "left"
 _SHARE = 0.75
 """Of the timeout, for a collective: who is missing is to be known before the wait around it ends."""
+_NCCL_SHARE = 2.0
+"""Of the timeout: NCCL's own watchdog ends the whole process, so it is to come last."""
 
 
 class Ranks:
@@ -55,6 +57,7 @@ class Ranks:
         self.rank = distributed.get_rank(self.group)
         self.count = distributed.get_world_size(self.group)
         self.timeout_s = timeout_s
+        self._device = device or torch.device("cpu")
         self.members = distributed.get_process_group_ranks(self.group)
         self.name = f"tierstore/{self._agreed(uuid.uuid4().hex, device)}"
         self._store = PrefixStore(self.name, _get_default_store())
@@ -96,6 +99,8 @@ class Ranks:
             RankLost: one does not come.
         """
         chosen = self.members if members is None else list(members)
+        backend = backend or distributed.get_backend(self.group)
+        share = _NCCL_SHARE if self._device.type == "cuda" and backend != "gloo" else _SHARE
         self._subgroups += 1
         # As `new_group`, which names a group after its ranks and the number of groups there are: one that comes after
         # another has ended would meet the addresses that its ranks have left in the store, and ranks that are in other
@@ -107,13 +112,18 @@ class Ranks:
                 len(chosen),
                 chosen.index(self.members[self.rank]),
                 chosen,
-                backend or distributed.get_backend(self.group),
+                backend,
                 self._store,
                 name,  # type: ignore[arg-type]  # a NewType, in new versions of torch
-                timeout=timedelta(seconds=_SHARE * self.timeout_s),
+                timeout=timedelta(seconds=share * self.timeout_s),
             )
         _world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(chosen)}
         return made
+
+    @property
+    def wait_s(self) -> float:
+        """How long a collective may take."""
+        return _SHARE * self.timeout_s
 
     def exchange(self, what: str, mine: T, group: ProcessGroup | None = None) -> list[T]:
         """What every rank gives, by rank. All call it, in the same order.
@@ -187,6 +197,14 @@ class Ranks:
                 self._store.set(str(self.rank), f"{count} {waits}")
             if self._stopped.wait(_BEAT_S):
                 return
+
+
+def is_nccl(group: Any, device: torch.device) -> bool:
+    """Whether collectives of this group on tensors of this device are NCCL's; it may have another for the CPU."""
+    try:
+        return bool(group._get_backend(device).name() == "nccl")
+    except RuntimeError:  # none for such tensors
+        return False
 
 
 def all_gather_flat(output: torch.Tensor, shard: torch.Tensor, group: ProcessGroup, *, async_op: bool = False) -> Any:

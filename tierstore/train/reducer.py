@@ -70,7 +70,8 @@ class GradientReducer:
 
     Raises:
         ConfigError: an option, or the model, differs between ranks (said on all), or cannot work.
-        RankLost: a rank did not come.
+        RankLost: a rank did not come. (Not with NCCL in backward, where the host does not wait: there the group's own
+            watchdog ends the process, and says so.)
     """
 
     def __init__(

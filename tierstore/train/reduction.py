@@ -243,7 +243,7 @@ class Reductions:
             found.append((own, own[part:].to("cpu", non_blocking=True)))  # in this stream: not behind the backward's
 
         with ranks.waiting(f"the gradient of {spec.name}"):
-            self._device.complete("reduce", launch, ranks.timeout_s)
+            self._device.complete("reduce", launch, ranks.wait_s)
         own, flags = found[0]
         first = 0 if partition.scatters else spec.first
         return own[first : first + spec.elements], [i for i, flag in enumerate(flags.tolist()) if flag]
