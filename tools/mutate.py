@@ -280,6 +280,15 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_delayed.py::test_pending_gradients_stay_until_the_commit_that_names_them_is_published",
     ),
     Mutation(
+        "gradients on their way when pending ones are applied", "train/engine.py Engine.apply_pending",
+        "self._generations.take_pending()",
+        "train/test_delayed.py::test_pending_gradients_are_applied_without_a_step", "self._generations.turn_over(None)",
+    ),
+    Mutation(
+        "a turn to queue a copy and its mark", "device/transfers.py CudaDevice._finished", "queue.turn, ",
+        "device/test_cuda_device.py::test_the_mark_of_a_copy_comes_right_behind_it", "",
+    ),
+    Mutation(
         "barrier of an update", "store/updates.py UpdatePipeline._write", "await asyncio.shield(round_.barrier)",
         OVERWRITTEN,
     ),
