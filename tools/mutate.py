@@ -214,7 +214,7 @@ MUTATIONS: Sequence[Mutation] = (
     # The order of streams.
     Mutation(
         "memory goes after the kernels that use it", "train/access.py DeviceAccess._move",
-        "self._device.record() if dropped else Reached()", "train/test_stream_order.py", "Reached()",
+        "self.device.record() if dropped else Reached()", "train/test_stream_order.py", "Reached()",
     ),
     Mutation(
         "a gradient is reduced when it is computed", "train/reduction.py Reductions._reduce", "after.synchronize()",
