@@ -68,6 +68,7 @@ class LateDevice(CpuDevice):
     Attributes:
         hazards: what would race; a run that is right has none.
         kernels: that were queued.
+        waited: the names of threads that have waited for one.
     """
 
     at_once_bytes = 0
@@ -76,6 +77,7 @@ class LateDevice(CpuDevice):
         super().__init__()
         self.hazards: list[str] = []
         self.kernels = 0
+        self.waited: set[str] = set()
         self._done = 0
         self._uses: list[Use] = []
         self._moving: list[tuple[str, Range, bool]] = []
@@ -97,6 +99,7 @@ class LateDevice(CpuDevice):
         with self._turn:
             self._look_for_gone()
             if number > self._done:
+                self.waited.add(threading.current_thread().name)
                 self._done = number
                 self._uses = [use for use in self._uses if use.number > number]
 

@@ -39,9 +39,8 @@ with serve_steps(FreedMemory(WISH), updates_in_memory=IN_MEMORY):
     served = faults({_ROUNDS})
     faults(2, {_SMALL_BYTES})
     served_small = faults({_ROUNDS}, {_SMALL_BYTES})
-hole, above = bytearray({_BYTES}), bytearray({_BYTES})
-del hole
-prepare_heap()
+    hole, above = bytearray({_BYTES}), bytearray({_BYTES})
+    del hole
 print(built, served, served_small, faults(1))
 """
 

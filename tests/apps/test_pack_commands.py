@@ -180,10 +180,10 @@ def test_bad_input_is_one_sentence(
 
 def test_what_is_no_pack_is_told_what_it_is(tmp_path: Path) -> None:
     small_checkpoint(tmp_path / "a")
-    run("pack", tmp_path / "a", tmp_path / "x", tmp_path / "y")
+    run("pack", tmp_path / "a", tmp_path / "x", tmp_path / "y", "--memory", "1TiB")
     said = run("verify", tmp_path / "y", tmp_path / "x", code=1).stderr
     assert "of a striped pack the directory that holds the index comes first" in said
-    run("unpack", tmp_path / "x", tmp_path / "y", tmp_path / "sharded", "--shard-size", "100KB")
+    run("unpack", tmp_path / "x", tmp_path / "y", tmp_path / "sharded", "--shard-size", "100KB", "--memory", "1TiB")
     assert "that of an ordinary checkpoint, not of a pack" in run("verify", tmp_path / "sharded", code=1).stderr
     torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
     assert "is a zip file, as torch.save makes them" in run("verify", tmp_path / "w.pt", code=1).stderr
@@ -207,7 +207,7 @@ def test_a_path_that_the_system_refuses_is_one_sentence(command: str, tmp_path: 
 def test_a_pack_of_many_tensors_is_read_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By counting what is asked of names: time tells of the machine, too."""
     write_safetensors(tmp_path / "a", {f"h.{i // 20}.{i % 20}": ("U8", (3,), bytes(3)) for i in range(400)})
-    run("pack", tmp_path / "a", tmp_path / "p.safetensors")
+    run("pack", tmp_path / "a", tmp_path / "p.safetensors", "--memory", "1TiB")
     asked = 0
     found = Header.__dict__["tensors"]
     tensors = found.func

@@ -13,6 +13,7 @@ from resuming import Way, opened
 from torch import nn
 
 from tierstore.errors import ConfigError, FormatError
+from tierstore.train import capture
 from tierstore.train.capture import load_buffers, module_state, plain, with_tensors
 
 WAY = Way()
@@ -185,3 +186,13 @@ def test_what_one_run_does_not_register_the_next_one_still_finds(tmp_path: Path)
     with opened(WAY, tmp_path, registered={"data": holder}) as run:
         assert run.engine.step_count == 2
         assert holder.state["list"] == [1]
+
+
+def test_states_of_more_gpus_than_there_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = capture.random_states() | {"cuda": [np.full(16, number, np.uint8) for number in range(3)]}
+    put_back: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda all_: put_back.extend(int(one[0]) for one in all_))
+    capture.restore_random_states(states)
+    assert put_back == [0, 1]

@@ -14,7 +14,7 @@ from faults import EIO, FaultyBackend, each_fault
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.streams import Reached
-from tierstore.errors import ConfigError, StorageError
+from tierstore.errors import ConfigError, GraphError, StorageError
 from tierstore.io.backend import Backend
 from tierstore.store.commit import Generation, Manifests
 from tierstore.store.gradients import Arrival
@@ -171,11 +171,13 @@ def test_pending_gradients_are_not_lost_to_another_schedule(disk_path: Path) -> 
     assert step("delayed", "must") == 3
 
 
-def engine_of(store: Path, update: str, cpu_memory: str = "64MiB", backend: Backend | None = None) -> Engine:
+def engine_of(
+    store: Path, update: str, cpu_memory: str = "64MiB", backend: Backend | None = None, resume: str = "auto"
+) -> Engine:
     tiers = TierConfig(gpu_memory="2MiB", cpu_memory=cpu_memory, nvme=[store])
     model = runs.tiny(blocks=1 if cpu_memory == SMALL else 3)
     return Engine(
-        model, tiers, AdamWConfig(lr=1e-2, weight_decay=0.1), update=update, max_grad_norm=CLIP, resume="auto",
+        model, tiers, AdamWConfig(lr=1e-2, weight_decay=0.1), update=update, max_grad_norm=CLIP, resume=resume,
         commit_every=2, backend=backend,
     )  # fmt: skip
 
@@ -247,6 +249,114 @@ def test_pending_gradients_are_not_lost_while_they_are_applied(disk_path: Path) 
         applied = apply(None)
         assert all(torch.equal(applied[name], expected[name]) for name in expected)
     assert failed
+
+
+class CountsManifests(Backend):
+    """Notes how many generations there are whenever something is written."""
+
+    def __init__(self, store: Path) -> None:
+        super().__init__()
+        self.store, self.seen = store, list[int]()
+
+    def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        self.seen.append(len(list(self.store.glob("manifest-*.json"))))
+        return super()._call_pwrite(descriptor, view, offset, path)
+
+
+def test_going_back_to_pending_gradients_and_from_what_holds_none(disk_path: Path) -> None:
+    store = disk_path / "store"
+    expected = three_steps(store, "64MiB")
+    with engine_of(store, "delayed") as engine:
+        engine.apply_pending()
+    backend = CountsManifests(store)
+    with engine_of(store, "delayed", resume="previous", backend=backend) as engine:  # which has them still
+        engine.apply_pending()
+        applied = engine.state_dict()
+    assert backend.seen[0] == 1, "written while the newer generation was there"
+    assert all(torch.equal(applied[name], expected[name]) for name in expected)
+    with pytest.raises(ConfigError, match="call apply_pending"):
+        engine_of(store, "forward", resume="previous")
+    with engine_of(store, "delayed") as engine:
+        assert (engine.step_count, len(list(store.glob("gradients*")))) == (3, 4)
+        engine.load_state_dict(engine.state_dict())  # another generation without
+    with engine_of(store, "forward", resume="previous") as engine:
+        assert not list(store.glob("gradients*"))  # no generation needs them
+        assert all(torch.equal(value, expected[name]) for name, value in engine.state_dict().items())
+
+
+class SlowLoad(Backend):
+    """One read of weights for the device comes back late: after its chunk was written, if that does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_armed = False
+        self.held: int | None = None
+        self.written = threading.Event()
+
+    def _call_pread(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        moved = super()._call_pread(descriptor, view, offset, path)
+        if self.is_armed and path.name.startswith("weights"):
+            self.is_armed, self.held = False, offset
+            self.written.wait(0.2)
+        return moved
+
+    def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
+        moved = super()._call_pwrite(descriptor, view, offset, path)
+        if offset == self.held and path.name.startswith("weights"):
+            self.written.set()
+        return moved
+
+
+def test_weights_on_their_way_are_not_those_of_before(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "VOCABULARY", 512)  # the embedding is a group of the size of others
+    gpu, cpu = runs.smallest_budgets(runs.tiny(tied=False), nvme=["unused"], update="delayed")
+    tiers = TierConfig(gpu_memory=gpu + 760_000, cpu_memory=cpu + 500_000, nvme=[disk_path / "store"])
+    backend, plain = SlowLoad(), runs.tiny(tied=False)
+    first, second = runs.tokens(2)
+    with Engine(runs.tiny(tied=False), tiers, AdamWConfig(lr=1e-2), update="delayed", backend=backend) as engine:
+        engine.fix_prefetch_depth(2)
+        engine.backward(runs.next_token_loss(engine, first))
+        engine.step()
+        for name in ("norm", "blocks.2"):
+            with engine.gathered(name):
+                pass
+        backend.is_armed = True
+        with engine.gathered("embedding"):  # what a forward needs next is fetched, too
+            pass
+        engine.apply_pending()
+        with torch.no_grad():
+            found = runs.next_token_loss(engine, second).item()
+        plain.load_state_dict(engine.state_dict())
+    assert backend.held is not None
+    assert found == pytest.approx(runs.next_token_loss(plain, second).item(), rel=1e-5)
+
+
+def test_pending_gradients_and_what_is_in_hand(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes are not overwritten, graphs of before are refused, and a commit that failed is told again."""
+    with engine_of(disk_path / "store", "delayed") as engine:
+        step_once(engine)
+        with (
+            engine.gathered("norm", modify=True),
+            pytest.raises(ConfigError, match=r"call apply_pending\(\) after it"),
+        ):
+            engine.apply_pending()
+        with engine.gathered("norm"):
+            loss = engine.model.get_parameter("norm.weight").square().sum()
+        engine.apply_pending()
+        with engine.gathered("norm"), pytest.raises(GraphError):
+            loss.backward()
+        step_once(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(Manifests, "publish", failing_publish)
+            for _ in range(2):
+                with pytest.raises(StorageError, match="not today"):
+                    engine.apply_pending()
+        with pytest.raises(StorageError, match="not today"):
+            engine.close()
+
+
+async def failing_publish(self: Manifests, generation: Generation, noted: Captured | None = None) -> None:
+    raise StorageError("not today")
 
 
 def test_pending_gradients_stay_until_the_commit_that_names_them_is_published(disk_path: Path) -> None:

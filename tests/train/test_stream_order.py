@@ -69,3 +69,5 @@ def test_placements(update: str, memory: tuple[str | None, str | None], late: La
         )  # fmt: skip
     assert all(map(math.isfinite, run.losses))
     assert late.hazards == []
+    assert late.waited
+    assert not [name for name in late.waited if name.startswith(("tierstore-io", "tierstore-update"))], "they have work"

@@ -24,6 +24,7 @@ from tierstore.plan.placement import Kind
 from tierstore.store.commit import Generation, Manifests
 from tierstore.store.layout import chunk_specs, recorded_codecs, recorded_groups
 from tierstore.store.slots import SLOT_NAMES, ChunkRecord
+from tierstore.store.verification import is_of_tensors
 
 _PIECE_BYTES = 2**22
 
@@ -69,7 +70,7 @@ def read_samples(path: Path, limit_bytes: int) -> list[Sample]:
 
 def _of_store(directory: Path, generation: Generation, limit_bytes: int) -> list[Sample]:
     layout = generation.layout
-    if not layout["groups"]:
+    if is_of_tensors(generation):
         raise ConfigError(f"{directory} is a store of tensors, not of training; give the store of an Engine")
     groups = recorded_groups(layout)
     samples: dict[tuple[Kind, str], Sample] = {}

@@ -75,6 +75,7 @@ def serve_steps(wish: FreedMemory, *, updates_in_memory: bool) -> Iterator[None]
         yield
     finally:
         gc.unfreeze()
+        prepare_heap()  # what the steps have kept serves nobody any more
 
 
 def _set(*values: tuple[int, int]) -> None:

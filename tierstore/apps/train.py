@@ -173,7 +173,8 @@ class _Run:
             self._totals.last_step = self._engine.step_count
             if self._engine.step_count < self._options.steps:
                 return Outcome(self._totals, self._stopped_by)
-            self._engine.apply_pending()
+            if self._totals.steps or self._options.resume is not Resume.PREVIOUS:  # which changes nothing by itself
+                self._engine.apply_pending()
             if self._totals.steps:
                 self._totals.held_out_after = self._held_out_loss()
         self._finish()

@@ -173,7 +173,7 @@ def _advice(paths: Sequence[Path], console: Console, attended: Attended) -> str:
 
 
 def is_store(path: Path) -> bool:
-    """Whether a directory holds a generation of a training store."""
+    """Whether a directory holds a generation of a store."""
     return path.is_dir() and bool(Manifests(path, Backend()).numbers())
 
 

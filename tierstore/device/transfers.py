@@ -24,7 +24,7 @@ from tierstore.device.streams import Bytes, LinkCounters, Mark, Reached
 from tierstore.errors import BudgetError
 
 _POLL_S = 5e-5
-_PASSING_BYTES, _PINNED_PASSING_BYTES = 2**18, 2**22
+_PASSING_BYTES, _PINNED_PASSING_BYTES = 2**18, 2**20  # of each thread that updates, beside the budgets
 _LIBC = ctypes.CDLL(None)
 _MAPPED_APART_BYTES = 2**25  # the most that glibc's threshold for that (M_MMAP_THRESHOLD) grows to by itself
 _CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts, so for all GPUs

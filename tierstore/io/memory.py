@@ -95,9 +95,10 @@ class Arena(ForkAware):
             return []
         leaked = [lease for pool in self._pools.values() for lease in pool.close()]
         if not leaked and self._bytes is not None:
+            held, self._bytes = self._bytes, None
             if self._unregister is not None and self.capacity_bytes:
                 self._unregister(self._address, self.capacity_bytes)
-            self._bytes = None  # not before: with its last view the mapping goes
+            del held  # not before: with its last view the mapping goes
         return leaked
 
 

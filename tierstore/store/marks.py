@@ -11,7 +11,7 @@ from tierstore.io.workers import Priority, WorkerPool
 
 
 class Marks(WorkerPool):
-    """One thread, for marks of one stream are reached in the order in which they are waited for. A CPU starts none."""
+    """One thread: an older mark waits at most for a newer one of the same stream. For a CPU it is never started."""
 
     def __init__(self) -> None:
         super().__init__("tierstore-marks", 1)

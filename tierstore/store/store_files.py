@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.config import Tier, TierConfig
-from tierstore.errors import FormatError
+from tierstore.errors import FormatError, StorageError
 from tierstore.plan.tiers import Kind, Placement
 from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
 from tierstore.store.layout import Codecs, GroupSpec, chunk_specs, fingerprint
-from tierstore.store.slots import ChunkIO, SlotPack
+from tierstore.store.slots import SLOT_NAMES, ChunkIO, SlotPack
 from tierstore.store.team import Team, all_succeed, leads
 
 
@@ -101,7 +101,27 @@ class StoreFiles:
         Raises:
             FormatError: they are not its files.
         """
-        await self._led(partial(self._open, generation), partial(self._join, generation))
+        needless = await self._needless_gradients() if leads(self._team) else []
+        await self._led(partial(self._open, generation, needless), partial(self._join, generation))
+
+    async def _needless_gradients(self) -> list[Path]:
+        """Files of pending gradients that are left where another schedule goes on, once no generation has such."""
+        names = [f"gradients{copy}.{slot}.safetensors" for copy in ("", "1") for slot in SLOT_NAMES]
+        ours = {path for pack in self.packs for path in pack.paths()}
+        found = [path for one in self.directories for name in names if (path := one / name) not in ours]
+        found = [path for path in found if path.exists()]
+        if not found or self.manifests is None:
+            return []
+        for number in self.manifests.numbers():
+            try:
+                records = (await self.manifests.read(number)).records
+            except FormatError:  # a damaged one is opened by nobody
+                continue
+            except StorageError:  # who knows
+                return []
+            if any(any(rows) for kind, rows in records.items() if kind.startswith(Kind.GRADIENTS.value)):
+                return []
+        return found
 
     async def adopt(self, number: int) -> None:
         """This generation is the last one, and stays it: newer ones are removed."""
@@ -137,7 +157,7 @@ class StoreFiles:
         for directory in (*self.directories, *(directory.parent for directory in made)):
             self._backend.sync_directory(directory)
 
-    def _open(self, generation: Generation) -> None:
+    def _open(self, generation: Generation, needless: Sequence[Path]) -> None:
         for directory in self.directories:
             if not directory.is_dir():
                 raise FormatError(f"the store is damaged: {directory} is missing")
@@ -156,6 +176,8 @@ class StoreFiles:
                     path.unlink(missing_ok=True)
                 pack.create()
                 is_made = True
+        for path in needless:
+            path.unlink(missing_ok=True)
         for directory in self.directories if is_made else ():
             self._backend.sync_directory(directory)
 

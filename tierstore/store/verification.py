@@ -23,7 +23,7 @@ from tierstore.pack.layout import ChunkSpec
 from tierstore.plan.tiers import Kind
 from tierstore.store.commit import Generation, Manifests
 from tierstore.store.layout import Codecs, chunk_specs, recorded_codecs, recorded_groups
-from tierstore.store.slots import SLOT_NAMES, ChunkIO, ChunkRecord, SlotPack
+from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,33 +98,37 @@ def packs_of(generation: Generation, directories: Sequence[Path]) -> dict[str, C
     Raises:
         FormatError: it describes none that this release knows.
     """
-    io = ChunkIO(Backend(), WorkerPool("verify", 1), None, time.monotonic)  # its thread is never started
-    described = _of_tensors(generation) if is_of_tensors(generation) else _of_training(generation)
-    packs = {}
-    for kind, specs, groups, codec in described:
-        if codec is Codec.AUTO:
-            raise FormatError(f"the store does not say what codec its {kind[:40]} are stored with")
-        slots = 1 if is_of_tensors(generation) else len(SLOT_NAMES)
-        packs[kind] = CommittedPack(SlotPack(kind, specs, directories, io, codec, slots=slots), specs, groups, codec)
-    return packs
+    describe = _packs_of_tensors if is_of_tensors(generation) else _packs_of_training
+    return {pack.slots.kind: pack for pack in describe(generation, directories)}
 
 
-_Described = tuple[str, Sequence[ChunkSpec], Sequence[str], Codec]
-
-
-def _of_training(generation: Generation) -> Iterator[_Described]:
+def _packs_of_training(generation: Generation, directories: Sequence[Path]) -> Iterator[CommittedPack]:
     groups, codecs = recorded_groups(generation.layout), _codecs(generation.layout)
     for kind in generation.records:
         specs = chunk_specs(_kind(kind), groups, generation.layout["chunk_elements"])
-        yield kind, specs, [spec.name.rsplit("/", 2)[0] for spec in specs], codecs[_kind(kind)].codec
+        codec = _decided(codecs[_kind(kind)].codec, kind)
+        names = [spec.name.rsplit("/", 2)[0] for spec in specs]
+        yield CommittedPack(SlotPack(kind, specs, directories, _no_io(), codec), specs, names, codec)
 
 
-def _of_tensors(generation: Generation) -> Iterator[_Described]:
+def _packs_of_tensors(generation: Generation, directories: Sequence[Path]) -> Iterator[CommittedPack]:
     from tierstore.store.entries import recorded_entries  # with torch, which all others do without
 
+    codec = _decided(Codec(generation.layout["codec"]), "tensors")
     for entry, kind in recorded_entries(generation):
         specs = entry.layout.chunk_specs(entry.name)
-        yield kind, specs, [entry.name] * len(specs), Codec(generation.layout["codec"])
+        slots = SlotPack(kind, specs, directories, _no_io(), codec, slots=1)
+        yield CommittedPack(slots, specs, [entry.name] * len(specs), codec)
+
+
+def _decided(codec: Codec, kind: str) -> Codec:
+    if codec is Codec.AUTO:
+        raise FormatError(f"the store does not say what codec its {kind[:40]} are stored with")
+    return codec
+
+
+def _no_io() -> ChunkIO:
+    return ChunkIO(Backend(), WorkerPool("verify", 1), None, time.monotonic)  # its thread is never started
 
 
 def chunks_of(generation: Generation, packs: Mapping[str, CommittedPack]) -> list[CommittedChunk]:

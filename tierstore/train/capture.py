@@ -66,7 +66,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         np.random.set_state(states["numpy"])
         torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
         if "cuda" in states and torch.cuda.is_available():
-            here = states["cuda"][: torch.cuda.device_count()]  # there may be fewer now
+            here = states["cuda"][: torch.cuda.device_count()]  # there may be fewer now, whichever those are
             torch.cuda.set_rng_state_all([torch.from_numpy(state.copy()) for state in here])
     except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError, KeyError) as error:
         raise FormatError(f"the random states of the store cannot be restored: {error}") from None

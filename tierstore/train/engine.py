@@ -330,7 +330,6 @@ class Engine:
             now = self._generations.turn_over(arrived)
         self._decide(now, is_plain=clip == 1.0 and is_finite)
         parts.collector.forget()
-        parts.hooks.step_ended()
         return (norm if touched else None), is_finite
 
     def _decide(self, now: Pending | None, *, is_plain: bool) -> None:
@@ -343,6 +342,7 @@ class Engine:
         parts.driver.decide(updates, is_plain=is_plain)
         if now is not None:
             parts.stepper.count(now.touched)
+        parts.hooks.step_ended()
         parts.access.weights_changed(trainable)
 
     def apply_pending(self) -> None:
@@ -351,15 +351,19 @@ class Engine:
         Any schedule can go on from there; a next delayed step applies nothing, as the first one of a run.
 
         Raises:
-            ConfigError: in the middle of a step.
+            ConfigError: in the middle of a step, or within `gathered(modify=True)`.
         """
         parts = self._whole_parts()
         self._order.refuse_within_step("apply_pending()")
+        if any(self._modified.values()):
+            raise ConfigError("weights are being changed by gathered(modify=True); call apply_pending() after it")
         if self._generations.pending is None:
+            self.flush()
             return
         self._generations.leave_newer()
         parts.stepper.check()
         with self._order.unbroken():
+            parts.access.release_all()  # a load on its way would put weights of before over those of after
             self._generations.forget()
             parts.driver.begin(parts.access.order, (), knows_graph=False, recomputes=False, accumulates=False)
             self._decide(self._generations.take_pending(), is_plain=True)

@@ -92,10 +92,13 @@ def _check_can_look_back(
 ) -> None:
     """Refuse to open a previous generation in a way that takes pending gradients from the newest one."""
     try:
-        kinds = runtime.call(manifests.read, newest).records.keys()
+        newer = runtime.call(manifests.read, newest)
+        check_captured(newer.captured)
     except FormatError:
         return  # it is damaged: nothing can be taken from it
-    if kinds > {"weights", "state"} and (kinds != previous.records.keys() or schedule is not UpdateSchedule.DELAYED):
+    if newer.captured["pending"] is None:
+        return
+    if newer.records.keys() != previous.records.keys() or schedule is not UpdateSchedule.DELAYED:
         raise ConfigError(
             f"generation {newest} of {manifests.directory} holds gradients of update='delayed', which going back with "
             f"update={schedule.value!r} would lose; resume generation {newest} with update='delayed' first"

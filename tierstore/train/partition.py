@@ -278,7 +278,7 @@ def _small(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Copies in CPU memory: a view is sent with all that it is a view of, and what is on a GPU arrives on that GPU."""
     for name, offset, values in pieces:
         for start in range(0, values.numel(), PIECE_ELEMENTS):
-            yield Piece(name, offset + start, values[start : start + PIECE_ELEMENTS].clone().cpu())
+            yield Piece(name, offset + start, values[start : start + PIECE_ELEMENTS].to("cpu", copy=True))
 
 
 def _boot() -> str:

@@ -72,10 +72,10 @@ class Ranks:
 
     def _agreed(self, token: str, device: torch.device | None) -> str:
         """That of the first rank: torchrun's store keeps what ranks have said before they were started again."""
-        told, is_nccl = [token], distributed.get_backend(self.group) == "nccl"
+        told, is_of_gpus = [token], distributed.get_backend(self.group) == "nccl"
         try:
             distributed.broadcast_object_list(
-                told, self.members[0], group=self.group, device=device if is_nccl else None
+                told, self.members[0], group=self.group, device=device if is_of_gpus else None
             )
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} of {self.count} waited for all ranks to begin: {error}") from error

@@ -30,7 +30,7 @@ from tierstore.apps.bench.case import (
 from tierstore.apps.bench.serve import Missing, Round
 
 _TESTS, _LINK = "pytest -m gpu", "link"
-_TESTS_TIMEOUT_S = 200.0
+_TESTS_TIMEOUT_S = 240.0
 _COPY_BYTES, _COPIES = 2**25, 32
 _COPY_S = 0.5
 _STEPS = 4  # of a round, after one that does not count
