@@ -181,7 +181,7 @@ class TierConfig(_Model):
     Attributes:
         device: "cpu", "cuda" or "cuda:N". Without CUDA the GPU tier is a part of host memory.
         gpu_memory: bytes for parameters, gradients and staging on the compute device (not activations).
-        cpu_memory: bytes of the pinned arena.
+        cpu_memory: bytes of the pinned arena. (With CUDA each thread that updates may pin 1 MiB beside it.)
         nvme: directories of the store; several are striped over. Empty: no store, everything in memory.
         codec: how chunks are stored; "auto" measures, when the store is made, which one pays for each kind of them.
         chunk_bytes: upper bound of a chunk; None lets the planner choose (never above 32 MiB).

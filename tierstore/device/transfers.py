@@ -274,8 +274,9 @@ class CudaDevice:
 
     def passing(self) -> Bytes:
         if not hasattr(self._passing, "bytes"):
-            # numpy keeps the tensor, which has the pinned memory.
-            self._passing.bytes = torch.empty(_PINNED_PASSING_BYTES, dtype=torch.uint8, pin_memory=True).numpy()
+            with self.current():
+                pinned = torch.empty(_PINNED_PASSING_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._passing.bytes = pinned.numpy()  # which keeps the tensor
         found: Bytes = self._passing.bytes
         return found
 
