@@ -24,11 +24,11 @@ def test_a_rank_that_dies_before_all_have_met() -> None:
 
 
 def test_one_of_three_is_named(tmp_path: Path) -> None:
-    assert "rank 0 of 3 waited for" in lose_and_resume(tmp_path / "store", 76, ranks=3, victim=2)
+    assert "rank 0 of 3 waited for" in lose_and_resume(tmp_path / "store", 112, ranks=3, victim=2)
 
 
 def test_a_stopped_rank(tmp_path: Path) -> None:
-    first, _ = outcomes_of(2, lose, str(tmp_path / "store"), STEPS, 81, signal.SIGSTOP, TIMEOUT_S, grace_s=1.0)
+    first, _ = outcomes_of(2, lose, str(tmp_path / "store"), STEPS, 117, signal.SIGSTOP, TIMEOUT_S, grace_s=1.0)
     assert first.value["told"].startswith("RankLost: rank 0 of 2 waited for the ")
     assert "rank 1 does not answer" in first.value["told"]
     assert first.value["raised_s"] <= TIMEOUT_S + 1  # which counts from the forward before the wait

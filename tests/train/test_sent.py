@@ -1,25 +1,21 @@
-"""What ranks send each other: the first weights in small pieces, and by which backend a group sends."""
+"""What ranks send each other, and by which backend."""
 
 from __future__ import annotations
 
-import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import run_ranks
+from sharing import objects_told
 
-from tierstore.train.filling import PIECE_ELEMENTS, Piece
-from tierstore.train.partition import _small
 from tierstore.train.ranks import is_nccl
 
 
-def test_a_piece_is_sent_without_the_tensor_that_it_is_a_part_of() -> None:
-    whole = torch.arange(2 * PIECE_ELEMENTS + 5, dtype=torch.int16)
-    sent = [pickle.dumps(piece) for piece in _small([Piece("w", 7, whole)])]
-    assert max(map(len, sent)) < whole.element_size() * PIECE_ELEMENTS + 4096
-    pieces = [pickle.loads(one) for one in sent]
-    assert [offset - 7 for _, offset, _ in pieces] == [0, PIECE_ELEMENTS, 2 * PIECE_ELEMENTS]
-    assert torch.equal(torch.cat([values for *_, values in pieces]), whole)
+def test_weights_are_sent_as_they_are_and_only_told_of_as_objects() -> None:
+    """A view is pickled with all that it is a view of, and what is gathered comes from every rank."""
+    for told in run_ranks(2, objects_told):
+        assert max(told) < 2**14
 
 
 @pytest.mark.parametrize(("backend", "expected"), [("nccl", True), ("gloo", False), (None, False)])

@@ -223,9 +223,21 @@ class Partition:
         if self.ranks is None:
             yield from pieces
             return
-        own = _small(pieces) if self.ranks.rank == 0 else iter(())
-        while (announced := self.all_succeed("initial weights", lambda: next(own, None))[0]) is not None:
-            yield announced
+        what, own = "initial weights", _small(pieces) if self.ranks.rank == 0 else iter(())
+        piece: Piece | None = None
+
+        def announce() -> tuple[str, int, int, torch.dtype] | None:
+            nonlocal piece
+            piece = next(own, None)
+            return None if piece is None else (piece.name, piece.offset, piece.values.numel(), piece.values.dtype)
+
+        while (announced := self.all_succeed(what, announce)[0]) is not None:
+            name, offset, count, dtype = announced
+            values = torch.empty(count, dtype=dtype) if piece is None else piece.values
+            with self.ranks.waiting(what):
+                first = self.ranks.members[0]
+                distributed.broadcast(values.view(torch.uint8), first, group=self._control)
+            yield Piece(name, offset, values)
 
     def joined(self, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The parts of all ranks, one behind the other."""
@@ -275,10 +287,10 @@ class _RankTeam:
 
 
 def _small(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Copies in CPU memory: a view is sent with all that it is a view of, and what is on a GPU arrives on that GPU."""
+    """Pieces that a rank has memory for, in CPU memory."""
     for name, offset, values in pieces:
         for start in range(0, values.numel(), PIECE_ELEMENTS):
-            yield Piece(name, offset + start, values[start : start + PIECE_ELEMENTS].to("cpu", copy=True))
+            yield Piece(name, offset + start, values[start : start + PIECE_ELEMENTS].detach().cpu().contiguous())
 
 
 def _boot() -> str:
