@@ -77,6 +77,7 @@ class _Engine:
 
 def test_collections_pass_over_an_engine_as_long_as_it_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "_set", lambda *values: None)
+    monkeypatch.setattr(heap, "prepare_heap", lambda: None)
     engine = _Engine()
     alive = weakref.ref(engine)
     with heap.serve_steps(FreedMemory.RETURN, updates_in_memory=False):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import RankLost, TierstoreError
+from tierstore.train import partition
 from tierstore.train.engine import Engine
 from tierstore.train.ranks import Ranks
 
@@ -70,8 +71,11 @@ def train(
     return told
 
 
-def objects_told(rank: int, ranks: int) -> list[int]:
-    """The bytes of every object that this rank has told the others while an engine of 0.4 million weights was made."""
+def objects_told(rank: int, ranks: int) -> tuple[list[int], dict[str, Any]]:
+    """The bytes of every object that this rank has told the others while an engine was made, and its weights.
+
+    These are rank 0's, which sends pieces of 1000 elements.
+    """
     told: list[int] = []
     exchange = Ranks.exchange
 
@@ -81,8 +85,11 @@ def objects_told(rank: int, ranks: int) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "exchange", noted)
-        with Engine(tiny(), TierConfig(gpu_memory="4MiB", cpu_memory="24MiB", timeout_s=20.0), zero=3):
-            return told
+        patch.setattr(partition, "PIECE_ELEMENTS", 1000)
+        tiers = TierConfig(gpu_memory="4MiB", cpu_memory="24MiB", timeout_s=20.0)
+        with Engine(tiny(seed=rank), tiers, zero=3) as engine:
+            so_far = told.copy()
+            return so_far, {name: value.numpy() for name, value in engine.state_dict().items()}
 
 
 def look(rank: int, ranks: int, directory: str, memory: dict[str, str]) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from runs import tiny
 from sharing import objects_told
 
 from tierstore.train.ranks import is_nccl
@@ -14,8 +16,10 @@ from tierstore.train.ranks import is_nccl
 
 def test_weights_are_sent_as_they_are_and_only_told_of_as_objects() -> None:
     """A view is pickled with all that it is a view of, and what is gathered comes from every rank."""
-    for told in run_ranks(2, objects_told):
+    expected = tiny().state_dict()
+    for told, weights in run_ranks(2, objects_told):
         assert max(told) < 2**14
+        assert all(np.array_equal(weights[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(("backend", "expected"), [("nccl", True), ("gloo", False), (None, False)])

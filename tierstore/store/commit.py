@@ -42,7 +42,7 @@ Ts = TypeVarTuple("Ts")
 
 _MANIFEST = re.compile(r"manifest-(?P<number>\d{12})\.json")
 _SMALL = re.compile(r"(manifest|captured)-(?P<number>\d{12})\.(json|safetensors)(\.tmp)?")
-_PACK = re.compile(r"(weights|state|gradients1?|put-\d+)\.[ab]\.safetensors")
+_PACK = re.compile(r"(weights|state|gradients1?|spilled1?|put-\d+)\.[ab]\.safetensors")
 _LOCK, _UNFINISHED, _IDENTITY = "lock", "unfinished", "identity"
 _LOCKS = re.compile(r"lock(\.\d+)?")
 _MOST_IDENTITY_BYTES = 1000

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tierstore.config import Tier, TierConfig
-from tierstore.errors import FormatError, StorageError
+from tierstore.errors import FormatError
 from tierstore.plan.tiers import Kind, Placement
 from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
 from tierstore.store.layout import Codecs, GroupSpec, chunk_specs, fingerprint
@@ -58,6 +59,7 @@ class StoreFiles:
         self._lock = lock
         self._is_new = False
         self._is_ours = False
+        self._opened: int | None = None
         self.manifests = Manifests(self.directories[0], self._backend) if self.directories else None
         self.packs = self._make_packs() if self.directories else []
 
@@ -67,7 +69,9 @@ class StoreFiles:
         # A delayed update's pending gradients are part of a generation, wherever they live.
         is_pending_kept = copies == 2 and self.is_durable
         if is_pending_kept or any(home is Tier.NVME for home in self._placement.gradient_home):
-            names = [f"gradients{copy or ''}" for copy in range(copies)]
+            # Those that no generation keeps have names of their own: the previous one may keep others.
+            kept = "gradients" if is_pending_kept else "spilled"
+            names = [f"{kept}{copy or ''}" for copy in range(copies)]
             packs += [self._pack(Kind.GRADIENTS, name, 2 if is_pending_kept else 1) for name in names]
         return packs
 
@@ -101,27 +105,7 @@ class StoreFiles:
         Raises:
             FormatError: they are not its files.
         """
-        needless = await self._needless_gradients() if leads(self._team) else []
-        await self._led(partial(self._open, generation, needless), partial(self._join, generation))
-
-    async def _needless_gradients(self) -> list[Path]:
-        """Files of pending gradients that are left where another schedule goes on, once no generation has such."""
-        names = [f"gradients{copy}.{slot}.safetensors" for copy in ("", "1") for slot in SLOT_NAMES]
-        ours = {path for pack in self.packs for path in pack.paths()}
-        found = [path for one in self.directories for name in names if (path := one / name) not in ours]
-        found = [path for path in found if path.exists()]
-        if not found or self.manifests is None:
-            return []
-        for number in self.manifests.numbers():
-            try:
-                records = (await self.manifests.read(number)).records
-            except FormatError:  # a damaged one is opened by nobody
-                continue
-            except StorageError:  # who knows
-                return []
-            if any(any(rows) for kind, rows in records.items() if kind.startswith(Kind.GRADIENTS.value)):
-                return []
-        return found
+        await self._led(partial(self._open, generation), partial(self._join, generation))
 
     async def adopt(self, number: int) -> None:
         """This generation is the last one, and stays it: newer ones are removed."""
@@ -157,7 +141,7 @@ class StoreFiles:
         for directory in (*self.directories, *(directory.parent for directory in made)):
             self._backend.sync_directory(directory)
 
-    def _open(self, generation: Generation, needless: Sequence[Path]) -> None:
+    def _open(self, generation: Generation) -> None:
         for directory in self.directories:
             if not directory.is_dir():
                 raise FormatError(f"the store is damaged: {directory} is missing")
@@ -165,7 +149,7 @@ class StoreFiles:
         kept = [pack for pack in self.committed_packs if pack.kind in generation.records]
         for pack in kept:  # all of them, before anything is changed: they may be those of another store
             pack.check(generation.records[pack.kind])
-        self._is_ours = True
+        self._is_ours, self._opened = True, generation.number
         end_store_making(self.directories, self._backend)
         is_made = False
         for pack in self.packs:
@@ -176,8 +160,6 @@ class StoreFiles:
                     path.unlink(missing_ok=True)
                 pack.create()
                 is_made = True
-        for path in needless:
-            path.unlink(missing_ok=True)
         for directory in self.directories if is_made else ():
             self._backend.sync_directory(directory)
 
@@ -198,13 +180,26 @@ class StoreFiles:
                 stack.callback(pack.close)
 
     def _remove_needless(self) -> None:
-        has_generation = self.manifests is not None and bool(self.manifests.numbers())
-        has_nothing = self._is_new and not (self.is_durable and has_generation)
+        numbers = self.manifests.numbers() if self.manifests is not None else []
+        has_nothing = self._is_new and not (self.is_durable and numbers)
         for pack in self.packs if has_nothing else self.packs[len(self.committed_packs) :]:
             for path in pack.paths():
                 path.unlink(missing_ok=True)
+        if self._opened is not None and numbers and numbers[-1] > self._opened:
+            for path in self._left_gradients():  # all generations that are there are of this run
+                path.unlink(missing_ok=True)
         if has_nothing:
             self.end_making()
+
+
+    def _left_gradients(self) -> Iterator[Path]:
+        """Where another update schedule, which went on with this store before, has had gradients."""
+        ours = {path for pack in self.packs for path in pack.paths()}
+        for directory, kept, copy, slot in itertools.product(
+            self.directories, ("gradients", "spilled"), ("", "1"), SLOT_NAMES
+        ):
+            if (path := directory / f"{kept}{copy}.{slot}.safetensors") not in ours:
+                yield path
 
 
 def _nothing() -> None:

@@ -99,25 +99,26 @@ def packs_of(generation: Generation, directories: Sequence[Path]) -> dict[str, C
         FormatError: it describes none that this release knows.
     """
     describe = _packs_of_tensors if is_of_tensors(generation) else _packs_of_training
-    return {pack.slots.kind: pack for pack in describe(generation, directories)}
+    io = ChunkIO(Backend(), WorkerPool("verify", 1), None, time.monotonic)  # its thread is never started
+    return {pack.slots.kind: pack for pack in describe(generation, directories, io)}
 
 
-def _packs_of_training(generation: Generation, directories: Sequence[Path]) -> Iterator[CommittedPack]:
+def _packs_of_training(generation: Generation, directories: Sequence[Path], io: ChunkIO) -> Iterator[CommittedPack]:
     groups, codecs = recorded_groups(generation.layout), _codecs(generation.layout)
     for kind in generation.records:
         specs = chunk_specs(_kind(kind), groups, generation.layout["chunk_elements"])
         codec = _decided(codecs[_kind(kind)].codec, kind)
         names = [spec.name.rsplit("/", 2)[0] for spec in specs]
-        yield CommittedPack(SlotPack(kind, specs, directories, _no_io(), codec), specs, names, codec)
+        yield CommittedPack(SlotPack(kind, specs, directories, io, codec), specs, names, codec)
 
 
-def _packs_of_tensors(generation: Generation, directories: Sequence[Path]) -> Iterator[CommittedPack]:
+def _packs_of_tensors(generation: Generation, directories: Sequence[Path], io: ChunkIO) -> Iterator[CommittedPack]:
     from tierstore.store.entries import recorded_entries  # with torch, which all others do without
 
     codec = _decided(Codec(generation.layout["codec"]), "tensors")
     for entry, kind in recorded_entries(generation):
         specs = entry.layout.chunk_specs(entry.name)
-        slots = SlotPack(kind, specs, directories, _no_io(), codec, slots=1)
+        slots = SlotPack(kind, specs, directories, io, codec, slots=1)
         yield CommittedPack(slots, specs, [entry.name] * len(specs), codec)
 
 
@@ -125,10 +126,6 @@ def _decided(codec: Codec, kind: str) -> Codec:
     if codec is Codec.AUTO:
         raise FormatError(f"the store does not say what codec its {kind[:40]} are stored with")
     return codec
-
-
-def _no_io() -> ChunkIO:
-    return ChunkIO(Backend(), WorkerPool("verify", 1), None, time.monotonic)  # its thread is never started
 
 
 def chunks_of(generation: Generation, packs: Mapping[str, CommittedPack]) -> list[CommittedChunk]:

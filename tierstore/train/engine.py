@@ -110,7 +110,8 @@ class Engine:
         self._callbacks: list[Callable[[StepReport], None]] = []
         self._loss_scale = LossScale.of(loss_scale, model)
         self._is_closed = False
-        self._modified: Counter[int] = Counter()  # groups that blocks of gathered(modify=True) hold
+        self._blocks = 0  # of gathered() that have begun and not ended
+        self._modified: Counter[int] = Counter()  # groups that those with modify=True hold
         tiers = with_rates(tiers)
         scheduler: Any = None
 
@@ -346,24 +347,24 @@ class Engine:
         parts.access.weights_changed(trainable)
 
     def apply_pending(self) -> None:
-        """Apply the gradients that update="delayed" keeps for the next step, and commit; without any, do nothing.
+        """Apply the gradients that update="delayed" keeps for the next step, and commit; without any, as `flush`.
 
         Any schedule can go on from there; a next delayed step applies nothing, as the first one of a run.
 
         Raises:
-            ConfigError: in the middle of a step, or within `gathered(modify=True)`.
+            ConfigError: in the middle of a step, or within `gathered`.
         """
         parts = self._whole_parts()
         self._order.refuse_within_step("apply_pending()")
-        if any(self._modified.values()):
-            raise ConfigError("weights are being changed by gathered(modify=True); call apply_pending() after it")
+        if self._blocks:
+            raise ConfigError("weights are in use by gathered(); call apply_pending() after it")
         if self._generations.pending is None:
             self.flush()
             return
         self._generations.leave_newer()
         parts.stepper.check()
+        parts.access.release_all()  # a load on its way would put weights of before over those of after
         with self._order.unbroken():
-            parts.access.release_all()  # a load on its way would put weights of before over those of after
             self._generations.forget()
             parts.driver.begin(parts.access.order, (), knows_graph=False, recomputes=False, accumulates=False)
             self._decide(self._generations.take_pending(), is_plain=True)
@@ -434,6 +435,7 @@ class Engine:
         self.flush()
         with whole.gathered(parts, self.model, whole.checked_names(names)) as groups:
             self._modified.update(groups if modify else ())
+            self._blocks += 1
             try:
                 with parts.hooks.watching():  # a loss may be made of what is read here
                     yield
@@ -445,6 +447,7 @@ class Engine:
                 else:  # what a block around this one modifies is kept there
                     whole.refuse_changes(parts, [group for group in groups if not self._modified[group]])
             finally:
+                self._blocks -= 1
                 self._modified.subtract(groups if modify else ())
 
     def gradient(self, name: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -219,11 +219,13 @@ class Partition:
         ], found[0][1]
 
     def from_first(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """The pieces of rank 0 at every rank; the others' own are only taken, so that their memory is let go."""
+        """The pieces of rank 0 at every rank; the others' own are let go."""
         if self.ranks is None:
             yield from pieces
             return
         what, own = "initial weights", _small(pieces) if self.ranks.rank == 0 else iter(())
+        if self.ranks.rank and isinstance(pieces, Generator):
+            pieces.close()  # it holds them
         piece: Piece | None = None
 
         def announce() -> tuple[str, int, int, torch.dtype] | None:
@@ -233,10 +235,9 @@ class Partition:
 
         while (announced := self.all_succeed(what, announce)[0]) is not None:
             name, offset, count, dtype = announced
-            values = torch.empty(count, dtype=dtype) if piece is None else piece.values
             with self.ranks.waiting(what):
-                first = self.ranks.members[0]
-                distributed.broadcast(values.view(torch.uint8), first, group=self._control)
+                values = torch.empty(count, dtype=dtype) if piece is None else piece.values
+                distributed.broadcast(values.view(torch.uint8), self.ranks.members[0], group=self._control)
             yield Piece(name, offset, values)
 
     def joined(self, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
