@@ -242,7 +242,7 @@ class TestDamage:
         monkeypatch.setattr(SlotPack, "read", watched)
         run.step()
         run.engine.flush()
-        assert checked - {("gradients", True)} == {("weights", False), ("state", False)}, "to the pass of Adam"
+        assert checked - {("spilled", True)} == {("weights", False), ("state", False)}, "to the pass of Adam"
         for path in (tmp_path / "store0").glob(f"{kind}.*"):
             damage(path, path.stat().st_size - 5000)
         with pytest.raises(ChecksumMismatch, match=rf"damaged: chunk .*/{kind}/\d+ at offset \d+ of "):
