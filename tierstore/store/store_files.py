@@ -191,7 +191,6 @@ class StoreFiles:
         if has_nothing:
             self.end_making()
 
-
     def _left_gradients(self) -> Iterator[Path]:
         """Where another update schedule, which went on with this store before, has had gradients."""
         ours = {path for pack in self.packs for path in pack.paths()}
