@@ -177,7 +177,7 @@ def test_pending_gradients_are_not_lost_to_another_schedule(disk_path: Path) -> 
 def engine_of(
     store: Path, update: str, cpu_memory: str = "64MiB", backend: Backend | None = None, resume: str = "auto"
 ) -> Engine:
-    # Not all groups stay on the device: what those that left it wait for is waited for by nobody else.
+    # Not all groups stay on the device: updates of those that have left it may still be on their way.
     tiers = TierConfig(gpu_memory="1200KiB", cpu_memory=cpu_memory, nvme=[store])
     model = runs.tiny(blocks=1 if cpu_memory == SMALL else 3)
     return Engine(
