@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tierstore.device.spans import TORCH_DTYPES, Span
 from tierstore.device.streams import ComputeDevice
+from tierstore.kernels import adam, norms
+from tierstore.kernels.adam import BLOCK, AdamCoefficients, state_bytes_per_element
+from tierstore.kernels.elements import ELEMENT, elements_of
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -128,12 +133,70 @@ class DeviceContract:
         assert after.h2d_bytes - before.h2d_bytes == 64
         assert after.d2h_bytes - before.d2h_bytes == 16
 
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+    def test_collects_measures_and_updates_to_the_bits_of_the_kernels(self, device: ComputeDevice, dtype: str) -> None:
+        count, tail, item = 2 * BLOCK + 1234, 1000, ELEMENT[dtype].itemsize
+        first, second = (torch.linspace(-1, 2, count - tail) * k for k in (1, 0.3))
+        parts = [part.to(TORCH_DTYPES[dtype]) for part in (first[:77], first[77:], second)]
+        spans = [
+            self.span(device, nbytes)
+            for nbytes in (count * item, count * state_bytes_per_element(dtype), count * item)
+        ]
+        weights, state, gradient = spans
+        self.arithmetic_of(device, dtype, parts, gradient)
+        c = AdamCoefficients(1e-2, 0.9, 0.99, 1e-8, 0.1, 3, gradient_scale=0.7)
+        runs = [(0, 1000, c), (5000, count, replace(c, lr=1e-3, decoupled=False))]
+        expected = [read(device, one) for one in spans]
+        flat, total = elements_of(expected[0], dtype, count), elements_of(expected[2], dtype, count)
+        for start, stop, given in runs:
+            adam.update(dtype, flat, expected[1], total, start, stop, given)
+        device.arithmetic.adam(dtype, weights, state, gradient, runs)
+        for span, wanted in zip(spans, expected):
+            assert np.array_equal(read(device, span), wanted)
+
+    def arithmetic_of(self, device: ComputeDevice, dtype: str, parts: list[torch.Tensor], gradient: Span) -> None:
+        """Two micro-batches; what neither covers is zero, and nothing of an earlier step is left."""
+        arithmetic, there = device.arithmetic, [part.to(device.torch_device) for part in parts]
+        arithmetic.collect(dtype, [(0, there[0], True), (77, there[1], True)], gradient, is_new=True,
+                           after=device.record())  # fmt: skip
+        arithmetic.collect(dtype, [(0, there[2], False)], gradient, is_new=False, after=device.record())
+        count = gradient.nbytes // ELEMENT[dtype].itemsize
+        wanted = torch.zeros(count, dtype=TORCH_DTYPES[dtype])
+        wanted[: len(parts[2])] = torch.cat(parts[:2]).add_(parts[2])
+        found, sums = read(device, gradient), np.zeros((2, -(-count // BLOCK)))
+        assert np.array_equal(found, wanted.view(torch.uint8).numpy())
+        arithmetic.square_sums(dtype, gradient, sums[0])
+        norms.square_sums(dtype, elements_of(found, dtype, count), sums[1])
+        assert np.array_equal(*sums)
+
+    def span(self, device: ComputeDevice, nbytes: int) -> Span:
+        """In the middle of a storage: small numbers, whatever they are taken for."""
+        storage, bits = self.empty_storage(device), random_bytes(nbytes + 4096, nbytes)
+        bits[3::4] = 60  # bf16 and fp32 of about 0.01, fp16 of about 1
+        bits[1::4] = 60
+        device.allocate(storage, len(bits))
+        device.copy_in(storage, 0, bits)
+        return Span(storage, 512, nbytes)
+
+    def test_a_span_is_inside_its_storage(self, device: ComputeDevice) -> None:
+        storage = self.empty_storage(device)
+        device.allocate(storage, 64)
+        for offset, nbytes in ((-1, 4), (61, 4), (0, 65)):
+            with pytest.raises(ValueError, match="not in a storage of 64 B"):
+                Span(storage, offset, nbytes)
+
     def test_the_rest_of_the_face(self, device: ComputeDevice) -> None:
         assert device.kind == device.torch_device.type
         with device.range("forward h.0"):
             mark = device.record()
         mark.synchronize()
         assert mark.is_done()
+
+
+def read(device: ComputeDevice, span: Span) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    found = np.zeros(span.nbytes, np.uint8)
+    device.copy_out_range(span.storage, span.offset, found, device.record())
+    return found
 
 
 def _as_strided_on(tensor: torch.Tensor, device: ComputeDevice) -> torch.Tensor:

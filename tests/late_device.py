@@ -28,6 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tierstore.device.arithmetic import HostArithmetic, Part, Run
+from tierstore.device.spans import Span
 from tierstore.device.streams import Bytes, Mark
 from tierstore.device.transfers import CpuDevice
 
@@ -83,6 +85,7 @@ class LateDevice(CpuDevice):
         self._moving: list[tuple[str, Range, bool]] = []
         self._given: dict[int, StorageWeakRef] = {}
         self._turn = threading.RLock()
+        self.arithmetic = LateArithmetic(self)
 
     def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> None:
         return None
@@ -144,7 +147,7 @@ class LateDevice(CpuDevice):
             del self._given[storage]
 
     @contextlib.contextmanager
-    def _moves(self, what: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Iterator[None]:
+    def moves(self, what: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Iterator[None]:
         moves = [(what, one, False) for one in reads] + [(what, one, True) for one in writes]
         with self._turn:
             for _, one, puts_in in moves:
@@ -169,18 +172,18 @@ class LateDevice(CpuDevice):
         first, last = (int(changed[0]), int(changed[-1]) + 1) if len(changed) else (0, 0)
         of_all = Range(storage._cdata, offset_bytes, offset_bytes + source.nbytes)
         of_changed = Range(storage._cdata, offset_bytes + first, offset_bytes + last)
-        with self._moves("a copy to the device", [of_all], [of_changed]):
+        with self.moves("a copy to the device", [of_all], [of_changed]):
             super().copy_in(storage, offset_bytes, source)
 
     def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
         after.synchronize()
-        with self._moves("a copy from the device", [range_of(one) for one in sources]):
+        with self.moves("a copy from the device", [range_of(one) for one in sources]):
             super().copy_out(sources, destinations, after)
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
         after.synchronize()
         where = Range(storage._cdata, offset_bytes, offset_bytes + destination.nbytes)
-        with self._moves("a copy from the device", [where]):
+        with self.moves("a copy from the device", [where]):
             super().copy_out_range(storage, offset_bytes, destination, after)
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
@@ -193,6 +196,30 @@ class LateDevice(CpuDevice):
             self.check("memory that goes", Range(storage._cdata, 0, storage.nbytes()), writes=True)
         _bytes_of(storage)[:] = _NOT_THERE
         super().release(storage, after)
+
+
+class LateArithmetic(HostArithmetic):
+    """It is of a stream of its own, too."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+
+    def collect(self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark) -> None:
+        after.synchronize()
+        with self._device.moves("a collection", [range_of(one) for _, one, _ in parts], [_range(total)]):
+            super().collect(dtype, parts, total, is_new=is_new, after=after)
+
+    def square_sums(self, dtype: str, gradient: Span, out: Any) -> None:
+        with self._device.moves("a norm", [_range(gradient)]):
+            super().square_sums(dtype, gradient, out)
+
+    def adam(self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run]) -> None:
+        with self._device.moves("an update", [_range(gradient)], [_range(weights), _range(state)]):
+            super().adam(dtype, weights, state, gradient, runs)
+
+
+def _range(span: Span) -> Range:
+    return Range(span.storage._cdata, span.offset, span.offset + span.nbytes)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 import torch
 from device_contract import DeviceContract, random_bytes
 
+from tierstore.device import gpu_kernels, transfers
+from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.device.transfers import CudaDevice
 from tierstore.errors import BudgetError
@@ -27,7 +30,7 @@ class RecordingCuda:
         self.devices: list[torch.device] = []
         self.code = 0
         self.is_done = True
-        self._names = iter(["h2d", "d2h", "gather", "reduce"])
+        self._names = iter(["h2d", "d2h", "update", "gather", "reduce"])
 
     def Stream(self, device: torch.device, priority: int = 0) -> str:
         return next(self._names)
@@ -108,6 +111,16 @@ def test_order_of_a_groups_life(device: CudaDevice, cuda: RecordingCuda) -> None
     assert storage.nbytes() == 0
 
 
+def test_a_gpu_without_room_is_told(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(storage: torch.UntypedStorage, nbytes: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore.")
+
+    monkeypatch.setattr(transfers, "_enlarge", full)
+    told = r"no room for 1024 B \(1 KiB\) of gpu_memory .*: lower gpu_memory \(CUDA out of memory.\)"
+    with pytest.raises(BudgetError, match=told):
+        device.allocate(torch.UntypedStorage(0), 1024)
+
+
 def test_a_copy_that_fails_half_way_waits_for_its_first_half(
     device: CudaDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +167,24 @@ def test_the_mark_of_a_copy_comes_right_behind_it(
     for thread in threads:
         thread.join()
     assert [entry for entry in cuda.log if not entry.startswith("wait")] == ["enter h2d", "record h2d"] * 2
+
+
+def test_updates_and_what_they_take_have_a_stream_of_their_own(
+    device: CudaDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = Span(torch.UntypedStorage(64), 0, 64)
+    part = torch.ones(16)
+    device.arithmetic.collect("fp32", [(0, part, True), (0, part, False)], total, is_new=True, after=device.record())
+    assert cuda.log == ["record compute", "wait for compute", "enter update", "record update", "wait for update"]
+    monkeypatch.setattr(device, "_passing", SimpleNamespace(bytes=np.zeros(512, np.uint8)))
+    monkeypatch.setattr(gpu_kernels, "square_lanes", lambda dtype, one: torch.full((1, 64), one.view(torch.float32)[3]))
+    sums = np.zeros(1)
+    device.arithmetic.square_sums("fp32", total, sums)
+    assert sums[0] == 64 * 2.0
+    monkeypatch.setattr(gpu_kernels, "adam", lambda *_: cuda.log.append("adam"))
+    device.arithmetic.adam("fp32", total, total, total, [])
+    assert cuda.log[5:] == ["enter update", "record update", "wait for update",
+                            "enter update", "adam", "record update", "wait for update"]  # fmt: skip
 
 
 def test_a_collective_has_a_stream_of_its_own_and_a_deadline(device: CudaDevice, cuda: RecordingCuda) -> None:

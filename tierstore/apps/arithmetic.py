@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from tierstore.apps.options import Precision
-from tierstore.train.groups import TORCH_DTYPES
+from tierstore.device.spans import TORCH_DTYPES
 
 _ROWS, _SIDE = 64, 768
 _TIMES = 5

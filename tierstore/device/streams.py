@@ -5,7 +5,8 @@ Not here: the two implementations (see `device/transfers.py`).
 Owner: nothing here has state but the counters, which take their own lock.
 
 [Note: streams and the allocator]
-Three streams meet at a group's storage: the compute stream, one that copies in (h2d) and one that copies out (d2h).
+Four streams meet at a group's storage: the compute stream, one that copies in (h2d), one that copies out (d2h), and one
+that updates.
 * A storage is allocated while h2d is current, so its block belongs to h2d: freed, it may be handed out again at once to
   the next allocation on h2d, and be written by a copy that is not ordered after the compute stream. Hence `release`
   waits on the host for a mark that the compute thread recorded after its last use.
@@ -15,6 +16,8 @@ Three streams meet at a group's storage: the compute stream, one that copies in 
   which belong to the compute stream, are not handed out again under the copy.
 * Threads take turns at queueing a copy and the event behind it. An event that others' copies come before is reached
   with the last of them: all would wake together, and the stream have nothing to do until then.
+* Updates and norms of what lives here run on a stream of their own, as copies do: they begin when the host has waited
+  for what they read, and for what reads what they write; they end when the host has waited for them.
 * A failed issue still waits for the copies issued before it: no buffer is given back while a DMA may use it.
 No object outlives a call with an event inside, so there is no event to lose.
 """
@@ -26,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +37,9 @@ import torch
 
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
+
+if TYPE_CHECKING:
+    from tierstore.device.arithmetic import Arithmetic
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -121,11 +127,16 @@ class ComputeDevice(Protocol):
     def counters(self) -> LinkCounters:
         """What moved over the link."""
 
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What is computed here beside the model."""
+
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Gives an empty storage its memory, contents undefined. Any thread.
 
         Raises:
             ValueError: the storage is not empty; nothing was changed.
+            BudgetError: a GPU has no room.
         """
 
     def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:

@@ -14,12 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from tierstore.config import format_size
+from tierstore.device.arithmetic import Arithmetic, GpuArithmetic, HostArithmetic
+from tierstore.device.spans import alias, bytes_at, check_range
 from tierstore.device.streams import Bytes, LinkCounters, Mark, Reached
 from tierstore.errors import BudgetError
 
@@ -30,20 +33,9 @@ _MAPPED_APART_BYTES = 2**25  # the most that glibc's threshold for that (M_MMAP_
 _CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts, so for all GPUs
 
 
-def _check_range(storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> None:
-    if offset_bytes < 0 or offset_bytes + nbytes > storage.nbytes():  # torch would silently enlarge it
-        raise ValueError(f"{nbytes} B at offset {offset_bytes} are not in a storage of {storage.nbytes()} B")
-
-
 def _check_host(array: Bytes) -> None:
     if array.dtype != np.uint8 or not array.flags.c_contiguous:
         raise ValueError(f"a host buffer is contiguous uint8, not {array.dtype}")
-
-
-def _alias(storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> torch.Tensor:
-    """A range of a storage as uint8, with a version counter of its own."""
-    _check_range(storage, offset_bytes, nbytes)
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset_bytes, (nbytes,), (1,))
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,13 +78,6 @@ def _enlarge(storage: torch.UntypedStorage, nbytes: int) -> None:
     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,), (1,)).resize_(nbytes)
 
 
-class _Memory:
-    """Bytes at an address, as numpy takes them: not by torch, whose views would seem to be uses by the model."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
-
-
 class CpuDevice:
     """The CPU twin: storages in ordinary memory, copies by memcpy in the calling thread.
 
@@ -107,6 +92,7 @@ class CpuDevice:
     def __init__(self, counters: LinkCounters | None = None) -> None:
         self.torch_device = torch.device("cpu")
         self.counters = LinkCounters() if counters is None else counters
+        self.arithmetic: Arithmetic = HostArithmetic()
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         if storage.nbytes() == nbytes and not storage.resizable():
@@ -116,14 +102,14 @@ class CpuDevice:
 
     def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
         _check_host(source)
-        _check_range(storage, offset_bytes, source.nbytes)
+        check_range(storage, offset_bytes, source.nbytes)
         start = self.counters.clock()
         _copy(storage.data_ptr() + offset_bytes, source.ctypes.data, source.nbytes)
         self.counters.add("h2d", source.nbytes, start)
 
     def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> Bytes | None:
-        _check_range(storage, offset_bytes, nbytes)
-        return np.asarray(_Memory(storage.data_ptr() + offset_bytes, nbytes))
+        check_range(storage, offset_bytes, nbytes)
+        return bytes_at(storage.data_ptr() + offset_bytes, nbytes)
 
     def address_of(self, tensor: torch.Tensor) -> int | None:
         return tensor.data_ptr() if tensor.is_contiguous() else None
@@ -143,7 +129,7 @@ class CpuDevice:
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
         _check_host(destination)
-        _check_range(storage, offset_bytes, destination.nbytes)
+        check_range(storage, offset_bytes, destination.nbytes)
         after.synchronize()
         start = self.counters.clock()
         # Not through an alias: for as long as it lives, the weights would seem to be in use by the model.
@@ -195,7 +181,7 @@ class _Queue:
 
 
 class CudaDevice:
-    """One GPU, with a stream to copy in and one to copy out. See [Note: streams and the allocator].
+    """One GPU, with a stream each to copy in, to copy out and to update. See [Note: streams and the allocator].
 
     Worker threads have device 0 current until they say otherwise, whatever this one is.
 
@@ -214,18 +200,26 @@ class CudaDevice:
         self._cuda = cuda
         self._h2d = _Queue(cuda.Stream(device=torch_device))
         self._d2h = _Queue(cuda.Stream(device=torch_device))
+        update = partial(self._finished, _Queue(cuda.Stream(device=torch_device)))
+        self.arithmetic: Arithmetic = GpuArithmetic(torch_device, update, self.passing)
         self._passing = threading.local()
         # Before the compute stream's kernels: what they wait for next depends on these.
         self._links = {link: cuda.Stream(device=torch_device, priority=-1) for link in ("gather", "reduce")}
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         _check_empty(storage)
-        with self._current(self._h2d.stream):
-            _enlarge(storage, nbytes)
+        try:
+            with self._current(self._h2d.stream):
+                _enlarge(storage, nbytes)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"the GPU has no room for {nbytes} B ({format_size(nbytes)}) of gpu_memory beside what that does not "
+                f"count, as activations: lower gpu_memory ({str(error).splitlines()[0]})"
+            ) from error
 
     def copy_in(self, storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
         _check_host(source)
-        target = _alias(storage, offset_bytes, source.nbytes)
+        target = alias(storage, offset_bytes, source.nbytes)
         start = self.counters.clock()
         with self._finished(self._h2d):
             target.copy_(torch.from_numpy(source), non_blocking=True)
@@ -254,7 +248,7 @@ class CudaDevice:
         self.counters.add("d2h", moved_bytes, start)
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
-        self.copy_out([_alias(storage, offset_bytes, destination.nbytes)], [destination], after)
+        self.copy_out([alias(storage, offset_bytes, destination.nbytes)], [destination], after)
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
         event = self._event()

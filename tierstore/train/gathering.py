@@ -18,12 +18,13 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.device.spans import TORCH_DTYPES
 from tierstore.device.streams import ComputeDevice
 from tierstore.errors import GraphError
 from tierstore.io.meter import LinkMeter
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.trace import Tracer
-from tierstore.train.groups import TORCH_DTYPES, Group
+from tierstore.train.groups import Group
 from tierstore.train.partition import Partition
 from tierstore.train.ranks import Ranks, all_gather_flat
 

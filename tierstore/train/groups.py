@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from tierstore.device.spans import TORCH_DTYPES
 from tierstore.device.streams import ComputeDevice
 from tierstore.errors import ConfigError, GraphError
 from tierstore.store.layout import GroupSpec, ParameterSpec
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 

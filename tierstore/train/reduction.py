@@ -22,6 +22,7 @@ import torch
 from torch import distributed
 
 from tierstore.alignment import padded
+from tierstore.device.spans import TORCH_DTYPES
 from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
@@ -30,7 +31,7 @@ from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.layout import GroupSpec
 from tierstore.store.pieces import Piece
 from tierstore.trace import Tracer
-from tierstore.train.groups import TORCH_DTYPES, Group
+from tierstore.train.groups import Group
 from tierstore.train.partition import Partition
 from tierstore.train.ranks import reduce_scatter_flat
 

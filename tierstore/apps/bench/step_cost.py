@@ -23,9 +23,9 @@ from tierstore.apps.bench.serve import Round
 from tierstore.apps.bench.step_worker import SameTokens
 from tierstore.apps.crew import Crew
 from tierstore.apps.options import Precision, TrainOptions
+from tierstore.device.spans import TORCH_DTYPES
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
-from tierstore.train.groups import TORCH_DTYPES
 
 _BLOCKS, _VOCABULARY, _SEQUENCE, _STEPS = 96, 256, 8, 5
 _WIDTH = {"bf16": 160, "fp32": 112}  # a group is 0.6 MB, more than what is copied at once, on the loop

@@ -1,0 +1,150 @@
+"""What is computed on bytes that stay on a device: gradients are collected and measured, and weights updated.
+
+Scope: the CPU twin and CUDA.
+Not here: the kernels (`kernels/`, and of CUDA `device/gpu_kernels.py`), where the bytes are (`store/on_gpu.py`).
+Owner: nothing here has state; the caller owns storages and tensors, and holds them until a call returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.device import gpu_kernels
+from tierstore.device.spans import TORCH_DTYPES, Span, alias, bytes_at
+from tierstore.device.streams import Bytes, Mark
+from tierstore.kernels import compiled, norms
+from tierstore.kernels.adam import AdamCoefficients, update
+from tierstore.kernels.elements import Array, elements_of
+
+Part = tuple[int, torch.Tensor, bool]
+"""The first element, a contiguous gradient of so many elements from there on, and whether it is the first one there."""
+Run = tuple[int, int, AdamCoefficients]
+"""Elements `[start, stop)` of a chunk, and what they get."""
+
+
+class Arithmetic(Protocol):
+    """Jobs of a worker thread; each returns when its results are valid for kernels launched from now on.
+
+    The same bits come out on every device (see [Note: bit-exact elements] in `kernels/compiled.py`).
+    """
+
+    def why_not(self) -> str | None:
+        """None if this device can do it; else what it lacks."""
+
+    def warm_up(self, dtypes: Iterable[str]) -> None:
+        """Compile what weights of these dtypes need."""
+
+    def collect(self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark) -> None:
+        """Copies the first gradients of elements to their place in `total`, and adds the others.
+
+        Args:
+            is_new: `total` holds nothing of this step yet; what no part covers becomes zero.
+            after: the device work that must be over before the parts are valid.
+        """
+
+    def square_sums(self, dtype: str, gradient: Span, out: npt.NDArray[np.float64]) -> None:
+        """As `kernels.norms.square_sums`."""
+
+    def adam(self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run]) -> None:
+        """As `kernels.adam.update`, of runs of elements in their order."""
+
+
+class HostArithmetic:
+    """The CPU twin: the kernels themselves, in the calling thread."""
+
+    def why_not(self) -> str | None:
+        return None
+
+    def warm_up(self, dtypes: Iterable[str]) -> None:
+        pass  # the engine does, on any device
+
+    def collect(self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark) -> None:
+        after.synchronize()
+        whole = _elements(dtype, total)
+        if is_new and not _covers(parts, len(whole)):
+            whole[:] = 0
+        for start, gradient, is_first in parts:
+            place = whole[start : start + gradient.numel()]
+            if is_first:
+                ctypes.memmove(place.ctypes.data, gradient.data_ptr(), place.nbytes)
+            else:
+                nbytes = place.nbytes
+                norms.add_into(dtype, place, elements_of(bytes_at(gradient.data_ptr(), nbytes), dtype, len(place)))
+
+    def square_sums(self, dtype: str, gradient: Span, out: npt.NDArray[np.float64]) -> None:
+        norms.square_sums(dtype, _elements(dtype, gradient), out)
+
+    def adam(self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run]) -> None:
+        flat, values = _elements(dtype, weights), _elements(dtype, gradient)
+        for start, stop, coefficients in runs:
+            update(dtype, flat, _host_bytes(state), values, start, stop, coefficients)
+
+
+class GpuArithmetic:
+    """Kernels on a stream of their own.
+
+    Args:
+        queue: makes that stream current, and waits on the host for what was queued in there. One thread at a time.
+        passing: pinned memory of the calling thread.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        queue: Callable[[], AbstractContextManager[None]],
+        passing: Callable[[], Bytes],
+    ) -> None:
+        self._device = device
+        self._queue = queue
+        self._passing = passing
+
+    def why_not(self) -> str | None:
+        return gpu_kernels.why_not(self._device)
+
+    def warm_up(self, dtypes: Iterable[str]) -> None:
+        with self._queue():
+            gpu_kernels.warm_up(dtypes, self._device)
+
+    def collect(self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark) -> None:
+        after.synchronize()
+        with self._queue():
+            whole = _tensor(total).view(TORCH_DTYPES[dtype])
+            if is_new and not _covers(parts, len(whole)):
+                whole.zero_()
+            for start, gradient, is_first in parts:
+                place = whole[start : start + len(gradient)]
+                place.copy_(gradient) if is_first else place.add_(gradient)
+
+    def square_sums(self, dtype: str, gradient: Span, out: npt.NDArray[np.float64]) -> None:
+        here = self._passing()[: len(out) * compiled.LANES * 8].view(np.float64).reshape(-1, compiled.LANES)
+        with self._queue():  # nobody else's turn would come while this waited
+            lanes = gpu_kernels.square_lanes(dtype, _tensor(gradient))
+            torch.from_numpy(here).copy_(lanes, non_blocking=True)
+        compiled.add_lanes(here, out)
+
+    def adam(self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run]) -> None:
+        with self._queue():
+            gpu_kernels.adam(dtype, _tensor(weights), _tensor(state), _tensor(gradient), runs)
+
+
+def _covers(parts: Sequence[Part], elements: int) -> bool:
+    return sum(gradient.numel() for _, gradient, _ in parts) >= elements
+
+
+def _host_bytes(span: Span) -> Bytes:
+    return bytes_at(span.storage.data_ptr() + span.offset, span.nbytes)
+
+
+def _elements(dtype: str, span: Span) -> Array:
+    return elements_of(_host_bytes(span), dtype, span.nbytes // TORCH_DTYPES[dtype].itemsize)
+
+
+def _tensor(span: Span) -> torch.Tensor:
+    return alias(span.storage, span.offset, span.nbytes)

@@ -1,0 +1,323 @@
+"""Adam and the sums of squares on a CUDA GPU, bit for bit as the compiled loops of the CPU.
+
+Scope: fp32, bf16 and fp16 weights, state and gradients that lie in the memory of a GPU; Triton, which comes with
+    torch for CUDA.
+Not here: the arithmetic's source and the layout of a state (see `kernels/compiled.py`, `kernels/adam.py`), when and on
+    which stream an update runs.
+Owner: none; the caller owns the tensors, and orders what else uses them.
+
+[Note: the same bits on a GPU] IEEE operations in the order of `kernels/compiled.py`, without contraction
+(`enable_fp_fusion=False` reaches LLVM and ptxas), denormals kept. Roots and quotients are PTX instructions: Triton 3.5
+makes `.ftz` ones of its `sqrt_rn` and `div_rn`, which take denormals for zero. The payload of a NaN is unspecified.
+Where the threads of the CPU flush denormals (`torch.set_flush_denormal`), results differ from theirs.
+
+[Note: kernels without Triton] Functions marked `_kernel` are ordinary ones until `_kernels` is first called, so that
+this module can be imported where Triton is not. They call each other, and see `tl`, by their global names. Of what they
+are launched with, only a constexpr selects another compilation (by default, so does an integer or an address that is
+divisible by 16): `warm_up` knows all there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from tierstore.errors import ConfigError
+from tierstore.kernels import compiled
+from tierstore.kernels.adam import BLOCK, AdamCoefficients, state_bytes_per_element
+
+if TYPE_CHECKING:
+    import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.int16, "fp16": torch.float16}
+"""Of weights and gradients in the kernels; bf16 as its bits."""
+_TILE = 1024  # elements of a program of 128 threads
+_VECTOR = 4  # elements of a load: 16 B of fp32, and 8 B of the others, so that a thread has the same ones of all arrays
+_ROWS_AHEAD = 64  # of a block of squares: its loads wait for no sum, and ptxas starts as many as registers allow
+_SQUARES_WARPS = 1  # two lanes a thread: with more threads, ptxas saves registers, and 8 rows are under way and not 18
+_cuda: Any = torch.cuda  # its functions are untyped
+_sources: list[Callable[..., Any]] = []
+
+
+class _Kernels(NamedTuple):
+    adam: Any
+    square_lanes: Any
+
+
+def _kernel(function: Function) -> Function:
+    _sources.append(function)
+    return function
+
+
+# ------------------------------------------------------------------------------------------------ what is compiled
+
+
+@_kernel
+def _adam_kernel(
+    weights: tl.tensor, gradient: tl.tensor, m: tl.tensor, v: tl.tensor, complement: tl.tensor,
+    first_tile: tl.int64, start: tl.int64, stop: tl.int64,
+    decay: tl.float32, coupled_decay: tl.float32, beta1: tl.float32, rest1: tl.float32, beta2: tl.float32,
+    rest2: tl.float32, inverse_root: tl.float32, eps: tl.float32, rate: tl.float32, gradient_scale: tl.float32,
+    DTYPE: tl.constexpr, COUPLED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
+) -> None:  # fmt: skip
+    """Elements [start, stop), of which each program has those in one tile; tiles are counted from element 0."""
+    first = (first_tile + tl.program_id(0)) * TILE
+    weights, gradient = _at(weights, first, ALIGNED, TILE, VECTOR), _at(gradient, first, ALIGNED, TILE, VECTOR)
+    m, v = _at(m, first, ALIGNED, TILE, VECTOR), _at(v, first, ALIGNED, TILE, VECTOR)
+    complement = _at(complement, first, ALIGNED, TILE, VECTOR)
+    c = (decay, coupled_decay, beta1, rest1, beta2, rest2, inverse_root, eps, rate, gradient_scale)
+    if (start <= first) & (first + TILE <= stop):
+        _adam_tile(weights, gradient, m, v, complement, None, c, DTYPE, COUPLED)  # a mask would undo vector loads
+    else:
+        i = first + tl.arange(0, TILE)
+        _adam_tile(weights, gradient, m, v, complement, (start <= i) & (i < stop), c, DTYPE, COUPLED)
+
+
+@_kernel
+def _at(
+    base: tl.tensor, first: tl.tensor, ALIGNED: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr
+) -> tl.tensor:
+    """The addresses of a tile's elements; ALIGNED: that of the first is a multiple of VECTOR elements."""
+    address = base + first  # here: said of an argument, it would be lost
+    if ALIGNED:
+        address = tl.multiple_of(address, VECTOR * address.dtype.element_ty.primitive_bitwidth // 8)
+    return address + tl.arange(0, TILE)
+
+
+@_kernel
+def _adam_tile(
+    weights: tl.tensor, gradient: tl.tensor, m: tl.tensor, v: tl.tensor, complement: tl.tensor, inside: tl.tensor,
+    c: tl.tuple, DTYPE: tl.constexpr, COUPLED: tl.constexpr,
+) -> None:  # fmt: skip
+    if DTYPE == "bf16":
+        p = _join(tl.load(weights, inside), tl.load(complement, inside))
+    elif DTYPE == "fp16":
+        p = tl.load(complement, inside)
+    else:
+        p = tl.load(weights, inside)
+    g = _widen(tl.load(gradient, inside), DTYPE)
+    p, new_m, new_v = _adam_element(p, tl.load(m, inside), tl.load(v, inside), g, c, COUPLED)
+    tl.store(m, new_m, inside)
+    tl.store(v, new_v, inside)
+    if DTYPE == "bf16":
+        tl.store(weights, _round_away(p), inside)
+        tl.store(complement, _residual_of(p), inside)
+    elif DTYPE == "fp16":
+        tl.store(weights, p.to(tl.float16), inside)  # to nearest, ties to even
+        tl.store(complement, p, inside)
+    else:
+        tl.store(weights, p, inside)
+
+
+@_kernel
+def _adam_element(
+    p: tl.tensor, m: tl.tensor, v: tl.tensor, g: tl.tensor, c: tl.tuple, COUPLED: tl.constexpr
+) -> tl.tuple:
+    decay, coupled_decay, beta1, rest1, beta2, rest2, inverse_root, eps, rate, gradient_scale = c
+    g = g * gradient_scale
+    if COUPLED:
+        g = g + coupled_decay * p
+    m = m * beta1 + g * rest1
+    v = v * beta2 + g * g * rest2
+    return p * decay - rate * _quotient(m, _root(v) * inverse_root + eps), m, v
+
+
+@_kernel
+def _root(x: tl.tensor) -> tl.tensor:
+    return tl.inline_asm_elementwise("sqrt.rn.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@_kernel
+def _quotient(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    return tl.inline_asm_elementwise("div.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
+
+
+@_kernel
+def _widen(element: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    if DTYPE == "bf16":
+        return (element.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return element.to(tl.float32)
+
+
+@_kernel
+def _join(weight: tl.tensor, residual: tl.tensor) -> tl.tensor:
+    bits, low = weight.to(tl.int32) << 16, residual.to(tl.int32)
+    is_stale = ((bits << 1) == 0) & (low < 0)
+    return (bits + tl.where(is_stale, 0, low)).to(tl.float32, bitcast=True)
+
+
+@_kernel
+def _round_away(value: tl.tensor) -> tl.tensor:
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(value != value, (bits >> 16) | 0x0040, (bits + 0x8000) >> 16).to(tl.int16)
+
+
+@_kernel
+def _residual_of(value: tl.tensor) -> tl.tensor:
+    return tl.where(value != value, 0, value.to(tl.int32, bitcast=True)).to(tl.int16)
+
+
+@_kernel
+def _square_lanes_kernel(
+    gradient: tl.tensor, lanes: tl.tensor, elements: tl.int64,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
+) -> None:  # fmt: skip
+    """Each program has a block, and each of its threads some lanes."""
+    block, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    count = tl.minimum(elements - block * BLOCK, BLOCK).to(tl.int32)
+    gradient += block * BLOCK
+    sums = tl.zeros([LANES], tl.float64)
+    for row in range(0, tl.cdiv(count, LANES), AHEAD):
+        for k in tl.static_range(AHEAD):
+            i = (row + k) * LANES + lane
+            x = _widen(tl.load(gradient + i, i < count, 0), DTYPE).to(tl.float64)
+            sums = tl.fma(x, x, sums)  # x * x is exact, so this rounds as an addition does
+    tl.store(lanes + block * LANES + lane, sums)
+
+
+# ------------------------------------------------------------------------------------------------ what is called
+
+
+@functools.cache
+def _kernels() -> _Kernels:
+    triton = importlib.import_module("triton")
+    names = globals()
+    names["tl"] = importlib.import_module("triton.language")
+    for function in _sources:
+        plain = [name for name, note in function.__annotations__.items() if note != "tl.constexpr"]
+        names[function.__name__] = triton.jit(function, do_not_specialize=plain)
+    return _Kernels(names["_adam_kernel"], names["_square_lanes_kernel"])
+
+
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """None if Triton works on this device, else why not, in one sentence. Only the first call compiles and waits.
+
+    Blocks: for seconds at first, with an empty cache of Triton's.
+    """
+    try:
+        _kernels()
+        square_lanes("fp32", torch.zeros(4, dtype=torch.uint8, device=device)).cpu()
+    except ModuleNotFoundError as error:
+        return f"Triton is not installed: {error}"
+    except Exception as error:  # of a compiler, a driver, a file system: nobody lists them
+        return f"Triton does not work on {device}: {_first_line(error)}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def warm_up(dtypes: Iterable[str], device: torch.device) -> None:
+    """Compiles and loads all that `adam` and `square_lanes` of these dtypes run on this device, and waits for it.
+
+    Blocks: for seconds with an empty cache of Triton's.
+    Threads: one at a time; later calls of the other functions may come from any.
+    """
+    for dtype in dtypes:
+        item, elements = _TYPES[dtype].itemsize, 16
+        for decoupled, offset in itertools.product((True, False), (0, 4)):
+            weights, state, gradient = (
+                torch.zeros(offset + nbytes, dtype=torch.uint8, device=device)[offset:]
+                for nbytes in (elements * item, elements * state_bytes_per_element(dtype), elements * item)
+            )
+            c = AdamCoefficients(1.0, 0.5, 0.5, 1.0, 1.0, 1, decoupled)
+            adam(dtype, weights, state, gradient, [(0, elements, c)])
+        square_lanes(dtype, gradient).cpu()
+
+
+def adam(
+    dtype: str,
+    weights: torch.Tensor,
+    state: torch.Tensor,
+    gradient: torch.Tensor,
+    runs: Sequence[tuple[int, int, AdamCoefficients]],
+) -> None:
+    """`kernels.adam.update` of runs of elements, in place, queued on the current stream of the tensors' device.
+
+    Args:
+        runs: start, stop and coefficients, in their order; they do not overlap. Each is a launch.
+
+    Shapes: weights and gradient uint8 [n * item], state uint8 [n * state_bytes_per_element], see [Note: state of a
+        chunk]; contiguous, at multiples of 4 B. Loads are narrower where one is not at a multiple of 16 B, or n not
+        one of 4.
+    Raises:
+        ConfigError: shapes do not fit, or runs are not in order; nothing was queued.
+    """
+    elements = _count(dtype, weights)
+    if _count(dtype, gradient) != elements:
+        raise ConfigError(f"{elements} weights, but {_count(dtype, gradient)} elements of a gradient")
+    edges = [0, *itertools.chain.from_iterable(run[:2] for run in runs), elements]
+    if edges != sorted(edges):
+        raise ConfigError(f"runs {edges[1:-1]} are not in order, or not inside a chunk of {elements} elements")
+    sections = (
+        weights.view(_TYPES[dtype]), gradient.view(_TYPES[dtype]), *_state_sections(dtype, state, elements)
+    )  # fmt: skip
+    aligned = all(section.data_ptr() % (_VECTOR * section.element_size()) == 0 for section in sections)
+    kernel = _kernels().adam
+    with _cuda.device_of(weights):
+        for start, stop, c in runs:
+            if start == stop:
+                continue
+            scalars, first_tile = c.scalars(), start // _TILE
+            kernel[(-(-stop // _TILE) - first_tile,)](
+                *sections, first_tile, start, stop, *map(float, scalars), DTYPE=dtype,
+                COUPLED=bool(scalars.coupled_decay != 0), ALIGNED=aligned, TILE=_TILE, VECTOR=_VECTOR, num_warps=4,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+
+
+def square_lanes(dtype: str, gradient: torch.Tensor) -> torch.Tensor:
+    """What `compiled.square_sums` has in its lanes: its `add_lanes` of them, on the host, gives its sums.
+
+    Queued on the current stream of the gradient's device.
+
+    Shapes: gradient uint8 [n * item], contiguous, at a multiple of 4; result fp64 [ceil(n / BLOCK), LANES].
+    Raises:
+        ConfigError: the gradient is not whole elements.
+    """
+    elements = _count(dtype, gradient)
+    blocks = -(-elements // BLOCK)
+    lanes = torch.empty((blocks, compiled.LANES), dtype=torch.float64, device=gradient.device)
+    if blocks:
+        with _cuda.device_of(gradient):
+            _kernels().square_lanes[(blocks,)](
+                gradient.view(_TYPES[dtype]), lanes, elements, DTYPE=dtype, BLOCK=BLOCK, LANES=compiled.LANES,
+                AHEAD=_ROWS_AHEAD, num_warps=_SQUARES_WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+    return lanes
+
+
+def _count(dtype: str, tensor: torch.Tensor) -> int:
+    if dtype not in _TYPES:
+        raise ConfigError(f"dtype is one of {', '.join(_TYPES)}, not {dtype!r}")
+    _check_bytes(tensor)
+    elements, rest = divmod(tensor.numel(), _TYPES[dtype].itemsize)
+    if rest:
+        raise ConfigError(f"{tensor.numel()} B are not whole elements of {dtype}")
+    return elements
+
+
+def _check_bytes(tensor: torch.Tensor) -> None:
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.data_ptr() % 4:
+        raise ConfigError(f"expected contiguous bytes at a multiple of 4, got {tensor.dtype}{list(tensor.shape)}")
+
+
+def _state_sections(dtype: str, state: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """m, v, and what completes the weights to their master (nothing for fp32), see `kernels.adam.view_state`."""
+    _check_bytes(state)
+    if state.numel() != elements * state_bytes_per_element(dtype):
+        raise ConfigError(f"{elements} weights of {dtype}, but {state.numel()} B of state")
+    words = state[: state.numel() // 4 * 4].view(torch.float32)
+    first, second, third = (words[k * elements : (k + 1) * elements] for k in range(3))
+    if dtype == "fp16":
+        return second, third, first
+    return first, second, state[8 * elements :].view(torch.int16) if dtype == "bf16" else third
