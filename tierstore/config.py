@@ -180,7 +180,7 @@ class TierConfig(_Model):
 
     Attributes:
         device: "cpu", "cuda" or "cuda:N". Without CUDA the GPU tier is a part of host memory.
-        gpu_memory: bytes for parameters, gradients and staging on the compute device (not activations).
+        gpu_memory: bytes for parameters, gradients and optimizer state on the compute device (not activations).
         cpu_memory: bytes of the pinned arena. (With CUDA each thread that updates may pin 1 MiB beside it.)
         nvme: directories of the store; several are striped over. Empty: no store, everything in memory.
         codec: how chunks are stored; "auto" measures, when the store is made, which one pays for each kind of them.
@@ -192,6 +192,8 @@ class TierConfig(_Model):
             None reads some chunks at start-up, and goes by the transfers of the run.
         accumulation_steps: backward passes per step, as far as it is known: a gradient on disk is read and written in
             each of them, so with several of them gradients get CPU memory first. A vertical step has one.
+        state_on_gpu: whether optimizer state, with its gradients, may live in `gpu_memory` beside all weights, and be
+            updated there; None: on a GPU, where Triton works. Not with other ranks, nor under update="delayed".
         timeout_s: deadline of every wait.
     """
 
@@ -206,6 +208,7 @@ class TierConfig(_Model):
     prefetch_depth: Annotated[int, Field(ge=0, le=64)] | None = None
     bandwidth: Rates | None = None
     accumulation_steps: Annotated[int, Field(ge=1, le=2**40)] = 1
+    state_on_gpu: bool | None = None
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
 
     if TYPE_CHECKING:  # what is taken is more than what is kept
@@ -224,6 +227,7 @@ class TierConfig(_Model):
             prefetch_depth: int | None = ...,
             bandwidth: MeasuredRates | str | os.PathLike[str] | None = ...,
             accumulation_steps: int = ...,
+            state_on_gpu: bool | None = ...,
             timeout_s: float = ...,
         ) -> None: ...
 
@@ -234,6 +238,11 @@ class TierConfig(_Model):
         if len({os.path.abspath(path) for path in self.nvme}) != len(self.nvme):
             raise ValueError("a directory is listed twice in nvme")
         return self
+
+    @property
+    def may_update_on_gpu(self) -> bool:
+        """What `state_on_gpu` means for this device."""
+        return self.device != "cpu" if self.state_on_gpu is None else self.state_on_gpu
 
 
 class MicroBatchSchedule(enum.StrEnum):

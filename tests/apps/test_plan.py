@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from tierstore.apps.options import Precision, Preset
 from tierstore.apps.plan import PlanOptions, plan, situation_of
 from tierstore.cli import app
+from tierstore.config import Tier
 from tierstore.errors import ConfigError
 from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 from tierstore.plan.machine import NODES
+from tierstore.plan.placement import Kind
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONE_LINK = ["--nvme-read", "28GB", "--nvme-write", "28GB/s", "--link", "32GB", "--links", "1"]
@@ -154,15 +156,17 @@ def test_every_strategy_commits_where_there_are_disks() -> None:
     asked = PlanOptions(params="7e9", gpus=1)
     found = plan(asked)
     on_cpu, split = found.options[1], found.options[-1]
-    assert on_cpu.bytes == split.bytes
-    assert on_cpu.taken == split.taken
+    assert sum(on_cpu.bytes.values()) == sum(split.bytes.values())
+    assert split.bytes[Kind.STATE, Tier.GPU] > split.bytes[Kind.STATE, Tier.CPU] > 0  # what fits there is there
     # 12 B of each parameter at 8 x 3.8 GB/s: longer than all else.
-    assert on_cpu.step_s == split.step_s == pytest.approx(7e9 * 12 / (8 * 3.8e9), rel=1e-3)
+    assert split.step_s == pytest.approx(on_cpu.step_s)
+    assert split.step_s == pytest.approx(7e9 * 12 / (8 * 3.8e9), rel=1e-3)
     assert "for a commit every step" in found.notes[0]
     rare, without = plan(replace(asked, commit_every=50)), plan(replace(asked, nvme_capacity=0))
     for other in (rare, without):
-        assert other.options[1].step_s == pytest.approx(other.options[-1].step_s)
-        assert other.options[1].step_s == pytest.approx(without.options[-1].step_s)
+        for option in (1, -1):
+            assert other.options[option].step_s == pytest.approx(without.options[option].step_s)
+        assert other.options[-1].step_s < 0.6 * other.options[1].step_s  # the GPU updates more than half
     assert not (*rare.notes, *without.notes)
     assert "for a commit every 2 steps" in plan(replace(asked, commit_every=2)).notes[0]
 

@@ -46,7 +46,9 @@ def test_the_plan_asks_for_what_the_engine_asks_for(schedule: UpdateSchedule, gp
     groups = group_needs(Job(from_config(TINY), sequence=64), Layout())
     node = replace(NODES["rtx-4090"], cpu_bytes=cpu / USABLE)
     here = Situation(Job(from_config(TINY), sequence=64), Layout(), node, schedule)
-    tiers = TierConfig(gpu_memory=gpu, cpu_memory=here.cpu_budget_bytes, nvme=(Path("x"),))
+    tiers = TierConfig(
+        gpu_memory=gpu, cpu_memory=here.cpu_budget_bytes, nvme=(Path("x"),), state_on_gpu=True
+    )
     assert request_of(here, groups, gpu) == request_for(groups, tiers, schedule, None, is_coded=False)
 
 

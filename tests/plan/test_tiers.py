@@ -54,13 +54,15 @@ options_of = st.fixed_dictionaries(
         "read_weights_with_state": st.booleans(),
         "workers": st.integers(1, 6),
         "micro_batches": st.integers(1, 8),
+        "updates_on_gpu": st.booleans(),
     }
 )
 
 
 def check(placement: Placement, asked: Request) -> None:
     pools = placement.pools
-    for size in (pools.resident, pools.gradients, pools.spill, pools.update, pools.weights):
+    on_gpu_bytes = 0
+    for size in (pools.resident, pools.gradients, pools.spill, pools.update, pools.weights, pools.device):
         assert size >= 0
         assert size % ALIGNMENT == 0
     assert pools.total_bytes <= asked.cpu_bytes
@@ -81,6 +83,12 @@ def check(placement: Placement, asked: Request) -> None:
                 assert placement.trip_bytes(group, chunk) == 0
                 assert placement.gradient_bytes(group, chunk) == 0
                 continue
+            if placement.is_updated_on_gpu(group):
+                assert placement.weights_home[group] is Tier.CPU
+                assert placement.trip_bytes(group, chunk) == placement.is_state_resident(group, chunk) == 0
+                assert placement.state_bytes(group, chunk) <= pools.device
+                on_gpu_bytes += placement.state_bytes(group, chunk) + weights
+                continue
             if placement.is_state_resident(group, chunk):
                 resident += placement.state_bytes(group, chunk)
             assert placement.trip_bytes(group, chunk) <= pools.update
@@ -99,19 +107,67 @@ def check(placement: Placement, asked: Request) -> None:
     assert gradients <= pools.gradients
     if asked.gradients != "streamed":
         assert gradients == pools.gradients
+    if on_gpu_bytes:  # beside all weights
+        assert asked.updates_on_gpu
+        assert asked.gradients != "doubled"
+        assert sum(spec.device_bytes for spec in asked.groups) <= placement.gpu_weight_bytes
+    assert placement.gpu_weight_bytes + placement.gpu_gradient_bytes + on_gpu_bytes == asked.gpu_bytes
     if not asked.nvme:
-        assert {*placement.weights_home, *placement.gradient_home} <= {Tier.CPU}
+        assert Tier.NVME not in {*placement.weights_home, *placement.gradient_home}
         assert pools.spill == pools.update == pools.weights == 0
 
 
 @settings(deadline=None, max_examples=150)
-@given(groups=groups_of, options=options_of, spare=st.integers(0, 64 * MIB) | st.integers(0, 20 * ALIGNMENT))
+@given(
+    groups=groups_of,
+    options=options_of,
+    spare=st.integers(0, 64 * MIB) | st.integers(0, 20 * ALIGNMENT),
+    spare_on_gpu=st.just(0) | st.integers(0, 32 * MIB),
+)
 def test_every_placement_fits_and_covers_every_lease(
-    groups: tuple[GroupNeed, ...], options: dict[str, object], spare: int
+    groups: tuple[GroupNeed, ...], options: dict[str, object], spare: int, spare_on_gpu: int
 ) -> None:
-    smallest = smallest_budgets(request(groups, 0, **options))
-    asked = request(groups, smallest.cpu_bytes + spare, smallest.gpu_bytes, **options)
+    gpu_bytes = smallest_budgets(request(groups, 0, **options)).gpu_bytes + spare_on_gpu
+    cpu_bytes = smallest_budgets(request(groups, 0, gpu_bytes, **options)).cpu_bytes + spare
+    asked = request(groups, cpu_bytes, gpu_bytes, **options)
     check(place(asked), asked)
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [(11, []), (12, [0]), (35, [0, 3]), (36, [0, 3, 4]), (47, [0, 3, 4]), (48, [0, 2]), (60, [0, 2, 3])],
+)
+def test_the_gpu_updates_the_first_groups_that_fit_beside_all_weights(room: int, expected: list[int]) -> None:
+    """Each takes 12 B per element more; the third is three times as large."""
+    groups = (need(BLOCK), need(BLOCK, trainable=False), need(3 * BLOCK), need(BLOCK), need(BLOCK))
+    gpu_bytes = (14 + 12 + 6 + room) * BLOCK  # all weights, room for two of the largest gradient and for a chunk apart
+    placement = place(request(groups, 2**30, gpu_bytes, updates_on_gpu=True))
+    found = [group for group in range(5) if placement.is_updated_on_gpu(group)]
+    assert found == expected
+
+
+def test_weights_alone_need_cpu_memory_where_the_gpu_updates() -> None:
+    groups = (need(10 * BLOCK),) * 3
+    least = smallest_budgets(request(groups, 0, 2**30, updates_on_gpu=True, nvme=False)).cpu_bytes
+    assert least == 3 * 20 * BLOCK + 10 * BLOCK  # and the state of one chunk, on its way
+    assert place(request(groups, least, 2**30, updates_on_gpu=True, nvme=False)).updates_in_memory
+    assert smallest_budgets(request(groups, 0, 2**30, nvme=False)).cpu_bytes == 3 * 140 * BLOCK
+    # With a disk even those need none; then nothing is updated on the GPU.
+    less = smallest_budgets(request(groups, 0, 2**30, updates_on_gpu=True)).cpu_bytes
+    assert less < least
+    assert Tier.GPU not in place(request(groups, less, 2**30, updates_on_gpu=True)).gradient_home
+
+
+def test_where_cpu_memory_holds_not_all_weights_the_gpu_updates_fewer_groups() -> None:
+    groups = (need(40 * BLOCK),) * 12
+    counts = []
+    for mib in (100, 60, 40, 20):
+        placement = place(request(groups, mib * MIB, 2**30, updates_on_gpu=True, chunk_bytes=2 * MIB))
+        counts.append(sum(placement.is_updated_on_gpu(group) for group in range(12)))
+        assert list(map(placement.is_updated_on_gpu, range(counts[-1]))) == [True] * counts[-1], "the first ones"
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == 12
+    assert 0 < counts[-1] < counts[1] < 12
 
 
 @settings(deadline=None, max_examples=100)
@@ -119,7 +175,8 @@ def test_every_placement_fits_and_covers_every_lease(
 def test_the_smallest_budgets_work_and_one_page_less_fails(
     groups: tuple[GroupNeed, ...], options: dict[str, object]
 ) -> None:
-    smallest = smallest_budgets(request(groups, 0, **options))
+    gpu_bytes = smallest_budgets(request(groups, 0, **options)).gpu_bytes
+    smallest = smallest_budgets(request(groups, 0, gpu_bytes, **options))
     asked = request(groups, smallest.cpu_bytes, smallest.gpu_bytes, **options)
     check(place(asked), asked)
     if smallest.cpu_bytes:

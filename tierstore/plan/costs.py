@@ -80,7 +80,7 @@ def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> 
         if on_nvme and pattern.read_weights_with_state:
             read[Kind.WEIGHTS] += weight_bytes * updates
         written[Kind.WEIGHTS] += weight_bytes * (updates if on_nvme else pattern.commits_per_step)
-        resident_bytes = grid.leading(need.state_bytes, placement.state_resident_chunks[index])
+        resident_bytes = placement.state_bytes_in_memory(index)
         moved_bytes = grid.total(need.state_bytes) - resident_bytes
         read[Kind.STATE] += moved_bytes * updates
         written[Kind.STATE] += moved_bytes * updates + resident_bytes * pattern.commits_per_step

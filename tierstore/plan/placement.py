@@ -4,9 +4,9 @@ Scope: what is to be placed, the chunk grid, the homes of weights, gradients and
 Not here: the decision (`plan/tiers.py`), when bytes move (`plan/prefetch.py`), and the arena itself (`io/memory.py`).
 
 [Note: pools] Each pool is a range of its own in which waiters queue in order, and a task that holds memory of one pool
-waits only for a later one in: weights, gradients, spill, update. So nothing waits in a circle, and the floor of each
-pool is one lease: one chunk's whole trip. What a pool has above its floor is speed. (A trip in places of gradients, see
-that note in `store/trip_leases.py`, holds memory before its own gradient does: it is recalled.)
+waits only for a later one in: weights, gradients, spill, update, device. So nothing waits in a circle, and the floor of
+each pool is one lease: one chunk's whole trip. What a pool has above its floor is speed. (A trip in places of
+gradients, see that note in `store/trip_leases.py`, holds memory before its own gradient does: it is recalled.)
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ class GroupNeed:
         """Padded bytes of the weights while the group is on the device."""
         return padded(self.elements * self.weight_bytes if self.whole_bytes is None else self.whole_bytes)
 
+    @property
+    def update_bytes(self) -> int:
+        """Padded bytes of state and gradient: what an update on the GPU takes there beside the weights."""
+        return padded(self.elements * self.state_bytes) + padded(self.elements * self.weight_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -77,6 +82,7 @@ class Request:
         read_weights_with_state: the update reads weights that live on NVMe, instead of finding them at hand.
         micro_batches: backward passes per step, each after a forward of its own.
         scratch_bytes: part of the CPU budget that is not placed: a codec's.
+        updates_on_gpu: state may live on the GPU tier, and be updated there.
     """
 
     groups: tuple[GroupNeed, ...]
@@ -92,6 +98,7 @@ class Request:
     micro_batches: int = 1
     workers: int = 4
     scratch_bytes: int = 0
+    updates_on_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,7 @@ class Pools:
         spill: staging to write and accumulate gradient chunks that live on NVMe.
         update: transient; one lease is a chunk's `trip_bytes`. More of it is read-ahead and write-behind.
         weights: transient staging of weight chunks between NVMe and the device.
+        device: transient staging of state that lives on the GPU tier, to and from disk.
     """
 
     resident: int = 0
@@ -111,10 +119,11 @@ class Pools:
     spill: int = 0
     update: int = 0
     weights: int = 0
+    device: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.resident + self.gradients + self.spill + self.update + self.weights
+        return self.resident + self.gradients + self.spill + self.update + self.weights + self.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +167,9 @@ class Placement:
     Attributes:
         gpu_weight_bytes: part of the GPU budget for weights on the device.
         gpu_gradient_bytes: part of the GPU budget for gradients on their way to the CPU.
-        state_resident_chunks: leading chunks of each group whose state lives in CPU memory; the rest is on NVMe.
+        gradient_home: on the GPU is that of a group that is updated there: its state is there, too.
+        state_resident_chunks: leading chunks of each group whose state lives in CPU memory; the rest is on NVMe, if the
+            group is not updated on the GPU.
         gradient_copies: gradients kept per parameter (2 under a delayed update).
         streams_gradients: a gradient whose home is NVMe passes through CPU memory only, if it is used at once.
     """
@@ -203,11 +214,29 @@ class Placement:
         return self._chunk_bytes(group, chunk, need.weight_bytes if need.trainable else 0)
 
     def is_state_resident(self, group: int, chunk: int) -> bool:
+        """Whether the state of a chunk lives in CPU memory."""
         return chunk < self.state_resident_chunks[group]
 
+    def is_updated_on_gpu(self, group: int) -> bool:
+        """Whether state and gradient of a group live on the GPU tier."""
+        return self.gradient_home[group] is Tier.GPU
+
+    @property
+    def gpu_update_bytes(self) -> int:
+        """Part of the GPU budget for the state and the gradients that live there."""
+        return sum(need.update_bytes for group, need in enumerate(self.groups) if self.is_updated_on_gpu(group))
+
+    def state_bytes_in_memory(self, group: int) -> int:
+        """Padded bytes of state that no update reads from a disk; they are written for a commit only."""
+        need = self.groups[group]
+        grid = Grid(need, self.chunk_elements)
+        if self.is_updated_on_gpu(group):
+            return grid.total(need.state_bytes)
+        return grid.leading(need.state_bytes, self.state_resident_chunks[group])
+
     def trip_bytes(self, group: int, chunk: int) -> int:
-        """The update pool's lease of one chunk: all that is not resident; 0 if frozen or all resident."""
-        if not self.groups[group].trainable:
+        """The update pool's lease of one chunk: all that comes from a disk; 0 if frozen or nothing does."""
+        if not self.groups[group].trainable or self.is_updated_on_gpu(group):
             return 0
         state = 0 if self.is_state_resident(group, chunk) else self.state_bytes(group, chunk)
         weights = 0 if self.weights_home[group] is Tier.CPU else self.weight_bytes(group, chunk)
@@ -225,23 +254,23 @@ class Placement:
         everywhere: dict[tuple[Kind, Tier], list[int]] = {}
         for index, need in enumerate(self.groups):
             grid = Grid(need, self.chunk_elements)
-            resident = self.state_resident_chunks[index]
-            state_bytes = grid.total(need.state_bytes)
-            on_cpu = grid.leading(need.state_bytes, resident)
+            state_bytes, in_memory = grid.total(need.state_bytes), self.state_bytes_in_memory(index)
             gradient_bytes = grid.total(need.weight_bytes) * self.gradient_copies if need.trainable else 0
             for kind, tier, nbytes in (
                 (Kind.WEIGHTS, self.weights_home[index], grid.total(need.weight_bytes)),
                 (Kind.GRADIENTS, self.gradient_home[index], gradient_bytes),
-                (Kind.STATE, Tier.CPU, on_cpu),
-                (Kind.STATE, Tier.NVME, state_bytes - on_cpu),
+                (Kind.STATE, Tier.GPU if self.is_updated_on_gpu(index) else Tier.CPU, in_memory),
+                (Kind.STATE, Tier.NVME, state_bytes - in_memory),
             ):
                 if nbytes:
                     everywhere.setdefault((kind, tier), []).append(nbytes)
         weights = [need.device_bytes for need in self.groups]
         gradients = [nbytes for nbytes, need in zip(weights, self.groups) if need.trainable]
+        kept_bytes = sum(everywhere.pop((Kind.GRADIENTS, Tier.GPU), []))
+        passing_bytes = min(self.gpu_gradient_bytes, sum(gradients))
         rows = [
             UsageRow(Kind.WEIGHTS, Tier.GPU, len(weights), min(self.gpu_weight_bytes, sum(weights))),
-            UsageRow(Kind.GRADIENTS, Tier.GPU, len(gradients), min(self.gpu_gradient_bytes, sum(gradients))),
+            UsageRow(Kind.GRADIENTS, Tier.GPU, len(gradients), passing_bytes + kept_bytes),
         ]
         rows += [UsageRow(kind, tier, len(sizes), sum(sizes)) for (kind, tier), sizes in everywhere.items()]
         order = {key: rank for rank, key in enumerate(itertools.product(Kind, Tier))}

@@ -110,7 +110,7 @@ def forecast(
         read_bytes=mean["read"],
         written_bytes=mean["write"],
         cpu_peak_bytes=run.store.cpu_peak_bytes,
-        gpu_peak_bytes=run.store.device.peak_bytes + run.gradient_peak_bytes,
+        gpu_peak_bytes=run.store.device.peak_bytes + run.gradient_peak_bytes + run.store.placement.gpu_update_bytes,
         waiting_s=max(mean["now"] - record.compute_s, 0.0),
     )
 
@@ -265,7 +265,7 @@ class _Trainer:
             self.gradient_bytes -= nbytes
 
         self.accepting.append(self.clock.spawn(self.store.accept(round_, group, left)))
-        if self.from_device:
+        if self.from_device and not self.store.placement.is_updated_on_gpu(group):
             self.awaiting.discard(group)
             self.store.decide(round_, [group])
 

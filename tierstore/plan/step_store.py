@@ -90,7 +90,8 @@ class Store:
     @property
     def cpu_peak_bytes(self) -> int:
         pools = (self._update, self._weights, self._gradients, self._spill)
-        return self.placement.pools.resident + sum(pool.peak_bytes for pool in pools)
+        pools_bytes = sum(pool.peak_bytes for pool in pools)
+        return self.placement.pools.resident + self.placement.pools.device + pools_bytes
 
     def keys(self, group: int) -> list[Key]:
         return [(group, chunk) for chunk in range(self.placement.chunk_count(group))]
@@ -134,7 +135,7 @@ class Store:
         later_bytes, total = {}, 0
         for group in reversed(order):
             later_bytes[group] = total
-            if not self.is_spilled(group):
+            if not self.is_spilled(group) and not self.placement.is_updated_on_gpu(group):
                 total += sum(self.placement.gradient_bytes(*key) for key in self.keys(group))
         return later_bytes
 
@@ -160,7 +161,8 @@ class Store:
                 self._open(round_)
 
     def _open(self, round_: Round) -> None:
-        for group in round_.order[: round_.allowed]:
+        eager = filter(self.placement.is_updated_on_gpu, round_.order)
+        for group in (*round_.order[: round_.allowed], *eager):
             if group in round_.decided:
                 self.clock.set(round_.gates[group])
 
@@ -170,7 +172,8 @@ class Store:
         yield self._update.reserve(lease_bytes, partial(self._take_places, round_, trip, lease_bytes))
         if previous is not None:
             yield previous
-        state_bytes = 0 if placement.is_state_resident(group, chunk) else placement.state_bytes(group, chunk)
+        is_in_memory = placement.is_state_resident(group, chunk) or placement.is_updated_on_gpu(group)
+        state_bytes = 0 if is_in_memory else placement.state_bytes(group, chunk)
         weight_bytes = placement.weight_bytes(group, chunk) if self._is_on_disk(group) else 0
         reads = [self._io("read", state_bytes, PREFETCH)]
         reads.append(self._io("read", weight_bytes if round_.reads_weights else 0, PREFETCH))
@@ -201,6 +204,11 @@ class Store:
     def _apply(self, round_: Round, trip: Trip) -> Process:
         group, chunk = trip.key
         gradient_bytes = self.placement.gradient_bytes(group, chunk)
+        if self.placement.is_updated_on_gpu(group):  # which takes next to nothing
+            trip.delivered = True
+            self.clock.set(trip.applied)
+            yield self.work.submit("update", "d2h", gradient_bytes, UPDATE)  # the new weights
+            return
         spilled = self.is_spilled(group)
         yield self._io("read", gradient_bytes if spilled else 0, UPDATE)
         if round_.reads_weights and group in self._announced:
@@ -282,6 +290,9 @@ class Store:
         done()
 
     def _accept_chunk(self, trip: Trip) -> Process:
+        if self.placement.is_updated_on_gpu(trip.key[0]):
+            self.clock.set(trip.arrived)
+            return
         nbytes, spilled = self.placement.gradient_bytes(*trip.key), self.is_spilled(trip.key[0])
         yield (self._spill if spilled else self._gradients).reserve(nbytes)
         yield self.work.submit("update", "d2h", nbytes, UPDATE)
@@ -303,7 +314,8 @@ class Store:
         self.commit = self.clock.spawn(self._publish(round_, previous, writes))
 
     def _resident_bytes(self, key: Key) -> list[int]:
-        state = self.placement.state_bytes(*key) if self.placement.is_state_resident(*key) else 0
+        is_in_memory = self.placement.is_state_resident(*key) or self.placement.is_updated_on_gpu(key[0])
+        state = self.placement.state_bytes(*key) if is_in_memory else 0
         weights = 0 if self._is_on_disk(key[0]) else self.placement.weight_bytes(*key)
         return [nbytes for nbytes in (state, weights) if nbytes]
 

@@ -4,7 +4,7 @@ Scope: the bytes of a placement on every link of a node, in forward, backward an
 Not here: which placements there are (`plan/strategies.py`), and how groups follow one another (`plan/simulate.py`).
 
 Every rank does the same, so a node moves what one rank moves times its GPUs. What is left out, for it is small:
-latencies, the traffic between pipeline stages, and an update on the GPU.
+latencies, the traffic between pipeline stages, and an update on the GPU (but for new weights on their way to the CPU).
 
 [Note: what hides] What moves or updates beside computing is hidden as far as the two do not slow each other: on a GPU
 nearly all of it, on a CPU whose cores compute, copy and update nearly nothing. How much is measured in pairs
@@ -226,7 +226,7 @@ def step_work(
         for name, work in _offload_work(placement, pattern, loads, _adam_elements_per_s(job, node)).items():
             parts[name] += Work(*(layout.gpus * value for value in astuple(work)))
         if (norms := node.rates.norm_elements_per_s) is not None:  # of what arrives in CPU memory
-            trained = sum(need.elements for need in placement.groups if need.trainable)
+            trained = sum(need.elements for need, here in zip(placement.groups, _updated_on_cpu(placement)) if here)
             parts["backward"] += Work(optimizer_s=layout.gpus * trained / norms)
     return parts
 
@@ -336,10 +336,16 @@ def _loads(job: Job, placement: Placement | None, layout: Layout) -> list[tuple[
     if sum(sizes) > room:
         room -= 2 * max(sizes)  # the group that computes, and the one that comes
     loads = []
-    for size in sizes:
-        loads.append((1, 0) if size <= room else each_time)
+    for group, size in enumerate(sizes):
+        stays = (0, 0) if placement.is_updated_on_gpu(group) else (1, 0)
+        loads.append(stays if size <= room else each_time)
         room -= min(size, max(room, 0)) if size <= room else 0
     return loads
+
+
+def _updated_on_cpu(placement: Placement) -> list[bool]:
+    """By group."""
+    return [need.trainable and not placement.is_updated_on_gpu(group) for group, need in enumerate(placement.groups)]
 
 
 def _offload_work(
@@ -352,7 +358,9 @@ def _offload_work(
     on_nvme = [home is Tier.NVME for home in placement.weights_home]
     fetched = [sum(size * count[way] for size, count in zip(grids, loads)) for way in (0, 1)]
     read = [sum(size * count[way] for size, count, far in zip(grids, loads, on_nvme) if far) for way in (0, 1)]
-    gradients = sum(grids) * pattern.micro_batches
+    on_gpu = [size if placement.is_updated_on_gpu(group) else 0 for group, size in enumerate(grids)]
+    gradients = (sum(grids) - sum(on_gpu)) * pattern.micro_batches
+    on_cpu = sum(need.elements for need, here in zip(placement.groups, _updated_on_cpu(placement)) if here)
     spilled = traffic.read[Kind.GRADIENTS]
     added = spilled * (pattern.micro_batches - 1) / pattern.micro_batches
     return {
@@ -363,8 +371,8 @@ def _offload_work(
         ),
         "update": Work(
             read_bytes=traffic.read_bytes - sum(read) - added,
-            written_bytes=traffic.written_bytes - traffic.written[Kind.GRADIENTS],
-            optimizer_s=traffic.trained_parameters / adam_elements_per_s,
+            written_bytes=traffic.written_bytes - traffic.written[Kind.GRADIENTS], d2h_bytes=sum(on_gpu),
+            optimizer_s=on_cpu / adam_elements_per_s,
         ),
         "commit": Work(written_bytes=committed),
     }  # fmt: skip

@@ -229,6 +229,7 @@ def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_b
         acquired_bytes=everything if stays else None,
         read_weights_with_state=reads_weights_with_state(situation.placed_for),
         micro_batches=situation.job.accumulate,
+        updates_on_gpu=not situation.node.computes_on_cpu and situation.layout.count == 1,
     )
 
 

@@ -9,6 +9,11 @@ kept, next to nothing if the only one is used at once), a weight is not read in 
 micro-batch, as far as the GPU tier does not hold it), nor by the update where that reads it (1), a state byte is not
 read (1; it is still written for a commit).
 
+[Note: updated on the GPU] A group whose state and gradient find room on the GPU tier beside all weights is updated
+there: its gradient does not go to the CPU, and its new weights are on the GPU by themselves. They are the first
+groups: their gradients come last, and the next forward needs them first. Their weights live in CPU memory, too: what is
+not a step looks for them there.
+
 [Note: what streams] State that is not kept is written as soon as it is updated, but not before the commit of the step
 before, which writes all that is kept; until then it holds memory that others wait for. So what streams should be
 updated late. In backward that are the first groups, but for the very first: it is the last to be updated, and the next
@@ -18,8 +23,9 @@ groups streaming (medians of four runs each, in turns, twice, 2026-11-25); in 76
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.alignment import ALIGNMENT
@@ -113,12 +119,16 @@ _USUAL_CHUNK_BYTES = 16 * 2**20
 
 
 def smallest_budgets(request: Request) -> Budgets:
-    """The smallest budgets that `place` accepts, each independent of the other."""
+    """The smallest budgets that `place` accepts; of the CPU with the GPU's as it is."""
     least = _chunk_sizes(request)[-1]
     return Budgets(
         gpu_bytes=_acquired_bytes(request) + _gradient_room_bytes(request),
         cpu_bytes=request.scratch_bytes
-        + min(_pools(request, least, homes, _FLOOR).total_bytes for homes in _corners(request, least)),
+        + min(
+            _pools(request, least, homes, _FLOOR).total_bytes
+            for on_gpu in (_room_on_gpu(request), ())
+            for homes in _corners(request, least, on_gpu)
+        ),
     )
 
 
@@ -142,7 +152,7 @@ def place(request: Request) -> Placement:
         hint = "" if request.nvme or not is_cpu_short else "; with an nvme directory less cpu_memory is needed"
         raise BudgetError("; ".join(short) + hint)
     request = replace(request, cpu_bytes=request.cpu_bytes - request.scratch_bytes, scratch_bytes=0)
-    chunk_elements, homes, comfort = _start(request)
+    chunk_elements, homes, comfort = _start(request, _updated_on_gpu(request))
     homes, pools = _Filler(request, chunk_elements, homes, comfort).fill()
     return _placement(request, chunk_elements, homes, pools)
 
@@ -160,10 +170,11 @@ def place_uniformly(request: Request, *, weights: Tier, gradients: Tier, state: 
 
 def _placement(request: Request, chunk_elements: int, homes: _Homes, pools: Pools) -> Placement:
     gradient_bytes = _gpu_gradient_bytes(request)
+    on_gpu = (need for need, home in zip(request.groups, homes.gradients) if home is Tier.GPU)
     return Placement(
         groups=request.groups,
         chunk_elements=chunk_elements,
-        gpu_weight_bytes=request.gpu_bytes - gradient_bytes,
+        gpu_weight_bytes=request.gpu_bytes - gradient_bytes - sum(need.update_bytes for need in on_gpu),
         gpu_gradient_bytes=gradient_bytes,
         pools=pools,
         weights_home=homes.weights,
@@ -202,33 +213,70 @@ def _gpu_gradient_bytes(request: Request) -> int:
     return several if request.gpu_bytes - several >= weights_bytes else room
 
 
-def _corners(request: Request, chunk_elements: int) -> Iterator[_Homes]:
-    """Uniform homes, from everything in CPU memory to everything on disk."""
+def _room_on_gpu(request: Request) -> Sequence[int]:
+    """Groups that the GPU tier has room for, see [Note: updated on the GPU]; none if two steps' gradients are kept."""
+    found: list[int] = []
+    if not request.updates_on_gpu or request.gradients == "doubled":
+        return found
+    weights = [need.device_bytes for need in request.groups]
+    apart = min(max(weights, default=0), MAX_CHUNK_BYTES)  # a chunk of a group that has left
+    room = request.gpu_bytes - _gpu_gradient_bytes(request) - sum(weights) - apart
+    for index, need in enumerate(request.groups):
+        if need.trainable and need.update_bytes <= room:
+            found.append(index)
+            room -= need.update_bytes
+    return found
+
+
+def _updated_on_gpu(request: Request) -> Sequence[int]:
+    """As many of them as leave CPU memory to a working set of the others, beside their own weights."""
+    found, least = _room_on_gpu(request), _chunk_sizes(request)[-1]
+
+    def is_too_many(count: int, comfort: _Comfort) -> bool:
+        corners = _corners(request, least, found[:count])
+        return all(_pools(request, least, homes, comfort).total_bytes > request.cpu_bytes for homes in corners)
+
+    for comfort in (_WORKING, _FLOOR):
+        if not is_too_many(len(found), comfort):
+            return found
+        if not is_too_many(0, comfort):
+            counts = range(len(found) + 1)
+            return found[: bisect.bisect_left(counts, True, key=lambda count: is_too_many(count, comfort)) - 1]
+    return found
+
+
+def _corners(request: Request, chunk_elements: int, on_gpu: Container[int]) -> Iterator[_Homes]:
+    """Uniform homes of what is not updated on the GPU, from everything in CPU memory to everything on disk."""
     groups = request.groups
-    whole = tuple(Grid(need, chunk_elements).count if need.trainable else 0 for need in groups)
+    is_on_cpu = [need.trainable and index not in on_gpu for index, need in enumerate(groups)]
+    whole = tuple(Grid(need, chunk_elements).count if here else 0 for need, here in zip(groups, is_on_cpu))
     places = (Tier.CPU, Tier.NVME) if request.nvme else (Tier.CPU,)
     for gradients, weights, state in itertools.product(places, places, places):
+        homes = [gradients if here else Tier.CPU for here in is_on_cpu]
         yield _Homes(
-            weights=(weights,) * len(groups),
-            gradients=tuple(gradients if need.trainable else Tier.CPU for need in groups),
+            weights=tuple(Tier.CPU if index in on_gpu else weights for index in range(len(groups))),
+            gradients=tuple(Tier.GPU if index in on_gpu else home for index, home in enumerate(homes)),
             state=whole if state is Tier.CPU else (0,) * len(groups),
         )
 
 
-def _start(request: Request) -> tuple[int, _Homes, _Comfort]:
+def _start(request: Request, on_gpu: Container[int]) -> tuple[int, _Homes, _Comfort]:
     """Chunk size, homes to improve on, and the comfort that is not given up for them.
 
     Everything in memory if that fits; otherwise from everything on disk, with the largest chunk of which a working set
     takes little of the memory, so that homes get the rest.
+
+    Args:
+        on_gpu: groups that are updated on the GPU.
     """
     sizes = _chunk_sizes(request)
     for comfort in (_WORKING, _FLOOR):
         for size in sizes:
-            homes = next(_corners(request, size))
+            homes = next(_corners(request, size, on_gpu))
             if _pools(request, size, homes, comfort).total_bytes <= request.cpu_bytes:
                 return size, homes, comfort
     for size in sizes:
-        *_, homes = _corners(request, size)
+        *_, homes = _corners(request, size, on_gpu)
         if _is_modest(request, size, homes):
             return size, homes, _WORKING
     least = sizes[-1]
@@ -236,7 +284,7 @@ def _start(request: Request) -> tuple[int, _Homes, _Comfort]:
         return least, homes, _WORKING
     fitting = (
         homes
-        for homes in _corners(request, least)
+        for homes in _corners(request, least, on_gpu)
         if _pools(request, least, homes, _FLOOR).total_bytes <= request.cpu_bytes
     )
     return least, next(fitting), _FLOOR
@@ -246,12 +294,13 @@ def _is_modest(request: Request, chunk_elements: int, homes: _Homes) -> bool:
     """Whether a working set of such chunks takes at most a quarter of the memory; if they are larger than the disk
     needs for its full rate, the trips that keep all workers busy at most a fifth, for a larger one saves no traffic.
     """
-    least_bytes = _pools(request, chunk_elements, homes, _WORKING).total_bytes
-    if least_bytes > request.cpu_bytes // 4:
+    least = _pools(request, chunk_elements, homes, _WORKING)
+    room = request.cpu_bytes - least.resident  # weights of groups that the GPU updates stay in any case
+    if least.total_bytes - least.resident > room // 4:
         return False
     busy = replace(_WORKING, trips=_BUSY_TRIPS * request.workers)
     is_usual = chunk_elements <= _chunk_elements(request, _USUAL_CHUNK_BYTES)
-    return is_usual or _pools(request, chunk_elements, homes, busy).total_bytes <= request.cpu_bytes // 5
+    return is_usual or _pools(request, chunk_elements, homes, busy).total_bytes - least.resident <= room // 5
 
 
 def _chunk_sizes(request: Request) -> Sequence[int]:
@@ -274,7 +323,7 @@ def _pools(request: Request, chunk_elements: int, homes: _Homes, comfort: _Comfo
     copies = 2 if request.gradients == "doubled" else 1
     resident = kept = 0
     gradients: list[int] = []
-    streamed, spill, update, weights = (_Transient() for _ in range(4))
+    streamed, spill, update, weights, device = (_Transient() for _ in range(5))
     for need, weights_home, gradient_home, resident_chunks in zip(
         request.groups, homes.weights, homes.gradients, homes.state
     ):
@@ -283,7 +332,9 @@ def _pools(request: Request, chunk_elements: int, homes: _Homes, comfort: _Comfo
             resident += grid.total(need.weight_bytes)
         else:
             weights.add(grid.largest(need.weight_bytes), grid.total(need.weight_bytes))
-        if not need.trainable:
+        if gradient_home is Tier.GPU:
+            device.add(grid.largest(need.state_bytes), grid.total(need.state_bytes))
+        if not need.trainable or gradient_home is Tier.GPU:
             continue
         resident += grid.leading(need.state_bytes, resident_chunks)
         gradient_bytes = grid.total(need.weight_bytes)
@@ -303,6 +354,7 @@ def _pools(request: Request, chunk_elements: int, homes: _Homes, comfort: _Comfo
         spill=spill.pool_bytes(comfort.staging),
         update=update.pool_bytes(comfort.trips),
         weights=weights.pool_bytes(comfort.loads),
+        device=device.pool_bytes(comfort.staging),
     )
 
 
@@ -352,7 +404,10 @@ class _Filler:
         return self.budget_bytes - self._pools(homes, comfort).total_bytes
 
     def _chunk_counts(self) -> tuple[int, ...]:
-        return tuple(Grid(need, self.chunk_elements).count if need.trainable else 0 for need in self.request.groups)
+        return tuple(
+            Grid(need, self.chunk_elements).count if need.trainable and home is not Tier.GPU else 0
+            for need, home in zip(self.request.groups, self.homes.gradients)
+        )
 
     def _working_sets(self) -> Iterator[_Comfort]:
         """From three trips and two staging chunks per worker down to the comfort at hand."""
@@ -382,12 +437,12 @@ class _Filler:
 
     def _promote(self, tiers: tuple[Tier, ...], replaced: Callable[[_Homes, tuple[Tier, ...]], _Homes]) -> None:
         """Moves one kind to CPU memory: at once, since the last group also saves the staging, or group by group."""
-        whole = replaced(self.homes, (Tier.CPU,) * len(tiers))
+        whole = replaced(self.homes, tuple(Tier.CPU if tier is Tier.NVME else tier for tier in tiers))
         if self._spare_bytes(whole, self.comfort) >= 0:
             self.homes = whole
             return
         for index, tier in enumerate(tiers):
-            if tier is Tier.CPU:
+            if tier is not Tier.NVME:
                 continue
             promoted = (*tiers[:index], Tier.CPU, *tiers[index + 1 :])
             homes = replaced(self.homes, promoted)
@@ -403,11 +458,11 @@ class _Filler:
             self.homes = whole
             return
         spare_bytes = self._spare_bytes(self.homes, self.comfort)
-        kept = list(self.homes.state)
+        kept, counts = list(self.homes.state), self._chunk_counts()
         for index in self._in_order():
             need = self.request.groups[index]
             grid = Grid(need, self.chunk_elements)
-            while kept[index] < grid.count and need.trainable:
+            while kept[index] < counts[index]:
                 step_bytes = grid.leading(need.state_bytes, kept[index] + 1) - grid.leading(
                     need.state_bytes, kept[index]
                 )

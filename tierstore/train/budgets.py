@@ -46,6 +46,7 @@ def request_for(
         read_weights_with_state=not from_device,
         micro_batches=tiers.accumulation_steps,
         workers=tiers.io_threads,
+        updates_on_gpu=tiers.may_update_on_gpu,
     )
     if not is_coded:
         return request

@@ -62,4 +62,5 @@ def _with_buckets(request: Request, specs: Sequence[GroupSpec], tied: set[int], 
         request,
         gradient_room_bytes=gradients,
         acquired_bytes=None if partition.stage == 3 else everything,
+        updates_on_gpu=False,
     )
