@@ -22,6 +22,7 @@ WAYS = {
     "every second step": Way("forward", commit_every=2, cpu_memory=DISK, **SIZE),
     "backward, state on disk": Way("backward", cpu_memory=DISK, **SIZE),
     "speculative, state on disk": Way("speculative", cpu_memory=DISK, **SIZE),
+    "forward, state on the GPU tier": Way("forward", state_on_gpu=True, **SIZE),
     "delayed, bf16": Way("delayed", dtype=torch.bfloat16, cpu_memory=DISK, **SIZE),
 }
 

@@ -65,6 +65,8 @@ class Variant:
     cpu_memory: str = "3MiB"
     codec: str = "none"
     directories: int = 1
+    gpu_memory: str = "1MiB"
+    state_on_gpu: bool = False
 
 
 VARIANTS = {
@@ -77,6 +79,7 @@ VARIANTS = {
         Variant("backward-3", "backward", commit_every=3, dtype=torch.bfloat16, cpu_memory="64MiB"),
         Variant("speculative", "speculative"),
         Variant("speculative-lz4", "speculative", cpu_memory="16MiB", codec="lz4", directories=2),
+        Variant("forward-gpu", "forward", gpu_memory="16MiB", state_on_gpu=True),
     )
 }
 
@@ -161,7 +164,8 @@ def digest_of_random_states() -> str:
 
 def make_engine(variant: Variant, place: Place, batches: Batches, backend: KillingBackend) -> Engine:
     tiers = TierConfig(
-        gpu_memory="1MiB" if place.ranks == 1 else "4MiB", cpu_memory=variant.cpu_memory, codec=variant.codec,
+        gpu_memory=variant.gpu_memory if place.ranks == 1 else "4MiB", cpu_memory=variant.cpu_memory,
+        codec=variant.codec, state_on_gpu=variant.state_on_gpu,
         timeout_s=30.0 if place.ranks == 1 else TIMEOUT_S,
         nvme=[place.folder / f"store{n}" for n in range(variant.directories)],
     )  # fmt: skip

@@ -16,6 +16,7 @@ WAYS = {
     "memory": Way("forward", cpu_memory=MEMORY),
     "disk": Way("forward", cpu_memory=DISK),
     "speculative": Way("speculative", cpu_memory=DISK),
+    "gpu": Way("forward", state_on_gpu=True),
 }
 DURABILITY = ("fdatasync", "fsync", "replace")
 

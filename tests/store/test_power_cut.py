@@ -21,6 +21,7 @@ WAYS = {
     "disk": Way("forward", cpu_memory=DISK, blocks=2),  # two blocks are more than the least budget keeps in memory
     "backward": Way("backward", cpu_memory=DISK),
     "speculative": Way("speculative", cpu_memory=DISK),
+    "gpu": Way("forward", state_on_gpu=True),
     "every second": Way("forward", cpu_memory=DISK, commit_every=2),
 }
 

@@ -15,12 +15,14 @@ import pytest
 
 from tierstore.io.memory import Arena, Lease, Pool
 from tierstore.store.budget import ByteBudget
+from tierstore.store.marks import Marks
 from tierstore.store.rounds import ParameterUpdate, Round, Trip
 from tierstore.store.trip_leases import TripLeases
 from tierstore.store.updates import UpdatePipeline
 
 PAGE = 4096
 NOTHING: Any = None
+ON_GPU: Any = ()
 ALL = (ParameterUpdate(0, 4, NOTHING),)
 
 
@@ -148,7 +150,7 @@ class World:
         tracer: Any = SimpleNamespace(measure=lambda *_: contextlib.nullcontext())
         packs: Any = (SlowPack(len(self.groups), slowness), self.state_pack)
         self.updates = UpdatePipeline(
-            specs, placement, weights, packs, {}, self.leases, workers, NOTHING, self._spawn, tracer
+            specs, placement, weights, packs, {}, ON_GPU, self.leases, workers, NOTHING, Marks(), self._spawn, tracer
         )  # fmt: skip
         self.tasks: list[asyncio.Task[None]] = []
         self.announced: dict[int, asyncio.Future[None]] = {}

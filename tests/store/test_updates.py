@@ -17,6 +17,7 @@ from tierstore.io.backend import Backend
 from tierstore.io.memory import Arena
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.pack.layout import ChunkSpec
+from tierstore.store.marks import Marks
 from tierstore.store.rounds import Round, Trip
 from tierstore.store.slots import ChunkIO, SlotPack
 from tierstore.store.trip_leases import TripLeases
@@ -59,7 +60,10 @@ def pipeline(
         resident=lambda group, chunk: np.zeros(8, np.uint8), is_home_nvme=lambda group: False
     )
     packs: Any = (weights_pack, state_pack)
-    return UpdatePipeline(groups, placement, weights, packs, state, leases, nothing, nothing, nothing, nothing)
+    on_gpu: Any = ()
+    return UpdatePipeline(
+        groups, placement, weights, packs, state, on_gpu, leases, nothing, nothing, Marks(), nothing, nothing
+    )
 
 
 LEASE: Any = SimpleNamespace(array=np.zeros(48, np.uint8))

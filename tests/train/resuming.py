@@ -52,6 +52,7 @@ class Way:
     width: int = 32
     codec: str = "none"
     directories: int = 1
+    state_on_gpu: bool = False
 
     @property
     def clip(self) -> float | None:
@@ -64,7 +65,8 @@ class Way:
         cpu = smallest_cpu_bytes(self) if self.cpu_memory is None else self.cpu_memory
         nvme = [folder / f"store{n}" for n in range(self.directories)]
         return TierConfig(**({"gpu_memory": "8MiB", "cpu_memory": cpu, "nvme": nvme, "timeout_s": LIMIT_S,
-                              "codec": self.codec, "io_threads": 2, "update_threads": 1} | changes))  # fmt: skip
+                              "codec": self.codec, "io_threads": 2, "update_threads": 1,
+                              "state_on_gpu": self.state_on_gpu} | changes))  # fmt: skip
 
 
 @cache

@@ -36,6 +36,7 @@ WAYS = {
     "forward-3": Way("forward", cpu_memory=DISK, commit_every=3),
     "backward-3": Way("backward", cpu_memory=DISK, commit_every=3),
     "speculative": Way("speculative", cpu_memory=DISK),
+    "gpu": Way("forward", state_on_gpu=True),
     "delayed": Way("delayed", cpu_memory=MEMORY),
 }
 

@@ -21,9 +21,10 @@ from resuming import DISK, Run, State, Way, check_resumes, expected_states, open
 from tierstore.errors import ClosedError, StorageError
 from tierstore.store.training import TrainingStore
 
-WAYS = {"forward": Way("forward", cpu_memory=DISK), "speculative": Way("speculative", cpu_memory=DISK)}
+WAYS = {"forward": Way("forward", cpu_memory=DISK), "speculative": Way("speculative", cpu_memory=DISK),
+        "gpu": Way("forward", state_on_gpu=True)}  # fmt: skip
 BEGUN, STEPS = 1, 3
-LENT = ("update", "weights", "spill", "codec")
+LENT = ("update", "weights", "spill", "device", "codec")
 """Pools whose leases end with the task that took them."""
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")

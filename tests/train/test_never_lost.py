@@ -15,7 +15,7 @@ from commands import run_program
 
 KILLS = 1
 TOOL = Path(__file__).parents[2] / "tools" / "crash_loop.py"
-VARIANTS = ("forward-workers", "forward-3", "backward", "speculative-lz4")  # of seven; the tool deals with all
+VARIANTS = ("forward-workers", "forward-3", "backward", "speculative-lz4")  # of eight; the tool deals with all
 
 
 @pytest.fixture(scope="module")

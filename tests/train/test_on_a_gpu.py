@@ -17,12 +17,14 @@ import torch
 from runs import disk, smallest_budgets, tiny, tokens, train, train_plain, worst_difference
 from torch import nn
 
-from tierstore.config import Tier
+from tierstore.config import Tier, TierConfig
 
 DEVICE = "cuda"
 LATE_CYCLES = 1_000_000  # about half a millisecond
-LEAST, WEIGHTS, ALL = (None, None), ("8MiB", None), ("8MiB", "64MiB")
-"""Budgets of GPU and CPU: the least, room for all weights on the GPU, and for all state in CPU memory."""
+Budgets = tuple[str | None, str | None, bool]
+LEAST, WEIGHTS, ALL = (None, None, False), ("8MiB", None, False), ("8MiB", "64MiB", False)
+GPU = ("64MiB", "16MiB", True)
+"""Budgets of GPU and CPU: the least, room for all weights on the GPU, for all state in CPU memory, and on the GPU."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_leaks", "one_thread")]
 
@@ -53,6 +55,12 @@ def late_model(dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def tiers_of(memory: Budgets, update: str, dtype: torch.dtype, folder: Path) -> TierConfig:
+    least = smallest_budgets(tiny(dtype), nvme=["unused"], update=update, device=DEVICE)
+    gpu, cpu = (given or smallest for given, smallest in zip(memory, least))
+    return disk(folder, gpu_memory=gpu, cpu_memory=cpu, device=DEVICE, state_on_gpu=memory[2])
+
+
 @pytest.mark.parametrize(("kind", "way"), must.LATE)
 def test_models(kind: Any, way: tuple[str, float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(must, "WIDTH", 16)  # tests of ranks make it larger
@@ -60,19 +68,15 @@ def test_models(kind: Any, way: tuple[str, float | None], tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("memory", [LEAST, WEIGHTS, ALL])
+@pytest.mark.parametrize("memory", [LEAST, WEIGHTS, ALL, GPU])
 @pytest.mark.parametrize("update", ["step", "forward", "backward", "speculative"])
-def test_placements(
-    update: str, memory: tuple[str | None, str | None], dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_placements(update: str, memory: Budgets, dtype: torch.dtype, tmp_path: Path) -> None:
     """Two micro-batches a step; speculation is wrong in some steps, for some are clipped."""
-    least = smallest_budgets(tiny(dtype), nvme=["unused"], update=update, device=DEVICE)
-    gpu, cpu = (given or smallest for given, smallest in zip(memory, least))
     batches = [batch.to(DEVICE) for batch in tokens(8)]
     clip = None if update == "backward" else 1.0
     found = train(
-        late_model(dtype), batches, disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu, device=DEVICE), update=update,
-        max_grad_norm=clip, accumulate=2,
+        late_model(dtype), batches, tiers_of(memory, update, dtype, tmp_path), update=update, max_grad_norm=clip,
+        accumulate=2,
     )  # fmt: skip
     # Plain torch has no fp32 master of its bf16 weights: the first steps are the same to their precision.
     steps, precision = (8, 1e-4) if dtype is torch.float32 else (4, 2e-2)
@@ -80,17 +84,15 @@ def test_placements(
     assert worst_difference(found.losses[:steps], expected.losses) < precision
 
 
-@pytest.mark.parametrize("memory", [LEAST, WEIGHTS, ALL])
-def test_placement_and_schedule_change_no_bit(memory: tuple[str | None, str | None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory", [LEAST, WEIGHTS, ALL, GPU])
+def test_placement_and_schedule_change_no_bit(memory: Budgets, dtype: torch.dtype, tmp_path: Path) -> None:
     batches = [batch.to(DEVICE) for batch in tokens(4)]
-    least = smallest_budgets(tiny(torch.bfloat16), nvme=["unused"], update="speculative", device=DEVICE)
-    gpu, cpu = (given or smallest for given, smallest in zip(memory, least))
+    ways = [(memory, "step"), (memory, "forward"), (memory, "speculative"), (ALL, "step")]
     runs = [
-        train(
-            late_model(torch.bfloat16), batches, disk(tmp_path / update, gpu_memory=gpu, cpu_memory=cpu, device=DEVICE),
-            update=update, max_grad_norm=1.0,
-        )
-        for update in ("step", "forward", "speculative")
+        train(late_model(dtype), batches, tiers_of(budgets, update, dtype, tmp_path / str(number)), update=update,
+              max_grad_norm=1.0)
+        for number, (budgets, update) in enumerate(ways)
     ]  # fmt: skip
     for run in runs[1:]:
         runs[0].check_equal(run)

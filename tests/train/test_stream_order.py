@@ -10,7 +10,7 @@ import pytest
 import test_must_work as must
 import torch
 from late_device import LateDevice, queueing
-from runs import disk, smallest_budgets, tiny, tokens, train
+from runs import disk, next_token_loss, smallest_budgets, tiny, tokens, train
 
 from tierstore.train.engine import Engine
 
@@ -48,6 +48,7 @@ def look_and_change(engine: Engine, step: int) -> None:
 
 
 LEAST, DEVICE, ALL = (None, None), ("8MiB", None), ("8MiB", "64MiB")
+GPU = ("32MiB", "8MiB")
 
 
 @pytest.mark.parametrize(
@@ -55,19 +56,38 @@ LEAST, DEVICE, ALL = (None, None), ("8MiB", None), ("8MiB", "64MiB")
     [
         *((update, LEAST) for update in ("step", "forward", "backward", "speculative", "delayed")),
         ("backward", DEVICE), ("speculative", DEVICE), ("delayed", DEVICE), ("step", ALL), ("forward", ALL),
+        *((update, GPU) for update in ("step", "forward", "backward", "speculative")),
     ],
 )  # fmt: skip
 def test_placements(update: str, memory: tuple[str | None, str | None], late: LateDevice, tmp_path: Path) -> None:
-    """All weights and state on the disk, the weights on the device, all in memory; groups of two micro-batches."""
+    """All weights and state on the disk, the weights on the device, all in memory, all on the device; groups of two
+    micro-batches.
+    """
     least = smallest_budgets(tiny(), nvme=["unused"], update=update)
     gpu, cpu = (given or smallest for given, smallest in zip(memory, least))
     clip = None if update == "backward" else 0.1
+    tiers = disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu, state_on_gpu=memory == GPU)
     with queueing(late):
         run = train(
-            tiny(dropout=0.1), tokens(6), disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu), update=update,
-            max_grad_norm=clip, accumulate=2, after=look_and_change,
-        )  # fmt: skip
+            tiny(dropout=0.1), tokens(6), tiers, update=update, max_grad_norm=clip, accumulate=2, after=look_and_change
+        )
     assert all(map(math.isfinite, run.losses))
     assert late.hazards == []
     assert late.waited
     assert not [name for name in late.waited if name.startswith(("tierstore-io", "tierstore-update"))], "they have work"
+
+
+@pytest.mark.parametrize("memory", [ALL, GPU])
+@pytest.mark.parametrize("update", ["step", "forward"])
+def test_weights_that_are_read_after_backward(
+    update: str, memory: tuple[str, str], late: LateDevice, tmp_path: Path
+) -> None:
+    """Between backward and step(), by kernels that nobody waits for: the update does."""
+    tiers = disk(tmp_path, gpu_memory=memory[0], cpu_memory=memory[1], state_on_gpu=memory == GPU)
+    with queueing(late), Engine(tiny(), tiers, update=update) as engine:
+        for batch in tokens(3):
+            engine.backward(next_token_loss(engine, batch))
+            with torch.no_grad():
+                engine(batch)
+            engine.step()
+    assert late.hazards == []

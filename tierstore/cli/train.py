@@ -40,7 +40,10 @@ def train(
     ] = None,
     gpu_memory: Annotated[
         int,
-        size_option("Budget of the GPU tier, per rank: weights, gradients, staging; not activations [default: 1GiB]."),
+        size_option(
+            "Budget of the GPU tier, per rank: weights, gradients, on a GPU the optimizer state that fits; no "
+            "activations [default: 1GiB]."
+        ),
     ] = 2**30,
     cpu_memory: Annotated[int, size_option("Budget of the (pinned) CPU tier, per rank [default: 1GiB].")] = 2**30,
     nvme: Annotated[

@@ -8,7 +8,8 @@ Owner: the loop thread; workers read, write, encode and decode.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from tierstore.kernels.elements import elements_of, to_float
 from tierstore.plan.tiers import Kind, Placement
 from tierstore.store.commit import Generation
 from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
 from tierstore.store.trip_leases import TripLeases
@@ -35,6 +37,7 @@ class ChunksAtRest:
         resident: leases of the chunks that live in CPU memory.
         leases: lend memory.
         staging: memory for frozen groups, which are never updated.
+        on_gpu: the state that lives on the GPU tier.
         compute: threads that encode and decode.
         on_change: called before what lives in CPU memory of a chunk is set. Who set it last may have left a digest of
             it for a commit: one that an error has kept from being made, so that flushing did not, either.
@@ -49,6 +52,7 @@ class ChunksAtRest:
         resident: Mapping[Kind, Mapping[tuple[int, int], Lease]],
         leases: TripLeases,
         staging: Pool,
+        on_gpu: StateOnGpu,
         compute: WorkerPool,
         on_change: Callable[[int, int], None],
         refuse_spoilt: Callable[[int], None],
@@ -59,6 +63,7 @@ class ChunksAtRest:
         self._resident = resident
         self._leases = leases
         self._staging = staging
+        self._on_gpu = on_gpu
         self._compute = compute
         self._on_change = on_change
         self._refuse_spoilt = refuse_spoilt
@@ -110,6 +115,10 @@ class ChunksAtRest:
     async def _working_memory(self, group: int, chunk: int) -> AsyncIterator[tuple[Bytes, Bytes]]:
         """Where the weights and the state of a chunk are, or have room: resident, or in a lease for as long as this."""
         weights = self._resident[Kind.WEIGHTS].get((group, chunk))
+        if group in self._on_gpu and weights is not None:
+            async with self._on_gpu.memory(group, chunk) as memory:
+                yield weights.array, memory
+            return
         state = self._resident[Kind.STATE].get((group, chunk))
         is_trainable = self._groups[group].trainable
         weight_bytes = 0 if weights else self._placement.weight_bytes(group, chunk)
@@ -131,14 +140,18 @@ class ChunksAtRest:
 
     async def _read_chunk(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> None:
         self._refuse_spoilt(group)
-        index, reads = self._index(group, chunk), []
+        index, reads = self._index(group, chunk), list[Coroutine[Any, Any, Any]]()
         for position, (kind, array) in enumerate(((Kind.WEIGHTS, weights), (Kind.STATE, state))):
-            if (group, chunk) not in self._resident[kind] and len(array):
+            if kind is Kind.STATE and group in self._on_gpu:
+                reads.append(self._on_gpu.read(group, chunk, array))
+            elif (group, chunk) not in self._resident[kind] and len(array):
                 reads.append(self._packs[position].read(index, array, Priority.DEMAND))
         await together(reads)
 
     async def _write_chunk(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> None:
         index = self._index(group, chunk)
+        if group in self._on_gpu:
+            await self._on_gpu.write(group, chunk, state)
         if self._packs:
             writes = [self._packs[0].write(index, weights)]
             if self._groups[group].trainable:

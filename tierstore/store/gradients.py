@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.config import Tier
-from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.device.spans import Span
+from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.errors import TierstoreError
 from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
@@ -36,6 +37,7 @@ from tierstore.kernels.norms import square_sums
 from tierstore.plan.tiers import Placement
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.marks import Marks
+from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.pieces import Filling, Piece, cut
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
@@ -93,7 +95,8 @@ class _Delivery:
 class Gradients:
     """The gradients of one step.
 
-    Invariant: a chunk that is filled is either in its lease or in the spill pack, never in neither.
+    Invariant: a chunk that is filled is in its lease, in the spill pack, or at home on the device, never in none of
+    them.
 
     Args:
         pool: leases of chunks that stay in CPU memory, or pass through it.
@@ -108,6 +111,7 @@ class Gradients:
         pool: Pool,
         staging: Pool,
         spill: SlotPack | None,
+        on_gpu: StateOnGpu,
         workers: WorkerPool,
         device: ComputeDevice,
         marks: Marks,
@@ -119,6 +123,7 @@ class Gradients:
         self._pool = pool
         self._staging = staging
         self._spill = spill
+        self._on_gpu = on_gpu
         self._workers = workers
         self._device = device
         self._marks = marks
@@ -139,7 +144,7 @@ class Gradients:
         """See [Note: places]; none where gradients pass through the pool."""
         if self._placement.streams_gradients:
             return {}
-        groups = [group for group in self._order if not self.is_spilled(group)]
+        groups = [group for group in self._order if self._placement.gradient_home[group] is Tier.CPU]
         keys = [(group, chunk) for group in groups for chunk in reversed(range(self._placement.chunk_count(group)))]
         *starts, total = itertools.accumulate((self._placement.gradient_bytes(*key) for key in keys), initial=0)
         return {key: self._copy * total + start for key, start in zip(keys, starts)}
@@ -170,7 +175,7 @@ class Gradients:
         for are copied by one job: the way to a thread and back takes longer than that.
         """
         deliveries = [one for arrival in arrivals for one in self._deliveries(arrival)]
-        ready: list[tuple[_Delivery, Bytes]] = []
+        ready: list[tuple[_Delivery, Bytes | Span]] = []
         work: list[Callable[[], Coroutine[Any, Any, None]]] = []
         for one in deliveries:
             memory = self._memory_now(one) if len(arrivals) > 1 else None
@@ -196,17 +201,19 @@ class Gradients:
                 yield _Delivery((group, chunk), state, parts, after, before, arrived, is_final, is_passing)
         pieces.clear()
 
-    def _memory_now(self, one: _Delivery) -> Bytes | None:
+    def _memory_now(self, one: _Delivery) -> Bytes | Span | None:
         """Where a small delivery goes, if its turn has come and there is memory now."""
         is_small = self._placement.gradient_bytes(*one.key) <= _SMALL_BYTES
         if not is_small or one.before is not None or self.is_spilled(one.key[0]):
             return None
+        if one.key[0] in self._on_gpu:
+            return self._on_gpu.gradient(*one.key)
         if one.state.lease is None:
             with contextlib.suppress(TierstoreError):  # who waits for it is told by the task that will try again
                 one.state.lease = self._reserve_now(one.key)
         return None if one.state.lease is None else one.state.lease.array
 
-    async def _deliver_all(self, ready: Sequence[tuple[_Delivery, Bytes]]) -> None:
+    async def _deliver_all(self, ready: Sequence[tuple[_Delivery, Bytes | Span]]) -> None:
         with self._arriving([one for one, _ in ready]):
             await self._collect(ready)
 
@@ -215,6 +222,9 @@ class Gradients:
             if one.before is not None:
                 await asyncio.shield(one.before)
             state = one.state
+            if one.key[0] in self._on_gpu:
+                await self._collect([(one, self._on_gpu.gradient(*one.key))])
+                return
             if self.is_spilled(one.key[0]) and state.lease is None and (state.is_filled or not one.is_passing):
                 await self._deliver_spilled(one)
                 return
@@ -277,9 +287,9 @@ class Gradients:
         finally:
             lease.free()
 
-    async def _collect(self, deliveries: Sequence[tuple[_Delivery, Bytes]]) -> None:
+    async def _collect(self, deliveries: Sequence[tuple[_Delivery, Bytes | Span]]) -> None:
         """Copy, and measure what is final, in one job."""
-        jobs = [self._filling(one, array) for one, array in deliveries]
+        jobs = [self._filling(one, memory) for one, memory in deliveries]
         nbytes = sum(self._placement.gradient_bytes(*one.key) for one, _ in deliveries)
         name = self._groups[deliveries[0][0].key[0]].name + (f" and {len(jobs) - 1} more" if len(jobs) > 1 else "")
 
@@ -295,11 +305,11 @@ class Gradients:
             one.state.is_filled = True
             one.state.is_measured = one.is_final
 
-    def _filling(self, one: _Delivery, array: Bytes) -> Filling:
+    def _filling(self, one: _Delivery, memory: Bytes | Span) -> Filling:
         group, chunk = one.key
         start, stop = self._placement.chunk(group, chunk)
         return Filling(
-            device=self._device, dtype=self._groups[group].dtype, memory=array, elements=stop - start,
+            device=self._device, dtype=self._groups[group].dtype, memory=memory, elements=stop - start,
             is_new=not one.state.is_filled, parts=one.parts, after=one.after,
             partials=self._partials_of(group, start, stop) if one.is_final else None,
         )  # fmt: skip
@@ -327,7 +337,10 @@ class Gradients:
             dtype = self._groups[group].dtype
             return lambda: square_sums(dtype, elements_of(array, dtype, stop - start), partials)
 
-        if state.lease is not None:
+        if group in self._on_gpu:
+            measure, dtype = self._device.arithmetic.square_sums, self._groups[group].dtype
+            await self._workers.submit(Priority.UPDATE, measure, dtype, self._on_gpu.gradient(group, chunk), partials)
+        elif state.lease is not None:
             await self._workers.submit(Priority.UPDATE, job(state.lease.array))
         else:
             spill, index = self._need_spill(), self._index(group, chunk)
@@ -367,11 +380,19 @@ class Gradients:
         return self._chunks[group, chunk].is_filled
 
     async def fetch(self, group: int, chunk: int, into: Bytes) -> Array:
-        """The gradient of one chunk as kernels see it; a spilled one is read into `into` (padded length)."""
+        """The gradient of one chunk as kernels see it.
+
+        Args:
+            into: of padded length; one that is not in CPU memory is read into it.
+        """
         await self.arrived(group, chunk)
         state = self._chunks[group, chunk]
         start, stop = self._placement.chunk(group, chunk)
-        if state.lease is None:
+        if group in self._on_gpu:
+            span = self._on_gpu.gradient(group, chunk)
+            there = (span.storage, span.offset, into[: span.nbytes], Reached())
+            await self._workers.submit(Priority.UPDATE, self._device.copy_out_range, *there)
+        elif state.lease is None:
             await self._need_spill().read(self._index(group, chunk), into, Priority.UPDATE)
         source = state.lease.array if state.lease is not None else into
         return elements_of(source, self._groups[group].dtype, stop - start)
@@ -381,11 +402,14 @@ class Gradients:
         found = np.zeros(stop - start, ELEMENT[self._groups[group].dtype])
         for chunk, (first, last) in enumerate(self._placement.chunks(group)):
             if first < stop and last > start and self._chunks[group, chunk].is_filled:
-                lease = None
+                lease, room = None, np.empty(0, np.uint8)
                 if self.is_spilled(group):
                     lease = await self._staging.reserve(self._placement.gradient_bytes(group, chunk))
+                    room = lease.array
+                elif group in self._on_gpu:
+                    room = np.empty(self._placement.gradient_bytes(group, chunk), np.uint8)
                 try:
-                    values = await self.fetch(group, chunk, lease.array if lease else np.empty(0, np.uint8))
+                    values = await self.fetch(group, chunk, room)
                     a, b = max(start, first), min(stop, last)
                     found[a - start : b - start] = values[a - first : b - first]
                 finally:

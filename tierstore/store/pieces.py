@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.io.memory import Bytes
 from tierstore.kernels import norms
@@ -48,7 +49,7 @@ class Filling:
     """Called, it brings the parts of a chunk into its memory.
 
     Attributes:
-        memory, elements: of the chunk; what is behind the elements is padding.
+        memory, elements: of the chunk; what is behind the elements is padding. A span of the device has none.
         is_new: nothing of this step is in the memory yet.
         parts: emptied when they are there, in the thread that copies.
         after: the device work that must be over before they are valid.
@@ -57,7 +58,7 @@ class Filling:
 
     device: ComputeDevice
     dtype: str
-    memory: Bytes
+    memory: Bytes | Span
     elements: int
     is_new: bool
     parts: list[Piece]
@@ -65,9 +66,22 @@ class Filling:
     partials: npt.NDArray[np.float64] | None
 
     def __call__(self) -> None:
-        total = elements_of(self.memory, self.dtype, self.elements)
+        if isinstance(self.memory, Span):
+            self._collect_on_device(self.memory)
+        else:
+            self._fill(self.memory)
+        self.parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
+
+    def _collect_on_device(self, total: Span) -> None:
+        arithmetic = self.device.arithmetic
+        arithmetic.collect(self.dtype, self.parts, total, is_new=self.is_new, after=self.after)
+        if self.partials is not None:
+            arithmetic.square_sums(self.dtype, total, self.partials)
+
+    def _fill(self, memory: Bytes) -> None:
+        total = elements_of(memory, self.dtype, self.elements)
         if self.is_new:
-            self.memory[total.nbytes :] = 0
+            memory[total.nbytes :] = 0
             if sum(part.gradient.numel() for part in self.parts) < len(total):
                 total[:] = 0
         places = _all_in_place(self.device, total, self.parts) if self.is_new else None
@@ -78,7 +92,6 @@ class Filling:
             start_s = self.device.counters.clock()
             copy_with_square_sums(self.dtype, places, total, self.partials)
             self.device.counters.add("d2h", total.itemsize * sum(count for *_, count in places), start_s)
-        self.parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
 
     def _copy_and_measure(self, total: Array) -> None:
         first = [part for part in self.parts if part.is_first]

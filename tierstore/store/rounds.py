@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tierstore.device.streams import Mark, Reached
 from tierstore.io.memory import Lease
 from tierstore.kernels.adam import AdamCoefficients, Digests
 from tierstore.store.gradients import Gradients
@@ -84,9 +85,11 @@ class Round:
         keeps_gradients: gradients stay after they were applied, until the update is approved or redone.
         barrier: the commit that must be published before a trip may write (see `commit.py`, [Note: the barrier]).
         borrows: trips may have the places of gradients that come after their own.
+        eager: groups that wait for nobody to ask for them.
 
     Attributes:
         number: rounds of later steps have higher ones.
+        used: after it no kernel of this step, or of what came between, reads weights. Set when the round is decided.
     """
 
     _numbers = itertools.count()
@@ -101,6 +104,7 @@ class Round:
         keeps_gradients: bool,
         barrier: asyncio.Task[None] | None,
         borrows: bool = False,
+        eager: Container[int] = (),
     ) -> None:
         self.number = next(self._numbers)
         self.order = tuple(order)
@@ -113,9 +117,11 @@ class Round:
         self.trips: list[Trip] = []
         self.trips_of: dict[int, list[Trip]] = {group: [] for group in self.order}
         self.is_decided = False
+        self.used: Mark = Reached()
         self.kept: list[tuple[int, int]] = []
         self._updates: dict[int, Sequence[ParameterUpdate]] = {}
         self._rank = {group: rank for rank, group in enumerate(self.order)}
+        self._eager = eager
         self._allowed = 0 if is_lazy else len(self.order)
         self._opened: set[int] = set()
         self._gates: dict[int, asyncio.Future[None]] = {}  # of groups that somebody waits for
@@ -150,7 +156,8 @@ class Round:
 
     def _open(self, groups: Iterable[int]) -> None:
         for group in groups:
-            if group in self._updates and self._rank[group] < self._allowed and group not in self._opened:
+            is_allowed = self._rank[group] < self._allowed or group in self._eager
+            if group in self._updates and is_allowed and group not in self._opened:
                 self._opened.add(group)
                 if group in self._gates:
                     self._gates.pop(group).set_result(None)

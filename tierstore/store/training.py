@@ -28,6 +28,7 @@ from tierstore.store.commit import Generation, StoreLock
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, Codecs, GroupSpec
 from tierstore.store.marks import Marks
+from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.publishing import Commits
 from tierstore.store.slots import ChunkIO
 from tierstore.store.store_files import StoreFiles
@@ -93,7 +94,7 @@ class TrainingStore:
         pools = self.placement.pools
         sizes = {
             "resident": pools.resident, "gradients": pools.gradients, "spill": pools.spill, "update": pools.update,
-            "weights": pools.weights, "codec": codec_scratch_bytes,
+            "weights": pools.weights, "device": pools.device, "codec": codec_scratch_bytes,
         }  # fmt: skip
         return {name: self.arena.pool(name, nbytes) for name, nbytes in sizes.items()}
 
@@ -106,21 +107,22 @@ class TrainingStore:
             groups, placement, self._storages, self.gpu_budget, packs[0] if packs else None,
             self._resident[Kind.WEIGHTS], self._pools["weights"], self._io_workers, device, self._marks, tracer,
         )  # fmt: skip
+        self.on_gpu = StateOnGpu(groups, placement, self._pools["device"], self._compute, device)
         self.gradients = [
             Gradients(
-                groups, placement, self._pools["gradients"], self._pools["spill"], pack, self._compute, device,
-                self._marks, tracer, copy,
+                groups, placement, self._pools["gradients"], self._pools["spill"], pack, self.on_gpu, self._compute,
+                device, self._marks, tracer, copy,
             )
             for copy, pack in enumerate(packs[2:] if len(packs) > 2 else [None] * placement.gradient_copies)
         ]
         leases = TripLeases(self._pools["update"], self._pools["gradients"])
         self.updates = UpdatePipeline(
             groups, placement, self.weights, (packs[0], packs[1]) if packs else None,
-            {key: lease.array for key, lease in self._resident[Kind.STATE].items()},
-            leases, self._compute, device, self._runtime.spawn, tracer,
+            {key: lease.array for key, lease in self._resident[Kind.STATE].items()}, self.on_gpu,
+            leases, self._compute, device, self._marks, self._runtime.spawn, tracer,
         )  # fmt: skip
         self.at_rest = ChunksAtRest(
-            groups, placement, packs[:2], self._resident, leases, self._pools["weights"], self._compute,
+            groups, placement, packs[:2], self._resident, leases, self._pools["weights"], self.on_gpu, self._compute,
             self.updates.forget_digests, self.updates.refuse_spoilt,
         )  # fmt: skip
         self.commits = Commits(
@@ -180,6 +182,11 @@ class TrainingStore:
             for pack, kind in zip(self.files.packs, (Kind.WEIGHTS, Kind.STATE))
             for key, lease in self._resident[kind].items()
         )
+        await together(
+            self.on_gpu.load(*key, self.files.packs[1], self._index(*key))
+            for key in self._index.all()
+            if key[0] in self.on_gpu
+        )
         for gradients in self.gradients if self.placement.gradient_copies == 2 else ():
             await gradients.restore()
 
@@ -232,6 +239,7 @@ class TrainingStore:
         with contextlib.ExitStack() as stack:
             stack.callback(self.files.release)
             stack.callback(self._release_memory)
+            stack.callback(self.on_gpu.release)
 
     def _release_memory(self) -> None:
         for lease in self.arena.close():

@@ -2,18 +2,19 @@
 
 Scope: the trips of all rounds, and how loads wait for them.
 Not here: what the coefficients are (`train/optimizer.py`), the memory that trips take (`trip_leases.py`), when a
-    generation is committed (`publishing.py`).
+    generation is committed (`publishing.py`), the update of what lives on the GPU (`gpu_updates.py`).
 Owner: the loop thread; workers read, run the kernel and write.
 
 [Note: chain] A chunk is on one trip at a time: a trip reads when that of the step before has ended. What of the chunk
-lives in CPU memory may still be on its way to the disk then, for a commit: it changes, and the chunk's gradient goes,
-only when that has ended.
+lives in memory, of the CPU or the GPU, may still be on its way to the disk then, for a commit: it changes, and the
+chunk's gradient goes, only when that has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from tierstore.device.streams import ComputeDevice, Reached
@@ -22,7 +23,10 @@ from tierstore.kernels.adam import Digests, update_with_digests
 from tierstore.kernels.adam import update as adam_update
 from tierstore.kernels.elements import Array, elements_of
 from tierstore.plan.tiers import Placement
+from tierstore.store.gpu_updates import GpuUpdates
 from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.marks import Marks
+from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.rounds import ParameterUpdate, Round, Trip, Updates
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
@@ -40,6 +44,7 @@ class UpdatePipeline:
 
     Args:
         resident_state: state chunks that live in CPU memory, by (group, chunk).
+        on_gpu: the state that lives on the GPU tier.
         leases: the memory of trips.
     """
 
@@ -50,9 +55,11 @@ class UpdatePipeline:
         weights: Weights,
         packs: tuple[SlotPack, SlotPack] | None,
         resident_state: dict[tuple[int, int], Bytes],
+        on_gpu: StateOnGpu,
         leases: TripLeases,
         workers: WorkerPool,
         device: ComputeDevice,
+        marks: Marks,
         spawn: Spawn,
         tracer: Tracer,
     ) -> None:
@@ -61,9 +68,11 @@ class UpdatePipeline:
         self._weights = weights
         self._packs = packs
         self._resident_state = resident_state
+        self._on_gpu = on_gpu
         self._leases = leases
         self._workers = workers
         self._device = device
+        self._marks = marks
         self._spawn = spawn
         self._tracer = tracer
         self._index = ChunkIndex(groups, placement)
@@ -71,12 +80,13 @@ class UpdatePipeline:
         self._pending: dict[tuple[int, int], Trip] = {}
         self._device_jobs: dict[int, int] = {}
         self._device_idle = asyncio.Condition()
+        self._gpu_updates = GpuUpdates(groups, weights, on_gpu, workers, device, marks, self._changing)
         self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
         """The last trip of each chunk."""
         self.resident_writes: dict[tuple[int, int], asyncio.Task[None]] = {}
         """The last write for a commit of what lives in CPU memory, which begins after a trip."""
         self.dirty: dict[tuple[int, int], Digests] = {}
-        """Chunks of which a part lives in CPU memory and is to be written, and what their last update says of it."""
+        """Chunks of which a part lives in memory and is to be written, and what their last update says of it."""
 
         self._spoilt: dict[int, BaseException] = {}
         self.on_spoilt: Callable[[int], None] = lambda group: None
@@ -152,6 +162,7 @@ class UpdatePipeline:
             sorted(round_.order), round_.gradients, reads_weights=True, is_lazy=False, keeps_gradients=False,
             barrier=round_.barrier,
         )  # fmt: skip
+        again.used = round_.used
         again.decide(updates)
         self._rounds.append(again)
         kept = set(round_.kept)
@@ -242,14 +253,17 @@ class UpdatePipeline:
             self._leases.give_back(trip)
             await asyncio.sleep(0)  # who was granted memory has its turn first; until then he counts as starving
         updates = round_.updates_of(trip.group, *self._placement.chunk(trip.group, trip.chunk))
-        if updates or trip.is_redo:
-            await self._apply(round_, trip, updates)
+        if updates and trip.group in self._on_gpu:  # which is never applied before the norm is known
+            await self._gpu_updates.apply(round_, trip, [(u.start, u.stop, u.coefficients) for u in updates])
         else:
-            trip.applied.set_result(False)
-        if round_.keeps_gradients and updates:
-            round_.kept.append(trip.key)
-        else:
-            round_.gradients.drop(*trip.key)
+            if updates or trip.is_redo:
+                await self._apply(round_, trip, updates)
+            else:
+                trip.applied.set_result(False)
+            if round_.keeps_gradients and updates:
+                round_.kept.append(trip.key)
+            else:
+                round_.gradients.drop(*trip.key)
         if updates:
             await self._write(round_, trip)
         elif trip.is_redo and self._packs is not None:
@@ -309,7 +323,7 @@ class UpdatePipeline:
         """What of a chunk is not in memory."""
         if self._packs is None:
             return
-        if trip.is_redo or trip.key not in self._resident_state:
+        if trip.is_redo or not self._is_state_in_memory(trip):
             yield self._read(trip, self._packs, 1)
         if trip.is_redo or (with_weights and self._weights.is_home_nvme(trip.group)):
             yield self._read(trip, self._packs, 0)
@@ -355,6 +369,7 @@ class UpdatePipeline:
             await self._weights.read(group, chunk, weights, Priority.UPDATE)
             needs_weights = False
         gradient = await round_.gradients.fetch(group, chunk, spare) if updates else None
+        await self._marks.reached(round_.used)
         if not any(one.number >= round_.number and not one.reads_weights for one in self._rounds):
             # So that new weights go to a forward that has asked for them. Where weights come from the device, in this
             # step or the next, the memory that a load waits for may be that of a group whose update waits for this one.
@@ -388,19 +403,25 @@ class UpdatePipeline:
                 device.copy_in(storage, offset, here)
             return left
 
+        async with self._changing(group):
+            trip.digests = await self._workers.submit(Priority.UPDATE, job)
+        trip.applied.set_result(storage is not None)
+
+    @contextlib.asynccontextmanager
+    async def _changing(self, group: int) -> AsyncIterator[None]:
+        """In here the weights of a group change where they are, and the group stays on the device if it is there."""
         self._device_jobs[group] = self._device_jobs.get(group, 0) + 1
         try:
-            with self._tracer.measure("update", spec.name):
-                trip.digests = await self._workers.submit(Priority.UPDATE, job)
+            with self._tracer.measure("update", self._groups[group].name):
+                yield
         except BaseException as error:
-            self._spoilt.setdefault(group, error)  # it works in place: what it has changed is no step's
+            self._spoilt.setdefault(group, error)  # what it has changed in place is no step's
             self.on_spoilt(group)
             raise
         finally:
             async with self._device_idle:
                 self._device_jobs[group] -= 1
                 self._device_idle.notify_all()
-        trip.applied.set_result(storage is not None)
 
     def _check(self, trip: Trip, found: Digests) -> None:
         """What was updated in place may have been damaged: then it goes nowhere (see [Note: chain])."""
@@ -409,14 +430,14 @@ class UpdatePipeline:
                 pack.check_digest(self._index(*trip.key), record, digest)
 
     async def _write(self, round_: Round, trip: Trip) -> None:
-        """Write what does not live in CPU memory; what does is dirty until a commit writes it."""
-        weights, state, _ = self._parts(trip)
-        index, is_state_resident = self._index(*trip.key), trip.key in self._resident_state
+        """Write what does not live in memory; what does is dirty until a commit writes it."""
+        index, is_state_resident = self._index(*trip.key), self._is_state_in_memory(trip)
         is_weights_resident = not self._weights.is_home_nvme(trip.group)
         if is_state_resident or is_weights_resident:
             self.dirty[trip.key] = trip.digests
         if self._packs is None or (is_state_resident and is_weights_resident):
             return
+        weights, state, _ = self._parts(trip)
         if round_.barrier is not None:
             with self._packs[0].hurry():
                 await asyncio.shield(round_.barrier)
@@ -428,18 +449,22 @@ class UpdatePipeline:
         await together(writes)
 
     async def write_resident(self, group: int, chunk: int) -> None:
-        """Write the parts of a dirty chunk that live in CPU memory, for a commit."""
+        """Write the parts of a dirty chunk that live in memory, for a commit."""
         known = self.dirty[group, chunk]
         if self._packs is None:
             return
         index, state = self._index(group, chunk), self._resident_state.get((group, chunk))
         weights = self._weights.resident(group, chunk)
-        writes = []
+        writes = [self._on_gpu.save(group, chunk, self._packs[1], index)] if group in self._on_gpu else []
         if state is not None:
             writes.append(self._packs[1].write(index, state, Priority.COMMIT, known=known[1]))
         if weights is not None:
             writes.append(self._packs[0].write(index, weights, Priority.COMMIT, known=known[0]))
         await together(writes)
+
+
+    def _is_state_in_memory(self, trip: Trip) -> bool:
+        return trip.key in self._resident_state or trip.group in self._on_gpu
 
 
 def _is_any_coded(packs: tuple[SlotPack, SlotPack]) -> bool:

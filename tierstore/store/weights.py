@@ -12,7 +12,8 @@ them and settles every load that waits for it; what is on the device is a copy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import torch
 
@@ -80,6 +81,7 @@ class Weights:
         self._valid: set[int] = set()
         self._dropping: set[int] = set()
         self._announced: dict[int, asyncio.Future[None]] = {}
+        self._arriving: dict[tuple[int, int], asyncio.Future[None]] = {}
         # Set by the update pipeline, which is built after this.
         self.settle: Settle = _never_pending
         self.leave_device: Callable[[int], Awaitable[None]] = _not_needed
@@ -139,6 +141,17 @@ class Weights:
             await together(self._load_chunk(group, c, priority) for c in range(self._placement.chunk_count(group)))
         self._valid.add(group)
 
+    async def reload(self, group: int, after: Mark) -> None:
+        """Have the weights at rest on the device, if the group stays there; no update of it is pending.
+
+        Args:
+            after: the device work that may still read what is there.
+        """
+        if self.on_device(group) is not None:
+            await self._marks.reached(after)
+            chunks = range(self._placement.chunk_count(group))
+            await together(self._load_chunk(group, chunk, Priority.DEMAND) for chunk in chunks)
+
     async def drop(self, group: int, after: Mark) -> None:
         """Give back the device memory of a group, once the device work before `after` is over."""
         await self.leave_device(group)
@@ -154,6 +167,24 @@ class Weights:
     async def _load_chunk(self, group: int, chunk: int, priority: Priority) -> None:
         if await self.settle(group, chunk):
             return
+        with self._copying(group, chunk):
+            await self._copy_in(group, chunk, priority)
+
+    async def arrived(self, group: int, chunk: int) -> None:
+        """Wait until nothing of a chunk is being copied to the device; what waits for its update is not yet."""
+        while (copying := self._arriving.get((group, chunk))) is not None:
+            await asyncio.shield(copying)
+
+    @contextlib.contextmanager
+    def _copying(self, group: int, chunk: int) -> Iterator[None]:
+        ended = self._arriving[group, chunk] = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        finally:
+            del self._arriving[group, chunk]
+            ended.set_result(None)
+
+    async def _copy_in(self, group: int, chunk: int, priority: Priority) -> None:
         storage, offset = self._storages[group], self.device_offset(group, chunk)
         nbytes, device = self.raw_bytes(group, chunk), self._device
         here = self.resident(group, chunk)

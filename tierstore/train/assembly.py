@@ -8,18 +8,19 @@ Owner: the thread that makes the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig
+from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.errors import ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
 from tierstore.kernels import warm_up
+from tierstore.plan.placement import Placement, Request
 from tierstore.plan.tiers import place
 from tierstore.store.commit import Generation, StoreLock
 from tierstore.store.layout import check_same_model
@@ -55,6 +56,7 @@ class Assembly:
         gathers, reductions: with the other ranks, if there are any.
         links: what moved between the ranks.
         opened: the generation that was resumed; None for a new store.
+        not_on_gpu: why state that could be on the GPU is not; None if there is nothing to say.
     """
 
     runtime: Runtime
@@ -74,6 +76,7 @@ class Assembly:
     links: dict[str, LinkMeter]
     depth: DepthChooser
     opened: Generation | None
+    not_on_gpu: str | None
 
     def close(self, publish: Callable[[], object] = lambda: None) -> None:
         """Finish and give back, in this order: reads ahead are let go, writes finish, hooks, loop, threads, files.
@@ -166,8 +169,9 @@ def assemble(
         is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())
         grid = generation.layout["chunk_elements"] if generation is not None else None
         request = cut_groups(groups, tiers, options.schedule, grid, partition, is_coded=is_coded)
+        placement, not_on_gpu = _placed(request, tiers, device, {spec.dtype for spec in specs}, options)
         store = TrainingStore(
-            [group.spec for group in groups.groups], place(request), tiers, device, runtime, backend, tracer, clock,
+            [group.spec for group in groups.groups], placement, tiers, device, runtime, backend, tracer, clock,
             is_durable=options.durability is Durability.COMMIT, lock=lock, team=team, codecs=codecs,
             codec_scratch_bytes=request.scratch_bytes,
         )  # fmt: skip
@@ -184,12 +188,38 @@ def assemble(
         schedule = settled(options.schedule, device.kind, in_memory=in_memory) if options.is_auto else options.schedule
         driver = RoundDriver(schedule, store, runtime, guesses_unasked=options.is_auto)
         return _hook_up(
-            model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, partition, generation
-        )
+            model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, partition, generation,
+            not_on_gpu,
+        )  # fmt: skip
     except BaseException:
         _take_down(runtime, store, lock)
         partition.close(tiers.timeout_s)
         raise
+
+
+def _placed(
+    request: Request, tiers: TierConfig, device: ComputeDevice, dtypes: set[str], options: Options
+) -> tuple[Placement, str | None]:
+    """Where everything lives, and why nothing is updated on the GPU, if it could be and cannot.
+
+    Raises:
+        BudgetError: as `place`.
+        ConfigError: it was asked for, and cannot.
+    """
+    placement = place(request)
+    reason = None
+    if placement.gpu_update_bytes:
+        reason = device.arithmetic.why_not()
+    elif tiers.state_on_gpu and options.schedule is UpdateSchedule.DELAYED:
+        reason = "update='delayed' keeps the gradients of two steps"
+    elif tiers.state_on_gpu and not request.updates_on_gpu:
+        reason = "several ranks share it"
+    if reason is None:
+        device.arithmetic.warm_up(dtypes if placement.gpu_update_bytes else ())
+        return placement, None
+    if tiers.state_on_gpu:
+        raise ConfigError(f"state_on_gpu: state cannot be updated on {tiers.device}: {reason}")
+    return place(replace(request, updates_on_gpu=False)), reason
 
 
 def _fill(
@@ -233,6 +263,7 @@ def _hook_up(
     clock: Callable[[], float],
     partition: Partition,
     generation: Generation | None,
+    not_on_gpu: str | None,
 ) -> Assembly:
     links = {"gather": LinkMeter(clock), "reduce": LinkMeter(clock)} if partition.is_shared else {}
     gathers = None if partition.keeps_all else Gathers(partition, device, links["gather"], tracer)
@@ -259,7 +290,7 @@ def _hook_up(
     access.awaits_update = awaits_update
     return Assembly(
         runtime, backend, device, store, groups, access, collector, hooks, stepper, driver, tracer, partition, gathers,
-        reductions, links, DepthChooser(access, store, runtime, device, partition, links), generation,
+        reductions, links, DepthChooser(access, store, runtime, device, partition, links), generation, not_on_gpu,
     )  # fmt: skip
 
 

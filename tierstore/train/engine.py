@@ -340,7 +340,7 @@ class Engine:
         updates: Updates = {}
         if now is not None:
             updates = {group: parts.stepper.updates(group, now.touched, now.scale) for group in trainable}
-        parts.driver.decide(updates, is_plain=is_plain)
+        parts.driver.decide(updates, is_plain=is_plain, used=parts.device.record())
         if now is not None:
             parts.stepper.count(now.touched)
         parts.hooks.step_ended()
@@ -424,7 +424,7 @@ class Engine:
         Raises:
             ConfigError: neither a parameter nor a module has such a name, or `modify` in the middle of a step.
             GraphError: weights were changed without `modify`; they are as they were before. What goes past the version
-                counters (`weight.data.zero_()`) is not seen, and is lost.
+                counters (`weight.data.zero_()`) is not seen, and is lost (or, where the GPU updates, perhaps is not).
             BudgetError: they do not fit together.
         """
         parts = self._open_parts()
@@ -499,7 +499,8 @@ class Engine:
     def statistics(self) -> dict[str, Any]:
         """Totals since the engine was made: bytes by link, peaks by tier, generation, codecs, depth, buffered I/O.
 
-        `stall_s` is the time in which compute waited for weights.
+        `stall_s` is the time in which compute waited for weights; `not_on_gpu` says why state that could live on the
+        GPU does not, if so.
         """
         return self._meters.totals()
 

@@ -69,6 +69,7 @@ class StepMeters:
                 for kind, choice in self._parts.store.codecs.items()
             },
             "prefetch_depth": self._parts.access.depth,
+            "not_on_gpu": self._parts.not_on_gpu,
             "buffered_directories": sorted(map(str, self._parts.backend.buffered_directories)),
         }
 
@@ -84,6 +85,6 @@ class StepMeters:
     def _peaks(self) -> dict[str, int]:
         store = self._parts.store
         return {
-            "gpu": store.gpu_budget.peak_bytes + self._parts.collector.peak_bytes,
+            "gpu": store.gpu_budget.peak_bytes + self._parts.collector.peak_bytes + store.on_gpu.nbytes,
             "cpu": store.cpu_peak_bytes,
         }

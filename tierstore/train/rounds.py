@@ -21,6 +21,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tierstore.config import UpdateSchedule
+from tierstore.device.streams import Mark, Reached
 from tierstore.io.runtime import Runtime
 from tierstore.store.rounds import ParameterUpdate, Round
 from tierstore.store.training import TrainingStore
@@ -70,6 +71,7 @@ class RoundDriver:
         """The one in force: of the round in progress, else of the last one."""
         self._store = store
         self._runtime = runtime
+        self._on_gpu = frozenset(g for g in range(len(store.groups)) if store.placement.is_updated_on_gpu(g))
         self._round: Round | None = None
         self.speculation = Speculation()
         self.is_speculating = False
@@ -139,6 +141,7 @@ class RoundDriver:
             keeps_gradients=self.is_speculating,
             barrier=None,
             borrows=self.is_speculating and self.is_streaming and not accumulates,
+            eager=self._on_gpu,
         )
         self._round = round_
         self._runtime.call(self._begin, round_)
@@ -148,9 +151,12 @@ class RoundDriver:
         self._store.updates.begin(round_)
 
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[], None] | None:
-        """What the loop does when the gradient of this group is with the store."""
+        """What the loop does when the gradient of this group is with the store.
+
+        None: nothing yet, for what is updated on the GPU waits for the norm.
+        """
         round_ = self._round
-        if round_ is None:
+        if round_ is None or group in self._on_gpu:
             return None
         return lambda: self._store.updates.decide_group(round_, group, updates)
 
@@ -158,11 +164,12 @@ class RoundDriver:
         """Forward is over: updates of the step before need not wait for it any more."""
         self._runtime.post(self._store.updates.allow_through, None)
 
-    def decide(self, updates: Updates, *, is_plain: bool = True) -> Round | None:
+    def decide(self, updates: Updates, *, is_plain: bool = True, used: Mark | None = None) -> Round | None:
         """The step is complete; these are its updates, empty if it is skipped.
 
         Args:
             is_plain: gradients were finite and not clipped, so what was decided group by group was right.
+            used: after it nothing on the device reads the weights of this step; None: nothing does.
         """
         round_ = self._round
         if round_ is None:
@@ -170,6 +177,7 @@ class RoundDriver:
         is_guessed = self.is_streaming and self.is_speculating
         self.speculation.was(is_plain, is_guessed=is_guessed)
         is_redo = is_guessed and not is_plain
+        round_.used = used or Reached()
         decided = self._runtime.call(self._decide, round_, updates, is_redo)
         self._round = None  # not before: a round that nobody decides would wait for ever
         self._is_whole_step = False  # what callbacks call is a step of its own

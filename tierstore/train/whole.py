@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tierstore.device.spans import TORCH_DTYPES
 from tierstore.errors import BudgetError, ConfigError, FormatError, GraphError
 from tierstore.kernels.adam import init_state, state_bytes_per_element
 from tierstore.kernels.elements import ELEMENT
@@ -27,7 +28,7 @@ from tierstore.train import capture
 from tierstore.train.assembly import Assembly
 from tierstore.train.checkpoints import TensorOut, write_checkpoint
 from tierstore.train.filling import Piece, fill
-from tierstore.train.groups import TORCH_DTYPES, Group
+from tierstore.train.groups import Group
 
 
 def masters(
@@ -110,6 +111,9 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
     names = [spec.name for group in parts.groups.groups for spec in group.spec.parameters]
     pieces = (Piece(name, 0, state[name].detach().reshape(-1)) for name in names)
     fill(parts.store, parts.runtime, parts.groups, pieces, keep=True)
+    if not parts.partition.is_shared:  # what somebody holds a view of has stayed on the device
+        parts.access.settle()
+        _reload(parts, parts.groups.groups)
     with torch.no_grad():
         for name, buffer in capture.persistent_buffers(model).items():
             buffer.copy_(state[name])
@@ -165,13 +169,27 @@ def refuse_changes(parts: Assembly, groups: Iterable[int]) -> None:
     """Weights of these groups that were changed since they were gathered, which nobody keeps.
 
     Raises:
-        GraphError: names one.
+        GraphError: names one; all are as they were before.
     """
-    for name in (name for index in groups for name in parts.groups.groups[index].changed()):
-        raise GraphError(
-            f"{name} was changed inside gathered(), which is lost; change weights inside "
-            f"`with engine.gathered([{name!r}], modify=True):`"
-        )
+    changed = {name: group for group in map(parts.groups.groups.__getitem__, groups) for name in group.changed()}
+    if not changed:
+        return
+    for group in changed.values():
+        group.take_back()
+    if not parts.partition.is_shared:
+        _reload(parts, changed.values())
+    name = next(iter(changed))
+    raise GraphError(
+        f"{name} was changed inside gathered(), which is lost; change weights inside "
+        f"`with engine.gathered([{name!r}], modify=True):`"
+    )
+
+
+def _reload(parts: Assembly, groups: Iterable[Group]) -> None:
+    """What of these is on the device is as it is at rest."""
+    mark = parts.access.device.record()
+    for index in {group.index: None for group in groups}:
+        parts.runtime.call(parts.store.weights.reload, index, mark)
 
 
 def _parameters_at(model: nn.Module, name: str) -> list[nn.Parameter]:

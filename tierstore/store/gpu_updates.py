@@ -1,0 +1,105 @@
+"""The update of a chunk whose state and gradient are on the GPU.
+
+Scope: the new weights, on the device and in CPU memory.
+Not here: when it runs, and what follows it (`updates.py`); the kernel (`device/arithmetic.py`).
+Owner: the loop thread; workers compute and copy.
+
+[Note: the weights on the device] They are the source of the update: they are what is in CPU memory, for what changes
+that goes to the device at once (`Weights.reload`). A load may be on its way: what it copies is waited for, and what it
+has not begun to copy waits for the update itself (`UpdatePipeline.settle`). A group that has left the device meanwhile
+is updated apart, one chunk after the other, in room that the placement leaves for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import torch
+
+from tierstore.device.arithmetic import Run
+from tierstore.device.spans import Span
+from tierstore.device.streams import ComputeDevice, Reached
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.store.layout import GroupSpec
+from tierstore.store.marks import Marks
+from tierstore.store.on_gpu import StateOnGpu
+from tierstore.store.rounds import Round, Trip
+from tierstore.store.slots import Bytes
+from tierstore.store.weights import Weights
+
+
+class GpuUpdates:
+    """Updates chunks of the groups that `on_gpu` has.
+
+    Args:
+        changing: in this context the weights of a group change where they are, and the group does not leave the device.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        weights: Weights,
+        on_gpu: StateOnGpu,
+        workers: WorkerPool,
+        device: ComputeDevice,
+        marks: Marks,
+        changing: Callable[[int], AbstractAsyncContextManager[None]],
+    ) -> None:
+        self._groups = groups
+        self._weights = weights
+        self._on_gpu = on_gpu
+        self._workers = workers
+        self._device = device
+        self._marks = marks
+        self._changing = changing
+        self._apart = asyncio.Lock()
+
+    async def apply(self, round_: Round, trip: Trip, runs: Sequence[Run]) -> None:
+        """Ends when the new weights are in CPU memory; the trip is applied, and its gradient dropped, before that.
+
+        Args:
+            runs: elements of the chunk, and what they get.
+        """
+        await round_.gradients.arrived(*trip.key)
+        await self._marks.reached(round_.used)
+        await self._weights.arrived(*trip.key)
+        if self._weights.on_device(trip.group) is None:
+            async with self._apart:
+                await self._update(round_, trip, runs)
+        else:
+            await self._update(round_, trip, runs)
+
+    async def _update(self, round_: Round, trip: Trip, runs: Sequence[Run]) -> None:
+        # No await from here to `_changing`: the group may not leave the device in between.
+        key, device, dtype = trip.key, self._device, self._groups[trip.group].dtype
+        there, nbytes, here = self._weights.on_device(trip.group), self._weights.raw_bytes(*key), self._home(trip)
+        storage, offset = (there, self._weights.device_offset(*key)) if there else (self._on_gpu.empty_storage(), 0)
+        is_there = self._weights.is_valid_on_device(trip.group)
+        state, gradient = self._on_gpu.state(*key), self._on_gpu.gradient(*key)
+
+        def update() -> None:
+            if there is None:
+                device.allocate(storage, nbytes)
+            if not is_there:
+                device.copy_in(storage, offset, here)
+            device.arithmetic.adam(dtype, Span(storage, offset, nbytes), state, gradient, runs)
+
+        async with self._changing(trip.group):
+            await self._workers.submit(Priority.UPDATE, update)
+            round_.gradients.drop(*key)  # before anybody who waits for the update goes on to the next gradient
+            if there is not None:
+                trip.applied.set_result(True)
+            await self._workers.submit(Priority.WRITE, self._fetch, storage, offset, here)
+        if there is None:
+            trip.applied.set_result(False)
+
+    def _fetch(self, storage: torch.UntypedStorage, offset: int, here: Bytes) -> None:
+        self._device.copy_out_range(storage, offset, here, Reached())
+
+    def _home(self, trip: Trip) -> Bytes:
+        here = self._weights.resident(*trip.key)
+        if here is None:
+            raise RuntimeError(f"{trip.key} is updated on the GPU, and its weights are not in CPU memory")
+        return here[: self._weights.raw_bytes(*trip.key)]
