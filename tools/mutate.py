@@ -85,6 +85,7 @@ def never(name: str, place: str, condition: str, test: str) -> Mutation:
     return Mutation(name, place, condition, test, "if False:")
 
 
+ON_GPU = "train/test_state_on_gpu.py"
 HANGS = "store/test_bounded_time.py::test_any_hang_of_a_tensor_store_is_told_and_nothing_is_lost"
 POWER_CUT = "store/test_power_cut.py"
 OVERWRITTEN = "store/test_power_cut.py::test_no_chunk_that_the_last_generation_needs_is_written"
@@ -200,7 +201,7 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation("lease of a used gradient", "store/gradients.py Gradients.drop", "state.lease.free()", POWER_CUT),
     Mutation("lease of a spilled gradient", "store/gradients.py Gradients._deliver_spilled", "lease.free()", POWER_CUT),
     Mutation(
-        "lease of a load", "store/weights.py Weights._load_chunk", "lease.free()",
+        "lease of a load", "store/weights.py Weights._copy_in", "lease.free()",
         "train/test_right.py::test_accumulated_micro_batches_are_those_of_plain_torch",
     ),
     Mutation(
@@ -230,7 +231,7 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_recovery.py::TestDamage",
     ),
     Mutation(
-        "what a failed update has left on the device", "store/updates.py UpdatePipeline._apply",
+        "what a failed update has left on the device", "store/updates.py UpdatePipeline._changing",
         "self.on_spoilt(group)", "store/test_recovery.py::TestDamage",
     ),
     Mutation(
@@ -321,7 +322,7 @@ MUTATIONS: Sequence[Mutation] = (
         "if storage is not None and is_whole", "train/test_must_work.py", "if storage is not None",
     ),
     Mutation(
-        "sums of squares are of all that has come", "store/pieces.py Filling.__call__", "if self.is_new else None",
+        "sums of squares are of all that has come", "store/pieces.py Filling._fill", "if self.is_new else None",
         "train/test_must_work.py", "if True else None",
     ),
     Mutation(
@@ -507,6 +508,38 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "a store that hangs stays locked", "store/tensors.py TensorStore._give_back",
         "self._workers.close(threading.TIMEOUT_MAX)", HANGS,
+    ),
+    Mutation(
+        "an update waits for who reads the weights", "train/rounds.py RoundDriver.decide",
+        "round_.used = used or Reached()", "train/test_stream_order.py::test_weights_that_are_read_after_backward",
+    ),
+    Mutation(
+        "the GPU updates when the norm is known", "train/rounds.py RoundDriver.decide_group",
+        " or group in self._on_gpu", ON_GPU, "",
+    ),
+    Mutation(
+        "a gradient on the GPU goes before the next one comes", "store/gpu_updates.py GpuUpdates._update",
+        "round_.gradients.drop(*key)", ON_GPU,
+    ),
+    Mutation(
+        "an update on the GPU waits for a load", "store/gpu_updates.py GpuUpdates.apply",
+        "await self._weights.arrived(*trip.key)", ON_GPU,
+    ),
+    Mutation(
+        "weights that have left the GPU are updated, too", "store/gpu_updates.py GpuUpdates._update",
+        "device.copy_in(storage, offset, here)", ON_GPU,
+    ),
+    Mutation(
+        "weights that are set are on the device, too", "train/whole.py _reload",
+        "parts.runtime.call(parts.store.weights.reload, index, mark)", ON_GPU,
+    ),
+    Mutation(
+        "memory of the GPU goes with the store", "store/on_gpu.py StateOnGpu.release",
+        "self._device.release(storage, Reached())", ON_GPU,
+    ),
+    Mutation(
+        "state on the GPU is committed", "store/updates.py UpdatePipeline.write_resident",
+        "[self._on_gpu.save(group, chunk, self._packs[1], index)]", ON_GPU, "[]",
     ),
     Mutation(
         "lock of a file being written", "archive/publish.py _lock",

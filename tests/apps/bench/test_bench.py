@@ -29,8 +29,8 @@ def bench(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "120"})
 
 
-def result(name: str, trouble: str | None = None, **figures: float) -> Result:
-    answers = [Answer(1.0, figures, 2**20)] if figures else []
+def result(name: str, trouble: str | None = None, seconds: float = 1.0, **figures: float) -> Result:
+    answers = [Answer(seconds, figures, 2**20)] if figures else []
     return Result(Contestant(name, (), False), {"versions": {name: "1"}}, answers, trouble)
 
 
@@ -205,8 +205,12 @@ def test_all_on_cuda_is_what_a_gpu_shows() -> None:
             result("pytest -m gpu", "missing: no CUDA device here"),
             result("link", h2d=23.0, d2h=20.0, **{"h2d pinned": 25.0, "d2h pinned": 25.0}),
             result("tierstore 124m", efficiency=0.95, step=0.2), result("tierstore 1.5b", efficiency=0.8, step=1.0),
+            result("tierstore 124m, all on the GPU", step=1.04), result("torch", peak=1.0),
+            result("torch, state in fp32", seconds=1.02, peak=1.0),
         )
     }  # fmt: skip
     heats = case.heats(BenchOptions(), Path())
     assert {one.name for heat in heats for one in heat} == set(results)
-    assert [bar.is_met for row in case.rows(BenchOptions(), results) for bar in row.bars] == [True, False, True, False]
+    assert [bar.is_met for row in case.rows(BenchOptions(), results) for bar in row.bars] == [
+        True, False, True, False, False, True,
+    ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A machine with a GPU: its tests, the link, and steps whose optimizer state lies in CPU memory.
+"""A machine with a GPU: its tests, the link, and steps whose optimizer state lies in CPU memory, or on the GPU.
 
 Scope: contestants and rows of `bench all --device cuda`, made to end within 8 minutes on one GPU.
 Not here: the cases that need none.
@@ -24,29 +24,41 @@ from tierstore.apps.bench.case import (
     Row,
     best_median,
     ours,
+    peer,
     ratio,
     row_of,
 )
 from tierstore.apps.bench.serve import Missing, Round
+from tierstore.apps.options import Preset
+from tierstore.apps.preset_sizes import PRESET_FIELDS
 
 _TESTS, _LINK = "pytest -m gpu", "link"
 _TESTS_TIMEOUT_S = 240.0
 _COPY_BYTES, _COPIES = 2**25, 32
 _COPY_S = 0.5
 _STEPS = 4  # of a round, after one that does not count
-# gpu_memory holds weights, gradients and what is under way, so that the optimizer's state lies in CPU memory.
-_MODELS: dict[str, dict[str, Any]] = {
-    "124m": {"gpu_memory": "1GiB", "cpu_memory": "4GiB", "batch": 16},
-    "1.5b": {"gpu_memory": "8GiB", "cpu_memory": "32GiB", "batch": 8},
-}
 _SEQUENCE = 1024
+_IN_CPU_MEMORY = {"state_on_gpu": False}  # gpu_memory holds weights, gradients and what is under way
+_MODELS: dict[str, dict[str, Any]] = {
+    "124m": {"preset": "124m", "gpu_memory": "1GiB", "cpu_memory": "4GiB", "batch": 16} | _IN_CPU_MEMORY,
+    "1.5b": {"preset": "1.5b", "gpu_memory": "8GiB", "cpu_memory": "32GiB", "batch": 8} | _IN_CPU_MEMORY,
+}
+_ON_GPU = "124m, all on the GPU"
+_ON_GPU_MODEL = {"preset": "124m", "gpu_memory": "4GiB", "cpu_memory": "1GiB", "batch": 16, "state_on_gpu": True}
+_PLAIN = {"torch": False, "torch, state in fp32": True}
 
 
 def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
     """Tests first; then link and steps, a heat each, for they share one GPU's memory."""
-    steps = [[ours(_step_name(preset), "cuda", what="step", preset=preset, **given)]
-             for preset, given in _MODELS.items()]  # fmt: skip
-    return [[ours(_TESTS, "cuda", what="tests")], [ours(_LINK, "cuda", what="link")], *steps]
+    steps = [[ours(_step_name(name), "cuda", what="step", **given)] for name, given in _MODELS.items()]
+    beside = [ours(_step_name(_ON_GPU), "cuda", what="step", **_ON_GPU_MODEL)]
+    fields = {name: value for name, value in PRESET_FIELDS[Preset.P124M].items() if name != "model_type"}
+    given: dict[str, Any] = {"device": "cuda", "steps": _STEPS, "batch": _ON_GPU_MODEL["batch"], "dtype": "bf16",
+                             "sequence": _SEQUENCE, "fields": fields}  # fmt: skip
+    if options.wants("torch"):
+        beside += [peer(name, "step_torch", options.peer_python, fp32_state=kept, **given)
+                   for name, kept in _PLAIN.items()]  # fmt: skip
+    return [[ours(_TESTS, "cuda", what="tests")], [ours(_LINK, "cuda", what="link")], *steps, beside]
 
 
 def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
@@ -57,14 +69,18 @@ def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
         bar = Bar(0.9, "of the pinned copy rate", ratio(best_median(results, _LINK, way), pinned))
         table.append(row_of(results[_LINK], way, way, "GB/s", floor=pinned, floor_of="torch's copies of pinned memory",
                             bars=[bar]))  # fmt: skip
-    for preset, given in _MODELS.items():
-        result = results[_step_name(preset)]
-        work = f"GPT-2 {preset}, bf16, {given['batch']} x {_SEQUENCE}, optimizer state in CPU memory"
+    for name, given in _MODELS.items():
+        result = results[_step_name(name)]
+        work = f"GPT-2 {name}, bf16, {given['batch']} x {_SEQUENCE}, optimizer state in CPU memory"
         bar = Bar(0.9, "of the step computes", result.median("efficiency"))
         table.append(row_of(result, "efficiency", f"{work}: efficiency", "", floor=1.0,
                             floor_of="a step that only computes", bars=[bar]))  # fmt: skip
         table.append(row_of(result, "step", f"{work}: step", "s"))
-    return table
+    result, work = results[_step_name(_ON_GPU)], f"GPT-2 {_ON_GPU}, bf16, {_ON_GPU_MODEL['batch']} x {_SEQUENCE}: step"
+    plain = [results[name] for name in _PLAIN if name in results]
+    bars = [Bar(1.03, f"x {one.contestant.name}", ratio(result.median("step"), one.median("seconds")), at_most=True)
+            for one in plain]  # fmt: skip
+    return [*table, row_of(result, "step", work, "s", bars=bars), *(row_of(one, "seconds", work, "s") for one in plain)]
 
 
 @contextlib.contextmanager
@@ -148,14 +164,15 @@ def _step(options: dict[str, Any]) -> Iterator[Round]:
 
     from tierstore import AdamWConfig, Engine, TierConfig
     from tierstore.apps import presets
-    from tierstore.apps.options import Precision, Preset
+    from tierstore.apps.options import Precision
     from tierstore.apps.report import efficiency
 
     configuration = presets.prepare(presets.preset_configuration(Preset(options["preset"])), dropout=0.0)
     torch.manual_seed(0)
     model = presets.build(configuration, Precision.BF16)
     tokens = torch.randint(0, presets.vocabulary_size(configuration), (options["batch"], _SEQUENCE)).cuda()
-    tiers = TierConfig(device="cuda", gpu_memory=options["gpu_memory"], cpu_memory=options["cpu_memory"], nvme=())
+    given = {name: options[name] for name in ("gpu_memory", "cpu_memory", "state_on_gpu")}
+    tiers = TierConfig(device="cuda", nvme=(), **given)
     with Engine(model, tiers, AdamWConfig(lr=1e-4, weight_decay=0.01), max_grad_norm=1.0) as engine:
 
         def step() -> float:
