@@ -50,10 +50,12 @@ class FakeEngine:
         store: FakeStore,
         before_commit: Callable[[int], None] = lambda _: None,
         buffered: Sequence[str] = (),
+        not_on_gpu: str | None = None,
         **arguments: Any,
     ) -> None:
         self.arguments = arguments
         self.buffered = buffered
+        self.not_on_gpu = not_on_gpu
         self.placement = FakePlacement()
         self.calls: list[str] = []
         self.step_count = 0
@@ -103,7 +105,7 @@ class FakeEngine:
         return report
 
     def statistics(self) -> dict[str, Any]:
-        return {"buffered_directories": self.buffered}
+        return {"buffered_directories": self.buffered, "not_on_gpu": self.not_on_gpu}
 
     def flush(self) -> None:
         self.calls.append("flush")
