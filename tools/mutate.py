@@ -515,7 +515,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "the GPU updates when the norm is known", "train/rounds.py RoundDriver.decide_group",
-        " or group in self._on_gpu", ON_GPU, "",
+        " or group in self._store.on_gpu", ON_GPU, "",
     ),
     Mutation(
         "a gradient on the GPU goes before the next one comes", "store/gpu_updates.py GpuUpdates._update",
@@ -531,7 +531,14 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "weights that are set are on the device, too", "train/whole.py _reload",
-        "parts.runtime.call(parts.store.weights.reload, index, mark)", ON_GPU,
+        "parts.runtime.call(parts.store.weights.reload, group, parts.access.device.record())", ON_GPU,
+    ),
+    Mutation(
+        "changes that nobody keeps are undone", "train/whole.py _undo_changes", "_reload(parts, index)", ON_GPU,
+    ),
+    Mutation(
+        "an update on the GPU is at rest later", "store/updates.py UpdatePipeline.settle", " or group in self._on_gpu",
+        ON_GPU, "",
     ),
     Mutation(
         "memory of the GPU goes with the store", "store/on_gpu.py StateOnGpu.release",

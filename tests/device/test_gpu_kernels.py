@@ -196,8 +196,7 @@ def test_lanes_of_squares_are_those_of_the_cpu(dtype: str, elements: int, offset
 
 @on_device
 def test_it_works_here_and_is_warm() -> None:
-    assert gpu_kernels.why_not(DEVICE) is None
-    gpu_kernels.warm_up(DTYPES, DEVICE)
+    assert gpu_kernels.why_not(DTYPES, DEVICE) is None
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it is this run")
@@ -252,16 +251,15 @@ def test_machine_code_keeps_denormals_fuses_nothing_and_has_vector_loads(
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter works everywhere")
 def test_why_not_on_a_cpu() -> None:
-    assert "Triton" in (gpu_kernels.why_not(torch.device("cpu")) or "")
+    assert "Triton" in (gpu_kernels.why_not(DTYPES, torch.device("cpu")) or "")
 
 
 def test_of_an_error_only_the_first_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("\nno C compiler\nmuch more")
 
-    monkeypatch.setattr(gpu_kernels, "_kernels", lambda: None)
-    monkeypatch.setattr(gpu_kernels, "square_lanes", fail)
-    assert gpu_kernels.why_not.__wrapped__(torch.device("cpu")) == "Triton does not work on cpu: no C compiler"
+    monkeypatch.setattr(gpu_kernels, "_kernels", fail)
+    assert gpu_kernels.why_not(DTYPES, torch.device("cpu")) == "Triton does not work on cpu: no C compiler"
 
 
 def test_what_does_not_fit_is_refused() -> None:

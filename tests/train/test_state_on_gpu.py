@@ -19,7 +19,7 @@ from torch import nn
 from tierstore.config import AdamWConfig, Tier, TierConfig
 from tierstore.device.arithmetic import HostArithmetic
 from tierstore.device.transfers import CpuDevice
-from tierstore.errors import ConfigError, GraphError, StorageError
+from tierstore.errors import BudgetError, ConfigError, GraphError, StorageError
 from tierstore.plan.placement import Kind, Placement
 from tierstore.train.engine import Engine
 from tierstore.train.rounds import Speculation
@@ -195,7 +195,7 @@ def test_an_update_that_fails_leaves_the_generation_before(tmp_path: Path, monke
 def test_what_a_device_cannot_do_is_refused_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CpuDevice()
     monkeypatch.setattr("tierstore.train.assembly.open_device", lambda *_: device)
-    monkeypatch.setattr(HostArithmetic, "why_not", lambda _: "Triton is not installed")
+    monkeypatch.setattr(HostArithmetic, "why_not", lambda *_: "Triton is not installed")
     with pytest.raises(ConfigError, match="state_on_gpu: state cannot be updated on cpu: Triton is not installed"):
         Engine(model_of("bf16"), on_gpu(None))
     # As on a GPU, where nobody has asked for it.
@@ -204,6 +204,14 @@ def test_what_a_device_cannot_do_is_refused_or_told(monkeypatch: pytest.MonkeyPa
         with Engine(model_of("bf16"), tiers) as engine:
             assert Tier.GPU not in engine.placement.gradient_home
             assert engine.statistics()["not_on_gpu"] == told
+    tiers = TierConfig(device="cuda", gpu_memory="8MiB", cpu_memory="1500KiB")
+    with pytest.raises(BudgetError, match=r"cpu_memory of .*; state cannot be updated on cuda: Triton is not"):
+        Engine(model_of("bf16"), tiers)
+
+
+def test_no_room_is_told_and_refused_to_who_asks() -> None:
+    with pytest.raises(ConfigError, match="gpu_memory has no room for that of any group beside all weights"):
+        Engine(model_of("bf16"), on_gpu(None, 800_000, cpu_memory="64MiB"))
 
 
 def test_who_asks_for_it_under_a_delayed_update_is_refused() -> None:
@@ -338,6 +346,10 @@ def test_weights_that_somebody_has_a_view_of_are_set_where_they_are(tmp_path: Pa
             with pytest.raises(GraphError, match="was changed inside gathered"), changing, torch.no_grad():
                 engine.model.get_parameter(name).zero_()
             assert torch.equal(view.float(), engine.state_dict()[name].bfloat16().float())
+            with contextlib.suppress(KeyError), engine.gathered(name, modify=True), torch.no_grad():
+                engine.model.get_parameter(name).zero_()
+                raise KeyError
+            assert torch.equal(view.float(), engine.state_dict()[name].bfloat16().float())
             for batch in batches()[:3]:
                 loss = loss_of(engine, batch)
                 engine.backward(loss)
@@ -346,6 +358,27 @@ def test_weights_that_somebody_has_a_view_of_are_set_where_they_are(tmp_path: Pa
             del view
             found.append(losses)
     assert found[0] == found[1]
+
+
+def test_what_is_taken_back_does_not_undo_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step inside of gathered(), whose new weights are on their way to CPU memory when the change is refused."""
+    copy_out, name = CpuDevice.copy_out_range, "blocks.1.always.weight"
+
+    def late(*given: Any) -> None:
+        threading.Event().wait(SHORT_S)
+        copy_out(*given)
+
+    def run(state_on_gpu: bool) -> torch.Tensor:
+        with engine_of_blocks(state_on_gpu=state_on_gpu) as (engine, one_pass):
+            with contextlib.suppress(GraphError), engine.gathered(name):
+                one_pass(used=True)
+                engine.step()
+                engine.model.get_parameter(name).detach().mul_(1.0)
+            return engine.state_dict()[name]
+
+    in_cpu_memory = run(False)
+    monkeypatch.setattr(CpuDevice, "copy_out_range", late)
+    assert torch.equal(run(True), in_cpu_memory)
 
 
 def test_close_gives_the_memory_back() -> None:

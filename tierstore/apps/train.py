@@ -135,7 +135,7 @@ class _Run:
         if unused:
             notes.append(f"tensors of the checkpoint that are not used: {len(unused)}, the first is {unused[0]}")
         if reason := self._engine.statistics()["not_on_gpu"]:
-            notes.append(f"optimizer state does not live on the GPU, where it could not be updated: {reason}")
+            notes.append(f"no optimizer state lives on the GPU: {reason}")
         if buffered := self._engine.statistics()["buffered_directories"]:
             notes.append(f"no O_DIRECT in {', '.join(buffered)}: I/O is buffered, and the page cache takes memory")
         for note in notes:

@@ -35,11 +35,8 @@ class Arithmetic(Protocol):
     The same bits come out on every device (see [Note: bit-exact elements] in `kernels/compiled.py`).
     """
 
-    def why_not(self) -> str | None:
-        """None if this device can do it; else what it lacks."""
-
-    def warm_up(self, dtypes: Iterable[str]) -> None:
-        """Compile what weights of these dtypes need."""
+    def why_not(self, dtypes: Iterable[str]) -> str | None:
+        """None if it works for weights of these dtypes, and is compiled for them; else what is missing."""
 
     def collect(self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark) -> None:
         """Copies the first gradients of elements to their place in `total`, and adds the others.
@@ -59,11 +56,8 @@ class Arithmetic(Protocol):
 class HostArithmetic:
     """The CPU twin: the kernels themselves, in the calling thread."""
 
-    def why_not(self) -> str | None:
+    def why_not(self, dtypes: Iterable[str]) -> str | None:
         return None
-
-    def warm_up(self, dtypes: Iterable[str]) -> None:
-        pass  # the engine does, on any device
 
     def collect(self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark) -> None:
         after.synchronize()
@@ -105,12 +99,9 @@ class GpuArithmetic:
         self._queue = queue
         self._passing = passing
 
-    def why_not(self) -> str | None:
-        return gpu_kernels.why_not(self._device)
-
-    def warm_up(self, dtypes: Iterable[str]) -> None:
+    def why_not(self, dtypes: Iterable[str]) -> str | None:
         with self._queue():
-            gpu_kernels.warm_up(dtypes, self._device)
+            return gpu_kernels.why_not(dtypes, self._device)
 
     def collect(self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark) -> None:
         after.synchronize()

@@ -196,15 +196,15 @@ def _kernels() -> _Kernels:
     return _Kernels(names["_adam_kernel"], names["_square_lanes_kernel"])
 
 
-@functools.cache
-def why_not(device: torch.device) -> str | None:
-    """None if Triton works on this device, else why not, in one sentence. Only the first call compiles and waits.
+def why_not(dtypes: Iterable[str], device: torch.device) -> str | None:
+    """None if Triton works on this device for these dtypes, which are warm then; else why not, in one sentence.
 
-    Blocks: for seconds at first, with an empty cache of Triton's.
+    Blocks, Threads: as `warm_up`.
     """
     try:
-        _kernels()
-        square_lanes("fp32", torch.zeros(4, dtype=torch.uint8, device=device)).cpu()
+        warm_up(dtypes, device)
+    except torch.OutOfMemoryError:
+        raise
     except ModuleNotFoundError as error:
         return f"Triton is not installed: {error}"
     except Exception as error:  # of a compiler, a driver, a file system: nobody lists them

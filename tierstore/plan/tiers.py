@@ -215,9 +215,9 @@ def _gpu_gradient_bytes(request: Request) -> int:
 
 def _room_on_gpu(request: Request) -> Sequence[int]:
     """Groups that the GPU tier has room for, see [Note: updated on the GPU]; none if two steps' gradients are kept."""
-    found: list[int] = []
     if not request.updates_on_gpu or request.gradients == "doubled":
-        return found
+        return ()
+    found: list[int] = []
     weights = [need.device_bytes for need in request.groups]
     apart = min(max(weights, default=0), MAX_CHUNK_BYTES)  # a chunk of a group that has left
     room = request.gpu_bytes - _gpu_gradient_bytes(request) - sum(weights) - apart
@@ -354,7 +354,7 @@ def _pools(request: Request, chunk_elements: int, homes: _Homes, comfort: _Comfo
         spill=spill.pool_bytes(comfort.staging),
         update=update.pool_bytes(comfort.trips),
         weights=weights.pool_bytes(comfort.loads),
-        device=device.pool_bytes(comfort.staging),
+        device=device.pool_bytes(comfort.staging if request.nvme else 1),  # one after the other, without commits
     )
 
 

@@ -6,8 +6,9 @@ Owner: the loop thread; workers compute and copy.
 
 [Note: the weights on the device] They are the source of the update: they are what is in CPU memory, for what changes
 that goes to the device at once (`Weights.reload`). A load may be on its way: what it copies is waited for, and what it
-has not begun to copy waits for the update itself (`UpdatePipeline.settle`). A group that has left the device meanwhile
-is updated apart, one chunk after the other, in room that the placement leaves for that.
+has not begun to copy waits for the update, until that is in CPU memory or has put it on the device itself
+(`UpdatePipeline.settle`). A group that has left the device meanwhile is updated apart, one chunk after the other, in
+room that the placement leaves for that.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class GpuUpdates:
             await self._update(round_, trip, runs)
 
     async def _update(self, round_: Round, trip: Trip, runs: Sequence[Run]) -> None:
+        if not round_.gradients.is_filled(*trip.key):
+            raise RuntimeError(f"{trip.key} is updated without a gradient")
         # No await from here to `_changing`: the group may not leave the device in between.
         key, device, dtype = trip.key, self._device, self._groups[trip.group].dtype
         there, nbytes, here = self._weights.on_device(trip.group), self._weights.raw_bytes(*key), self._home(trip)

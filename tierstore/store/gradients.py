@@ -95,8 +95,7 @@ class _Delivery:
 class Gradients:
     """The gradients of one step.
 
-    Invariant: a chunk that is filled is in its lease, in the spill pack, or at home on the device, never in none of
-    them.
+    Invariant: a chunk that is filled is in its lease, in the spill pack, or at home on the device, never in none.
 
     Args:
         pool: leases of chunks that stay in CPU memory, or pass through it.

@@ -63,7 +63,7 @@ class StateOnGpu:
             if storage.nbytes():
                 self._device.release(storage, Reached())
 
-    def __contains__(self, group: int) -> bool:
+    def __contains__(self, group: object) -> bool:
         return group in self._state
 
     @property

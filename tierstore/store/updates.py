@@ -84,7 +84,7 @@ class UpdatePipeline:
         self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
         """The last trip of each chunk."""
         self.resident_writes: dict[tuple[int, int], asyncio.Task[None]] = {}
-        """The last write for a commit of what lives in CPU memory, which begins after a trip."""
+        """The last write for a commit of what lives in memory, which begins after a trip."""
         self.dirty: dict[tuple[int, int], Digests] = {}
         """Chunks of which a part lives in memory and is to be written, and what their last update says of it."""
 
@@ -191,7 +191,8 @@ class UpdatePipeline:
         delivered = await asyncio.shield(trip.applied)
         if delivered and not was_applied:
             return True
-        if self._weights.is_home_nvme(group) and trip.task is not None:
+        is_at_rest_later = self._weights.is_home_nvme(group) or group in self._on_gpu
+        if is_at_rest_later and trip.task is not None:
             await asyncio.shield(trip.task)
         return False
 

@@ -205,7 +205,8 @@ class DeviceAccess:
     def check_unchanged(self) -> None:
         """Refuse weights that the model has changed: updates go on from those at rest.
 
-        What goes past the version counters (`weight.data.clamp_()`) is not seen, and is lost.
+        What goes past the version counters (`weight.data.clamp_()`) is not seen, and is lost (or, where the GPU
+        updates, perhaps is not).
 
         Raises:
             GraphError: names one.

@@ -15,7 +15,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, open_device
-from tierstore.errors import ConfigError, TierstoreError, Timeout
+from tierstore.errors import BudgetError, ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
@@ -44,7 +44,7 @@ from tierstore.train.reduction import Reductions
 from tierstore.train.rounds import RoundDriver
 from tierstore.train.sizing import cut_groups
 
-_SHARED_TIERS = {"gpu_memory", "codec", "prefetch_depth"}
+_SHARED_TIERS = {"gpu_memory", "codec", "prefetch_depth", "state_on_gpu"}
 """Options of the tiers on which depends what all ranks do together."""
 
 
@@ -56,7 +56,7 @@ class Assembly:
         gathers, reductions: with the other ranks, if there are any.
         links: what moved between the ranks.
         opened: the generation that was resumed; None for a new store.
-        not_on_gpu: why state that could be on the GPU is not; None if there is nothing to say.
+        not_on_gpu: why no state is on the GPU, where it may be; None if some is.
     """
 
     runtime: Runtime
@@ -200,26 +200,32 @@ def assemble(
 def _placed(
     request: Request, tiers: TierConfig, device: ComputeDevice, dtypes: set[str], options: Options
 ) -> tuple[Placement, str | None]:
-    """Where everything lives, and why nothing is updated on the GPU, if it could be and cannot.
+    """Where everything lives, and why nothing is updated on the GPU, if it may be and is not.
 
     Raises:
         BudgetError: as `place`.
         ConfigError: it was asked for, and cannot.
     """
     placement = place(request)
-    reason = None
-    if placement.gpu_update_bytes:
-        reason = device.arithmetic.why_not()
-    elif tiers.state_on_gpu and options.schedule is UpdateSchedule.DELAYED:
-        reason = "update='delayed' keeps the gradients of two steps"
-    elif tiers.state_on_gpu and not request.updates_on_gpu:
-        reason = "several ranks share it"
-    if reason is None:
-        device.arithmetic.warm_up(dtypes if placement.gpu_update_bytes else ())
+    if not tiers.may_update_on_gpu:
         return placement, None
+    if placement.gpu_update_bytes:
+        reason = device.arithmetic.why_not(dtypes)
+    elif options.schedule is UpdateSchedule.DELAYED:
+        reason = "update='delayed' keeps the gradients of two steps"
+    elif not request.updates_on_gpu:
+        reason = "there are several ranks"
+    else:
+        reason = "gpu_memory has no room for that of any group beside all weights"
+    if reason is None:
+        return placement, None
+    told = f"state cannot be updated on {tiers.device}: {reason}"
     if tiers.state_on_gpu:
-        raise ConfigError(f"state_on_gpu: state cannot be updated on {tiers.device}: {reason}")
-    return place(replace(request, updates_on_gpu=False)), reason
+        raise ConfigError(f"state_on_gpu: {told}")
+    try:
+        return place(replace(request, updates_on_gpu=False)), reason
+    except BudgetError as error:
+        raise BudgetError(f"{error}; {told}") from error
 
 
 def _fill(

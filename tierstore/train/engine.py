@@ -433,7 +433,8 @@ class Engine:
             self._order.refuse_within_step("gathered(modify=True)")
             self._generations.leave_newer()
         self.flush()
-        with whole.gathered(parts, self.model, whole.checked_names(names)) as groups:
+        is_kept = lambda group: self._modified[group] > 0  # noqa: E731  # by a block around this one
+        with whole.gathered(parts, self.model, whole.checked_names(names), is_kept) as groups:
             self._modified.update(groups if modify else ())
             self._blocks += 1
             try:
@@ -499,8 +500,8 @@ class Engine:
     def statistics(self) -> dict[str, Any]:
         """Totals since the engine was made: bytes by link, peaks by tier, generation, codecs, depth, buffered I/O.
 
-        `stall_s` is the time in which compute waited for weights; `not_on_gpu` says why state that could live on the
-        GPU does not, if so.
+        `stall_s` is the time in which compute waited for weights; `not_on_gpu` says why no optimizer state lives on
+        the GPU, where it may.
         """
         return self._meters.totals()
 

@@ -85,6 +85,6 @@ class StepMeters:
     def _peaks(self) -> dict[str, int]:
         store = self._parts.store
         return {
-            "gpu": store.gpu_budget.peak_bytes + self._parts.collector.peak_bytes + store.on_gpu.nbytes,
+            "gpu": store.gpu_budget.peak_bytes + self._parts.collector.peak_bytes + store.placement.gpu_update_bytes,
             "cpu": store.cpu_peak_bytes,
         }

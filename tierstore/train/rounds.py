@@ -12,7 +12,8 @@ Owner: the training side; `_decide...` and `_begin` run on the loop.
 | delayed | as forward, with the gradients of the step before: one step stale, not exact | the store, with the state |
 | speculative | as backward, with no clipping assumed; redone from the committed slot if that was wrong | the device |
 
-A step that does not speculate, for it rests or may be interrupted, is updated as under forward.
+A step that does not speculate, for it rests or may be interrupted, is updated as under forward. What the GPU updates
+(`store/gpu_updates.py`) is updated when step() has decided, under each of them: there it takes next to nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +72,6 @@ class RoundDriver:
         """The one in force: of the round in progress, else of the last one."""
         self._store = store
         self._runtime = runtime
-        self._on_gpu = frozenset(g for g in range(len(store.groups)) if store.placement.is_updated_on_gpu(g))
         self._round: Round | None = None
         self.speculation = Speculation()
         self.is_speculating = False
@@ -141,7 +141,7 @@ class RoundDriver:
             keeps_gradients=self.is_speculating,
             barrier=None,
             borrows=self.is_speculating and self.is_streaming and not accumulates,
-            eager=self._on_gpu,
+            eager=self._store.on_gpu,
         )
         self._round = round_
         self._runtime.call(self._begin, round_)
@@ -151,12 +151,9 @@ class RoundDriver:
         self._store.updates.begin(round_)
 
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[], None] | None:
-        """What the loop does when the gradient of this group is with the store.
-
-        None: nothing yet, for what is updated on the GPU waits for the norm.
-        """
+        """What the loop does when the gradient of this group is with the store; None: nothing, until `decide`."""
         round_ = self._round
-        if round_ is None or group in self._on_gpu:
+        if round_ is None or group in self._store.on_gpu:
             return None
         return lambda: self._store.updates.decide_group(round_, group, updates)
 

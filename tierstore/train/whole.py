@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,9 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
     names = [spec.name for group in parts.groups.groups for spec in group.spec.parameters]
     pieces = (Piece(name, 0, state[name].detach().reshape(-1)) for name in names)
     fill(parts.store, parts.runtime, parts.groups, pieces, keep=True)
-    if not parts.partition.is_shared:  # what somebody holds a view of has stayed on the device
-        parts.access.settle()
-        _reload(parts, parts.groups.groups)
+    parts.access.settle()
+    for group in parts.groups.groups:  # what somebody holds a view of has stayed on the device
+        _reload(parts, group.index)
     with torch.no_grad():
         for name, buffer in capture.persistent_buffers(model).items():
             buffer.copy_(state[name])
@@ -121,8 +121,15 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
 
 
 @contextlib.contextmanager
-def gathered(parts: Assembly, model: nn.Module, names: Sequence[str]) -> Iterator[list[int]]:
+def gathered(
+    parts: Assembly, model: nn.Module, names: Sequence[str], is_kept: Callable[[int], bool]
+) -> Iterator[list[int]]:
     """The groups of these parameters, and of all below these modules, on the device, until the end of the block.
+
+    What was changed and not kept is undone, also what somebody holds a view of, which stays on the device.
+
+    Args:
+        is_kept: whether somebody else will keep what is changed in a group.
 
     Raises:
         ConfigError: neither a parameter nor a module has such a name.
@@ -143,14 +150,12 @@ def gathered(parts: Assembly, model: nn.Module, names: Sequence[str]) -> Iterato
             parts.access.enter(group, for_long=True)
             entered.callback(parts.access.leave, group, for_long=True)
             if is_first:  # what a forward has given them is lost already
-                parts.groups.groups[group].take_back()
-                parts.groups.groups[group].accept_changes()
+                _undo_changes(parts, group, is_kept=False)
         try:
             yield wanted
         finally:
             for group in wanted:
-                parts.groups.groups[group].take_back()
-                parts.groups.groups[group].accept_changes()
+                _undo_changes(parts, group, is_kept=is_kept(group))
 
 
 def checked_names(names: str | Iterable[str]) -> list[str]:
@@ -169,27 +174,29 @@ def refuse_changes(parts: Assembly, groups: Iterable[int]) -> None:
     """Weights of these groups that were changed since they were gathered, which nobody keeps.
 
     Raises:
-        GraphError: names one; all are as they were before.
+        GraphError: names one.
     """
-    changed = {name: group for group in map(parts.groups.groups.__getitem__, groups) for name in group.changed()}
-    if not changed:
-        return
-    for group in changed.values():
-        group.take_back()
+    for name in (name for index in groups for name in parts.groups.groups[index].changed()):
+        raise GraphError(
+            f"{name} was changed inside gathered(), which is lost; change weights inside "
+            f"`with engine.gathered([{name!r}], modify=True):`"
+        )
+
+
+def _undo_changes(parts: Assembly, index: int, *, is_kept: bool) -> None:
+    """A group that is on the device has its parameters again, and their values, if nobody keeps other ones."""
+    group = parts.groups.groups[index]
+    is_changed = any(group.changed())
+    group.take_back()
+    if is_changed and not is_kept:
+        _reload(parts, index)
+    group.accept_changes()
+
+
+def _reload(parts: Assembly, group: int) -> None:
+    """If this group is on the device, it is as it is at rest. Where ranks share it, it stays as it is."""
     if not parts.partition.is_shared:
-        _reload(parts, changed.values())
-    name = next(iter(changed))
-    raise GraphError(
-        f"{name} was changed inside gathered(), which is lost; change weights inside "
-        f"`with engine.gathered([{name!r}], modify=True):`"
-    )
-
-
-def _reload(parts: Assembly, groups: Iterable[Group]) -> None:
-    """What of these is on the device is as it is at rest."""
-    mark = parts.access.device.record()
-    for index in {group.index: None for group in groups}:
-        parts.runtime.call(parts.store.weights.reload, index, mark)
+        parts.runtime.call(parts.store.weights.reload, group, parts.access.device.record())
 
 
 def _parameters_at(model: nn.Module, name: str) -> list[nn.Parameter]:
@@ -223,6 +230,7 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
         raise ConfigError(wrong[0])
     for group in changed:
         fill(parts.store, parts.runtime, parts.groups, pieces(group), keep=True, only={group.index})
+        group.accept_changes()
 
 
 def as_trained(dtype: str, master: torch.Tensor) -> torch.Tensor:
