@@ -389,8 +389,9 @@ def test_close_gives_the_memory_back() -> None:
 
 
 @pytest.mark.parametrize(("kind", "way"), must.LATE)
-def test_models(kind: Any, way: tuple[str, float | None], tmp_path: Path) -> None:
+def test_models(kind: Any, way: tuple[str, float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that are skipped, tied, frozen, recomputed: the losses of plain torch."""
+    monkeypatch.setattr(must, "WIDTH", 16)  # tests of ranks make it larger
     update, clip = way
     expected = train_plain(must.make(kind), must.batches(must.STEPS), must.loss_of, max_grad_norm=clip)
     tiers = on_gpu(tmp_path)
