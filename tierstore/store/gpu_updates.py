@@ -78,7 +78,9 @@ class GpuUpdates:
         # No await from here to `_changing`: the group may not leave the device in between.
         key, device, dtype = trip.key, self._device, self._groups[trip.group].dtype
         there, nbytes, here = self._weights.on_device(trip.group), self._weights.raw_bytes(*key), self._home(trip)
-        storage, offset = (there, self._weights.device_offset(*key)) if there else (self._on_gpu.empty_storage(), 0)
+        storage, offset = self._on_gpu.empty_storage(), 0
+        if there is not None:
+            storage, offset = there, self._weights.device_offset(*key)
         is_there = self._weights.is_valid_on_device(trip.group)
         state, gradient = self._on_gpu.state(*key), self._on_gpu.gradient(*key)
 

@@ -463,7 +463,6 @@ class UpdatePipeline:
             writes.append(self._packs[0].write(index, weights, Priority.COMMIT, known=known[0]))
         await together(writes)
 
-
     def _is_state_in_memory(self, trip: Trip) -> bool:
         return trip.key in self._resident_state or trip.group in self._on_gpu
 
