@@ -134,9 +134,10 @@ class _Run:
         unused = parts.source.unexpected if isinstance(parts.source, CheckpointSource) else ()
         if unused:
             notes.append(f"tensors of the checkpoint that are not used: {len(unused)}, the first is {unused[0]}")
-        if reason := self._engine.statistics()["not_on_gpu"]:
+        statistics = self._engine.statistics()
+        if reason := statistics["not_on_gpu"]:
             notes.append(f"no optimizer state lives on the GPU: {reason}")
-        if buffered := self._engine.statistics()["buffered_directories"]:
+        if buffered := statistics["buffered_directories"]:
             notes.append(f"no O_DIRECT in {', '.join(buffered)}: I/O is buffered, and the page cache takes memory")
         for note in notes:
             self._reporter.say(f"note: {note}")

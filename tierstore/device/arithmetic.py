@@ -115,7 +115,7 @@ class GpuArithmetic:
 
     def square_sums(self, dtype: str, gradient: Span, out: npt.NDArray[np.float64]) -> None:
         here = self._passing()[: len(out) * compiled.LANES * 8].view(np.float64).reshape(-1, compiled.LANES)
-        with self._queue():  # nobody else's turn would come while this waited
+        with self._queue():  # not `lanes.cpu()`, which would wait while others wait for their turn
             lanes = gpu_kernels.square_lanes(dtype, _tensor(gradient))
             torch.from_numpy(here).copy_(lanes, non_blocking=True)
         compiled.add_lanes(here, out)

@@ -1,6 +1,6 @@
 """Bytes of storages, as numpy and as torch see them.
 
-Scope: ranges, and views that do not look like uses by the model.
+Scope: ranges, types of elements, and views that do not look like uses by the model.
 Not here: copies (`transfers.py`), what is computed (`arithmetic.py`).
 Owner: none; whoever has a view keeps the storage as long as that is used.
 """

@@ -226,8 +226,7 @@ def step_work(
         for name, work in _offload_work(placement, pattern, loads, _adam_elements_per_s(job, node)).items():
             parts[name] += Work(*(layout.gpus * value for value in astuple(work)))
         if (norms := node.rates.norm_elements_per_s) is not None:  # of what arrives in CPU memory
-            trained = sum(need.elements for need, here in zip(placement.groups, _updated_on_cpu(placement)) if here)
-            parts["backward"] += Work(optimizer_s=layout.gpus * trained / norms)
+            parts["backward"] += Work(optimizer_s=layout.gpus * _elements_on_cpu(placement) / norms)
     return parts
 
 
@@ -343,9 +342,10 @@ def _loads(job: Job, placement: Placement | None, layout: Layout) -> list[tuple[
     return loads
 
 
-def _updated_on_cpu(placement: Placement) -> list[bool]:
-    """By group."""
-    return [need.trainable and not placement.is_updated_on_gpu(group) for group, need in enumerate(placement.groups)]
+def _elements_on_cpu(placement: Placement) -> int:
+    """Those that the CPU updates."""
+    groups = enumerate(placement.groups)
+    return sum(need.elements for group, need in groups if need.trainable and not placement.is_updated_on_gpu(group))
 
 
 def _offload_work(
@@ -360,7 +360,6 @@ def _offload_work(
     read = [sum(size * count[way] for size, count, far in zip(grids, loads, on_nvme) if far) for way in (0, 1)]
     on_gpu = [size if placement.is_updated_on_gpu(group) else 0 for group, size in enumerate(grids)]
     gradients = (sum(grids) - sum(on_gpu)) * pattern.micro_batches
-    on_cpu = sum(need.elements for need, here in zip(placement.groups, _updated_on_cpu(placement)) if here)
     spilled = traffic.read[Kind.GRADIENTS]
     added = spilled * (pattern.micro_batches - 1) / pattern.micro_batches
     return {
@@ -372,7 +371,7 @@ def _offload_work(
         "update": Work(
             read_bytes=traffic.read_bytes - sum(read) - added,
             written_bytes=traffic.written_bytes - traffic.written[Kind.GRADIENTS], d2h_bytes=sum(on_gpu),
-            optimizer_s=on_cpu / adam_elements_per_s,
+            optimizer_s=_elements_on_cpu(placement) / adam_elements_per_s,
         ),
         "commit": Work(written_bytes=committed),
     }  # fmt: skip

@@ -242,7 +242,7 @@ def _updated_on_gpu(request: Request) -> Sequence[int]:
         if not is_too_many(0, comfort):
             counts = range(len(found) + 1)
             return found[: bisect.bisect_left(counts, True, key=lambda count: is_too_many(count, comfort)) - 1]
-    return found
+    return found  # what fits neither way was refused before
 
 
 def _corners(request: Request, chunk_elements: int, on_gpu: Container[int]) -> Iterator[_Homes]:
