@@ -1,18 +1,14 @@
 """Where every byte of the training state lives, decided from the budgets of the tiers.
 
 Scope: `place`, and the smallest budgets that it accepts. The record it returns is in `plan/placement.py`.
-Not here: when bytes move (`plan/prefetch.py`).
+Not here: the memory that homes need (`plan/working_set.py`), room on the GPU tier (`plan/gpu_room.py`), when bytes
+    move (`plan/prefetch.py`).
 
 [Note: homes] A byte of CPU memory goes where it saves most traffic of the NVMe disks per step: a gradient that stays
 is neither written nor read in any micro-batch (2 per byte and micro-batch; half of it when two steps' gradients are
 kept, next to nothing if the only one is used at once), a weight is not read in forward and in backward (2 for each
 micro-batch, as far as the GPU tier does not hold it), nor by the update where that reads it (1), a state byte is not
 read (1; it is still written for a commit).
-
-[Note: updated on the GPU] A group whose state and gradient find room on the GPU tier beside all weights is updated
-there: its gradient does not go to the CPU, and its new weights are on the GPU by themselves. They are the first
-groups: their gradients come last, and the next forward needs them first. Their weights live in CPU memory, too: what is
-not a step looks for them there.
 
 [Note: what streams] State that is not kept is written as soon as it is updated, but not before the commit of the step
 before, which writes all that is kept; until then it holds memory that others wait for. So what streams should be
@@ -24,13 +20,13 @@ groups streaming (medians of four runs each, in turns, twice, 2026-11-25); in 76
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.alignment import ALIGNMENT
 from tierstore.config import Tier, format_size
 from tierstore.errors import BudgetError
+from tierstore.plan import gpu_room
 from tierstore.plan.placement import (
     BLOCK,
     MAX_CHUNK_BYTES,
@@ -42,6 +38,7 @@ from tierstore.plan.placement import (
     Request,
     UsageRow,
 )
+from tierstore.plan.working_set import FLOOR, WORKING, Comfort, Homes, chunk_elements_of, chunk_sizes, corners, pools_of
 
 __all__ = [
     "BLOCK",
@@ -67,51 +64,9 @@ class Budgets:
     cpu_bytes: int
 
 
-@dataclass(slots=True)
-class _Transient:
-    """What passes through a transient pool: its largest lease, and all of them together."""
-
-    largest_bytes: int = 0
-    total_bytes: int = 0
-
-    def add(self, largest_bytes: int, total_bytes: int) -> None:
-        self.largest_bytes = max(self.largest_bytes, largest_bytes)
-        self.total_bytes += total_bytes
-
-    def pool_bytes(self, leases: int) -> int:
-        """Room for `leases` of the largest, or for everything that ever passes if that is less."""
-        return min(leases * self.largest_bytes, self.total_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Homes:
-    weights: tuple[Tier, ...]
-    gradients: tuple[Tier, ...]
-    state: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Comfort:
-    """How many leases the transient pools hold: trips, gradients and weights on their way; and gradients of how many
-    whole groups if they are streamed.
-    """
-
-    trips: int
-    staging: int
-    loads: int
-    streamed_groups: int = 0
-
-
-_FLOOR = _Comfort(trips=1, staging=1, loads=1)
-_WORKING = _Comfort(trips=4, staging=2, loads=2)  # less than that and reading, updating and writing take turns
-
-
 _BUSY_TRIPS = 3  # per worker: one is read, one updated, one written
 _LITTLE = 32
 """This part of the memory is little."""
-COMPANY_BYTES = 2 * 2**20
-"""Of small groups' gradients, handed over at once: see [Note: company] in `train/backward.py`. With it the engine takes
-0.71 to 0.83 of the time: `tierstore bench step --heat cost`, 2 cores, three runs each in turns, 2026-11-25."""
 _USUAL_CHUNK_BYTES = 16 * 2**20
 """Full rate of the disk, and half the working set of the largest chunk: in 1 GiB a step of GPT-2 124M then moves
 19.0 B per parameter, not 20.7 (two rounds in turns on a disk of 1.5 GB/s, 2026-11-22: 1.71 and 1.72 s, not 1.90 and
@@ -120,14 +75,14 @@ _USUAL_CHUNK_BYTES = 16 * 2**20
 
 def smallest_budgets(request: Request) -> Budgets:
     """The smallest budgets that `place` accepts; of the CPU with the GPU's as it is."""
-    least = _chunk_sizes(request)[-1]
+    least = chunk_sizes(request)[-1]
     return Budgets(
-        gpu_bytes=_acquired_bytes(request) + _gradient_room_bytes(request),
+        gpu_bytes=gpu_room.acquired_bytes(request) + gpu_room.gradient_room_bytes(request),
         cpu_bytes=request.scratch_bytes
         + min(
-            _pools(request, least, homes, _FLOOR).total_bytes
-            for on_gpu in (_room_on_gpu(request), ())
-            for homes in _corners(request, least, on_gpu)
+            pools_of(request, least, homes, FLOOR).total_bytes
+            for on_gpu in (gpu_room.updatable(request), ())
+            for homes in corners(request, least, on_gpu)
         ),
     )
 
@@ -159,17 +114,17 @@ def place(request: Request) -> Placement:
 
 def place_uniformly(request: Request, *, weights: Tier, gradients: Tier, state: Tier) -> Placement:
     """Every group at the same homes, with a working set of memory around them: what they take, whatever the budgets."""
-    size = _chunk_sizes(request)[0]
-    homes = _Homes(
+    size = chunk_sizes(request)[0]
+    homes = Homes(
         weights=(weights,) * len(request.groups),
         gradients=tuple(gradients if need.trainable else Tier.CPU for need in request.groups),
         state=tuple(Grid(need, size).count if need.trainable and state is Tier.CPU else 0 for need in request.groups),
     )
-    return _placement(request, size, homes, _pools(request, size, homes, _WORKING))
+    return _placement(request, size, homes, pools_of(request, size, homes, WORKING))
 
 
-def _placement(request: Request, chunk_elements: int, homes: _Homes, pools: Pools) -> Placement:
-    gradient_bytes = _gpu_gradient_bytes(request)
+def _placement(request: Request, chunk_elements: int, homes: Homes, pools: Pools) -> Placement:
+    gradient_bytes = gpu_room.gradient_bytes(request)
     on_gpu = (need for need, home in zip(request.groups, homes.gradients) if home is Tier.GPU)
     return Placement(
         groups=request.groups,
@@ -185,58 +140,17 @@ def _placement(request: Request, chunk_elements: int, homes: _Homes, pools: Pool
     )
 
 
-def _acquired_bytes(request: Request) -> int:
-    if request.acquired_bytes is not None:
-        return request.acquired_bytes
-    return max((need.device_bytes for need in request.groups), default=0)
-
-
-def _gradient_room_bytes(request: Request) -> int:
-    if request.gradient_room_bytes is not None:
-        return request.gradient_room_bytes
-    return max((need.device_bytes for need in request.groups if need.trainable), default=0)
-
-
-def _gpu_gradient_bytes(request: Request) -> int:
-    """Room for the largest gradient; for two when a second one takes nothing that weights could use well; for several
-    small ones when they all fit beside all weights, or no more than a sixteenth of what does not hold those anyway.
-    """
-    largest = _gradient_room_bytes(request)
-    all_weights = sum(need.device_bytes for need in request.groups)
-    enough = min(all_weights, 3 * _acquired_bytes(request))
-    room = 2 * largest if request.gpu_bytes - 2 * largest >= max(enough, _acquired_bytes(request)) else largest
-    if request.gradient_room_bytes is not None:
-        return room  # with other ranks, which are handed no gradients together
-    trained = sum(need.device_bytes for need in request.groups if need.trainable)
-    several = max(room, min(2 * COMPANY_BYTES, request.gpu_bytes // 16, trained))
-    weights_bytes = all_weights if request.gpu_bytes - room >= all_weights else max(enough, _acquired_bytes(request))
-    return several if request.gpu_bytes - several >= weights_bytes else room
-
-
-def _room_on_gpu(request: Request) -> Sequence[int]:
-    """Groups that the GPU tier has room for, see [Note: updated on the GPU]; none if two steps' gradients are kept."""
-    if not request.updates_on_gpu or request.gradients == "doubled":
-        return ()
-    found: list[int] = []
-    weights = [need.device_bytes for need in request.groups]
-    apart = min(max(weights, default=0), MAX_CHUNK_BYTES)  # a chunk of a group that has left
-    room = request.gpu_bytes - _gpu_gradient_bytes(request) - sum(weights) - apart
-    for index, need in enumerate(request.groups):
-        if need.trainable and need.update_bytes <= room:
-            found.append(index)
-            room -= need.update_bytes
-    return found
-
-
 def _updated_on_gpu(request: Request) -> Sequence[int]:
-    """As many of them as leave CPU memory to a working set of the others, beside their own weights."""
-    found, least = _room_on_gpu(request), _chunk_sizes(request)[-1]
+    """Of what the GPU has room for, as many as leave CPU memory to a working set of the rest, beside their weights."""
+    found, least = gpu_room.updatable(request), chunk_sizes(request)[-1]
 
-    def is_too_many(count: int, comfort: _Comfort) -> bool:
-        corners = _corners(request, least, found[:count])
-        return all(_pools(request, least, homes, comfort).total_bytes > request.cpu_bytes for homes in corners)
+    def is_too_many(count: int, comfort: Comfort) -> bool:
+        return all(
+            pools_of(request, least, homes, comfort).total_bytes > request.cpu_bytes
+            for homes in corners(request, least, found[:count])
+        )
 
-    for comfort in (_WORKING, _FLOOR):
+    for comfort in (WORKING, FLOOR):
         if not is_too_many(len(found), comfort):
             return found
         if not is_too_many(0, comfort):
@@ -245,22 +159,7 @@ def _updated_on_gpu(request: Request) -> Sequence[int]:
     return found  # what fits neither way was refused before
 
 
-def _corners(request: Request, chunk_elements: int, on_gpu: Container[int]) -> Iterator[_Homes]:
-    """Uniform homes of what is not updated on the GPU, from everything in CPU memory to everything on disk."""
-    groups = request.groups
-    is_on_cpu = [need.trainable and index not in on_gpu for index, need in enumerate(groups)]
-    whole = tuple(Grid(need, chunk_elements).count if here else 0 for need, here in zip(groups, is_on_cpu))
-    places = (Tier.CPU, Tier.NVME) if request.nvme else (Tier.CPU,)
-    for gradients, weights, state in itertools.product(places, places, places):
-        homes = [gradients if here else Tier.CPU for here in is_on_cpu]
-        yield _Homes(
-            weights=tuple(Tier.CPU if index in on_gpu else weights for index in range(len(groups))),
-            gradients=tuple(Tier.GPU if index in on_gpu else home for index, home in enumerate(homes)),
-            state=whole if state is Tier.CPU else (0,) * len(groups),
-        )
-
-
-def _start(request: Request, on_gpu: Container[int]) -> tuple[int, _Homes, _Comfort]:
+def _start(request: Request, on_gpu: Container[int]) -> tuple[int, Homes, Comfort]:
     """Chunk size, homes to improve on, and the comfort that is not given up for them.
 
     Everything in memory if that fits; otherwise from everything on disk, with the largest chunk of which a working set
@@ -269,116 +168,51 @@ def _start(request: Request, on_gpu: Container[int]) -> tuple[int, _Homes, _Comf
     Args:
         on_gpu: groups that are updated on the GPU.
     """
-    sizes = _chunk_sizes(request)
-    for comfort in (_WORKING, _FLOOR):
+    sizes = chunk_sizes(request)
+    for comfort in (WORKING, FLOOR):
         for size in sizes:
-            homes = next(_corners(request, size, on_gpu))
-            if _pools(request, size, homes, comfort).total_bytes <= request.cpu_bytes:
+            homes = next(corners(request, size, on_gpu))
+            if pools_of(request, size, homes, comfort).total_bytes <= request.cpu_bytes:
                 return size, homes, comfort
     for size in sizes:
-        *_, homes = _corners(request, size, on_gpu)
+        *_, homes = corners(request, size, on_gpu)
         if _is_modest(request, size, homes):
-            return size, homes, _WORKING
+            return size, homes, WORKING
     least = sizes[-1]
-    if _pools(request, least, homes, _WORKING).total_bytes <= request.cpu_bytes:
-        return least, homes, _WORKING
+    if pools_of(request, least, homes, WORKING).total_bytes <= request.cpu_bytes:
+        return least, homes, WORKING
     fitting = (
         homes
-        for homes in _corners(request, least, on_gpu)
-        if _pools(request, least, homes, _FLOOR).total_bytes <= request.cpu_bytes
+        for homes in corners(request, least, on_gpu)
+        if pools_of(request, least, homes, FLOOR).total_bytes <= request.cpu_bytes
     )
-    return least, next(fitting), _FLOOR
+    return least, next(fitting), FLOOR
 
 
-def _is_modest(request: Request, chunk_elements: int, homes: _Homes) -> bool:
+def _is_modest(request: Request, chunk_elements: int, homes: Homes) -> bool:
     """Whether a working set of such chunks takes at most a quarter of the memory; if they are larger than the disk
     needs for its full rate, the trips that keep all workers busy at most a fifth, for a larger one saves no traffic.
     """
-    least = _pools(request, chunk_elements, homes, _WORKING)
+    least = pools_of(request, chunk_elements, homes, WORKING)
     room = request.cpu_bytes - least.resident  # weights of groups that the GPU updates stay in any case
     if least.total_bytes - least.resident > room // 4:
         return False
-    busy = replace(_WORKING, trips=_BUSY_TRIPS * request.workers)
-    is_usual = chunk_elements <= _chunk_elements(request, _USUAL_CHUNK_BYTES)
-    return is_usual or _pools(request, chunk_elements, homes, busy).total_bytes - least.resident <= room // 5
-
-
-def _chunk_sizes(request: Request) -> Sequence[int]:
-    """Chunk sizes in elements, largest first; none is larger than the largest group needs."""
-    if request.chunk_elements is not None:
-        return (request.chunk_elements,)
-    limit = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
-    longest = max((need.elements for need in request.groups), default=0)
-    return range(min(_chunk_elements(request, limit), max(1, -(-longest // BLOCK)) * BLOCK), 0, -BLOCK)
-
-
-def _chunk_elements(request: Request, nbytes: int) -> int:
-    """Whole blocks of elements of which no kind is larger than this; at least one."""
-    element_bytes = max((max(need.weight_bytes, need.state_bytes) for need in request.groups), default=1)
-    return max(1, nbytes // element_bytes // BLOCK) * BLOCK
-
-
-def _pools(request: Request, chunk_elements: int, homes: _Homes, comfort: _Comfort) -> Pools:
-    """Pools that these homes need; transient ones hold `comfort` leases, or all there ever are if those are fewer."""
-    copies = 2 if request.gradients == "doubled" else 1
-    resident = kept = 0
-    gradients: list[int] = []
-    streamed, spill, update, weights, device = (_Transient() for _ in range(5))
-    for need, weights_home, gradient_home, resident_chunks in zip(
-        request.groups, homes.weights, homes.gradients, homes.state
-    ):
-        grid = Grid(need, chunk_elements)
-        if weights_home is Tier.CPU:
-            resident += grid.total(need.weight_bytes)
-        else:
-            weights.add(grid.largest(need.weight_bytes), grid.total(need.weight_bytes))
-        if gradient_home is Tier.GPU:
-            device.add(grid.largest(need.state_bytes), grid.total(need.state_bytes))
-        if not need.trainable or gradient_home is Tier.GPU:
-            continue
-        resident += grid.leading(need.state_bytes, resident_chunks)
-        gradient_bytes = grid.total(need.weight_bytes)
-        if gradient_home is Tier.NVME:
-            spill.add(grid.largest(need.weight_bytes), gradient_bytes)
-            if request.gradients == "streamed":
-                streamed.add(grid.largest(need.weight_bytes), gradient_bytes)
-                gradients.append(gradient_bytes)
-        else:
-            kept += copies * gradient_bytes
-        beside_state = (weights_home is Tier.NVME) + (gradient_home is Tier.NVME)
-        update.add(*_trips(grid, resident_chunks, beside_state))
-    whole_groups = min(sum(gradients), comfort.streamed_groups * max(gradients, default=0))
-    return Pools(
-        resident=resident,
-        gradients=kept + max(streamed.pool_bytes(comfort.staging), whole_groups),
-        spill=spill.pool_bytes(comfort.staging),
-        update=update.pool_bytes(comfort.trips),
-        weights=weights.pool_bytes(comfort.loads),
-        device=device.pool_bytes(comfort.staging if request.nvme else 1),  # one after the other, without commits
-    )
-
-
-def _trips(grid: Grid, resident_chunks: int, beside_state: int) -> tuple[int, int]:
-    """Largest and total trip of a group's updates, with `beside_state` copies of weight size beside the state."""
-    need = grid.need
-    moved_state = grid.largest(need.state_bytes, skip=resident_chunks)
-    with_state = moved_state + beside_state * grid.largest(need.weight_bytes, skip=resident_chunks)
-    without_state = beside_state * grid.largest(need.weight_bytes) if resident_chunks else 0
-    state_total = grid.total(need.state_bytes) - grid.leading(need.state_bytes, resident_chunks)
-    return max(with_state, without_state), state_total + beside_state * grid.total(need.weight_bytes)
+    busy = replace(WORKING, trips=_BUSY_TRIPS * request.workers)
+    is_usual = chunk_elements <= chunk_elements_of(request, _USUAL_CHUNK_BYTES)
+    return is_usual or pools_of(request, chunk_elements, homes, busy).total_bytes - least.resident <= room // 5
 
 
 class _Filler:
     """Spends the CPU budget on better homes and more leases, one accepted step at a time."""
 
-    def __init__(self, request: Request, chunk_elements: int, homes: _Homes, comfort: _Comfort) -> None:
+    def __init__(self, request: Request, chunk_elements: int, homes: Homes, comfort: Comfort) -> None:
         self.request = request
         self.chunk_elements = chunk_elements
         self.homes = homes
         self.comfort = comfort
         self.budget_bytes = request.cpu_bytes // ALIGNMENT * ALIGNMENT
 
-    def fill(self) -> tuple[_Homes, Pools]:
+    def fill(self) -> tuple[Homes, Pools]:
         """Homes by the traffic they save, a good working set before state, and the rest for read-ahead."""
         self._widen(replace(self.comfort, streamed_groups=groups) for groups in (2, 1))
         self._widen(self._cheap_loads())
@@ -397,10 +231,10 @@ class _Filler:
         )
         return self.homes, replace(pools, update=pools.update + read_ahead)
 
-    def _pools(self, homes: _Homes, comfort: _Comfort) -> Pools:
-        return _pools(self.request, self.chunk_elements, homes, comfort)
+    def _pools(self, homes: Homes, comfort: Comfort) -> Pools:
+        return pools_of(self.request, self.chunk_elements, homes, comfort)
 
-    def _spare_bytes(self, homes: _Homes, comfort: _Comfort) -> int:
+    def _spare_bytes(self, homes: Homes, comfort: Comfort) -> int:
         return self.budget_bytes - self._pools(homes, comfort).total_bytes
 
     def _chunk_counts(self) -> tuple[int, ...]:
@@ -409,13 +243,13 @@ class _Filler:
             for need, home in zip(self.request.groups, self.homes.gradients)
         )
 
-    def _working_sets(self) -> Iterator[_Comfort]:
+    def _working_sets(self) -> Iterator[Comfort]:
         """From three trips and two staging chunks per worker down to the comfort at hand."""
         for trips in range(_BUSY_TRIPS * self.request.workers, self.comfort.trips, -1):
             staging = max(self.comfort.staging, -(-trips * 2 // 3))
             yield replace(self.comfort, trips=trips, staging=staging, loads=max(self.comfort.loads, staging))
 
-    def _cheap_loads(self) -> Iterator[_Comfort]:
+    def _cheap_loads(self) -> Iterator[Comfort]:
         """Up to two chunks of weights per worker on their way, as far as that takes little.
 
         With fewer, workers begin to read ahead for updates between two chunks of a group that somebody waits for, and
@@ -428,14 +262,14 @@ class _Filler:
             if self._pools(self.homes, wider).total_bytes - before_bytes <= self.budget_bytes // _LITTLE:
                 yield wider
 
-    def _widen(self, comforts: Iterable[_Comfort]) -> None:
+    def _widen(self, comforts: Iterable[Comfort]) -> None:
         """Takes the first comfort that fits, if one does."""
         for comfort in comforts:
             if self._spare_bytes(self.homes, comfort) >= 0:
                 self.comfort = comfort
                 return
 
-    def _promote(self, tiers: tuple[Tier, ...], replaced: Callable[[_Homes, tuple[Tier, ...]], _Homes]) -> None:
+    def _promote(self, tiers: tuple[Tier, ...], replaced: Callable[[Homes, tuple[Tier, ...]], Homes]) -> None:
         """Moves one kind to CPU memory: at once, since the last group also saves the staging, or group by group."""
         whole = replaced(self.homes, tuple(Tier.CPU if tier is Tier.NVME else tier for tier in tiers))
         if self._spare_bytes(whole, self.comfort) >= 0:
@@ -484,7 +318,7 @@ class _Filler:
 def _by_value(request: Request) -> list[Kind]:
     """Kinds by the NVMe traffic that a byte of CPU memory saves per step, most first (see [Note: homes])."""
     passes = request.micro_batches
-    fetched = _fetched_share(request)
+    fetched = gpu_room.fetched_share(request)
     of_gradients = {"held": 2.0 * passes, "doubled": 1.0 * passes, "streamed": 2.0 * passes if passes > 1 else 0.0}
     saved = {
         Kind.GRADIENTS: of_gradients[request.gradients],
@@ -493,12 +327,3 @@ def _by_value(request: Request) -> list[Kind]:
         Kind.STATE: 1.0,
     }
     return sorted(saved, key=lambda kind: -saved[kind])  # stable: gradients before weights before state
-
-
-def _fetched_share(request: Request) -> float:
-    """The part of all weights that each pass fetches: what finds no room on the GPU beside two of the largest group."""
-    sizes = [need.device_bytes for need in request.groups]
-    room = request.gpu_bytes - _gpu_gradient_bytes(request)
-    if room >= sum(sizes):
-        return 0.0
-    return 1.0 - max(0, room - 2 * max(sizes)) / sum(sizes)

@@ -30,7 +30,7 @@ import torch
 from tierstore.device.streams import ComputeDevice
 from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
-from tierstore.plan.tiers import COMPANY_BYTES
+from tierstore.plan.gpu_room import COMPANY_BYTES
 from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.pieces import Piece
 from tierstore.train.graph import KnownLeaves

@@ -1,0 +1,74 @@
+"""Who has the GPU tier: weights, the gradients that are being made, and what is updated there.
+
+Scope: room for gradients, the groups that there is room to update, and the weights that there is none for.
+Not here: CPU memory (`plan/working_set.py`), the choice (`plan/tiers.py`).
+
+[Note: updated on the GPU] A group whose state and gradient find room on the GPU tier beside all weights is updated
+there: its gradient does not go to the CPU, and its new weights are on the GPU by themselves. They are the first
+groups: their gradients come last, and the next forward needs them first. Their weights live in CPU memory, too: what is
+not a step looks for them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierstore.plan.placement import MAX_CHUNK_BYTES, Request
+
+COMPANY_BYTES = 2 * 2**20
+"""Of small groups' gradients, handed over at once: see [Note: company] in `train/backward.py`. With it the engine takes
+0.71 to 0.83 of the time: `tierstore bench step --heat cost`, 2 cores, three runs each in turns, 2026-11-25."""
+
+
+def acquired_bytes(request: Request) -> int:
+    """Weights that are in use together, at most."""
+    if request.acquired_bytes is not None:
+        return request.acquired_bytes
+    return max((need.device_bytes for need in request.groups), default=0)
+
+
+def gradient_room_bytes(request: Request) -> int:
+    """The least room for gradients that are being made."""
+    if request.gradient_room_bytes is not None:
+        return request.gradient_room_bytes
+    return max((need.device_bytes for need in request.groups if need.trainable), default=0)
+
+
+def gradient_bytes(request: Request) -> int:
+    """Room for the largest gradient; for two when a second one takes nothing that weights could use well; for several
+    small ones when they all fit beside all weights, or no more than a sixteenth of what does not hold those anyway.
+    """
+    largest = gradient_room_bytes(request)
+    all_weights = sum(need.device_bytes for need in request.groups)
+    enough = min(all_weights, 3 * acquired_bytes(request))
+    room = 2 * largest if request.gpu_bytes - 2 * largest >= max(enough, acquired_bytes(request)) else largest
+    if request.gradient_room_bytes is not None:
+        return room  # with other ranks, which are handed no gradients together
+    trained = sum(need.device_bytes for need in request.groups if need.trainable)
+    several = max(room, min(2 * COMPANY_BYTES, request.gpu_bytes // 16, trained))
+    weights_bytes = all_weights if request.gpu_bytes - room >= all_weights else max(enough, acquired_bytes(request))
+    return several if request.gpu_bytes - several >= weights_bytes else room
+
+
+def updatable(request: Request) -> Sequence[int]:
+    """Groups that the GPU tier has room for, see [Note: updated on the GPU]; none if two steps' gradients are kept."""
+    if not request.updates_on_gpu or request.gradients == "doubled":
+        return ()
+    found: list[int] = []
+    weights = [need.device_bytes for need in request.groups]
+    apart = min(max(weights, default=0), MAX_CHUNK_BYTES)  # a chunk of a group that has left
+    room = request.gpu_bytes - gradient_bytes(request) - sum(weights) - apart
+    for index, need in enumerate(request.groups):
+        if need.trainable and need.update_bytes <= room:
+            found.append(index)
+            room -= need.update_bytes
+    return found
+
+
+def fetched_share(request: Request) -> float:
+    """The part of all weights that each pass fetches: what finds no room on the GPU beside two of the largest group."""
+    sizes = [need.device_bytes for need in request.groups]
+    room = request.gpu_bytes - gradient_bytes(request)
+    if room >= sum(sizes):
+        return 0.0
+    return 1.0 - max(0, room - 2 * max(sizes)) / sum(sizes)

@@ -1,0 +1,135 @@
+"""The memory that homes need: chunk sizes, and pools around what lives in CPU memory.
+
+Scope: what is resident, and what passes through transient pools on its way.
+Not here: which homes there are to be (`plan/tiers.py`), the GPU tier (`plan/gpu_room.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+
+from tierstore.config import Tier
+from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, Grid, Pools, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where the weights and the gradient of each group live, and how many of its chunks of state are in CPU memory."""
+
+    weights: tuple[Tier, ...]
+    gradients: tuple[Tier, ...]
+    state: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comfort:
+    """How many leases the transient pools hold: trips, gradients and weights on their way; and gradients of how many
+    whole groups if they are streamed.
+    """
+
+    trips: int
+    staging: int
+    loads: int
+    streamed_groups: int = 0
+
+
+FLOOR = Comfort(trips=1, staging=1, loads=1)
+WORKING = Comfort(trips=4, staging=2, loads=2)  # less than that and reading, updating and writing take turns
+
+
+@dataclass(slots=True)
+class _Transient:
+    """What passes through a transient pool: its largest lease, and all of them together."""
+
+    largest_bytes: int = 0
+    total_bytes: int = 0
+
+    def add(self, largest_bytes: int, total_bytes: int) -> None:
+        self.largest_bytes = max(self.largest_bytes, largest_bytes)
+        self.total_bytes += total_bytes
+
+    def pool_bytes(self, leases: int) -> int:
+        """Room for `leases` of the largest, or for everything that ever passes if that is less."""
+        return min(leases * self.largest_bytes, self.total_bytes)
+
+
+def pools_of(request: Request, chunk_elements: int, homes: Homes, comfort: Comfort) -> Pools:
+    """Pools that these homes need; transient ones hold `comfort` leases, or all there ever are if those are fewer."""
+    copies = 2 if request.gradients == "doubled" else 1
+    resident = kept = 0
+    gradients: list[int] = []
+    streamed, spill, update, weights, device = (_Transient() for _ in range(5))
+    for need, weights_home, gradient_home, resident_chunks in zip(
+        request.groups, homes.weights, homes.gradients, homes.state
+    ):
+        grid = Grid(need, chunk_elements)
+        if weights_home is Tier.CPU:
+            resident += grid.total(need.weight_bytes)
+        else:
+            weights.add(grid.largest(need.weight_bytes), grid.total(need.weight_bytes))
+        if gradient_home is Tier.GPU:
+            device.add(grid.largest(need.state_bytes), grid.total(need.state_bytes))
+        if not need.trainable or gradient_home is Tier.GPU:
+            continue
+        resident += grid.leading(need.state_bytes, resident_chunks)
+        gradient_bytes = grid.total(need.weight_bytes)
+        if gradient_home is Tier.NVME:
+            spill.add(grid.largest(need.weight_bytes), gradient_bytes)
+            if request.gradients == "streamed":
+                streamed.add(grid.largest(need.weight_bytes), gradient_bytes)
+                gradients.append(gradient_bytes)
+        else:
+            kept += copies * gradient_bytes
+        beside_state = (weights_home is Tier.NVME) + (gradient_home is Tier.NVME)
+        update.add(*_trips(grid, resident_chunks, beside_state))
+    whole_groups = min(sum(gradients), comfort.streamed_groups * max(gradients, default=0))
+    return Pools(
+        resident=resident,
+        gradients=kept + max(streamed.pool_bytes(comfort.staging), whole_groups),
+        spill=spill.pool_bytes(comfort.staging),
+        update=update.pool_bytes(comfort.trips),
+        weights=weights.pool_bytes(comfort.loads),
+        device=device.pool_bytes(comfort.staging if request.nvme else 1),  # one after the other, without commits
+    )
+
+
+def _trips(grid: Grid, resident_chunks: int, beside_state: int) -> tuple[int, int]:
+    """Largest and total trip of a group's updates, with `beside_state` copies of weight size beside the state."""
+    need = grid.need
+    moved_state = grid.largest(need.state_bytes, skip=resident_chunks)
+    with_state = moved_state + beside_state * grid.largest(need.weight_bytes, skip=resident_chunks)
+    without_state = beside_state * grid.largest(need.weight_bytes) if resident_chunks else 0
+    state_total = grid.total(need.state_bytes) - grid.leading(need.state_bytes, resident_chunks)
+    return max(with_state, without_state), state_total + beside_state * grid.total(need.weight_bytes)
+
+
+def corners(request: Request, chunk_elements: int, on_gpu: Container[int]) -> Iterator[Homes]:
+    """Uniform homes of what is not updated on the GPU, from everything in CPU memory to everything on disk."""
+    groups = request.groups
+    is_on_cpu = [need.trainable and index not in on_gpu for index, need in enumerate(groups)]
+    whole = tuple(Grid(need, chunk_elements).count if here else 0 for need, here in zip(groups, is_on_cpu))
+    places = (Tier.CPU, Tier.NVME) if request.nvme else (Tier.CPU,)
+    for gradients, weights, state in itertools.product(places, places, places):
+        homes = [gradients if here else Tier.CPU for here in is_on_cpu]
+        yield Homes(
+            weights=tuple(Tier.CPU if index in on_gpu else weights for index in range(len(groups))),
+            gradients=tuple(Tier.GPU if index in on_gpu else home for index, home in enumerate(homes)),
+            state=whole if state is Tier.CPU else (0,) * len(groups),
+        )
+
+
+def chunk_sizes(request: Request) -> Sequence[int]:
+    """Chunk sizes in elements, largest first; none is larger than the largest group needs."""
+    if request.chunk_elements is not None:
+        return (request.chunk_elements,)
+    limit = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
+    longest = max((need.elements for need in request.groups), default=0)
+    return range(min(chunk_elements_of(request, limit), max(1, -(-longest // BLOCK)) * BLOCK), 0, -BLOCK)
+
+
+def chunk_elements_of(request: Request, nbytes: int) -> int:
+    """Whole blocks of elements of which no kind is larger than this; at least one."""
+    element_bytes = max((max(need.weight_bytes, need.state_bytes) for need in request.groups), default=1)
+    return max(1, nbytes // element_bytes // BLOCK) * BLOCK
