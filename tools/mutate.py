@@ -86,6 +86,7 @@ def never(name: str, place: str, condition: str, test: str) -> Mutation:
 
 
 ON_GPU = "train/test_state_on_gpu.py"
+VIEWED = "train/test_zero.py::test_a_view_that_somebody_holds_of_weights_shows_them"
 HANGS = "store/test_bounded_time.py::test_any_hang_of_a_tensor_store_is_told_and_nothing_is_lost"
 POWER_CUT = "store/test_power_cut.py"
 OVERWRITTEN = "store/test_power_cut.py::test_no_chunk_that_the_last_generation_needs_is_written"
@@ -535,6 +536,19 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "changes that nobody keeps are undone", "train/whole.py _undo_changes", "_reload(parts, index)", ON_GPU,
+    ),
+    Mutation(
+        "a block inside another one accepts no changes", "train/whole.py gathered", "if not is_kept(group):",
+        "train/test_changed_weights.py::test_a_block_that_raises_changes_nothing_whatever_is_read_inside_of_it",
+        "if is_kept(group):\n                    parts.groups.groups[group].accept_changes()\n                else:",
+    ),
+    Mutation(
+        "weights that are set are gathered again", "train/whole.py load_state_dict",
+        "parts.access.weights_changed(every)", VIEWED,
+    ),
+    Mutation(
+        "what is viewed stays until it is ready again", "train/access.py DeviceAccess._is_viewed",
+        "group in self._kept or ", VIEWED, "",
     ),
     Mutation(
         "an update on the GPU is at rest later", "store/updates.py UpdatePipeline.settle", " or group in self._on_gpu",

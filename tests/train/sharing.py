@@ -99,6 +99,24 @@ def look(rank: int, ranks: int, directory: str, memory: dict[str, str]) -> dict[
         return {name: value.numpy() for name, value in engine.state_dict().items()}
 
 
+def view(rank: int, ranks: int, gpu_memory: str, holds_view: bool, **options: Any) -> tuple[list[float], bool]:
+    """The losses after other weights were loaded, perhaps with a view held of some, and whether it shows them."""
+    name, seen, losses = "blocks.5.up.weight", torch.empty(0), []
+    tiers = TierConfig(gpu_memory=gpu_memory, cpu_memory="24MiB", timeout_s=20.0)
+    with Engine(tiny(blocks=6), tiers, AdamWConfig(lr=1e-2), **options) as engine:
+        with engine.gathered(name):
+            seen = engine.model.get_parameter(name).detach() if holds_view else seen
+        engine.load_state_dict({key: value * 0.5 for key, value in engine.state_dict().items()})
+        for batch in batches(4, rank, ranks):
+            loss = next_token_loss(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            next_token_loss(engine, batch)  # which needs all groups, as they are now
+        return losses, torch.equal(seen, engine.state_dict()[name])
+
+
 def lose(
     rank: int,
     ranks: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from pathlib import Path
@@ -143,6 +144,21 @@ def test_in_blocks_inside_each_other_what_one_of_them_modifies_is_kept_and_nothi
                 change()
         assert engine.state_dict()[NAME].eq(0).all()
         run.step()
+
+
+def test_a_block_that_raises_changes_nothing_whatever_is_read_inside_of_it(tmp_path: Path) -> None:
+    """Also where somebody holds a view, so that the weights stay on the device."""
+    with opened(WAY, tmp_path) as run:
+        weight, view = run.engine.model.get_parameter(NAME), None
+        before = run.engine.state_dict()[NAME]
+        with contextlib.suppress(KeyError), run.engine.gathered(NAME, modify=True):
+            view = weight.detach()
+            nn.init.ones_(weight)
+            with run.engine.gathered(NAME):
+                weight.sum()
+            raise KeyError
+        assert view is not None
+        assert torch.equal(view, before)
 
 
 def newcomer(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
-from sharing import look, train
+from sharing import look, train, view
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -63,6 +63,15 @@ def test_a_store_opens_on_any_number_of_ranks(before: int, after: int, tmp_path:
     losses, expected = ([np.mean(x) for x in zip(*(rank["losses"] for rank in found))] for found in (resumed, whole))
     assert np.allclose(losses, expected[2:], rtol=1e-5, atol=0)
     assert not list((tmp_path / "parts").glob("lock*"))
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize(("zero", "memory"), [(2, "8MiB"), (3, "3MiB")])  # all weights are 4.7 MiB
+def test_a_view_that_somebody_holds_of_weights_shows_them(zero: int, memory: str, update: str) -> None:
+    options = {"zero": zero, "update": update}
+    with_view, without = (run_ranks(2, view, memory, holds_view, **options) for holds_view in (True, False))
+    assert [losses for losses, _ in with_view] == [losses for losses, _ in without]
+    assert all(shows for _, shows in with_view)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ Owner: the training side, which is one thread at a time (forward's, or the one t
 of a group as long as it holds it, so going on inside a held group crosses no thread.
 
 [Note: who may drop] Only the training side decides to drop a group, and only if nobody is inside it and nobody holds a
-view of its storage (`Group.is_viewed`). The loop then waits for the device and frees the memory.
+view of its storage (`Group.is_viewed`). The loop then waits for the device and frees the memory. What is being copied
+or gathered is viewed by those who do that: of a group that is not ready counts who held a view before (`keep_views`).
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class DeviceAccess:
         self._moves = GroupMoves(groups, store, runtime, gathers)
         self._ready = self._moves.ready
         self._stale: set[int] = set()
+        self._kept: set[int] = set()
         self._visits: list[tuple[int, float]] = []
         self._forward_visits = 0
         self._since = clock()
@@ -235,6 +237,7 @@ class DeviceAccess:
         self._move(decision.evict, decision.load)
         if group not in self._ready:
             self._wait_for(group)
+        self._kept.discard(group)
         show(self._groups[group])
         self._since = self._clock()
 
@@ -282,7 +285,10 @@ class DeviceAccess:
         return min(self.depth, len(seen) - 1)
 
     def _is_in_use(self, group: int) -> bool:
-        return self._users[group] != 0 or (group in self._ready and self._groups[group].is_viewed())
+        return self._users[group] != 0 or self._is_viewed(group)
+
+    def _is_viewed(self, group: int) -> bool:
+        return group in self._kept or (group in self._ready and self._groups[group].is_viewed())
 
     def _locate(self, group: int) -> int | None:
         """The next place of a group in the order, cyclically."""
@@ -322,6 +328,17 @@ class DeviceAccess:
 
     # --- between steps ------------------------------------------------------------------------------------------
 
+    def keep_views(self, groups: Iterable[int]) -> None:
+        """Before updates of these groups are pending: what somebody holds a view of stays until it is needed again.
+
+        With other ranks only: without, what is not ready is not dropped anyway. It is the same at each rank: what
+        updates of this backward still copy is waited for, and those to come hold views later.
+        """
+        if self._gathers is not None:
+            viewed = [group for group in groups if group in self._held and self._is_viewed(group)]
+            self._runtime.call(self._moves.unviewed, viewed)
+            self._kept |= {group for group in viewed if self._is_viewed(group)}
+
     def weights_changed(self, groups: Iterable[int]) -> None:
         """Updates of these groups are pending: what is held of them is ready again only after those."""
         changed = set(groups) & self._held
@@ -359,6 +376,7 @@ class DeviceAccess:
         self._refresh_stale()
         for group in sorted(self._held - self._ready):
             self._wait_for(group)
+        self._kept.clear()
         self._move([group for group in sorted(self._held) if not self._is_in_use(group)], ())
         self._current = None
 

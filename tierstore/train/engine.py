@@ -60,15 +60,19 @@ class Engine:
         durability: "commit", or "none": half the disk, and all training is lost with the process.
         resume: what to do with a store that holds a generation: "never" refuses it, "auto" continues if there is one,
             "must" insists on one, "previous" goes back one generation.
+        parameter_groups: parameters, or groups of them with options of their own, as torch's optimizers take them; None
+            is all of the model.
         lr_scheduler: makes a scheduler from `engine.optimizer`; stepped inside `step()`.
         loss_scale: None is dynamic for fp16 and 1 otherwise; "dynamic", or a fixed scale.
-        initialize: source of the weights of a model on the meta device.
+        initialize: source of the weights of a model on the meta device, which `deferred` gives with the model.
         zero: ZeRO stage, 0 to 3, of several ranks; see `partition.py`. Each rank calls everything the engine offers, in
             the same order; budgets are per rank.
         process_group: the ranks; None is the default group, if there is one.
         device_mesh: instead, for hybrid sharding: one dimension (shard) or two (replicate, shard).
         registered: objects with a state_dict that are part of every generation, restored before this returns.
         overlap: False waits for every update and commit inside `step()`: the serial baseline.
+        tracer: gets a span for all that the engine does; None keeps none.
+        clock: seconds, for reports and measured rates.
         backend: makes the system calls of the store; a seam for tests, which give one that fails or records.
 
     Raises:
@@ -340,6 +344,7 @@ class Engine:
         updates: Updates = {}
         if now is not None:
             updates = {group: parts.stepper.updates(group, now.touched, now.scale) for group in trainable}
+        parts.access.keep_views(trainable)
         parts.driver.decide(updates, is_plain=is_plain, used=parts.device.record())
         if now is not None:
             parts.stepper.count(now.touched)

@@ -114,6 +114,11 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
     parts.access.settle()
     for group in parts.groups.groups:  # what somebody holds a view of has stayed on the device
         _reload(parts, group.index)
+    if parts.partition.is_shared:  # and the other ranks' parts of it are gathered
+        every = range(len(parts.groups.groups))
+        parts.access.keep_views(every)
+        parts.access.weights_changed(every)
+        parts.access.release_all()
     with torch.no_grad():
         for name, buffer in capture.persistent_buffers(model).items():
             buffer.copy_(state[name])
@@ -150,12 +155,13 @@ def gathered(
             parts.access.enter(group, for_long=True)
             entered.callback(parts.access.leave, group, for_long=True)
             if is_first:  # what a forward has given them is lost already
-                _undo_changes(parts, group, is_kept=False)
+                _undo_changes(parts, group)
         try:
             yield wanted
         finally:
             for group in wanted:
-                _undo_changes(parts, group, is_kept=is_kept(group))
+                if not is_kept(group):
+                    _undo_changes(parts, group)
 
 
 def checked_names(names: str | Iterable[str]) -> list[str]:
@@ -183,20 +189,19 @@ def refuse_changes(parts: Assembly, groups: Iterable[int]) -> None:
         )
 
 
-def _undo_changes(parts: Assembly, index: int, *, is_kept: bool) -> None:
-    """A group that is on the device has its parameters again, and their values, if nobody keeps other ones."""
+def _undo_changes(parts: Assembly, index: int) -> None:
+    """A group that is on the device has its parameters again, and their values if no other rank has a part of it."""
     group = parts.groups.groups[index]
     is_changed = any(group.changed())
     group.take_back()
-    if is_changed and not is_kept:
+    if is_changed and not parts.partition.is_shared:  # the other ranks, which have a part of it, may know of no change
         _reload(parts, index)
     group.accept_changes()
 
 
 def _reload(parts: Assembly, group: int) -> None:
-    """If this group is on the device, it is as it is at rest. Where ranks share it, it stays as it is."""
-    if not parts.partition.is_shared:
-        parts.runtime.call(parts.store.weights.reload, group, parts.access.device.record())
+    """What this rank has of a group is on the device as it is at rest, if the group is there."""
+    parts.runtime.call(parts.store.weights.reload, group, parts.access.device.record())
 
 
 def _parameters_at(model: nn.Module, name: str) -> list[nn.Parameter]:
