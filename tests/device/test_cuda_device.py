@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -228,6 +229,7 @@ class TestCuda(DeviceContract):
         assert int(result) == nbytes
 
     def test_copy_out_waits_for_its_mark(self, device: ComputeDevice) -> None:
+        torch.full((2**20,), 3.0, device=device.torch_device) * 2  # a kernel that is loaded waits for those before it
         torch.cuda._sleep(200_000_000)
         gradient = torch.full((2**20,), 3.0, device=device.torch_device) * 2
         target = np.zeros(gradient.nbytes, np.uint8)
@@ -254,6 +256,7 @@ class TestCuda(DeviceContract):
         assert arena.close() == []
 
     def test_memory_is_given_back(self, device: ComputeDevice) -> None:
+        gc.collect()  # of other tests
         before = torch.cuda.memory_allocated(device.torch_device)
         storage = self.empty_storage(device)
         device.allocate(storage, 2**24)

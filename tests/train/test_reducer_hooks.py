@@ -292,12 +292,12 @@ def test_spans(alone: object) -> None:
 @pytest.mark.parametrize("options", [{}, {"delayed": True}, {"reduce": "reduce_scatter"}, {"static_graph": True}])
 def test_on_one_gpu(tmp_path: object, options: dict[str, object]) -> None:
     """World size 1 on NCCL: gradients are those of plain torch, launched under backward on a stream of their own."""
-    distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        torch.manual_seed(0)
-        module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+        try:
+            torch.manual_seed(0)
+            module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda()
             with GradientReducer(module, bucket="1MiB", timed=True, **options) as reducer:
                 seen: list[list[torch.Tensor]] = []
                 for step in range(6):
@@ -316,5 +316,5 @@ def test_on_one_gpu(tmp_path: object, options: dict[str, object]) -> None:
                     elif step or "delayed" not in options:
                         for parameter, gradient in zip(module.parameters(), of, strict=True):
                             assert torch.equal(parameter.grad, gradient)
-    finally:
-        distributed.destroy_process_group()
+        finally:
+            distributed.destroy_process_group()

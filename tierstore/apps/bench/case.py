@@ -6,6 +6,7 @@ Scope: plain records, and how contestants are started. Not here: running them (`
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class BenchOptions:
         steps: of `step` in a round, after one that does not count.
         curve: `step` at many CPU budgets, and nothing else of it.
         large: `step` with 1.5B parameters, and nothing else of it.
-        heat: of `step`, one of `HEATS` and nothing else; None is all of them, which takes a quarter of an hour.
+        heat: of `step`, one of `HEATS` and nothing else; None is all of them, a quarter to half an hour.
         dtype: of the models of `step`, one of `DTYPES`; bf16 says little where the CPU has no fast products of it.
     """
 
@@ -116,7 +117,8 @@ class Contestant:
 def ours(name: str, module: str, **options: Any) -> Contestant:
     """A contestant of our own: `contend` of a module of this package, in a process of its own."""
     command = (sys.executable, "-m", "tierstore.apps.bench.worker", module, json.dumps(options))
-    return Contestant(name, command, False, {"PYTHONPATH": str(ROOT)})
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return Contestant(name, command, False, {"PYTHONPATH": path})
 
 
 def peer(name: str, driver: str, python: Path, **options: Any) -> Contestant:

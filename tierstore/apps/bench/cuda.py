@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from tierstore.apps.preset_sizes import PRESET_FIELDS
 
 _TESTS, _LINK = "pytest -m gpu", "link"
 _TESTS_TIMEOUT_S = 240.0
+_START_TIMEOUT_S, _ROUND_TIMEOUT_S = _TESTS_TIMEOUT_S + 60.0, 60.0
+_LINES = 25  # of what failing tests have printed
 _COPY_BYTES, _COPIES = 2**25, 32
 _COPY_S = 0.5
 _STEPS = 4  # of a round, after one that does not count
@@ -50,15 +54,20 @@ _PLAIN = {"torch": False, "torch, state in fp32": True}
 
 def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
     """Tests first; then link and steps, a heat each, for they share one GPU's memory."""
-    steps = [[ours(_step_name(name), "cuda", what="step", **given)] for name, given in _MODELS.items()]
-    beside = [ours(_step_name(_ON_GPU), "cuda", what="step", **_ON_GPU_MODEL)]
+    steps = [[_soon(_step_name(name), what="step", **given)] for name, given in _MODELS.items()]
+    beside = [_soon(_step_name(_ON_GPU), what="step", **_ON_GPU_MODEL)]
     fields = {name: value for name, value in PRESET_FIELDS[Preset.P124M].items() if name != "model_type"}
     given: dict[str, Any] = {"device": "cuda", "steps": _STEPS, "batch": _ON_GPU_MODEL["batch"], "dtype": "bf16",
                              "sequence": _SEQUENCE, "fields": fields}  # fmt: skip
     if options.wants("torch"):
         beside += [peer(name, "step_torch", options.peer_python, fp32_state=kept, **given)
                    for name, kept in _PLAIN.items()]  # fmt: skip
-    return [[ours(_TESTS, "cuda", what="tests")], [ours(_LINK, "cuda", what="link")], *steps, beside]
+    return [[_soon(_TESTS, what="tests")], [_soon(_LINK, what="link")], *steps, beside]
+
+
+def _soon(name: str, **options: Any) -> Contestant:
+    """A part of `contend`, which is given up when one that hangs would take what the others need."""
+    return replace(ours(name, "cuda", **options), start_timeout_s=_START_TIMEOUT_S, round_timeout_s=_ROUND_TIMEOUT_S)
 
 
 def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
@@ -102,16 +111,23 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
 @contextlib.contextmanager
 def _tests(options: dict[str, Any]) -> Iterator[Round]:
     """Run once, at the start; every round repeats how long it took."""
-    if not (ROOT / "tests").is_dir():
+    files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    if not files:
         raise Missing(f"no tests in {ROOT}: they come with the repository")
-    begun_s = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "tests"], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_TESTS_TIMEOUT_S,
-    )  # fmt: skip
-    seconds = time.perf_counter() - begun_s
-    if done.returncode:
-        raise RuntimeError(" | ".join(done.stdout.strip().splitlines()[-5:]))
+    # The warnings of other libraries here are theirs.
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default", *files]
+    begun_s, failure = time.perf_counter(), ""
+    with tempfile.TemporaryFile("w+", errors="replace") as printed:
+        try:
+            done = subprocess.run(command, cwd=ROOT, stdout=printed, stderr=printed, timeout=_TESTS_TIMEOUT_S)
+            if done.returncode:
+                failure = f"pytest ended with {done.returncode}"
+        except subprocess.TimeoutExpired:
+            failure = f"pytest did not end within {_TESTS_TIMEOUT_S:g} s"
+        seconds = time.perf_counter() - begun_s
+        printed.seek(0)
+        if failure:
+            raise RuntimeError(" | ".join([failure, *printed.read().strip().splitlines()[-_LINES:]]))
     yield lambda number: (seconds, {})
 
 
