@@ -40,7 +40,7 @@ class ShortTransfer(StorageError):
 
 
 class BudgetError(TierstoreError):
-    """A memory budget is too small; the message names the smallest that fits."""
+    """A memory budget is too small, and the message names the smallest that fits; or the machine has no room for it."""
 
 
 class StoreLocked(TierstoreError):

@@ -22,7 +22,7 @@ def _each(section: str, names: str, reason: str) -> dict[str, str]:
 
 def _offload(section: str) -> dict[str, str]:
     return (
-        _each(section, "pin_memory", "CPU memory is always pinned, and exactly as large as cpu_memory")
+        _each(section, "pin_memory", "CPU memory is always pinned, as large as cpu_memory")
         | _each(section, "buffer_count buffer_size", _BUFFERS)
         | _each(section, "max_in_cpu ratio", _BUDGETS)
         | _each(section, "pipeline pipeline_read pipeline_write", _OVERLAP)
@@ -74,7 +74,7 @@ _SECTIONS = (
     _each(
         "aio.",
         "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds",
-        "depth, chunks and threads follow from measured rates: see tierstore probe",
+        "depth follows from measured rates, chunks from the budgets; threads are io_threads",
     )
     | _each(
         "fp16.",
@@ -114,9 +114,9 @@ NEEDLESS: Mapping[str, str] = (
     | _each(
         "",
         "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
-        "the optimizer is tierstore's own Adam, on the CPU",
+        "the optimizer is tierstore's own Adam",
     )
-    | _each("optimizer.", "legacy_fusion params.torch_adam", "the optimizer is tierstore's own Adam, on the CPU")
+    | _each("optimizer.", "legacy_fusion params.torch_adam", "the optimizer is tierstore's own Adam")
     | _each("", "checkpoint nebula load_universal_checkpoint elasticity", "the store is the checkpoint, of any ranks")
     | _each("", "use_node_local_storage", "every node has directories of its own")
     | _each("", "amp torch_autocast", _DTYPE)

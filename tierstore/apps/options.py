@@ -1,7 +1,7 @@
 """What a person asks of `tierstore train`, checked once, before anything heavy is imported.
 
 Scope: the closed sets and the record of options, also from a file; which of them exclude each other.
-Not here: parsing of the command line (`cli.py`); budgets and optimizer settings (`tierstore.config` checks those).
+Not here: parsing of the command line (`cli/train.py`); budgets and optimizer settings (`tierstore.config`).
 Owner: the record is immutable; `apps/train.py` only reads it.
 """
 

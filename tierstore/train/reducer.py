@@ -48,6 +48,7 @@ class GradientReducer:
     unused parameters exactly and works with any way of calling the module. All ranks do the same in the same order.
 
     Args:
+        module: the model, on this rank's device.
         process_group: None is the default group; a `Ranks` is used and not closed.
         bucket: bytes at which a bucket is full. "auto": 25 MiB, and after the first backward what suits its times best.
         cost: what a collective costs here, for "auto".
