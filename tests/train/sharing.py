@@ -111,6 +111,7 @@ def view(rank: int, ranks: int, gpu_memory: str, holds_view: bool, **options: An
             loss = next_token_loss(engine, batch)
             engine.backward(loss)
             engine.step()
+            seen.sum()  # there are some weights at any time
             losses.append(loss.item())
         with torch.no_grad():
             next_token_loss(engine, batch)  # which needs all groups, as they are now
