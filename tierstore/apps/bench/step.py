@@ -81,7 +81,7 @@ _ACCUMULATING = {"cpu_memory": "384MiB", "accumulate": _MICRO_BATCHES}
 _OWN = (
     Own("tierstore, 1GiB, speculative, memory kept", "disk", {"cpu_memory": "1GiB"} | _FAST, vs_all=2.5,
         vs_floor=1.15),
-    Own("tierstore, 640MiB, speculative", "disk", {"cpu_memory": "640MiB", "update": "speculative"}, vs_all=2.5,
+    Own("tierstore, 576MiB, speculative", "disk", {"cpu_memory": "576MiB", "update": "speculative"}, vs_all=2.5,
         vs_all_rss=0.25, vs_floor=1.15),
     Own("tierstore, 512MiB, speculative, memory kept", "disk", {"cpu_memory": "512MiB"} | _FAST, vs_all=2.0,
         vs_floor=1.15),
