@@ -78,7 +78,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         code, output = delete(tmp_path / name, "--yes")
         assert (code, message in output) == (2, True), output
     code, output = delete(tmp_path / "run", tmp_path / "project", "--yes")
-    assert (code, "is striped over 1 directories; give all of them" in output) == (2, True), output
+    assert (code, "are not of one store" in output) == (2, True), output
     assert names(tmp_path) == before
 
 
@@ -111,6 +111,15 @@ def test_halves_of_two_stores_are_refused(tmp_path: Path) -> None:
     assert delete(d, c, "--yes")[0] == 0, "in any order"
     with engine(a, b, resume="must") as running:
         assert running.step_count == 1
+
+
+def test_two_stores_at_once_are_refused(tmp_path: Path) -> None:
+    trained(tmp_path / "a")
+    trained(tmp_path / "b")
+    before = names(tmp_path)
+    code, output = delete(tmp_path / "a", tmp_path / "b", "--yes")
+    assert (code, "are not of one store" in output) == (2, True), output
+    assert names(tmp_path) == before
 
 
 def test_damage_does_not_make_a_striped_store_stay(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from runs import disk, smallest_budgets
+from runs import disk, next_token_loss, smallest_budgets, tiny, tokens
 from torch import nn
 
-from tierstore.config import AdamWConfig
+from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.streams import Reached
 from tierstore.errors import BudgetError, ConfigError, GraphError, TierstoreError
 from tierstore.io.memory import Lease
@@ -573,3 +573,17 @@ def test_the_model_cannot_be_registered_beside_itself(tmp_path: Path) -> None:
             engine.register("model", engine.model)
         engine.backward(loss_of(engine(batches(1)[0])))
         engine.step()
+
+
+def test_an_evaluation_takes_no_time_of_the_step_that_follows() -> None:
+    now, model = [0.0], tiny()
+    model.embedding.register_forward_hook(lambda *_: now.__setitem__(0, now[0] + 1.0))
+    with Engine(model, TierConfig(gpu_memory="4MiB", cpu_memory="24MiB"), clock=lambda: now[0]) as engine:
+        reports = []
+        for evaluations, batch in enumerate(tokens(3)):
+            with torch.no_grad():
+                for _ in range(evaluations):
+                    engine(batch)
+            engine.backward(next_token_loss(engine, batch))
+            reports.append(engine.step())
+    assert [(r.seconds["forward"], r.seconds["total"]) for r in reports] == [(1.0, 1.0)] * 3

@@ -84,7 +84,7 @@ def _are_identified(found: Sequence[StoreDirectory]) -> bool:
         if identity is None:
             raise _silent(one)
         if identity.store != known.store:
-            raise ConfigError(f"{full[0].path} and {one.path} are not of one store; nothing was removed")
+            raise _of_several(full[0], one)
     if len({one.directory for one in identities.values() if one and one.store == known.store}) < known.directories:
         raise _striped(full[0], known.directories)
     return True
@@ -97,11 +97,17 @@ def _check_by_manifests(found: Sequence[StoreDirectory], backend: Backend) -> No
         ConfigError: one may be needed by a store of which not all is given.
     """
     count = _count(found[0].path, backend)
-    if count is not None and count != len(found):
+    if count is not None and count > len(found):
         raise _striped(found[0], count)
+    if count is not None and count < len(found):
+        raise _of_several(found[0], found[count])
     for one in found:
         if not any(map(marks_a_store, one.files)):  # packs alone, of a store whose manifests are in another directory
             raise _no_store(one) if count is None else _silent(one)
+
+
+def _of_several(one: StoreDirectory, other: StoreDirectory) -> ConfigError:
+    return ConfigError(f"{one.path} and {other.path} are not of one store; nothing was removed")
 
 
 def _striped(one: StoreDirectory, count: int) -> ConfigError:

@@ -84,7 +84,7 @@ def committed_chunks(
     if layout["directories"] != len(directories):
         raise ConfigError(
             f"the store in {directories[0]} is striped over {layout['directories']} directories; give all of them, in "
-            "their order"
+            f"their order, and no other ({len(directories)} were given)"
         )
     packs = packs_of(generation, directories)
     for kind, pack in packs.items():

@@ -180,7 +180,7 @@ class Engine:
         parts.access.stops_at_step = self._order.is_syncing and not parts.driver.is_streaming
         parts.access.begin_forward()
         try:
-            with self._meters.phase("forward"):
+            with self._meters.phase("forward") if torch.is_grad_enabled() else self._meters.outside():
                 output = call()
             parts.access.check_unchanged()
             return output

@@ -37,6 +37,17 @@ class StepMeters:
         finally:
             self._seconds[name] += self._clock() - start
 
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """What runs in here, as an evaluation, takes no time of a step."""
+        start, stall_s = self._clock(), self._parts.access.stall_s
+        try:
+            with self._parts.tracer.measure("step", "evaluation"):
+                yield
+        finally:
+            self._since += self._clock() - start
+            self._stall_s += self._parts.access.stall_s - stall_s
+
     @property
     def computing_s(self) -> float:
         """Seconds of forward and backward since the last report, without waiting for weights."""
