@@ -547,6 +547,10 @@ MUTATIONS: Sequence[Mutation] = (
         "parts.access.weights_changed(every)", VIEWED,
     ),
     Mutation(
+        "what is given back is ready at each rank", "train/access.py DeviceAccess.release", "self._await_ready(groups)",
+        "train/test_zero.py::test_a_step_inside_of_gathered_is_the_same_at_each_rank",
+    ),
+    Mutation(
         "what is viewed stays until it is ready again", "train/access.py DeviceAccess._is_viewed",
         "group in self._kept or ", VIEWED, "",
     ),

@@ -78,7 +78,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         code, output = delete(tmp_path / name, "--yes")
         assert (code, message in output) == (2, True), output
     code, output = delete(tmp_path / "run", tmp_path / "project", "--yes")
-    assert (code, "are not of one store" in output) == (2, True), output
+    assert (code, "has 1 of the 2 directories; give those of one store only" in output) == (2, True), output
     assert names(tmp_path) == before
 
 
@@ -118,7 +118,7 @@ def test_two_stores_at_once_are_refused(tmp_path: Path) -> None:
     trained(tmp_path / "b")
     before = names(tmp_path)
     code, output = delete(tmp_path / "a", tmp_path / "b", "--yes")
-    assert (code, "are not of one store" in output) == (2, True), output
+    assert (code, "has 1 of the 2 directories" in output) == (2, True), output
     assert names(tmp_path) == before
 
 

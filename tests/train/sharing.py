@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import RankLost, TierstoreError
 from tierstore.train import partition
 from tierstore.train.engine import Engine
+from tierstore.train.gathering import Gathers
 from tierstore.train.ranks import Ranks
 
 GLOBAL_BATCH = 12  # rows; 1, 2, 3 and 4 ranks have equal parts
@@ -116,6 +118,31 @@ def view(rank: int, ranks: int, gpu_memory: str, holds_view: bool, **options: An
         with torch.no_grad():
             next_token_loss(engine, batch)  # which needs all groups, as they are now
         return losses, torch.equal(seen, engine.state_dict()[name])
+
+
+def step_inside(rank: int, ranks: int) -> list[float]:
+    """The losses of steps inside of gathered(), where rank 1 hears later than rank 0 that a group is ready again."""
+    complete = Gathers.complete
+
+    async def late(self: Gathers, *given: Any) -> None:
+        await complete(self, *given)
+        task = asyncio.current_task()
+        if rank == 1 and task is not None and task.get_name().startswith("refresh"):
+            await asyncio.sleep(0.5)
+
+    tiers, losses = TierConfig(gpu_memory="3MiB", cpu_memory="24MiB", timeout_s=20.0), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gathers, "complete", late)
+        with Engine(tiny(blocks=6), tiers, AdamWConfig(lr=1e-2), zero=3) as engine:
+            for batch in batches(3, rank, ranks):
+                with engine.gathered("blocks.5.up.weight"):
+                    loss = next_token_loss(engine, batch)
+                    engine.backward(loss)
+                    engine.step()
+                    if rank == 0:
+                        engine._parts.runtime.call(engine._parts.access._moves.loaded, 6)  # the group of blocks.5
+                losses.append(loss.item())
+    return losses
 
 
 def lose(

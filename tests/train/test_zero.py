@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
-from sharing import look, train, view
+from sharing import look, step_inside, train, view
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -72,6 +72,11 @@ def test_a_view_that_somebody_holds_of_weights_shows_them(zero: int, memory: str
     with_view, without = (run_ranks(2, view, memory, holds_view, **options) for holds_view in (True, False))
     assert [losses for losses, _ in with_view] == [losses for losses, _ in without]
     assert all(shows for _, shows in with_view)
+
+
+def test_a_step_inside_of_gathered_is_the_same_at_each_rank() -> None:
+    losses = [rank["losses"] for rank in run_ranks(2, train, None, 3, model={"blocks": 6}, max_grad_norm=None)]
+    assert np.allclose(run_ranks(2, step_inside), losses, rtol=1e-6, atol=0)
 
 
 @pytest.fixture(scope="module")

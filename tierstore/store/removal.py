@@ -84,7 +84,7 @@ def _are_identified(found: Sequence[StoreDirectory]) -> bool:
         if identity is None:
             raise _silent(one)
         if identity.store != known.store:
-            raise _of_several(full[0], one)
+            raise ConfigError(f"{full[0].path} and {one.path} are not of one store; nothing was removed")
     if len({one.directory for one in identities.values() if one and one.store == known.store}) < known.directories:
         raise _striped(full[0], known.directories)
     return True
@@ -100,14 +100,12 @@ def _check_by_manifests(found: Sequence[StoreDirectory], backend: Backend) -> No
     if count is not None and count > len(found):
         raise _striped(found[0], count)
     if count is not None and count < len(found):
-        raise _of_several(found[0], found[count])
+        raise ConfigError(
+            f"the store in {found[0].path} has {count} of the {len(found)} directories; give those of one store only"
+        )
     for one in found:
         if not any(map(marks_a_store, one.files)):  # packs alone, of a store whose manifests are in another directory
             raise _no_store(one) if count is None else _silent(one)
-
-
-def _of_several(one: StoreDirectory, other: StoreDirectory) -> ConfigError:
-    return ConfigError(f"{one.path} and {other.path} are not of one store; nothing was removed")
 
 
 def _striped(one: StoreDirectory, count: int) -> ConfigError:

@@ -14,7 +14,7 @@ or gathered is viewed by those who do that: of a group that is not ready counts 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -332,9 +332,12 @@ class DeviceAccess:
         """Before updates of these groups are pending: what somebody holds a view of stays until it is needed again.
 
         With other ranks only: without, what is not ready is not dropped anyway. It is the same at each rank: what
-        updates of this backward still copy is waited for, and those to come hold views later.
+        updates of this backward still copy is waited for, and those to come hold views later. What was kept before
+        is ready by now, or soon.
         """
         if self._gathers is not None:
+            self._await_ready(self._kept)
+            self._kept.clear()
             viewed = [group for group in groups if group in self._held and self._is_viewed(group)]
             self._runtime.call(self._moves.unviewed, viewed)
             self._kept |= {group for group in viewed if self._is_viewed(group)}
@@ -367,18 +370,23 @@ class DeviceAccess:
             return
         self._move(decision.evict, decision.load)
 
-    def release(self, groups: Iterable[int]) -> None:
+    def release(self, groups: Collection[int]) -> None:
         """Drop these groups, unless somebody uses them: what was changed on the device only is gone."""
+        if self._gathers is not None:  # the same at each rank, whose updates and gathers end sooner or later
+            self._await_ready(groups)
         self._move([group for group in groups if group in self._ready and not self._is_in_use(group)], ())
 
     def release_all(self) -> None:
         """Drop every group that nobody uses."""
-        self._refresh_stale()
-        for group in sorted(self._held - self._ready):
-            self._wait_for(group)
+        self._await_ready(self._held)
         self._kept.clear()
         self._move([group for group in sorted(self._held) if not self._is_in_use(group)], ())
         self._current = None
+
+    def _await_ready(self, groups: Collection[int]) -> None:
+        self._refresh_stale()
+        for group in sorted(self._held.intersection(groups) - self._ready):
+            self._wait_for(group)
 
     def close(self) -> None:
         """Drop every group; none will be acquired again."""
