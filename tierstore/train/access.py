@@ -340,7 +340,7 @@ class DeviceAccess:
             self._kept.clear()
             viewed = [group for group in groups if group in self._held and self._is_viewed(group)]
             self._runtime.call(self._moves.unviewed, viewed)
-            self._kept |= {group for group in viewed if self._is_viewed(group)}
+            self._kept = {group for group in viewed if self._is_viewed(group)}
 
     def weights_changed(self, groups: Iterable[int]) -> None:
         """Updates of these groups are pending: what is held of them is ready again only after those."""
