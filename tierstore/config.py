@@ -88,6 +88,7 @@ def format_decimal(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+_USUAL_BYTES = 2**30
 Size = Annotated[int, BeforeValidator(parse_size)]
 Directory = Annotated[Path, BeforeValidator(_directory)]
 Rates = Annotated[Path | MeasuredRates, BeforeValidator(_rates)]
@@ -180,7 +181,8 @@ class TierConfig(_Model):
 
     Attributes:
         device: "cpu", "cuda" or "cuda:N". Without CUDA the GPU tier is a part of host memory.
-        gpu_memory: bytes for parameters, gradients and optimizer state on the compute device (not activations).
+        gpu_memory: bytes for parameters, gradients and optimizer state on the compute device (not activations). None is
+            1 GiB, but of an engine on a CPU the part of `cpu_memory` with which a step moves least.
         cpu_memory: bytes of the pinned arena. (With CUDA each thread that updates may pin 1 MiB beside it.)
         nvme: directories of the store; several are striped over. Empty: no store, everything in memory.
         codec: how chunks are stored; "auto" measures, when the store is made, which one pays for each kind of them.
@@ -198,8 +200,8 @@ class TierConfig(_Model):
     """
 
     device: str = "cpu"
-    gpu_memory: Size = 2**30
-    cpu_memory: Size = 2**30
+    gpu_memory: Size | None = None
+    cpu_memory: Size = _USUAL_BYTES
     nvme: tuple[Directory, ...] = ()
     codec: Codec = Codec.NONE
     chunk_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=2**16, le=2**25)] | None = None
@@ -217,7 +219,7 @@ class TierConfig(_Model):
             self,
             *,
             device: str = ...,
-            gpu_memory: int | str = ...,
+            gpu_memory: int | str | None = ...,
             cpu_memory: int | str = ...,
             nvme: Sequence[str | os.PathLike[str]] = ...,
             codec: Codec | str = ...,
@@ -238,6 +240,21 @@ class TierConfig(_Model):
         if len({os.path.abspath(path) for path in self.nvme}) != len(self.nvme):
             raise ValueError("a directory is listed twice in nvme")
         return self
+
+    @property
+    def is_one_memory(self) -> bool:
+        """Whether `cpu_memory` is for both tiers: of an engine."""
+        return self.gpu_memory is None and self.device == "cpu"
+
+    @property
+    def gpu_budget_bytes(self) -> int:
+        """Of the GPU tier, where it is not a part of `cpu_memory`."""
+        return _USUAL_BYTES if self.gpu_memory is None else self.gpu_memory
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of both tiers."""
+        return self.cpu_memory + (0 if self.is_one_memory else self.gpu_budget_bytes)
 
     @property
     def may_update_on_gpu(self) -> bool:

@@ -54,7 +54,7 @@ class TrainOptions:
     Attributes:
         preset, config, checkpoint: where the model comes from; at most one. None of them means preset 25m.
         data: file or directory of training text; None is the source of Python's standard library.
-        gpu_memory, cpu_memory: budgets of the two tiers, in bytes, for each rank.
+        gpu_memory, cpu_memory: budgets of the two tiers, in bytes, for each rank; see `TierConfig`.
         nvme: directories of the store; empty keeps everything in memory, and nothing after the end.
         zero: ZeRO stage, where there are several ranks; one rank keeps everything.
         batch: samples per micro-batch, of all ranks together.
@@ -77,7 +77,7 @@ class TrainOptions:
     config: Path | None = None
     checkpoint: Path | None = None
     data: Path | None = None
-    gpu_memory: int = 2**30
+    gpu_memory: int | None = None
     cpu_memory: int = 2**30
     nvme: tuple[Path, ...] = ()
     zero: int = 3

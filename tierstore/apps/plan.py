@@ -24,7 +24,7 @@ from tierstore.plan.layers import is_timed
 from tierstore.plan.machine import Node, node_called
 from tierstore.plan.memory import Attention, Job, Layout
 from tierstore.plan.model_size import ModelShape, from_config, from_parameters
-from tierstore.plan.strategies import Option, Situation, fastest, options_of, simplest
+from tierstore.plan.strategies import Option, Situation, fastest, options_of, simplest, with_one_memory
 
 _COUNT = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmbt]?)\s*", re.IGNORECASE)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -42,6 +42,8 @@ class PlanOptions:
 
     Attributes:
         params, config, preset: where the model comes from; exactly one.
+        gpu_memory: of each GPU; None is as the machine has it, or a part of `cpu_memory` where `bandwidth` was measured
+            on one that computes on the CPU.
         gpus: of each node; without `nodes`, of as many nodes as that takes.
         machine: a node by name; the options below it replace its figures. None is a dgx-h100, whose GPUs then compute
             as fast as `bandwidth` measured.
@@ -146,7 +148,8 @@ def situation_of(asked: PlanOptions) -> Situation:
     context = shape.context or _LONGEST_DEFAULT_SEQUENCE
     sequence = min(context, _LONGEST_DEFAULT_SEQUENCE) if asked.sequence is None else asked.sequence
     job = Job(shape, asked.dtype.value, batch, sequence, asked.accumulate, asked.checkpointing, asked.attention)
-    return Situation(job, layout, node, asked.update, asked.commit_every)
+    situation = Situation(job, layout, node, asked.update, asked.commit_every)
+    return with_one_memory(situation) if node.computes_on_cpu and asked.gpu_memory is None else situation
 
 
 def model_of(asked: PlanOptions) -> ModelShape:

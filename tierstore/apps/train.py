@@ -31,7 +31,7 @@ from tierstore.apps.options import TrainOptions
 from tierstore.apps.report import Reporter, Totals
 from tierstore.apps.stopping import StopRequest
 from tierstore.apps.verify import advised
-from tierstore.config import Codec, Resume, format_size
+from tierstore.config import Codec, Resume, TierConfig, format_size
 from tierstore.trace import Tracer
 from tierstore.train.checkpoints import CheckpointSource
 from tierstore.train.engine import Engine
@@ -143,7 +143,8 @@ class _Run:
             self._reporter.say(f"note: {note}")
         count = sum(parameter.numel() for parameter in parts.model.parameters())
         ranks = self._crew.count
-        memory = ranks * (options.gpu_memory + options.cpu_memory)
+        tiers = TierConfig(device=options.device, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory)
+        memory = ranks * tiers.memory_bytes
         state = 16 * count
         self._reporter.say(
             f"model: {type(parts.model).__name__}, {count / 1e6:.1f} million parameters, "

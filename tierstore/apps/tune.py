@@ -24,6 +24,7 @@ from tierstore.config import Durability, TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
+from tierstore.plan.one_memory import divided
 from tierstore.plan.placement import Placement
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_model import StepPolicy
@@ -204,7 +205,7 @@ def _placed(record: StepRecord, train: TrainOptions, schedule: UpdateSchedule) -
         device=train.device, gpu_memory=train.gpu_memory, cpu_memory=train.cpu_memory, nvme=train.nvme,
         chunk_bytes=train.chunk,
     )  # fmt: skip
-    return place(request_for(record.groups, tiers, schedule, None, is_coded=False))
+    return place(divided(request_for(record.groups, tiers, schedule, None, is_coded=False)))
 
 
 def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | Recorded:
@@ -310,7 +311,7 @@ def as_train_options(train: TrainOptions, outcome: Outcome) -> dict[str, Any]:
     """The options of `train` that give this outcome: those that a person gave, and those that were chosen."""
     chosen = replace(_chosen(train, outcome.tuning), prefetch_depth=outcome.depth)
     given = {name: getattr(chosen, name) for name, default in _DEFAULTS.items() if getattr(chosen, name) != default}
-    always = {name: getattr(chosen, name) for name in ("gpu_memory", "cpu_memory", "update", "prefetch_depth")}
+    always = {name: getattr(chosen, name) for name in ("cpu_memory", "update", "prefetch_depth")}
     return {name: _plain(value) for name, value in (given | always).items()}
 
 

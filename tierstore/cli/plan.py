@@ -45,7 +45,9 @@ def plan(
         int | None, typer.Option(help="GPUs of each node; without --nodes, of as many nodes as that takes.")
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="Machines [default: as many as --gpus takes].")] = None,
-    gpu_memory: Annotated[int | None, size_option("Of each GPU.")] = None,
+    gpu_memory: Annotated[
+        int | None, size_option("Of each GPU; of rates measured without one, a part of --cpu-memory.")
+    ] = None,
     cpu_memory: Annotated[int | None, size_option("Of a node.")] = None,
     nvme_capacity: Annotated[int | None, size_option("Of a node's disks together; 0 is none.")] = None,
     nvme_read: Annotated[int | None, size_option("Bytes per second of a node's disks together.", "RATE", _rate)] = None,

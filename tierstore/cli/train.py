@@ -39,12 +39,12 @@ def train(
         typer.Option(metavar="FILE|DIR", help="Training text, read as bytes [default: Python's own library source]."),
     ] = None,
     gpu_memory: Annotated[
-        int,
+        int | None,
         size_option(
             "Budget of the GPU tier, per rank: weights, gradients, on a GPU the optimizer state that fits; no "
-            "activations [default: 1GiB]."
+            "activations [default: 1GiB; without a GPU the part of --cpu-memory that serves best]."
         ),
-    ] = 2**30,
+    ] = None,
     cpu_memory: Annotated[int, size_option("Budget of the (pinned) CPU tier, per rank [default: 1GiB].")] = 2**30,
     nvme: Annotated[
         list[Path] | None,

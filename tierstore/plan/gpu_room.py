@@ -1,6 +1,7 @@
 """Who has the GPU tier: weights, the gradients that are being made, and what is updated there.
 
-Scope: room for gradients, the groups that there is room to update, and the weights that there is none for.
+Scope: room for gradients, the groups that there is room to update, the weights that there is none for; the tier that
+    some weights need.
 Not here: CPU memory (`plan/working_set.py`), the choice (`plan/tiers.py`).
 
 [Note: updated on the GPU] A group whose state and gradient find room on the GPU tier beside all weights is updated
@@ -35,19 +36,20 @@ def gradient_room_bytes(request: Request) -> int:
 
 
 def gradient_bytes(request: Request) -> int:
-    """Room for the largest gradient; for two when a second one takes nothing that weights could use well; for several
-    small ones when they all fit beside all weights, or no more than a sixteenth of what does not hold those anyway.
+    """Room for the largest gradient, beside all weights if they fit; for two when a second one takes nothing that
+    weights could use well; for several small ones when they fit beside all weights, or are no more than a sixteenth of
+    what does not hold those anyway.
     """
     largest = gradient_room_bytes(request)
     all_weights = sum(need.device_bytes for need in request.groups)
-    enough = min(all_weights, 3 * acquired_bytes(request))
-    room = 2 * largest if request.gpu_bytes - 2 * largest >= max(enough, acquired_bytes(request)) else largest
+    enough = max(min(all_weights, 3 * acquired_bytes(request)), acquired_bytes(request))
+    weights = all_weights if request.gpu_bytes - largest >= all_weights else enough
+    room = 2 * largest if request.gpu_bytes - 2 * largest >= weights else largest
     if request.gradient_room_bytes is not None:
         return room  # with other ranks, which are handed no gradients together
     trained = sum(need.device_bytes for need in request.groups if need.trainable)
     several = max(room, min(2 * COMPANY_BYTES, request.gpu_bytes // 16, trained))
-    weights_bytes = all_weights if request.gpu_bytes - room >= all_weights else max(enough, acquired_bytes(request))
-    return several if request.gpu_bytes - several >= weights_bytes else room
+    return several if request.gpu_bytes - several >= weights else room
 
 
 def updatable(request: Request) -> Sequence[int]:
@@ -72,3 +74,10 @@ def fetched_share(request: Request) -> float:
     if room >= sum(sizes):
         return 0.0
     return 1.0 - max(0, room - 2 * max(sizes)) / sum(sizes)
+
+
+def tier_bytes(request: Request, weights_bytes: int) -> int:
+    """The smallest tier that has room for so many bytes of weights beside gradients."""
+    trained = sum(need.device_bytes for need in request.groups if need.trainable)
+    company = min(2 * COMPANY_BYTES, weights_bytes // 15, trained)  # a sixteenth of both together
+    return weights_bytes + max(gradient_room_bytes(request), company)

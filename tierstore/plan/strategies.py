@@ -7,6 +7,7 @@ Not here: what would help (`plan/advice.py`), how a report looks (`apps/plan.py`
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -15,9 +16,10 @@ from tierstore.errors import BudgetError
 from tierstore.plan.costs import efficiency
 from tierstore.plan.machine import Node
 from tierstore.plan.memory import Job, Layout, activation_bytes, gpu_bytes, group_needs
+from tierstore.plan.one_memory import divided
 from tierstore.plan.placement import GradientMode, GroupNeed, Kind, Placement, Request
 from tierstore.plan.step_time import Link, Phase, Work, phases_of, reads_weights_with_state, step_work
-from tierstore.plan.tiers import place, place_uniformly
+from tierstore.plan.tiers import place, place_uniformly, smallest_budgets
 
 USABLE = 0.9
 """Share of a memory that a run may take: the rest is the system's, the allocator's and the framework's."""
@@ -231,6 +233,20 @@ def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_b
         micro_batches=situation.job.accumulate,
         updates_on_gpu=not situation.node.computes_on_cpu and situation.layout.count == 1,
     )
+
+
+def with_one_memory(situation: Situation) -> Situation:
+    """The situation on nodes whose GPU tiers and activations lie in CPU memory, as the engine divides it."""
+    node, count = situation.node, situation.layout.gpus
+    activations = activation_bytes(situation.job, situation.layout)
+    asked = request_of(situation, group_needs(situation.job, situation.layout), 0)
+    asked = replace(asked, cpu_bytes=max(0, asked.cpu_bytes - math.ceil(activations)), is_divided=True)
+    try:
+        part = divided(asked).gpu_bytes
+    except BudgetError:  # then no strategy fits, and says so
+        part = smallest_budgets(asked).gpu_bytes
+    each = (part + activations + 1) / USABLE
+    return replace(situation, node=replace(node, gpu_bytes=each, cpu_bytes=max(1.0, node.cpu_bytes - each * count)))
 
 
 def _placement(situation: Situation, strategy: Strategy) -> Placement:

@@ -94,22 +94,27 @@ def place(request: Request) -> Placement:
         BudgetError: a budget is too small; the message names the smallest that fits.
     """
     smallest = smallest_budgets(request)
-    short = [
-        f"{name} of {have} B is too small for this model: the smallest that fits is {need} B ({format_size(need)})"
-        for name, have, need in (
-            ("gpu_memory", request.gpu_bytes, smallest.gpu_bytes),
-            ("cpu_memory", request.cpu_bytes, smallest.cpu_bytes),
-        )
-        if have < need
-    ]
-    if short:
-        is_cpu_short = request.cpu_bytes < smallest.cpu_bytes
-        hint = "" if request.nvme or not is_cpu_short else "; with an nvme directory less cpu_memory is needed"
-        raise BudgetError("; ".join(short) + hint)
+    budgets = (
+        ("gpu_memory", request.gpu_bytes, smallest.gpu_bytes),
+        ("cpu_memory", request.cpu_bytes, smallest.cpu_bytes),
+    )
+    if short := [budget for budget in budgets if budget[1] < budget[2]]:
+        raise BudgetError(too_small(request, short))
     request = replace(request, cpu_bytes=request.cpu_bytes - request.scratch_bytes, scratch_bytes=0)
     chunk_elements, homes, comfort = _start(request, _updated_on_gpu(request))
     homes, pools = _Filler(request, chunk_elements, homes, comfort).fill()
     return _placement(request, chunk_elements, homes, pools)
+
+
+def too_small(request: Request, budgets: Sequence[tuple[str, int, int]]) -> str:
+    """What to tell of budgets that are too small: by name, what there is and the smallest that fits."""
+    short = [
+        f"{name} of {have} B is too small for this model: the smallest that fits is {need} B ({format_size(need)})"
+        for name, have, need in budgets
+    ]
+    is_cpu_short = any(name == "cpu_memory" for name, _, _ in budgets)
+    hint = "" if request.nvme or not is_cpu_short else "; with an nvme directory less cpu_memory is needed"
+    return "; ".join(short) + hint
 
 
 def place_uniformly(request: Request, *, weights: Tier, gradients: Tier, state: Tier) -> Placement:

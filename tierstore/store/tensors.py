@@ -341,7 +341,7 @@ class TensorStore:
         route = Route(self._workers, staging)
         owner, later = self._owner, partial(self._owner.later, self._workers)
         self._shelf = Shelf(self._directories, io, self._tiers.codec, route, plan.chunk_bytes, generation, later)
-        gpu = DeviceTier(device, self._tiers.gpu_memory, self._workers, owner.spawn)
+        gpu = DeviceTier(device, self._tiers.gpu_budget_bytes, self._workers, owner.spawn)
         resident = arena.pool("resident", plan.resident_bytes)
         self._homes = Homes(gpu, resident, self._shelf, route, plan, owner.spawn, owner.keep_failure)
 
@@ -349,7 +349,7 @@ class TensorStore:
         gpu_bytes = sum(entry.layout.nbytes for entry, _ in rows if entry.home is Tier.GPU)
         cpu_bytes = sum(padded(entry.layout.nbytes) for entry, _ in rows if entry.home is Tier.CPU)
         for option, needed_bytes, have_bytes, smallest_bytes in (
-            ("gpu_memory", gpu_bytes, self._tiers.gpu_memory, gpu_bytes),
+            ("gpu_memory", gpu_bytes, self._tiers.gpu_budget_bytes, gpu_bytes),
             ("cpu_memory", cpu_bytes, self._plan.resident_bytes, self._plan.smallest_bytes(cpu_bytes)),
         ):
             if needed_bytes > have_bytes:

@@ -37,7 +37,7 @@ def request_for(
     from_device = schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
     request = Request(
         groups=tuple(groups),
-        gpu_bytes=tiers.gpu_memory,
+        gpu_bytes=0 if tiers.is_one_memory else tiers.gpu_budget_bytes,
         cpu_bytes=tiers.cpu_memory,
         nvme=bool(tiers.nvme),
         gradients=_GRADIENTS.get(schedule, "held"),
@@ -47,6 +47,7 @@ def request_for(
         micro_batches=tiers.accumulation_steps,
         workers=tiers.io_threads,
         updates_on_gpu=tiers.may_update_on_gpu,
+        is_divided=tiers.is_one_memory,
     )
     if not is_coded:
         return request
@@ -59,7 +60,8 @@ def _scratch_bytes(request: Request, threads: int) -> int:
     """Memory in which chunks are encoded: an eighth of the budget if it is to spare, and always the smallest chunk."""
     block = request.chunk_elements or BLOCK
     least = max(padded(min(n.elements, block) * max(n.weight_bytes, n.state_bytes)) for n in request.groups)
-    spare = request.cpu_bytes - smallest_budgets(request).cpu_bytes
+    smallest = smallest_budgets(request)
+    spare = request.cpu_bytes - smallest.cpu_bytes - (smallest.gpu_bytes if request.is_divided else 0)
     return max(least, min(request.cpu_bytes // 8, spare, threads * MAX_CHUNK_BYTES))
 
 

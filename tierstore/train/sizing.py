@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tierstore.config import TierConfig, UpdateSchedule
+from tierstore.plan.one_memory import divided, with_part
 from tierstore.plan.placement import Request
 from tierstore.plan.tiers import place
 from tierstore.store.layout import GroupSpec
@@ -43,11 +44,16 @@ def cut_groups(
     if grid is None and not partition.keeps_all:
         limit = partition.chunk_limit(whole)
         asked = request([partition.cut(spec, limit) for spec in whole])
-        grid = min(partition.all_succeed("the size of chunks", lambda: min(limit, place(asked).chunk_elements)))
+        planned = partition.all_succeed("the size of chunks", lambda: place(divided(asked)).chunk_elements)
+        grid = min(limit, *planned)
     if grid is not None:
         for group in groups.groups:
             group.spec = partition.cut(group.spec, grid)
-    return request([group.spec for group in groups.groups])
+    asked = request([group.spec for group in groups.groups])
+    if not asked.is_divided:
+        return asked
+    parts = partition.all_succeed("the GPU tier's part of the memory", lambda: divided(asked).gpu_bytes)
+    return with_part(asked, min(parts))  # the same at all ranks: what is fetched when depends on it
 
 
 def _with_buckets(request: Request, specs: Sequence[GroupSpec], tied: set[int], partition: Partition) -> Request:

@@ -138,7 +138,7 @@ def test_a_peer_that_is_not_wanted_does_not_start(tmp_path: Path) -> None:
 
 
 def test_bars_compare_with_deepspeed_and_with_the_floor(options: BenchOptions, tmp_path: Path) -> None:
-    own, counted = step._OWN[1:3]
+    own, _, counted = step._OWN[:3]
     ours = result(own.name, 2.0, rss=300, read_bytes=1e9, written_bytes=1e9, bytes_per_parameter=30.0)
     spilling = result(counted.name, 2.0, read_bytes=1e9, written_bytes=1e9, bytes_per_parameter=30.0)
     spilling.facts = {"on_disk": {"weights": 0.5, "gradients": 1.0}}
@@ -272,7 +272,7 @@ def test_warming_up_ends_with_the_first_right_guess_or_with_an_error() -> None:
 
 
 def test_what_speculates_is_foretold_from_what_another_recorded(options: BenchOptions, tmp_path: Path) -> None:
-    recorder = result("tierstore, 1GiB, forward, memory kept", 1.0, computing_s=0.5)
+    recorder = result("tierstore, 1280MiB, forward, memory kept", 1.0, computing_s=0.5)
     recorder.facts = {"recorded": {}}
     found = results_of(options, tmp_path, recorder=recorder)
     speculative = next(own for own in step._OWN if own.options.get("update") == "speculative")

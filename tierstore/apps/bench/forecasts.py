@@ -54,7 +54,7 @@ def by_plan(train: TrainOptions, machine: Machine) -> float | None:
     """
     from tierstore.apps.plan import PlanOptions, situation_of
     from tierstore.plan.memory import activation_bytes
-    from tierstore.plan.strategies import USABLE, Strategy, options_of
+    from tierstore.plan.strategies import USABLE, Strategy, options_of, with_one_memory
 
     situation = situation_of(PlanOptions(
         preset=train.preset, config=train.config, gpus=1, nodes=1, dtype=train.dtype, batch=train.batch,
@@ -62,7 +62,12 @@ def by_plan(train: TrainOptions, machine: Machine) -> float | None:
         flops=machine.table.matmul_flop_per_s, nvme_capacity=None if train.nvme else 0,
     ))  # fmt: skip
     activations = activation_bytes(situation.job, situation.layout)
-    node = replace(situation.node, rates=machine.table, cpu_bytes=train.cpu_memory / USABLE,
-                   gpu_bytes=(train.gpu_memory + activations) / USABLE)  # fmt: skip
-    (option,) = options_of(replace(situation, node=node), [Strategy.ENGINE])
+    node = replace(situation.node, rates=machine.table)
+    if train.gpu_memory is None:
+        node = replace(node, cpu_bytes=(train.cpu_memory + activations) / USABLE)
+        situation = with_one_memory(replace(situation, node=node))
+    else:
+        node = replace(node, cpu_bytes=train.cpu_memory / USABLE, gpu_bytes=(train.gpu_memory + activations) / USABLE)
+        situation = replace(situation, node=node)
+    (option,) = options_of(situation, [Strategy.ENGINE])
     return option.step_s if option.phases else None

@@ -36,6 +36,7 @@ from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 
 _GPU_MEMORY = "256MiB"  # here and below of bf16; of fp32 twice as much, as weights and gradients are twice as large
+_LARGE_GPU_MEMORY = "320MiB"
 CURVE = ("256MiB", "384MiB", "512MiB", "768MiB", "1GiB", "1536MiB", "2GiB", "4GiB")
 _SEQUENCE = 64
 _ROOMY = {"cpu_memory": "4GiB", "gpu_memory": "1GiB"}  # weights and gradients stay on the device
@@ -77,25 +78,26 @@ class Own:
 _KEPT = {"freed_memory": "keep"}
 _FAST = {"update": "speculative"} | _KEPT
 _HORIZONTAL = "tierstore, 384MiB, 8 micro-batches"
-_ACCUMULATING = {"cpu_memory": "384MiB", "accumulate": _MICRO_BATCHES}
+_FETCHING = {"gpu_memory": _GPU_MEMORY}  # so that weights come and go, in all passes
+_ACCUMULATING = _FETCHING | {"cpu_memory": "384MiB", "accumulate": _MICRO_BATCHES}
 _OWN = (
-    Own("tierstore, 1GiB, speculative, memory kept", "disk", {"cpu_memory": "1GiB"} | _FAST, vs_all=2.5,
-        vs_floor=1.15),
-    Own("tierstore, 576MiB, speculative", "disk", {"cpu_memory": "576MiB", "update": "speculative"}, vs_all=2.5,
+    Own("tierstore, 832MiB, speculative", "disk", {"cpu_memory": "832MiB", "update": "speculative"}, vs_all=2.5,
         vs_all_rss=0.25, vs_floor=1.15),
+    Own("tierstore, 1280MiB, speculative, memory kept", "disk", {"cpu_memory": "1280MiB"} | _FAST, vs_all=2.5,
+        vs_floor=1.15),
     Own("tierstore, 512MiB, speculative, memory kept", "disk", {"cpu_memory": "512MiB"} | _FAST, vs_all=2.0,
         vs_floor=1.15),
-    Own("tierstore, 1GiB, forward, memory kept", "disk", {"cpu_memory": "1GiB", "update": "forward"} | _KEPT),
+    Own("tierstore, 1280MiB, forward, memory kept", "disk", {"cpu_memory": "1280MiB", "update": "forward"} | _KEPT),
     Own("tierstore, CPU memory, a commit every 50 (1/50 of a flush added)", "memory",
         _ROOMY | {"commit_every": _RARE}, vs_torch=1.10),
     Own("tierstore, CPU memory, a commit each step", "memory", _ROOMY, vs_torch=1.25),
     Own("tierstore, no store", "memory", _ROOMY, stored=False, vs_torch=1.03),
-    Own("tierstore, 128MiB", "accumulate", {"cpu_memory": "128MiB"}),
+    Own("tierstore, 128MiB", "accumulate", _FETCHING | {"cpu_memory": "128MiB"}),
     Own(_HORIZONTAL, "accumulate", _ACCUMULATING),
     Own("tierstore, 384MiB, 8 micro-batches, vertical", "accumulate", _ACCUMULATING | {"micro_batches": "vertical"},
         vs_horizontal=1.5),
 )  # fmt: skip
-_1_5B = {"cpu_memory": "4GiB", "gpu_memory": "320MiB", "preset": "1.5b"}
+_1_5B = {"cpu_memory": "4GiB", "preset": "1.5b"}
 _LARGE = tuple(
     Own(f"tierstore, {name}", name, _1_5B | options, vs_floor=1.25, most_rss=int(5.5 * 2**30))
     for name, options in (
@@ -111,7 +113,8 @@ def _own(options: BenchOptions) -> list[Own]:
     if options.large:
         return list(_LARGE)
     if options.curve:
-        return [Own(f"tierstore, {budget}, memory kept", "curve", {"cpu_memory": budget} | _KEPT) for budget in CURVE]
+        budgets = CURVE if options.dtype != "fp32" else CURVE[1:]  # too small for what is twice as large
+        return [Own(f"tierstore, {budget}, memory kept", "curve", {"cpu_memory": budget} | _KEPT) for budget in budgets]
     return [own for own in _OWN if options.heat in (None, own.heat)]
 
 
@@ -169,10 +172,14 @@ def train_options(own: Own, options: BenchOptions, store: Path) -> dict[str, Any
     """The options of `train`, as its file of options has them."""
     common: dict[str, Any] = {
         "preset": "124m", "dtype": options.dtype, "batch": 1, "sequence": _SEQUENCE, "lr": 1e-4, "weight_decay": 0.01,
-        "gpu_memory": _GPU_MEMORY, "device": options.device, "evaluate": 0,
+        "device": options.device, "evaluate": 0,
     }  # fmt: skip
+    if options.device != "cpu":  # where it is not a part of cpu_memory
+        common["gpu_memory"] = _LARGE_GPU_MEMORY if options.large else _GPU_MEMORY
     given = common | own.options | ({"nvme": [str(store)]} if own.stored else {})
-    return given | {"gpu_memory": int(parse_size(given["gpu_memory"]) * _ITEM_BYTES[options.dtype] / 2)}
+    if "gpu_memory" in given:
+        given["gpu_memory"] = int(parse_size(given["gpu_memory"]) * _ITEM_BYTES[options.dtype] / 2)
+    return given
 
 
 def rows(options: BenchOptions, results: Results) -> Sequence[Row]:

@@ -1,0 +1,57 @@
+"""An engine with one budget for both tiers, on a CPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from runs import disk, tiny, tokens, train
+
+from tierstore.config import TierConfig
+from tierstore.errors import BudgetError
+from tierstore.train.engine import Engine
+
+
+@pytest.mark.parametrize("memory", ["smallest", "5MiB", "64MiB"])
+def test_it_trains_as_with_two_budgets(memory: str, disk_path: Path) -> None:
+    expected = train(tiny(), tokens(4), TierConfig(gpu_memory="8MiB", cpu_memory="64MiB"), max_grad_norm=1.0)
+    with pytest.raises(BudgetError, match="cpu_memory of 1 B is too small") as refusal:
+        Engine(tiny(), disk(disk_path, cpu_memory=1), max_grad_norm=1.0)
+    assert "gpu_memory" not in str(refusal.value)
+    if memory == "smallest":
+        memory = re.findall(r"fits is (\d+) B", str(refusal.value))[0]
+    train(tiny(), tokens(4), disk(disk_path, cpu_memory=memory), max_grad_norm=1.0).check_equal(expected)
+
+
+def test_a_store_goes_on_with_one_budget_or_two(disk_path: Path) -> None:
+    expected = train(tiny(), tokens(6), TierConfig(cpu_memory="64MiB"), max_grad_norm=1.0)
+    two, one = ({"gpu_memory": "2MiB", "cpu_memory": "3MiB"}, {"cpu_memory": "5MiB"})
+    losses = []
+    for begin, memory in enumerate((two, one, two)):
+        batches = tokens(6)[2 * begin : 2 * begin + 2]
+        run = train(tiny(), batches, disk(disk_path, **memory), max_grad_norm=1.0, resume="auto")
+        losses += run.losses
+    assert losses == expected.losses
+    assert all(weight.equal(run.weights[name]) for name, weight in expected.weights.items())
+
+
+def test_no_memory_beside_it_is_taken() -> None:
+    with Engine(tiny(), TierConfig(cpu_memory="16MiB"), update="step") as engine:
+        placement = engine.placement
+    assert placement.gpu_weight_bytes >= sum(need.device_bytes for need in placement.groups)
+    taken = placement.gpu_weight_bytes + placement.gpu_gradient_bytes + placement.pools.total_bytes
+    assert taken <= 16 * 2**20
+
+
+@pytest.mark.parametrize("memory", ["4500KiB", "24MiB"])
+def test_ranks_divide_it_alike(memory: str, tmp_path: Path) -> None:
+    """Their parts of groups differ; what is fetched when may not."""
+    from sharing import train as train_rank
+
+    two, one = ({"gpu_memory": "4MiB", "cpu_memory": "24MiB"}, {"cpu_memory": memory})
+    expected = run_ranks(3, train_rank, None, 3, model={"blocks": 5}, memory=two)
+    found = run_ranks(3, train_rank, str(tmp_path), 3, model={"blocks": 5}, memory=one)
+    assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]
+    assert [rank["norms"] for rank in found] == [rank["norms"] for rank in expected]
