@@ -99,6 +99,7 @@ def check(placement: Placement, asked: Request) -> None:
         assert asked.gradients != "doubled"
         assert sum(spec.device_bytes for spec in asked.groups) <= placement.gpu_weight_bytes
     assert placement.gpu_weight_bytes + placement.gpu_gradient_bytes + on_gpu_bytes == asked.gpu_bytes
+    assert placement.gpu_bytes == asked.gpu_bytes
     if not asked.nvme:
         assert Tier.NVME not in {*placement.weights_home, *placement.gradient_home}
         assert pools.spill == pools.update == pools.weights == 0

@@ -74,6 +74,17 @@ def test_any_text_is_a_size_or_a_config_error(text: str) -> None:
         assert 0 <= parse_size(text) < 2**63
 
 
+def test_without_a_gpu_one_budget_is_for_both_tiers() -> None:
+    for tiers, is_one, gpu_bytes, memory_bytes in (
+        (TierConfig(), True, None, 2**30),
+        (TierConfig(cpu_memory="3GiB", gpu_memory=None), True, None, 3 * 2**30),
+        (TierConfig(gpu_memory="256MiB"), False, 2**28, 2**28 + 2**30),
+        (TierConfig(device="cuda"), False, 2**30, 2**31),
+    ):
+        assert (tiers.is_one_memory, tiers.memory_bytes) == (is_one, memory_bytes)
+        assert is_one or tiers.gpu_budget_bytes == gpu_bytes
+
+
 def test_the_defaults_are_valid() -> None:
     tiers = TierConfig(gpu_memory="8GiB", nvme=["/mnt/a", Path("/mnt/b")], codec="lz4", chunk_bytes="32MiB")
     assert (tiers.gpu_memory, tiers.chunk_bytes, tiers.codec) == (8 * 2**30, 2**25, Codec.LZ4)

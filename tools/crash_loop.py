@@ -48,6 +48,8 @@ def crash_loop(
 
     if find_spec("pytest") is None:  # the disks of the tests are made of it
         raise typer.BadParameter("this needs pytest: run bash tools/run_tests.sh once, or pip install -e '.[dev]'")
+    if soak == 1:
+        raise typer.BadParameter("--soak compares its last steps with its first: give at least 2")
     console, found = Console(), []
     with interruptible("interrupted; nothing is left behind"), tempfile.TemporaryDirectory(dir=directory) as folder:
         if kills or not (cuts or soak):

@@ -17,7 +17,9 @@ from tierstore.config import Tier
 from tierstore.errors import ConfigError
 from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 from tierstore.plan.machine import NODES
+from tierstore.plan.memory import activation_bytes
 from tierstore.plan.placement import Kind
+from tierstore.plan.strategies import USABLE
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONE_LINK = ["--nvme-read", "28GB", "--nvme-write", "28GB/s", "--link", "32GB", "--links", "1"]
@@ -138,6 +140,24 @@ def test_layers_that_were_timed_say_how_long_computing_takes(tmp_path: Path) -> 
     assert "flop/s are those of the data sheet of dgx-h100" in other_dtype.notes[0]
     for other in (replace(asked, machine="laptop"), replace(asked, flops=1e14)):
         assert plan(other).options[-1].compute_s < 1
+
+
+def test_of_a_machine_that_computes_on_the_cpu_one_memory_is_planned(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    timed = tuple(TimedLayer(kind, "bf16", LayerWork(1.0, 1.0, 1.0, 1.0), 1.0, 1.0) for kind in LayerKind)
+    path.write_text(json.dumps(replace(NODES["laptop"].rates, layers=timed).to_json()))
+    asked = PlanOptions(preset=Preset.P124M, bandwidth=path, gpus=1, cpu_memory=2 * 10**9, sequence=64)
+    found = plan(asked)
+    option, node = found.options[-1], found.situation.node
+    assert option.fits
+    weights = 2 * 124_439_808
+    assert option.bytes[Kind.WEIGHTS, Tier.GPU] == pytest.approx(weights, rel=1e-3)
+    assert USABLE * (node.gpu_bytes + node.cpu_bytes) == pytest.approx(0.9 * asked.cpu_memory)
+    activations = activation_bytes(found.situation.job, found.situation.layout)
+    assert USABLE * node.gpu_bytes > weights + activations
+    with_two = plan(replace(asked, gpu_memory=10**9)).situation.node
+    assert (with_two.gpu_bytes, with_two.cpu_bytes) == (10**9, 2 * 10**9)
+    assert not any(option.fits for option in plan(replace(asked, cpu_memory=10**8)).options)
 
 
 def test_measured_flops_are_those_of_a_machine_without_a_name(tmp_path: Path) -> None:

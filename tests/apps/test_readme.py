@@ -31,6 +31,14 @@ def test_the_loop_exports_a_model_that_can_be_loaded(disk_path: Path) -> None:
     assert torch.isfinite(loaded(input_ids=tokens, labels=tokens).loss)
 
 
+def test_a_model_that_is_too_large_to_construct() -> None:
+    names: dict[str, Any] = {"MyModel": lambda width: torch.nn.Linear(width, width), "config": 8, "Engine": Engine}
+    names["tiers"] = TierConfig()
+    run_snippet("tierstore.deferred", {}, names)
+    with names["engine"] as engine:
+        assert engine.state_dict()["weight"].abs().max() > 0
+
+
 def test_the_store_without_a_model(disk_path: Path, capsys: Any) -> None:
     run_snippet("TensorStore", {"/mnt/nvme0": str(disk_path)}, {})
     assert capsys.readouterr().out.splitlines() == ["gpu 0 0 0%", "cpu 1 262144 25%", "nvme 3 786432 75%"]

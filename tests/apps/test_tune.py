@@ -213,6 +213,16 @@ def test_a_depth_that_was_clearly_faster_is_what_is_written(disk_path: Path) -> 
     assert Outcome(record, Machine(RATES), tuning, spread).depth == chosen
 
 
+def test_one_budget_for_both_tiers_stays_one() -> None:
+    record = StepRecord((GroupNeed("a", 1000, 2, 10, True),), ((0, 1.0),), ((0, 1.0),), (0,))
+    for gpu_memory in (None, MIB):
+        train = TrainOptions(nvme=(Path("x"),), gpu_memory=gpu_memory, cpu_memory=64 * MIB)
+        tuning = plan_tuning.tune(record, list(candidates(record, train)), Machine(RATES))
+        written = as_train_options(train, Outcome(record, Machine(RATES), tuning, {}))
+        assert written.get("gpu_memory") == gpu_memory
+        assert TrainOptions(**options_of_object(written, "written")).gpu_memory == gpu_memory
+
+
 @pytest.mark.parametrize("update", [UpdateSchedule.AUTO, UpdateSchedule.SPECULATIVE])
 def test_steps_beside_an_update_are_those_that_will_be(
     update: UpdateSchedule, disk_path: Path, monkeypatch: pytest.MonkeyPatch

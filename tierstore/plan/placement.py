@@ -228,6 +228,11 @@ class Placement:
         """Part of the GPU budget for the state and the gradients that live there."""
         return sum(need.update_bytes for group, need in enumerate(self.groups) if self.is_updated_on_gpu(group))
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Of the GPU tier."""
+        return self.gpu_weight_bytes + self.gpu_gradient_bytes + self.gpu_update_bytes
+
     def state_bytes_in_memory(self, group: int) -> int:
         """Padded bytes of state that no update reads from a disk; they are written for a commit only."""
         need = self.groups[group]

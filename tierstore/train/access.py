@@ -256,13 +256,13 @@ class DeviceAccess:
         try:
             return self._policy.decide(position, resident, _InUse(self._is_in_use), loading, demand=group)
         except BudgetError as error:
-            kept = [self._groups[index].spec.name for index in self._viewed()]
-            if not kept:
-                raise
-            raise BudgetError(
-                f"{error}; {kept[0]} stays there because somebody, the model or who read it, holds a view of its "
-                "weights: keep a clone() instead"
-            ) from None
+            told = f"{error} (it is {self._store.placement.gpu_bytes} B)"
+            if kept := [self._groups[index].spec.name for index in self._viewed()]:
+                told += (
+                    f"; {kept[0]} stays there because somebody, the model or who read it, holds a view of its weights: "
+                    "keep a clone() instead"
+                )
+            raise BudgetError(told) from None
 
     def _viewed(self) -> list[int]:
         """Groups that are in use only because somebody holds a view: the model, or an update that copies."""

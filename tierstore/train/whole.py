@@ -146,7 +146,8 @@ def gathered(
     if (wanted_bytes := sum(sizes[group] for group in wanted)) > room:
         raise BudgetError(
             f"{listed(names)} are {wanted_bytes} B of weights with the groups that they are in, and the device tier "
-            f"holds {room} B; gather fewer at a time, or raise gpu_memory by {wanted_bytes - room} B"
+            f"holds {room} B; gather fewer at a time, or raise gpu_memory by {wanted_bytes - room} B "
+            f"(it is {parts.store.placement.gpu_bytes} B)"
         )
     with contextlib.ExitStack() as entered:
         entered.callback(parts.access.release, wanted)
