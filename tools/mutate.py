@@ -228,7 +228,7 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_recovery.py::TestDamage",
     ),
     Mutation(
-        "what Adam has read is checked", "store/updates.py UpdatePipeline._apply", "self._check(trip, found)",
+        "what Adam has read is checked", "store/updates.py UpdatePipeline._apply", "self._bytes.check(trip, found)",
         "store/test_recovery.py::TestDamage",
     ),
     Mutation(

@@ -78,7 +78,7 @@ def test_500_billion_parameters_on_one_link() -> None:
     assert moved / 28e9 == pytest.approx(464, abs=1)
     assert chosen.bytes[Kind.STATE, Tier.NVME] == pytest.approx(5e12, rel=1e-3)  # the master is 2 B of residual
     forward = chosen.phases[0]
-    assert forward.links_s[Link.DISKS] == pytest.approx(1e12 / 28e9, rel=1e-3)
+    assert forward.links_s[Link.DISKS] == pytest.approx(1e12 / 28e9, rel=2e-3)  # but for a group that stays
     assert forward.links_s[Link.H2D] == pytest.approx(31.25, rel=1e-3)
     assert chosen.phases[1].links_s[Link.D2H] == pytest.approx(31.25, rel=1e-3)
     assert chosen.step_s == pytest.approx(464.3, rel=0.01)

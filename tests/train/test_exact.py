@@ -128,14 +128,14 @@ def test_a_cpu_copies_nothing_but_what_it_loads(update: str, tmp_path: Path, mon
     clip = None if update == "backward" else CLIP
     expected = reference("bf16", clip)
     copied: dict[str, list[int]] = {"in": [], "out": []}
-    copy_in, run_adam = CpuDevice.copy_in, updates._run_adam
+    copy_in, run_adam = CpuDevice.copy_in, updates.run_adam
     monkeypatch.setattr(CpuDevice, "copy_in", lambda *given: copied["in"].append(1) or copy_in(*given))
     monkeypatch.setattr(CpuDevice, "copy_out", lambda *_: copied["out"].append(1))
     monkeypatch.setattr(CpuDevice, "copy_out_range", lambda *_: copied["out"].append(1))
     updated: list[bool] = []
     monkeypatch.setattr(
         updates,
-        "_run_adam",
+        "run_adam",
         lambda *given, copy, **rest: updated.append(copy is not None) or run_adam(*given, copy=copy, **rest),
     )
     _, cpu = budgets("bf16", update)

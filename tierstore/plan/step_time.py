@@ -241,7 +241,7 @@ def step_pattern(
 ) -> StepPattern:
     """How often the disks see what, as the engine's schedules do it."""
     return StepPattern(
-        weight_loads=tuple(sum(both) for both in loads),
+        weight_loads=tuple(sum(both) if _comes_and_goes(both) else 0 for both in loads),
         commits_per_step=commits_per_step,
         micro_batches=job.accumulate,
         read_weights_with_state=reads_weights_with_state(schedule),
@@ -342,6 +342,11 @@ def _loads(job: Job, placement: Placement | None, layout: Layout) -> list[tuple[
     return loads
 
 
+def _comes_and_goes(loads: tuple[int, int]) -> bool:
+    """Whether a group is fetched from where it lives; one that stays gets its new weights from the update."""
+    return loads[1] > 0
+
+
 def _elements_on_cpu(placement: Placement) -> int:
     """Those that the CPU updates."""
     groups = enumerate(placement.groups)
@@ -357,7 +362,8 @@ def _offload_work(
     grids = [Grid(need, placement.chunk_elements).total(need.weight_bytes) for need in placement.groups]
     on_nvme = [home is Tier.NVME for home in placement.weights_home]
     fetched = [sum(size * count[way] for size, count in zip(grids, loads)) for way in (0, 1)]
-    read = [sum(size * count[way] for size, count, far in zip(grids, loads, on_nvme) if far) for way in (0, 1)]
+    coming = [size if far and _comes_and_goes(count) else 0 for size, count, far in zip(grids, loads, on_nvme)]
+    read = [sum(size * count[way] for size, count in zip(coming, loads)) for way in (0, 1)]
     on_gpu = [size if placement.is_updated_on_gpu(group) else 0 for group, size in enumerate(grids)]
     gradients = (sum(grids) - sum(on_gpu)) * pattern.micro_batches
     spilled = traffic.read[Kind.GRADIENTS]

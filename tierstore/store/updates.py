@@ -1,8 +1,9 @@
 """The update of every chunk: state read ahead, one Adam pass, state and weights written behind.
 
 Scope: the trips of all rounds, and how loads wait for them.
-Not here: what the coefficients are (`train/optimizer.py`), the memory that trips take (`trip_leases.py`), when a
-    generation is committed (`publishing.py`), the update of what lives on the GPU (`gpu_updates.py`).
+Not here: what the coefficients are (`train/optimizer.py`), the memory that trips take (`trip_leases.py`) and what is
+    where in it (`trip_bytes.py`), when a generation is committed (`publishing.py`), the update of what lives on the GPU
+    (`gpu_updates.py`).
 Owner: the loop thread; workers read, run the kernel and write.
 
 [Note: chain] A chunk is on one trip at a time: a trip reads when that of the step before has ended. What of the chunk
@@ -14,14 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.kernels.adam import Digests, update_with_digests
-from tierstore.kernels.adam import update as adam_update
-from tierstore.kernels.elements import Array, elements_of
+from tierstore.kernels.adam import Digests
 from tierstore.plan.tiers import Placement
 from tierstore.store.gpu_updates import GpuUpdates
 from tierstore.store.layout import ChunkIndex, GroupSpec
@@ -30,6 +29,7 @@ from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.rounds import ParameterUpdate, Round, Trip, Updates
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
+from tierstore.store.trip_bytes import TripBytes, run_adam
 from tierstore.store.trip_leases import TripLeases
 from tierstore.store.weights import Weights
 from tierstore.trace import Tracer
@@ -76,6 +76,7 @@ class UpdatePipeline:
         self._spawn = spawn
         self._tracer = tracer
         self._index = ChunkIndex(groups, placement)
+        self._bytes = TripBytes(placement, weights, packs, resident_state, on_gpu, self._index)
         self._rounds: list[Round] = []
         self._pending: dict[tuple[int, int], Trip] = {}
         self._device_jobs: dict[int, int] = {}
@@ -289,7 +290,7 @@ class UpdatePipeline:
             return False
         is_idle = round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk))
         if not is_idle or trip.is_redo:
-            await together(self._reads(trip, round_.reads_weights))
+            await together(self._bytes.reads(trip, round_.reads_weights))
         if write is not None and not await self._unless_recalled(round_, trip, write):
             return False
         if is_idle and not trip.is_redo:
@@ -320,51 +321,9 @@ class UpdatePipeline:
         wanted.result()
         return True
 
-    def _reads(self, trip: Trip, with_weights: bool) -> Iterator[Coroutine[Any, Any, None]]:
-        """What of a chunk is not in memory."""
-        if self._packs is None:
-            return
-        if trip.is_redo or not self._is_state_in_memory(trip):
-            yield self._read(trip, self._packs, 1)
-        if trip.is_redo or (with_weights and self._weights.is_home_nvme(trip.group)):
-            yield self._read(trip, self._packs, 0)
-
-    async def _read(self, trip: Trip, packs: tuple[SlotPack, SlotPack], part: int) -> None:
-        """Weights (0) or state (1); they are checked in the pass of Adam if that sees them as they are stored."""
-        is_checked = await packs[part].read(  # no pass over both makes digests if one of them is coded
-            self._index(*trip.key), self._parts(trip)[part], Priority.PREFETCH,
-            record=trip.before[part] if trip.is_redo else None, checks=trip.is_redo or _is_any_coded(packs),
-        )  # fmt: skip
-        trip.unchecked[part] = not is_checked
-
-    def _parts(self, trip: Trip) -> tuple[Bytes, Bytes, Bytes]:
-        """Where the weights, the state and a spilled gradient of a trip are: resident, or parts of its lease."""
-        group, chunk = trip.key
-        rest = trip.lease.array if trip.lease is not None else None
-        parts: list[Bytes] = []
-        for resident, nbytes in (
-            (self._weights.resident(group, chunk), self._placement.weight_bytes(group, chunk)),
-            (self._resident_state.get(trip.key), self._placement.state_bytes(group, chunk)),
-        ):
-            if resident is not None:
-                parts.append(resident)
-            elif rest is not None:
-                parts.append(rest[:nbytes])
-                rest = rest[nbytes:]
-        if len(parts) < 2:
-            raise RuntimeError(f"trip {trip.key} has no memory")
-        return parts[0], parts[1], rest if rest is not None else parts[0][:0]
-
-    def _stored(self, trip: Trip) -> tuple[Bytes, Bytes] | None:
-        """The weights and the state of a trip as they are stored; None if that is not as they are in memory."""
-        if self._packs is None or _is_any_coded(self._packs):
-            return None
-        (weights, state, _), index = self._parts(trip), self._index(*trip.key)
-        return weights[: self._packs[0].padded_bytes(index)], state[: self._packs[1].padded_bytes(index)]
-
     async def _apply(self, round_: Round, trip: Trip, updates: list[ParameterUpdate]) -> None:
         group, chunk = trip.key
-        weights, state, spare = self._parts(trip)
+        weights, state, spare = self._bytes.parts(trip)
         needs_weights = self._weights.is_home_nvme(group) and not round_.reads_weights
         if needs_weights and not self._weights.is_valid_on_device(group):
             await self._weights.read(group, chunk, weights, Priority.UPDATE)
@@ -379,7 +338,7 @@ class UpdatePipeline:
         storage = self._weights.on_device(group)
         raw, offset = self._weights.raw_bytes(group, chunk), self._weights.device_offset(group, chunk)
         spec, device = self._groups[group], self._device
-        count, stored = raw // spec.item_bytes, self._stored(trip)
+        count, stored = raw // spec.item_bytes, self._bytes.stored(trip)
 
         def job() -> Digests:
             is_whole = sum(part.stop - part.start for part in updates) == count
@@ -394,10 +353,10 @@ class UpdatePipeline:
                     device.copy_out_range(storage, offset, here, Reached())
             left: Digests = (None, None)
             if gradient is not None:
-                found, left = _run_adam(
+                found, left = run_adam(
                     spec, here, state, gradient, updates, copy=there, stored=stored, asks_before=trip.unchecked
                 )
-                self._check(trip, found)
+                self._bytes.check(trip, found)
             if there is not None:
                 device.counters.add("h2d", raw, device.counters.clock())  # it took no time of its own
             elif storage is not None:
@@ -424,21 +383,15 @@ class UpdatePipeline:
                 self._device_jobs[group] -= 1
                 self._device_idle.notify_all()
 
-    def _check(self, trip: Trip, found: Digests) -> None:
-        """What was updated in place may have been damaged: then it goes nowhere (see [Note: chain])."""
-        for pack, record, digest in zip(self._packs or (), trip.before, found):
-            if record is not None and digest is not None:
-                pack.check_digest(self._index(*trip.key), record, digest)
-
     async def _write(self, round_: Round, trip: Trip) -> None:
         """Write what does not live in memory; what does is dirty until a commit writes it."""
-        index, is_state_resident = self._index(*trip.key), self._is_state_in_memory(trip)
+        index, is_state_resident = self._index(*trip.key), self._bytes.is_state_in_memory(trip)
         is_weights_resident = not self._weights.is_home_nvme(trip.group)
         if is_state_resident or is_weights_resident:
             self.dirty[trip.key] = trip.digests
         if self._packs is None or (is_state_resident and is_weights_resident):
             return
-        weights, state, _ = self._parts(trip)
+        weights, state, _ = self._bytes.parts(trip)
         if round_.barrier is not None:
             with self._packs[0].hurry():
                 await asyncio.shield(round_.barrier)
@@ -462,37 +415,3 @@ class UpdatePipeline:
         if weights is not None:
             writes.append(self._packs[0].write(index, weights, Priority.COMMIT, known=known[0]))
         await together(writes)
-
-    def _is_state_in_memory(self, trip: Trip) -> bool:
-        return trip.key in self._resident_state or trip.group in self._on_gpu
-
-
-def _is_any_coded(packs: tuple[SlotPack, SlotPack]) -> bool:
-    return any(pack.is_coded for pack in packs)
-
-
-def _run_adam(
-    spec: GroupSpec,
-    weights: Bytes,
-    state: Bytes,
-    gradient: Array,
-    updates: list[ParameterUpdate],
-    copy: Bytes | None,
-    stored: tuple[Bytes, Bytes] | None,
-    asks_before: Sequence[bool],
-) -> tuple[Digests, Digests]:
-    """Update in place, and give the digests of what is `stored`, if that is given: before it if asked for, and after.
-
-    Args:
-        copy: gets the new weights, too, if all of them are updated. All bytes but `stored` are without padding.
-    """
-    count = len(weights) // spec.item_bytes
-    flat = elements_of(weights, spec.dtype, count)
-    other = elements_of(copy, spec.dtype, count) if copy is not None else None
-    exact = state[: count * spec.need().state_bytes]
-    if stored is not None:
-        runs = [(part.start, part.stop, part.coefficients) for part in updates]
-        return update_with_digests(spec.dtype, flat, exact, gradient, runs, other, stored, asks_before)
-    for part in updates:
-        adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients, other)
-    return (None, None), (None, None)

@@ -1,0 +1,128 @@
+"""Where the bytes of a trip are: weights, state and a spilled gradient, in memory or in its lease.
+
+Scope: reading what is not in memory, the pass of Adam over it, and the digests of what that has seen.
+Not here: when a trip reads, waits and writes (`updates.py`), the memory of leases (`trip_leases.py`).
+Owner: the loop thread; `run_adam` runs in a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any
+
+from tierstore.io.workers import Priority
+from tierstore.kernels.adam import Digests, update_with_digests
+from tierstore.kernels.adam import update as adam_update
+from tierstore.kernels.elements import Array, elements_of
+from tierstore.plan.tiers import Placement
+from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.on_gpu import StateOnGpu
+from tierstore.store.rounds import ParameterUpdate, Trip
+from tierstore.store.slots import Bytes, SlotPack
+from tierstore.store.weights import Weights
+
+
+class TripBytes:
+    """The bytes of trips.
+
+    Args:
+        resident_state: state chunks that live in CPU memory, by (group, chunk).
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        weights: Weights,
+        packs: tuple[SlotPack, SlotPack] | None,
+        resident_state: dict[tuple[int, int], Bytes],
+        on_gpu: StateOnGpu,
+        index: ChunkIndex,
+    ) -> None:
+        self._placement = placement
+        self._weights = weights
+        self._packs = packs
+        self._resident_state = resident_state
+        self._on_gpu = on_gpu
+        self._index = index
+
+    def reads(self, trip: Trip, with_weights: bool) -> Iterator[Coroutine[Any, Any, None]]:
+        """What of a chunk is not in memory."""
+        if self._packs is None:
+            return
+        if trip.is_redo or not self.is_state_in_memory(trip):
+            yield self._read(trip, self._packs, 1)
+        if trip.is_redo or (with_weights and self._weights.is_home_nvme(trip.group)):
+            yield self._read(trip, self._packs, 0)
+
+    async def _read(self, trip: Trip, packs: tuple[SlotPack, SlotPack], part: int) -> None:
+        """Weights (0) or state (1); they are checked in the pass of Adam if that sees them as they are stored."""
+        is_checked = await packs[part].read(  # no pass over both makes digests if one of them is coded
+            self._index(*trip.key), self.parts(trip)[part], Priority.PREFETCH,
+            record=trip.before[part] if trip.is_redo else None, checks=trip.is_redo or _is_any_coded(packs),
+        )  # fmt: skip
+        trip.unchecked[part] = not is_checked
+
+    def parts(self, trip: Trip) -> tuple[Bytes, Bytes, Bytes]:
+        """Where the weights, the state and a spilled gradient of a trip are: resident, or parts of its lease."""
+        group, chunk = trip.key
+        rest = trip.lease.array if trip.lease is not None else None
+        parts: list[Bytes] = []
+        for resident, nbytes in (
+            (self._weights.resident(group, chunk), self._placement.weight_bytes(group, chunk)),
+            (self._resident_state.get(trip.key), self._placement.state_bytes(group, chunk)),
+        ):
+            if resident is not None:
+                parts.append(resident)
+            elif rest is not None:
+                parts.append(rest[:nbytes])
+                rest = rest[nbytes:]
+        if len(parts) < 2:
+            raise RuntimeError(f"trip {trip.key} has no memory")
+        return parts[0], parts[1], rest if rest is not None else parts[0][:0]
+
+    def stored(self, trip: Trip) -> tuple[Bytes, Bytes] | None:
+        """The weights and the state of a trip as they are stored; None if that is not as they are in memory."""
+        if self._packs is None or _is_any_coded(self._packs):
+            return None
+        (weights, state, _), index = self.parts(trip), self._index(*trip.key)
+        return weights[: self._packs[0].padded_bytes(index)], state[: self._packs[1].padded_bytes(index)]
+
+    def check(self, trip: Trip, found: Digests) -> None:
+        """What was updated in place may have been damaged: then it goes nowhere (see [Note: chain] in `updates.py`)."""
+        for pack, record, digest in zip(self._packs or (), trip.before, found):
+            if record is not None and digest is not None:
+                pack.check_digest(self._index(*trip.key), record, digest)
+
+    def is_state_in_memory(self, trip: Trip) -> bool:
+        return trip.key in self._resident_state or trip.group in self._on_gpu
+
+
+def _is_any_coded(packs: tuple[SlotPack, SlotPack]) -> bool:
+    return any(pack.is_coded for pack in packs)
+
+
+def run_adam(
+    spec: GroupSpec,
+    weights: Bytes,
+    state: Bytes,
+    gradient: Array,
+    updates: list[ParameterUpdate],
+    copy: Bytes | None,
+    stored: tuple[Bytes, Bytes] | None,
+    asks_before: Sequence[bool],
+) -> tuple[Digests, Digests]:
+    """Update in place, and give the digests of what is `stored`, if that is given: before it if asked for, and after.
+
+    Args:
+        copy: gets the new weights, too, if all of them are updated. All bytes but `stored` are without padding.
+    """
+    count = len(weights) // spec.item_bytes
+    flat = elements_of(weights, spec.dtype, count)
+    other = elements_of(copy, spec.dtype, count) if copy is not None else None
+    exact = state[: count * spec.need().state_bytes]
+    if stored is not None:
+        runs = [(part.start, part.stop, part.coefficients) for part in updates]
+        return update_with_digests(spec.dtype, flat, exact, gradient, runs, other, stored, asks_before)
+    for part in updates:
+        adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients, other)
+    return (None, None), (None, None)
