@@ -80,6 +80,7 @@ def test_without_a_gpu_one_budget_is_for_both_tiers() -> None:
         (TierConfig(cpu_memory="3GiB", gpu_memory=None), True, None, 3 * 2**30),
         (TierConfig(gpu_memory="256MiB"), False, 2**28, 2**28 + 2**30),
         (TierConfig(device="cuda"), False, 2**30, 2**31),
+        (TierConfig(state_on_gpu=True), False, 2**30, 2**31),
     ):
         assert (tiers.is_one_memory, tiers.memory_bytes) == (is_one, memory_bytes)
         assert is_one or tiers.gpu_budget_bytes == gpu_bytes

@@ -182,7 +182,7 @@ class TierConfig(_Model):
     Attributes:
         device: "cpu", "cuda" or "cuda:N". Without CUDA the GPU tier is a part of host memory.
         gpu_memory: bytes for parameters, gradients and optimizer state on the compute device (not activations). None is
-            1 GiB, but of an engine on a CPU the part of `cpu_memory` with which a step moves least.
+            1 GiB; but of an engine on a CPU, without `state_on_gpu`, a part of `cpu_memory` (see `plan/one_memory.py`).
         cpu_memory: bytes of the pinned arena. (With CUDA each thread that updates may pin 1 MiB beside it.)
         nvme: directories of the store; several are striped over. Empty: no store, everything in memory.
         codec: how chunks are stored; "auto" measures, when the store is made, which one pays for each kind of them.
@@ -244,7 +244,7 @@ class TierConfig(_Model):
     @property
     def is_one_memory(self) -> bool:
         """Whether `cpu_memory` is for both tiers: of an engine."""
-        return self.gpu_memory is None and self.device == "cpu"
+        return self.gpu_memory is None and self.device == "cpu" and not self.state_on_gpu
 
     @property
     def gpu_budget_bytes(self) -> int:

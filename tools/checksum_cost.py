@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tierstore.kernels import adam
-from tierstore.store import slots, updates
+from tierstore.store import slots, trip_bytes
 
 
 class Switch:
@@ -41,7 +41,7 @@ class Switch:
             return self._update(*most, asks_before if self.is_on else (False, False))
 
         slots.ChunkRecord.checksum_of = checksum_of  # type: ignore[method-assign,assignment]
-        updates.update_with_digests = update  # type: ignore[assignment,attr-defined]
+        trip_bytes.update_with_digests = update  # type: ignore[assignment,attr-defined]
 
 
 def checksum_cost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,28 @@ def test_of_a_machine_that_computes_on_the_cpu_one_memory_is_planned(tmp_path: P
     assert USABLE * node.gpu_bytes > weights + activations
     with_two = plan(replace(asked, gpu_memory=10**9)).situation.node
     assert (with_two.gpu_bytes, with_two.cpu_bytes) == (10**9, 2 * 10**9)
-    assert not any(option.fits for option in plan(replace(asked, cpu_memory=10**8)).options)
+    plain = plan(replace(asked, cpu_memory=8 * 10**9)).options[0]
+    assert plain.fits, "nothing offloaded: the same memory"
+    twice = next(change for change in found.changes if change.text.startswith("twice the CPU memory"))
+    assert twice.text == "twice the CPU memory (4 GB a node)"
+
+
+def test_too_little_of_one_memory_is_told_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    timed = tuple(TimedLayer(kind, "bf16", LayerWork(1.0, 1.0, 1.0, 1.0), 1.0, 1.0) for kind in LayerKind)
+    path.write_text(json.dumps(replace(NODES["laptop"].rates, layers=timed).to_json()))
+    asked = PlanOptions(preset=Preset.P124M, bandwidth=path, gpus=1, cpu_memory=10**8, sequence=1024)
+    found = plan(asked)
+    assert not any(option.fits for option in found.options)
+    told = re.fullmatch(
+        r"CPU memory of a node would hold (\S+) ([MG])B, of which activations take .*; 90 MB can be used",
+        found.options[-1].problems[0],
+    )
+    assert told is not None
+    needed = float(told[1]) * {"M": 1e6, "G": 1e9}[told[2]]
+    assert plan(replace(asked, cpu_memory=int(1.01 * needed / USABLE))).options[-1].fits
+    assert not plan(replace(asked, cpu_memory=int(0.98 * needed / USABLE))).options[-1].fits
+    assert any(change.text == "--checkpointing" for change in plan(replace(asked, cpu_memory=10**9)).changes)
 
 
 def test_measured_flops_are_those_of_a_machine_without_a_name(tmp_path: Path) -> None:

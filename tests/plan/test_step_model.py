@@ -44,7 +44,7 @@ def placed(
     tiers = TierConfig(
         gpu_memory=gpu_memory, cpu_memory=cpu_memory, nvme=["x"] if nvme else [], chunk_bytes=chunk, io_threads=2
     )
-    return place(request_for(record().groups, tiers, schedule, None, is_coded=False))
+    return place(request_for(record().groups, tiers, schedule, None))
 
 
 def step(
@@ -81,7 +81,7 @@ def test_what_holds_for_every_step(
     extra: int, schedule: UpdateSchedule, depth: int, seconds: float, commit_every: int
 ) -> None:
     tiers = TierConfig(gpu_memory=6 * MIB, cpu_memory=2**40, nvme=["x"], chunk_bytes=2 * MIB)
-    least = smallest_budgets(request_for(record().groups, tiers, schedule, None, is_coded=False)).cpu_bytes
+    least = smallest_budgets(request_for(record().groups, tiers, schedule, None)).cpu_bytes
     placement = placed(least + extra * MIB, schedule, chunk=2 * MIB)
     found = step(placement, schedule, depth, seconds, commit_every=commit_every)
     again = step(placement, schedule, depth, seconds, commit_every=commit_every)

@@ -49,7 +49,7 @@ def test_the_plan_asks_for_what_the_engine_asks_for(schedule: UpdateSchedule, gp
     tiers = TierConfig(
         gpu_memory=gpu, cpu_memory=here.cpu_budget_bytes, nvme=(Path("x"),), state_on_gpu=True
     )
-    assert request_of(here, groups, gpu) == request_for(groups, tiers, schedule, None, is_coded=False)
+    assert request_of(here, groups, gpu) == request_for(groups, tiers, schedule, None)
 
 
 def test_bytes_per_tier_are_those_that_the_engine_then_has(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -118,6 +119,13 @@ def view(rank: int, ranks: int, gpu_memory: str, holds_view: bool, **options: An
         with torch.no_grad():
             next_token_loss(engine, batch)  # which needs all groups, as they are now
         return losses, torch.equal(seen, engine.state_dict()[name])
+
+
+def divide(rank: int, ranks: int, directory: str, memory: Sequence[str], **options: Any) -> int:
+    """The GPU tier's part of one memory, of which each rank has another."""
+    tiers = TierConfig(nvme=[directory], cpu_memory=memory[rank], timeout_s=20.0, **options)
+    with Engine(tiny(blocks=5), tiers, zero=3) as engine:
+        return engine.placement.gpu_bytes
 
 
 def step_inside(rank: int, ranks: int) -> list[float]:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import sharing
 from ranks import run_ranks
 from runs import disk, tiny, tokens, train
 
@@ -46,12 +47,24 @@ def test_no_memory_beside_it_is_taken() -> None:
 
 
 @pytest.mark.parametrize("memory", ["4500KiB", "24MiB"])
-def test_ranks_divide_it_alike(memory: str, tmp_path: Path) -> None:
-    """Their parts of groups differ; what is fetched when may not."""
-    from sharing import train as train_rank
-
+def test_ranks_train_as_with_two_budgets(memory: str, tmp_path: Path) -> None:
     two, one = ({"gpu_memory": "4MiB", "cpu_memory": "24MiB"}, {"cpu_memory": memory})
-    expected = run_ranks(3, train_rank, None, 3, model={"blocks": 5}, memory=two)
-    found = run_ranks(3, train_rank, str(tmp_path), 3, model={"blocks": 5}, memory=one)
+    expected = run_ranks(3, sharing.train, None, 3, model={"blocks": 5}, memory=two)
+    found = run_ranks(3, sharing.train, str(tmp_path), 3, model={"blocks": 5}, memory=one)
     assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]
     assert [rank["norms"] for rank in found] == [rank["norms"] for rank in expected]
+
+
+def test_ranks_with_unequal_memory_have_equal_gpu_tiers(tmp_path: Path) -> None:
+    """What is fetched when depends on it, and must be the same."""
+    less, more = (run_ranks(2, sharing.divide, f"{tmp_path}/{m}", [m, m]) for m in ("4500KiB", "24MiB"))
+    assert less[0] < more[0]
+    assert run_ranks(2, sharing.divide, f"{tmp_path}/unequal", ["24MiB", "4500KiB"]) == less
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4"])
+def test_the_smallest_memory_that_ranks_are_told_fits(codec: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="smallest that fits is") as refused:
+        run_ranks(2, sharing.divide, f"{tmp_path}/none", ["1", "1"], codec=codec)
+    least = str(max(map(int, re.findall(r"fits is (\d+) B", str(refused.value)))))  # parts are not equal
+    assert run_ranks(2, sharing.divide, f"{tmp_path}/least", [least, least], codec=codec)[0] > 0

@@ -24,7 +24,7 @@ from tierstore.plan.layers import is_timed
 from tierstore.plan.machine import Node, node_called
 from tierstore.plan.memory import Attention, Job, Layout
 from tierstore.plan.model_size import ModelShape, from_config, from_parameters
-from tierstore.plan.strategies import Option, Situation, fastest, options_of, simplest, with_one_memory
+from tierstore.plan.strategies import Option, Situation, as_divided, fastest, options_of, simplest
 
 _COUNT = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmbt]?)\s*", re.IGNORECASE)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -109,7 +109,7 @@ def plan(asked: PlanOptions) -> Plan:
     situation = situation_of(asked)
     options = options_of(situation)
     best = fastest(options)
-    return Plan(situation, options, simplest(options), best, changes(situation, best),
+    return Plan(as_divided(situation), options, simplest(options), best, changes(situation, best),
                 (*_flops_note(asked, situation), *_commit_note(situation, options)))  # fmt: skip
 
 
@@ -148,8 +148,10 @@ def situation_of(asked: PlanOptions) -> Situation:
     context = shape.context or _LONGEST_DEFAULT_SEQUENCE
     sequence = min(context, _LONGEST_DEFAULT_SEQUENCE) if asked.sequence is None else asked.sequence
     job = Job(shape, asked.dtype.value, batch, sequence, asked.accumulate, asked.checkpointing, asked.attention)
-    situation = Situation(job, layout, node, asked.update, asked.commit_every)
-    return with_one_memory(situation) if node.computes_on_cpu and asked.gpu_memory is None else situation
+    is_one_memory = node.computes_on_cpu and asked.gpu_memory is None
+    if is_one_memory:
+        node = replace(node, gpu_bytes=1.0)  # it is a part of the other
+    return Situation(job, layout, node, asked.update, asked.commit_every, is_one_memory)
 
 
 def model_of(asked: PlanOptions) -> ModelShape:

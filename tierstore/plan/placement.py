@@ -83,7 +83,7 @@ class Request:
         micro_batches: backward passes per step, each after a forward of its own.
         scratch_bytes: part of the CPU budget that is not placed: a codec's.
         updates_on_gpu: state may live on the GPU tier, and be updated there.
-        is_divided: `cpu_bytes` are for both tiers, which are one memory; `gpu_bytes` does not count.
+        is_one_memory: `cpu_bytes` are for both tiers, which are one memory; `gpu_bytes` does not count.
     """
 
     groups: tuple[GroupNeed, ...]
@@ -100,7 +100,7 @@ class Request:
     workers: int = 4
     scratch_bytes: int = 0
     updates_on_gpu: bool = False
-    is_divided: bool = False
+    is_one_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ Not here: what would help (`plan/advice.py`), how a report looks (`apps/plan.py`
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from tierstore.plan.tiers import place, place_uniformly, smallest_budgets
 
 USABLE = 0.9
 """Share of a memory that a run may take: the rest is the system's, the allocator's and the framework's."""
+_ROUNDED = 1 + 1e-12  # so that what was made of whole bytes is as many again
 _SLOTS = 2  # of a store: the committed generation, and the one that is written
 _DAY_S = 86400.0
 
@@ -70,6 +70,7 @@ class Situation:
         schedule: AUTO is what the engine takes when gradients are to be clipped, as it is in steps that need no
             clipping: "speculative"; "forward" where steps are not committed or all updates are in memory, "step" where
             those share their cores with the computing.
+        is_one_memory: GPU tiers and activations are parts of the memory of a node, which is the sum of what that has.
     """
 
     job: Job
@@ -77,6 +78,7 @@ class Situation:
     node: Node
     schedule: UpdateSchedule = UpdateSchedule.AUTO
     commit_every: int = 1
+    is_one_memory: bool = False
 
     def schedule_for(self, placement: Placement | None) -> UpdateSchedule:
         """The schedule of an engine with this placement (None: nothing is offloaded), as `train/budgets.py` has it."""
@@ -177,7 +179,33 @@ class Option:
 
 def options_of(situation: Situation, strategies: Iterable[Strategy] = Strategy) -> tuple[Option, ...]:
     """Every strategy, from the simplest to the one that offloads most; the engine's own split last."""
+    situation = as_divided(situation)
     return tuple(_option(situation, strategy) for strategy in strategies)
+
+
+def as_divided(situation: Situation) -> Situation:
+    """One memory with the parts that the engine gives its tiers; others as they are."""
+    if not situation.is_one_memory:
+        return situation
+    node, count = situation.node, situation.layout.gpus
+    memory_bytes = node.cpu_bytes + count * node.gpu_bytes
+    request, activations = _whole_request(situation)
+    try:
+        part = divided(request).gpu_bytes
+    except BudgetError:  # then the engine's split does not fit, and says so
+        part = smallest_budgets(request).gpu_bytes
+    each = min((part + activations) * _ROUNDED / USABLE, (memory_bytes - 1) / count)  # of both there is some
+    rest = (memory_bytes - each * count) * _ROUNDED
+    return replace(situation, node=replace(node, gpu_bytes=each, cpu_bytes=rest))
+
+
+def _whole_request(situation: Situation) -> tuple[Request, float]:
+    """What the engine asks for where both tiers are one memory, of one rank, and the activations beside."""
+    node, count = situation.node, situation.layout.gpus
+    activations = activation_bytes(situation.job, situation.layout)
+    memory_bytes = USABLE * (node.cpu_bytes / count + node.gpu_bytes) - activations
+    request = request_of(situation, group_needs(situation.job, situation.layout), 0)
+    return replace(request, cpu_bytes=max(0, int(memory_bytes * _ROUNDED)), is_one_memory=True), activations
 
 
 def simplest(options: Iterable[Option]) -> Option | None:
@@ -197,11 +225,11 @@ def _option(situation: Situation, strategy: Strategy) -> Option:
     try:
         placement = _placement(situation, strategy)
     except BudgetError as error:
-        return Option(strategy, {}, {}, (str(error),), {}, ())
+        return Option(strategy, {}, {}, (_too_little(situation) or str(error),), {}, ())
     has_store = _has_store(situation, placement)
     work, phases = _phases(situation, placement, has_store)
     taken = _taken(situation, placement, has_store)
-    return Option(strategy, _bytes(placement, situation.layout), taken, _problems(situation.node, taken), work, phases,
+    return Option(strategy, _bytes(placement, situation.layout), taken, _problems(situation, taken), work, phases,
                   placement)  # fmt: skip
 
 
@@ -215,7 +243,7 @@ def _nothing(situation: Situation) -> Option:
     taken = {Tier.GPU: held.total + working + activation_bytes(job, layout)}
     work, phases = _phases(situation, None, has_store=False)
     by_tier = {(kind, Tier.GPU): size for kind, size in sizes.items()}
-    return Option(Strategy.NOTHING, by_tier, taken, _problems(situation.node, taken), work, phases)
+    return Option(Strategy.NOTHING, by_tier, taken, _problems(situation, taken), work, phases)
 
 
 def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_bytes: int) -> Request:
@@ -233,20 +261,6 @@ def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_b
         micro_batches=situation.job.accumulate,
         updates_on_gpu=not situation.node.computes_on_cpu and situation.layout.count == 1,
     )
-
-
-def with_one_memory(situation: Situation) -> Situation:
-    """The situation on nodes whose GPU tiers and activations lie in CPU memory, as the engine divides it."""
-    node, count = situation.node, situation.layout.gpus
-    activations = activation_bytes(situation.job, situation.layout)
-    asked = request_of(situation, group_needs(situation.job, situation.layout), 0)
-    asked = replace(asked, cpu_bytes=max(0, asked.cpu_bytes - math.ceil(activations)), is_divided=True)
-    try:
-        part = divided(asked).gpu_bytes
-    except BudgetError:  # then no strategy fits, and says so
-        part = smallest_budgets(asked).gpu_bytes
-    each = (part + activations + 1) / USABLE
-    return replace(situation, node=replace(node, gpu_bytes=each, cpu_bytes=max(1.0, node.cpu_bytes - each * count)))
 
 
 def _placement(situation: Situation, strategy: Strategy) -> Placement:
@@ -302,10 +316,33 @@ def usable_bytes(node: Node) -> dict[Tier, float]:
     return {Tier.GPU: USABLE * node.gpu_bytes, Tier.CPU: USABLE * node.cpu_bytes, Tier.NVME: node.nvme_bytes}
 
 
-def _problems(node: Node, taken: Mapping[Tier, float]) -> tuple[str, ...]:
+def _problems(situation: Situation, taken: Mapping[Tier, float]) -> tuple[str, ...]:
     where = {Tier.GPU: "each GPU", Tier.CPU: "CPU memory of a node", Tier.NVME: "the disks of a node"}
+    usable = usable_bytes(situation.node)
+    if situation.is_one_memory:
+        taken, usable = (_as_one(sizes, situation.layout.gpus) for sizes in (taken, usable))
     return tuple(
         f"{where[tier]} would hold {format_decimal(taken[tier])}, {format_decimal(limit)} can be used"
-        for tier, limit in usable_bytes(node).items()
+        for tier, limit in usable.items()
         if taken.get(tier, 0.0) > limit
+    )
+
+
+def _as_one(sizes: Mapping[Tier, float], gpus: int) -> dict[Tier, float]:
+    """Sizes by tier where the GPU tiers are in CPU memory."""
+    together = sizes.get(Tier.CPU, 0.0) + gpus * sizes.get(Tier.GPU, 0.0)
+    return {Tier.CPU: together, Tier.NVME: sizes.get(Tier.NVME, 0.0)}
+
+
+def _too_little(situation: Situation) -> str | None:
+    """What the smallest split of one memory takes; None where there are two."""
+    if not situation.is_one_memory:
+        return None
+    request, activations = _whole_request(situation)
+    least, count = smallest_budgets(request), situation.layout.gpus
+    need = count * (least.gpu_bytes + least.cpu_bytes + activations)
+    usable = _as_one(usable_bytes(situation.node), count)[Tier.CPU]
+    return (
+        f"CPU memory of a node would hold {format_decimal(need)}, of which activations take "
+        f"{format_decimal(count * activations)}; {format_decimal(usable)} can be used"
     )

@@ -73,14 +73,14 @@ _USUAL_CHUNK_BYTES = 16 * 2**20
 2.28 s)."""
 
 
-def smallest_budgets(request: Request) -> Budgets:
-    """The smallest budgets that `place` accepts; of the CPU with the GPU's as it is."""
+def smallest_budgets(request: Request, comfort: Comfort = FLOOR) -> Budgets:
+    """The smallest budgets that `place` accepts; of the CPU with the GPU's as it is, and with this comfort."""
     least = chunk_sizes(request)[-1]
     return Budgets(
         gpu_bytes=gpu_room.acquired_bytes(request) + gpu_room.gradient_room_bytes(request),
         cpu_bytes=request.scratch_bytes
         + min(
-            pools_of(request, least, homes, FLOOR).total_bytes
+            pools_of(request, least, homes, comfort).total_bytes
             for on_gpu in (gpu_room.updatable(request), ())
             for homes in corners(request, least, on_gpu)
         ),

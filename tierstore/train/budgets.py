@@ -25,17 +25,14 @@ def request_for(
     tiers: TierConfig,
     schedule: UpdateSchedule,
     chunk_elements: int | None,
-    *,
-    is_coded: bool,
 ) -> Request:
-    """The request of a run.
+    """The request of a run without codecs.
 
     Args:
         chunk_elements: the grid of the store that is resumed; None for a new one.
-        is_coded: a kind of chunks has a codec.
     """
     from_device = schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
-    request = Request(
+    return Request(
         groups=tuple(groups),
         gpu_bytes=0 if tiers.is_one_memory else tiers.gpu_budget_bytes,
         cpu_bytes=tiers.cpu_memory,
@@ -47,10 +44,12 @@ def request_for(
         micro_batches=tiers.accumulation_steps,
         workers=tiers.io_threads,
         updates_on_gpu=tiers.may_update_on_gpu,
-        is_divided=tiers.is_one_memory,
+        is_one_memory=tiers.is_one_memory,
     )
-    if not is_coded:
-        return request
+
+
+def with_scratch(request: Request, tiers: TierConfig) -> Request:
+    """The request with memory for a codec, of a kind of chunks at least."""
     scratch_bytes = _scratch_bytes(request, tiers.io_threads * len(tiers.nvme))
     limit_bytes = min(tiers.chunk_bytes or MAX_CHUNK_BYTES, scratch_bytes)
     return replace(request, scratch_bytes=scratch_bytes, chunk_bytes=limit_bytes)
@@ -61,7 +60,7 @@ def _scratch_bytes(request: Request, threads: int) -> int:
     block = request.chunk_elements or BLOCK
     least = max(padded(min(n.elements, block) * max(n.weight_bytes, n.state_bytes)) for n in request.groups)
     smallest = smallest_budgets(request)
-    spare = request.cpu_bytes - smallest.cpu_bytes - (smallest.gpu_bytes if request.is_divided else 0)
+    spare = request.cpu_bytes - smallest.cpu_bytes - (smallest.gpu_bytes if request.is_one_memory else 0)
     return max(least, min(request.cpu_bytes // 8, spare, threads * MAX_CHUNK_BYTES))
 
 

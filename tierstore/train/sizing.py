@@ -14,7 +14,7 @@ from tierstore.plan.one_memory import divided, with_part
 from tierstore.plan.placement import Request
 from tierstore.plan.tiers import place
 from tierstore.store.layout import GroupSpec
-from tierstore.train.budgets import request_for
+from tierstore.train.budgets import request_for, with_scratch
 from tierstore.train.groups import ModelGroups
 from tierstore.train.partition import Partition
 from tierstore.train.reduction import Buckets
@@ -37,8 +37,10 @@ def cut_groups(
     """
 
     def request(specs: Sequence[GroupSpec]) -> Request:
-        asked = request_for([spec.need() for spec in specs], tiers, schedule, grid, is_coded=is_coded)
-        return _with_buckets(asked, specs, groups.tied, partition) if partition.is_shared else asked
+        asked = request_for([spec.need() for spec in specs], tiers, schedule, grid)
+        if partition.is_shared:
+            asked = _with_buckets(asked, specs, groups.tied, partition)
+        return with_scratch(asked, tiers) if is_coded else asked  # last: what else there must be goes before
 
     whole = [group.spec for group in groups.groups]
     if grid is None and not partition.keeps_all:
@@ -50,7 +52,7 @@ def cut_groups(
         for group in groups.groups:
             group.spec = partition.cut(group.spec, grid)
     asked = request([group.spec for group in groups.groups])
-    if not asked.is_divided:
+    if not asked.is_one_memory:
         return asked
     parts = partition.all_succeed("the GPU tier's part of the memory", lambda: divided(asked).gpu_bytes)
     return with_part(asked, min(parts))  # the same at all ranks: what is fetched when depends on it

@@ -54,20 +54,17 @@ def by_plan(train: TrainOptions, machine: Machine) -> float | None:
     """
     from tierstore.apps.plan import PlanOptions, situation_of
     from tierstore.plan.memory import activation_bytes
-    from tierstore.plan.strategies import USABLE, Strategy, options_of, with_one_memory
+    from tierstore.plan.strategies import USABLE, Strategy, options_of
 
     situation = situation_of(PlanOptions(
         preset=train.preset, config=train.config, gpus=1, nodes=1, dtype=train.dtype, batch=train.batch,
         sequence=train.sequence, accumulate=train.accumulate, update=train.update, commit_every=train.commit_every,
         flops=machine.table.matmul_flop_per_s, nvme_capacity=None if train.nvme else 0,
     ))  # fmt: skip
-    activations = activation_bytes(situation.job, situation.layout)
-    node = replace(situation.node, rates=machine.table)
-    if train.gpu_memory is None:
-        node = replace(node, cpu_bytes=(train.cpu_memory + activations) / USABLE)
-        situation = with_one_memory(replace(situation, node=node))
-    else:
-        node = replace(node, cpu_bytes=train.cpu_memory / USABLE, gpu_bytes=(train.gpu_memory + activations) / USABLE)
-        situation = replace(situation, node=node)
+    gpu_bytes = (train.gpu_memory or 0) + activation_bytes(situation.job, situation.layout)
+    node = replace(
+        situation.node, rates=machine.table, cpu_bytes=train.cpu_memory / USABLE, gpu_bytes=gpu_bytes / USABLE
+    )
+    situation = replace(situation, node=node, is_one_memory=train.gpu_memory is None)
     (option,) = options_of(situation, [Strategy.ENGINE])
     return option.step_s if option.phases else None

@@ -56,7 +56,7 @@ class Own:
 
     Attributes:
         options: of `TrainOptions`, apart from those that all have.
-        heat: what it takes turns with. In 512 MiB no state stays in memory, in 128 MiB no gradients either.
+        heat: what it takes turns with.
         vs_torch, vs_all: most of the step in memory; least speed against DeepSpeed with all state on disk.
         vs_all_rss: most of that one's peak memory.
         vs_floor: most of its own floor.
