@@ -13,7 +13,6 @@ not a step looks for them there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tierstore.plan.placement import MAX_CHUNK_BYTES, Request
 
@@ -37,12 +36,14 @@ def gradient_room_bytes(request: Request) -> int:
 
 
 def gradient_bytes(request: Request) -> int:
-    """Room for the largest gradient; for two when a second one takes nothing that weights could use well; for several
-    small ones when they all fit beside all weights, or no more than a sixteenth of what does not hold those anyway.
+    """Room for the largest gradient; for two when a second one takes nothing that weights could use well (which is any,
+    where copies are within one memory); for several small ones when they all fit beside all weights, or no more than a
+    sixteenth of what does not hold those anyway.
     """
     largest = gradient_room_bytes(request)
     all_weights = sum(need.device_bytes for need in request.groups)
-    enough = min(all_weights, 3 * acquired_bytes(request))
+    all_stay = request.is_one_memory and request.gpu_bytes - largest >= all_weights
+    enough = all_weights if all_stay else min(all_weights, 3 * acquired_bytes(request))
     room = 2 * largest if request.gpu_bytes - 2 * largest >= max(enough, acquired_bytes(request)) else largest
     if request.gradient_room_bytes is not None:
         return room  # with other ranks, which are handed no gradients together
@@ -77,10 +78,10 @@ def fetched_share(request: Request) -> float:
 
 
 def tier_bytes(request: Request, weights_bytes: int) -> int:
-    """The smallest tier that has room for so many bytes of weights: beside two gradients, where it would take those."""
-    gradient, company = gradient_room_bytes(request), 0
-    if request.gradient_room_bytes is None:
-        trained = sum(need.device_bytes for need in request.groups if need.trainable)
-        company = min(2 * COMPANY_BYTES, weights_bytes // 15, trained)  # a sixteenth of both together
-    one, two = (weights_bytes + max(room, company) for room in (gradient, 2 * gradient))
-    return one if one - gradient_bytes(replace(request, gpu_bytes=one)) >= weights_bytes else two
+    """The smallest tier in one memory that has room for so many bytes of weights, beside gradients."""
+    gradient = gradient_room_bytes(request)
+    if request.gradient_room_bytes is not None:
+        return weights_bytes + gradient
+    trained = sum(need.device_bytes for need in request.groups if need.trainable)
+    company = min(2 * COMPANY_BYTES, weights_bytes // 15, trained)  # a sixteenth of both together
+    return weights_bytes + max(gradient, company)

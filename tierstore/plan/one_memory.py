@@ -27,12 +27,12 @@ _LEFT = 0.25
 
 
 def divided(request: Request) -> Request:
-    """The request with a budget for each tier; as it is, if it has two.
+    """The request with a budget for each tier; as it is, if it has that.
 
     Raises:
         BudgetError: the memory is too small; the message names the smallest that fits.
     """
-    if not request.is_one_memory:
+    if not request.is_one_memory or request.gpu_bytes:
         return request
     least = smallest_budgets(request)
     if request.cpu_bytes < least.gpu_bytes + least.cpu_bytes:
@@ -47,7 +47,7 @@ def divided(request: Request) -> Request:
 
 def with_part(request: Request, gpu_bytes: int) -> Request:
     """The request with this part of the memory as the GPU tier."""
-    return replace(request, gpu_bytes=gpu_bytes, cpu_bytes=request.cpu_bytes - gpu_bytes, is_one_memory=False)
+    return replace(request, gpu_bytes=gpu_bytes, cpu_bytes=request.cpu_bytes - gpu_bytes)
 
 
 def _comfortable_parts(request: Request) -> Iterator[int]:

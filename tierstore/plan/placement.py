@@ -83,7 +83,8 @@ class Request:
         micro_batches: backward passes per step, each after a forward of its own.
         scratch_bytes: part of the CPU budget that is not placed: a codec's.
         updates_on_gpu: state may live on the GPU tier, and be updated there.
-        is_one_memory: `cpu_bytes` are for both tiers, which are one memory; `gpu_bytes` does not count.
+        is_one_memory: copies to the GPU tier are within CPU memory. Without `gpu_bytes` it is a part of `cpu_bytes`,
+            which is still to be found (`plan/one_memory.py`).
     """
 
     groups: tuple[GroupNeed, ...]

@@ -205,7 +205,7 @@ def _whole_request(situation: Situation) -> tuple[Request, float]:
     activations = activation_bytes(situation.job, situation.layout)
     memory_bytes = USABLE * (node.cpu_bytes / count + node.gpu_bytes) - activations
     request = request_of(situation, group_needs(situation.job, situation.layout), 0)
-    return replace(request, cpu_bytes=max(0, int(memory_bytes * _ROUNDED)), is_one_memory=True), activations
+    return replace(request, cpu_bytes=max(0, int(memory_bytes * _ROUNDED))), activations
 
 
 def simplest(options: Iterable[Option]) -> Option | None:
@@ -260,6 +260,7 @@ def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_b
         read_weights_with_state=reads_weights_with_state(situation.placed_for),
         micro_batches=situation.job.accumulate,
         updates_on_gpu=not situation.node.computes_on_cpu and situation.layout.count == 1,
+        is_one_memory=situation.is_one_memory,
     )
 
 
