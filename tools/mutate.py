@@ -228,6 +228,10 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_recovery.py::TestDamage",
     ),
     Mutation(
+        "ranks divide one memory alike", "train/sizing.py cut_groups", "min(parts)",
+        "train/test_one_memory.py::test_ranks_with_unequal_memory_have_equal_gpu_tiers", "divided(asked).gpu_bytes",
+    ),
+    Mutation(
         "what Adam has read is checked", "store/updates.py UpdatePipeline._apply", "self._bytes.check(trip, found)",
         "store/test_recovery.py::TestDamage",
     ),
