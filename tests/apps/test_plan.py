@@ -162,6 +162,12 @@ def test_of_a_machine_that_computes_on_the_cpu_one_memory_is_planned(tmp_path: P
     assert plain.fits, "nothing offloaded: the same memory"
     twice = next(change for change in found.changes if change.text.startswith("twice the CPU memory"))
     assert twice.text == "twice the CPU memory (4 GB a node)"
+    assert not any("GPU" in change.text for change in found.changes)
+    given = ("--preset", "124m", "--bandwidth", str(path), "--gpus", "1", "--cpu-memory", "2GB")
+    answer = CliRunner().invoke(app, ["plan", *given, "--json", str(tmp_path / "plan.json")])
+    assert answer.exit_code == 0, answer.output
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert [layer["kind"] for layer in written["machine"]["rates"]["layers"]] == [one.value for one in LayerKind]
 
 
 def test_too_little_of_one_memory_is_told_whole(tmp_path: Path) -> None:

@@ -38,6 +38,23 @@ def test_a_store_goes_on_with_one_budget_or_two(disk_path: Path) -> None:
     assert all(weight.equal(run.weights[name]) for name, weight in expected.weights.items())
 
 
+def test_a_gpu_tier_that_is_told_holds_what_was_to_be_read(disk_path: Path) -> None:
+    with pytest.raises(BudgetError) as refusal:
+        Engine(tiny(blocks=6), disk(disk_path, cpu_memory=1), max_grad_norm=1.0)
+    least = re.findall(r"fits is (\d+) B", str(refusal.value))[0]
+    tiers = disk(disk_path, cpu_memory=least)
+    with (
+        Engine(tiny(blocks=6), tiers, max_grad_norm=1.0) as engine,
+        pytest.raises(BudgetError) as refusal,
+        engine.gathered("blocks"),
+    ):
+        pass
+    gpu_memory = re.findall(r"give a gpu_memory of (\d+) B", str(refusal.value))[0]
+    tiers = disk(disk_path, cpu_memory=least, gpu_memory=gpu_memory)
+    with Engine(tiny(blocks=6), tiers, max_grad_norm=1.0, resume="must") as engine, engine.gathered("blocks"):
+        assert engine.model.blocks[5].up.weight.abs().max() > 0
+
+
 def test_no_memory_beside_it_is_taken() -> None:
     with Engine(tiny(), TierConfig(cpu_memory="16MiB"), update="step") as engine:
         placement = engine.placement

@@ -110,6 +110,8 @@ def _strategy_table(plan: Plan) -> Table:
     table = _table(title, "strategy", *_NAMES.values(), "fits", "step s", "eff.", "waits for")
     limits = usable_bytes(plan.situation.node)
     table.caption = "can be used: " + ", ".join(f"{format_decimal(limits[tier])} {_NAMES[tier]}" for tier in _NAMES)
+    if plan.situation.is_one_memory:
+        table.caption += "; the GPU tier is in CPU memory: what a strategy takes of both must fit into both"
     table.caption_justify = "left"
     for option in plan.options:
         taken = [format_decimal(option.taken[tier]) if option.taken.get(tier) else "" for tier in _NAMES]
@@ -175,7 +177,7 @@ def sentences(plan: Plan) -> Iterator[str]:
 def _why_nothing_fits(plan: Plan) -> Iterator[str]:
     situation = plan.situation
     taken, usable = activation_bytes(situation.job, situation.layout), usable_bytes(situation.node)[Tier.GPU]
-    if taken >= usable:
+    if taken >= usable and not situation.is_one_memory:
         yield (
             f"nothing fits: activations alone take {format_decimal(taken)} of each GPU, where {format_decimal(usable)} "
             "can be used: --checkpointing, a smaller --batch, more --accumulate, or a shorter --sequence"
@@ -242,7 +244,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": {"name": job.shape.name, "parameters": job.shape.parameters, "layers": job.shape.layers,
                   "hidden": job.shape.hidden},
-        "machine": {**asdict(node), "nodes": situation.layout.nodes},
+        "machine": {**asdict(node), "rates": node.rates.to_json(), "nodes": situation.layout.nodes},
         "layout": asdict(situation.layout),
         "dtype": job.dtype, "batch": job.batch, "sequence": job.sequence, "accumulate": job.accumulate,
         "checkpointing": job.checkpointing, "update": situation.schedule.value,

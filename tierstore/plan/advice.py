@@ -103,10 +103,10 @@ def _larger_batch(situation: Situation, now: Option) -> Iterator[tuple[str, Situ
 
 
 def _more_gpus(situation: Situation) -> Iterator[tuple[str, Situation]]:
-    """One more GPU in a node that has one; otherwise, as nodes come, twice as many nodes."""
+    """One more GPU in a node that has one; otherwise, as nodes come, or compute themselves, twice as many nodes."""
     layout, node, job = situation.layout, situation.node, situation.job
     try:
-        if layout.gpus == 1:
+        if layout.gpus == 1 and not node.computes_on_cpu:
             more = replace(layout, gpus=2)
             text, larger = "one more GPU a node", node.with_gpus(2)
         else:

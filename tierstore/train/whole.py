@@ -22,6 +22,7 @@ from tierstore.errors import BudgetError, ConfigError, FormatError, GraphError
 from tierstore.kernels.adam import init_state, state_bytes_per_element
 from tierstore.kernels.elements import ELEMENT
 from tierstore.pack.layout import listed
+from tierstore.plan.gpu_room import COMPANY_BYTES
 from tierstore.store.layout import ParameterSpec
 from tierstore.store.team import attempt, outcome, results
 from tierstore.train import capture
@@ -142,12 +143,13 @@ def gathered(
     """
     index_of = {parameter: group.index for group in parts.groups.groups for parameter in group.parameters}
     wanted = sorted({index_of[p] for name in names for p in _parameters_at(model, name) if p in index_of})
-    sizes, room = parts.access.sizes, parts.store.placement.gpu_weight_bytes
+    sizes, placement = parts.access.sizes, parts.store.placement
+    room, beside = placement.gpu_weight_bytes, 2 * max(placement.gpu_gradient_bytes, COMPANY_BYTES)
     if (wanted_bytes := sum(sizes[group] for group in wanted)) > room:
         raise BudgetError(
             f"{listed(names)} are {wanted_bytes} B of weights with the groups that they are in, and the device tier "
-            f"holds {room} B; gather fewer at a time, or raise gpu_memory by {wanted_bytes - room} B "
-            f"(it is {parts.store.placement.gpu_bytes} B)"
+            f"holds {room} B; gather fewer at a time, or give a gpu_memory of {wanted_bytes + beside} B "
+            f"(it is {placement.gpu_bytes} B)"
         )
     with contextlib.ExitStack() as entered:
         entered.callback(parts.access.release, wanted)
