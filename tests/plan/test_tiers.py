@@ -175,10 +175,14 @@ def test_room_for_small_gradients_takes_none_from_weights_that_all_fit() -> None
     assert place(request(frozen, 2**31, gpu_bytes=all_weights)).gpu_gradient_bytes == 0
 
 
-def test_weights_that_the_device_holds_wait_for_state() -> None:
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_weights_that_the_device_holds_wait_for_state(is_forward: bool) -> None:
     groups = (need(64 * BLOCK),) * 8
-    all_on_device = place(request(groups, 300 * MIB))
-    streamed_through = place(request(groups, 300 * MIB, gpu_bytes=2 * 6 * 64 * BLOCK))
+    options = {"read_weights_with_state": is_forward}
+    all_on_device = place(request(groups, 300 * MIB, **options))
+    streamed_through = place(request(groups, 300 * MIB, gpu_bytes=2 * 6 * 64 * BLOCK, **options))
+    assert all_on_device.weights_stay
+    assert not streamed_through.weights_stay
     assert all_on_device.weights_home.count(Tier.CPU) == 0
     assert sum(all_on_device.state_resident_chunks) > sum(streamed_through.state_resident_chunks)
 

@@ -235,8 +235,9 @@ class TestDamage:
             return is_checked
 
         way = Way(update, cpu_memory=DISK, dtype=torch.bfloat16, width=96, blocks=2)
-        run = open_run(way, tmp_path)  # all groups fit the device: none is loaded
+        run = open_run(way, tmp_path, gpu_memory="600KiB")  # not all groups fit the device
         assert set(run.engine.placement.weights_home) == {Tier.NVME}
+        assert not run.engine.placement.weights_stay
         run.until(2)
         run.engine.flush()
         monkeypatch.setattr(SlotPack, "read", watched)

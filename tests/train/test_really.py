@@ -110,6 +110,21 @@ def test_bytes_per_step_are_the_plan_s(tmp_path_factory: Any, update: str, clip:
     assert written == plan.written_bytes + kept_bytes, loads
 
 
+@pytest.mark.parametrize("update", ["step", "forward", "delayed"])
+def test_weights_that_stay_on_the_device_are_not_read(tmp_path_factory: Any, update: str) -> None:
+    def make() -> Engine:
+        tiers = TierConfig(
+            gpu_memory=9 * GROUP_BYTES, cpu_memory="12MiB", nvme=[tmp_path_factory.mktemp("store")], bandwidth=RATES,
+        )  # fmt: skip
+        return Engine(model(), tiers, AdamWConfig(), update=update, max_grad_norm=1.0)
+
+    engine, read, _ = traffic(make)
+    assert set(engine.placement.weights_home) == {Tier.NVME}
+    plan = step_traffic(engine.placement, StepPattern((0,) * BLOCKS, read_weights_with_state=True))
+    assert plan.read[Kind.WEIGHTS] == 0 < read
+    assert read == plan.read_bytes
+
+
 @pytest.mark.parametrize(("update", "cpu_memory"), [("step", "12MiB"), ("forward", "12MiB"), ("backward", "15MiB")])
 def test_micro_batches_that_are_announced_write_fewer_gradients(
     tmp_path_factory: Any, update: str, cpu_memory: str

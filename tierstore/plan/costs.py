@@ -77,7 +77,7 @@ def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> 
             read[Kind.WEIGHTS] += weight_bytes * (2 if loads is None else loads[index])
         if not need.trainable:
             continue
-        if on_nvme and pattern.read_weights_with_state:
+        if on_nvme and pattern.read_weights_with_state and not placement.weights_stay:
             read[Kind.WEIGHTS] += weight_bytes * updates
         written[Kind.WEIGHTS] += weight_bytes * (updates if on_nvme else pattern.commits_per_step)
         resident_bytes = placement.state_bytes_in_memory(index)

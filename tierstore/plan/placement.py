@@ -79,7 +79,8 @@ class Request:
         chunk_elements: the grid of a store that is there already; then `chunk_bytes` does not count.
         acquired_bytes: largest sum of simultaneously acquired groups; None is the largest group.
         gradient_room_bytes: smallest room for gradients on the device; None is the largest group's.
-        read_weights_with_state: the update reads weights that live on NVMe, instead of finding them at hand.
+        read_weights_with_state: the update comes when a group may have left the device: it reads weights that live on
+            NVMe, unless all of them stay there.
         micro_batches: backward passes per step, each after a forward of its own.
         scratch_bytes: part of the CPU budget that is not placed: a codec's.
         updates_on_gpu: state may live on the GPU tier, and be updated there.
@@ -223,6 +224,11 @@ class Placement:
     def is_updated_on_gpu(self, group: int) -> bool:
         """Whether state and gradient of a group live on the GPU tier."""
         return self.gradient_home[group] is Tier.GPU
+
+    @property
+    def weights_stay(self) -> bool:
+        """Whether the GPU tier has room for all weights, so that none has to leave it."""
+        return sum(need.device_bytes for need in self.groups) <= self.gpu_weight_bytes
 
     @property
     def gpu_update_bytes(self) -> int:

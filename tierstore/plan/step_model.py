@@ -172,9 +172,11 @@ class _Trainer:
         self.awaiting = set(wanted) if self.from_device else set()
         schedule = self.policy.schedule
         return self.store.begin(
-            wanted, reads_weights=not self.from_device, is_lazy=schedule is UpdateSchedule.FORWARD,
+            wanted,
+            reads_weights=not (self.from_device or self.store.placement.weights_stay),
+            is_lazy=schedule is UpdateSchedule.FORWARD,
             keeps_gradients=schedule is UpdateSchedule.SPECULATIVE,
-        )  # fmt: skip
+        )
 
     def _pass(self, name: str, round_: Round) -> Process:
         began_s, forward = self.clock.now_s, self.record.forward

@@ -80,7 +80,7 @@ class Round:
         order: groups, soonest needed first.
         gradients: those that it applies.
         reads_weights: the trips read weights that live on NVMe along with the state; otherwise they take them from the
-            device, where backward has just used them.
+            device, where backward has just used them, or where all weights stay.
         is_lazy: a group's trips wait until somebody asks for the group (`allow_through`).
         keeps_gradients: gradients stay after they were applied, until the update is approved or redone.
         barrier: the commit that must be published before a trip may write (see `commit.py`, [Note: the barrier]).

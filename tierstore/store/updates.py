@@ -324,16 +324,16 @@ class UpdatePipeline:
     async def _apply(self, round_: Round, trip: Trip, updates: list[ParameterUpdate]) -> None:
         group, chunk = trip.key
         weights, state, spare = self._bytes.parts(trip)
-        needs_weights = self._weights.is_home_nvme(group) and not round_.reads_weights
-        if needs_weights and not self._weights.is_valid_on_device(group):
-            await self._weights.read(group, chunk, weights, Priority.UPDATE)
-            needs_weights = False
         gradient = await round_.gradients.fetch(group, chunk, spare) if updates else None
         await self._marks.reached(round_.used)
         if not any(one.number >= round_.number and not one.reads_weights for one in self._rounds):
             # So that new weights go to a forward that has asked for them. Where weights come from the device, in this
             # step or the next, the memory that a load waits for may be that of a group whose update waits for this one.
             await self._weights.announced(group)
+        needs_weights = self._weights.is_home_nvme(group) and not round_.reads_weights
+        if needs_weights and not self._weights.is_valid_on_device(group):
+            await self._weights.read(group, chunk, weights, Priority.UPDATE)
+            needs_weights = False
         # No await from here to the count of device jobs: the group may not leave the device in between.
         storage = self._weights.on_device(group)
         raw, offset = self._weights.raw_bytes(group, chunk), self._weights.device_offset(group, chunk)

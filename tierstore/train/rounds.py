@@ -6,10 +6,10 @@ Owner: the training side; `_decide...` and `_begin` run on the loop.
 
 | schedule | a group is updated | its weights come from |
 |---|---|---|
-| step | inside step() | the store, with the state |
-| forward | when the next forward needs it, or backward begins | the store, with the state |
+| step | inside step() | the store, with the state; the device if all stay there |
+| forward | when the next forward needs it, or backward begins | as under step |
 | backward | when its gradient is complete | the device |
-| delayed | as forward, with the gradients of the step before: one step stale, not exact | the store, with the state |
+| delayed | as forward, with the gradients of the step before: one step stale, not exact | as under step |
 | speculative | as backward, with no clipping assumed; redone from the committed slot if that was wrong | the device |
 
 A step that does not speculate, for it rests or may be interrupted, is updated as under forward. What the GPU updates
@@ -136,7 +136,7 @@ class RoundDriver:
         round_ = Round(
             wanted,
             self._store.gradients[self.gradient_set],
-            reads_weights=not from_device,
+            reads_weights=not (from_device or self._store.placement.weights_stay),
             is_lazy=self.schedule is not UpdateSchedule.STEP and not from_device,
             keeps_gradients=self.is_speculating,
             barrier=None,
