@@ -191,6 +191,11 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_trips_out_of_order.py::test_a_trip_whose_gradient_came_after_it_was_recalled_goes_on",
     ),
     Mutation(
+        "what backward has left is updated as forward needs it", "store/updates.py UpdatePipeline.decide",
+        "self._leases.rearrange(round_)",
+        "store/test_trips_out_of_order.py::test_what_backward_has_left_is_updated_as_the_next_forward_needs_it",
+    ),
+    Mutation(
         "a step gives way to the one before", "store/trip_leases.py TripLeases.will_go",
         " and not self.is_owed(round_)",
         "store/test_trips_out_of_order.py::test_a_trip_gives_way_to_one_of_the_step_before", "",

@@ -200,6 +200,26 @@ def test_what_waits_may_have_a_lease_from_elsewhere() -> None:
     asyncio.run(play())
 
 
+def test_who_waits_may_change_turns() -> None:
+    async def play() -> None:
+        pool, told = make_pool(1), []
+        held = take(pool, 1)
+
+        async def uses(name: str) -> None:
+            lease = await pool.reserve(PAGE, who=name)
+            told.append(name)
+            lease.free()
+
+        tasks = [asyncio.create_task(uses(name)) for name in ("a", "b", "c", "d")]
+        await asyncio.sleep(0)
+        pool.rearrange({"d": 0, "b": 2, "a": 1})
+        held.free()
+        await asyncio.gather(*tasks)
+        assert told == ["d", "a", "c", "b"]  # who is not named keeps its turn
+
+    asyncio.run(play())
+
+
 def test_first_fit_and_coalescing_on_both_sides() -> None:
     pool = make_pool(6)
     leases = [take(pool, 2) for _ in range(3)]

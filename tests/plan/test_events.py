@@ -81,6 +81,25 @@ def test_memory_is_given_in_order_and_the_peak_is_kept() -> None:
     assert memory.reserve(0).is_set
 
 
+def test_who_waits_for_memory_may_change_turns() -> None:
+    diary = Diary()
+    memory = Memory(diary.clock, 10)
+
+    def uses(name: str) -> Process:
+        yield memory.reserve(10, who=name)
+        diary.note(name)
+        yield 1.0
+        memory.free(10)
+
+    def rearranges() -> Process:
+        yield 0.5
+        memory.rearrange({"d": 0, "b": 2, "a": 1})
+
+    names = ("first", "a", "b", "c", "d")
+    told = diary.run(rearranges(), *map(uses, names))
+    assert [name for _, name in told] == ["first", "d", "a", "c", "b"]
+
+
 def test_jobs_share_the_rate_and_queue_by_priority() -> None:
     diary = Diary()
     disk = Shared(diary.clock, {"io": 2}, equal_shares(10.0))  # type: ignore[arg-type]

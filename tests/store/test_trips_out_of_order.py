@@ -165,11 +165,11 @@ class World:
 
     def begin(
         self, order: Sequence[int], barrier: asyncio.Task[None] | None = None, *, is_lazy: bool = False,
-        keeps_gradients: bool = True, borrows: bool = True,
+        keeps_gradients: bool = True, borrows: bool = True, then: Sequence[int] = (),
     ) -> Round:  # fmt: skip
         round_ = Round(
             order, self.gradients, reads_weights=is_lazy, is_lazy=is_lazy, keeps_gradients=keeps_gradients,
-            barrier=barrier, borrows=borrows,
+            barrier=barrier, borrows=borrows, then=then,
         )  # fmt: skip
         self.updates.begin(round_)
         return round_
@@ -341,6 +341,31 @@ def test_a_gradient_does_not_wait_for_trips_that_have_no_place() -> None:
     asyncio.run(play())
 
 
+def test_what_backward_has_left_is_updated_as_the_next_forward_needs_it() -> None:
+    async def play() -> None:
+        world = World([PAGE] * 5, [PAGE] * 5, PAGE)
+        world.gradients.arrange([4, 3, 2, 1, 0])
+        with one_at_a_time(world.own, 1):  # the step before still writes
+            round_ = world.begin([4, 3, 2, 1, 0], borrows=False, then=[0, 1, 2, 3])  # nor does forward need the last
+            await turns()
+            for group in (4, 3, 2, 1, 0):
+                world.gradient(round_, group)
+            await turns()
+            world.decide(round_, [0, 1, 2, 3, 4])
+            second = world.begin([4, 3, 2, 1, 0], world.end_of(round_), borrows=False)
+        ended: list[int] = []
+        for group in world.groups:
+            task = trip_of(round_, group).task
+            assert task is not None
+            task.add_done_callback(lambda _, group=group: ended.append(group))
+        await turns(200)
+        assert ended == [4, 0, 1, 2, 3]  # whom it does not need keeps its turn
+        world.decide(second, [])
+        await world.check_all_ends()
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize(("moves_places", "own_pages"), [(True, 3), (False, 2)])
 def test_an_update_does_not_wait_for_a_load_behind_updates_of_the_next_step(moves_places: bool, own_pages: int) -> None:
     """The load waits for the memory of a group whose gradient comes where one of this step is, or whose update waits
@@ -411,8 +436,9 @@ def test_steps_in_any_order_end(seed: int, mode: str) -> None:
             if draw.random() < 0.3:
                 draw.shuffle(order)
             round_ = world.begin(
-                order, barrier, is_lazy=mode == "forward", keeps_gradients=is_streaming, borrows=is_streaming
-            )
+                order, barrier, is_lazy=mode == "forward", keeps_gradients=is_streaming, borrows=is_streaming,
+                then=some() if is_streaming else (),
+            )  # fmt: skip
             await turns(draw.randint(1, 30))
             touched = order if draw.random() < 0.4 else some()
             if before is not None:

@@ -11,7 +11,7 @@ import asyncio
 import bisect
 import mmap
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -106,6 +106,7 @@ class _Waiter(NamedTuple):
     future: asyncio.Future[Lease]
     allocate: Callable[[], Lease | None]
     granted: Callable[[], None]
+    who: object
 
 
 class Pool:
@@ -137,12 +138,14 @@ class Pool:
         nbytes: int,
         granted: Callable[[], None] = lambda: None,
         elsewhere: Callable[[], Lease | None] = lambda: None,
+        who: object = None,
     ) -> Lease:
         """A lease of `nbytes`, after all who asked earlier got theirs.
 
         Args:
             granted: called when a lease that was waited for is granted, which is before the waiter has its turn.
             elsewhere: asked first; it may have a lease of another pool. `look_again` has it asked again.
+            who: by which `rearrange` knows the waiter.
 
         Blocks: until enough contiguous bytes are free.
         Cancellation: safe at any moment; what was granted meanwhile goes to the next waiter.
@@ -151,18 +154,20 @@ class Pool:
             BudgetError: it could never fit.
         """
         self._check(nbytes)
-        return await self._wait(lambda: elsewhere() or self._allocate(nbytes), granted)
+        return await self._wait(lambda: elsewhere() or self._allocate(nbytes), granted, who)
 
     async def reserve_at(self, start: int, nbytes: int) -> Lease:
         """The lease of `nbytes` from `start` on, after all who asked earlier got theirs; otherwise like `reserve`."""
         self._check(start + nbytes)
-        return await self._wait(lambda: self._allocate_at(start, nbytes), lambda: None)
+        return await self._wait(lambda: self._allocate_at(start, nbytes))
 
-    async def _wait(self, allocate: Callable[[], Lease | None], granted: Callable[[], None]) -> Lease:
+    async def _wait(
+        self, allocate: Callable[[], Lease | None], granted: Callable[[], None] = lambda: None, who: object = None
+    ) -> Lease:
         lease = None if self._waiters else allocate()
         if lease is not None:
             return lease
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), allocate, granted)
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), allocate, granted, who)
         self._waiters.append(waiter)
         try:
             return await waiter.future
@@ -196,6 +201,14 @@ class Pool:
             if end - max(begin, above) >= size:
                 return self._allocate_at(end - size, nbytes)
         return None
+
+    def rearrange(self, ranks: Mapping[object, int]) -> None:
+        """Those who wait and are ranked here have each other's turns, the lowest first; all others keep theirs."""
+        turns = [turn for turn, waiter in enumerate(self._waiters) if waiter.who in ranks]
+        ranked = sorted((self._waiters[turn] for turn in turns), key=lambda waiter: ranks[waiter.who])
+        for turn, waiter in zip(turns, ranked):
+            self._waiters[turn] = waiter
+        self.look_again()
 
     def look_again(self) -> None:
         """Grant what can be granted: what they may have elsewhere has changed."""

@@ -11,7 +11,7 @@ import functools
 import heapq
 import itertools
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
@@ -95,16 +95,16 @@ class Memory:
         self._clock = clock
         self._free_bytes = capacity_bytes
         self._capacity_bytes = capacity_bytes
-        self._queue: deque[tuple[int, Signal, Callable[[], bool]]] = deque()
+        self._queue: deque[tuple[int, Signal, Callable[[], bool], Hashable]] = deque()
         self.peak_bytes = 0
 
-    def reserve(self, nbytes: int, elsewhere: Callable[[], bool] = lambda: False) -> Signal:
-        """The signal is set when they are reserved, here, or first of all elsewhere."""
+    def reserve(self, nbytes: int, elsewhere: Callable[[], bool] = lambda: False, who: Hashable = None) -> Signal:
+        """The signal is set when they are reserved, here, or first of all elsewhere; `rearrange` knows `who` waits."""
         granted = Signal()
         if nbytes == 0:
             self._clock.set(granted)
             return granted
-        self._queue.append((nbytes, granted, elsewhere))
+        self._queue.append((nbytes, granted, elsewhere, who))
         self.look_again()
         return granted
 
@@ -120,10 +120,17 @@ class Memory:
         self._free_bytes += nbytes
         self.look_again()
 
+    def rearrange(self, ranks: Mapping[Hashable, int]) -> None:
+        """Those who wait and are ranked here have each other's turns, the lowest first; all others keep theirs."""
+        turns = [turn for turn, waiting in enumerate(self._queue) if waiting[-1] in ranks]
+        for turn, waiting in zip(turns, sorted((self._queue[one] for one in turns), key=lambda one: ranks[one[-1]])):
+            self._queue[turn] = waiting
+        self.look_again()
+
     def look_again(self) -> None:
         """Grant what can be granted: what there is elsewhere has changed."""
         while self._queue:
-            nbytes, granted, elsewhere = self._queue[0]
+            nbytes, granted, elsewhere, _ = self._queue[0]
             if not elsewhere():
                 if nbytes > self._free_bytes:
                     return

@@ -152,6 +152,11 @@ class Store:
                 self._pending.update({key: round_.trips[key] for key in self.keys(group)})
         self._open(round_)
 
+    def rearrange(self, round_: Round, order: Sequence[int]) -> None:
+        """Trips that wait for memory have it in this order of their groups."""
+        ranks = {group: rank for rank, group in enumerate(order)}
+        self._update.rearrange({trip: ranks[group] for (group, _), trip in round_.trips.items() if group in ranks})
+
     def allow_through(self, group: int | None = None) -> None:
         """Somebody needs this group (None: all of them): decided updates up to it may run."""
         for round_ in self._rounds:
@@ -169,7 +174,7 @@ class Store:
     def _travel(self, round_: Round, trip: Trip, previous: Signal | None, write: Signal | None) -> Process:
         group, chunk = trip.key
         placement, lease_bytes = self.placement, self.placement.trip_bytes(*trip.key)
-        yield self._update.reserve(lease_bytes, partial(self._take_places, round_, trip, lease_bytes))
+        yield self._update.reserve(lease_bytes, partial(self._take_places, round_, trip, lease_bytes), trip)
         if previous is not None:
             yield previous
         is_in_memory = placement.is_state_resident(group, chunk) or placement.is_updated_on_gpu(group)

@@ -86,6 +86,8 @@ class Round:
         barrier: the commit that must be published before a trip may write (see `commit.py`, [Note: the barrier]).
         borrows: trips may have the places of gradients that come after their own.
         eager: groups that wait for nobody to ask for them.
+        then: the order in which groups are needed when all are decided, if that is another one. Their gradients are
+            all here then: none waits for memory that another gives back.
 
     Attributes:
         number: rounds of later steps have higher ones.
@@ -105,6 +107,7 @@ class Round:
         barrier: asyncio.Task[None] | None,
         borrows: bool = False,
         eager: Container[int] = (),
+        then: Sequence[int] = (),
     ) -> None:
         self.number = next(self._numbers)
         self.order = tuple(order)
@@ -113,6 +116,7 @@ class Round:
         self.keeps_gradients = keeps_gradients
         self.barrier = barrier
         self.borrows = borrows
+        self.then = then
         self._places_end: dict[int, int] = {}
         self.trips: list[Trip] = []
         self.trips_of: dict[int, list[Trip]] = {group: [] for group in self.order}

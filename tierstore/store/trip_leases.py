@@ -38,21 +38,22 @@ class TripLeases:
     def __init__(self, pool: Pool, gradients: Pool) -> None:
         self._pool = pool
         self._gradients = gradients
-        self._queued: dict[Round, dict[Trip, None]] = {}  # wait for memory
+        self._queued: dict[Round, dict[int, dict[Trip, None]]] = {}  # wait for memory, by group
         self._holding: dict[Trip, Round] = {}  # have it, or have been granted it
         self._in_places: dict[Trip, None] = {}  # have what they hold from gradients; recalled in the order of need
         self._borrowers = 0
 
     async def reserve(self, round_: Round, trip: Trip, nbytes: int) -> bool:
         """Wait for a trip's lease. False: others need that memory sooner."""
-        self._queued.setdefault(round_, {})[trip] = None
+        self._queued.setdefault(round_, {}).setdefault(trip.group, {})[trip] = None
 
         def granted() -> None:
             self._leave_queue(round_, trip)
             self._holding[trip] = round_
 
         try:
-            trip.lease = await self._pool.reserve(nbytes, granted, partial(self._place_for, round_, trip, nbytes))
+            place_for = partial(self._place_for, round_, trip, nbytes)
+            trip.lease = await self._pool.reserve(nbytes, granted, place_for, trip)
             self._holding[trip] = round_
         except BaseException:
             self._holding.pop(trip, None)
@@ -68,9 +69,12 @@ class TripLeases:
         )
 
     def _leave_queue(self, round_: Round, trip: Trip) -> None:
-        if (queued := self._queued.get(round_)) is not None:
+        groups = self._queued.get(round_, {})
+        if (queued := groups.get(trip.group)) is not None:
             queued.pop(trip, None)
             if not queued:
+                del groups[trip.group]
+            if not groups:
                 del self._queued[round_]
 
     def is_owed(self, round_: Round) -> bool:
@@ -88,6 +92,11 @@ class TripLeases:
         if lease is not None:
             self._in_places[trip] = None
         return lease
+
+    def rearrange(self, round_: Round) -> None:
+        """All of a round is decided: its trips that wait for memory have it in the order of the next forward."""
+        ranks = {group: rank for rank, group in enumerate(round_.then)}
+        self._pool.rearrange({trip: ranks[trip.group] for trip in round_.trips if trip.group in ranks})
 
     def give_back(self, trip: Trip) -> None:
         """A trip has no use for its lease, if it has one."""
@@ -128,7 +137,11 @@ class TripLeases:
 
     def _is_starving(self) -> bool:
         """Whether a trip waits for memory, and needs nothing else."""
-        return any(round_.may_go(trip) for round_, queued in self._queued.items() for trip in queued)
+        return any(
+            round_.is_open(group) and any(map(round_.may_go, queued))  # asked often: of a closed group not trip by trip
+            for round_, groups in self._queued.items()
+            for group, queued in groups.items()
+        )
 
     def _recall(self, trips: Iterable[Trip]) -> None:
         """Those that have their lease already; who was granted one looks himself when he has his turn."""

@@ -133,6 +133,7 @@ class UpdatePipeline:
         round_.decide(updates)
         for group in round_.order:
             self._make_pending(round_, group)
+        self._leases.rearrange(round_)
         self._leases.recall()
 
     def allow_through(self, group: int | None = None) -> None:
