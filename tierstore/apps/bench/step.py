@@ -36,10 +36,10 @@ from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 
 _GPU_MEMORY = "256MiB"  # here and below of bf16; of fp32 twice as much, as weights and gradients are twice as large
-_LARGE_GPU_MEMORY = "320MiB"
 CURVE = ("256MiB", "384MiB", "512MiB", "768MiB", "1GiB", "1536MiB", "2GiB", "4GiB")
 _SEQUENCE = 64
-_ROOMY = {"cpu_memory": "4GiB", "gpu_memory": "1GiB"}  # weights and gradients stay on the device
+_ROOMY_GPU_MEMORY = "1GiB"  # weights and gradients stay there
+_ROOMY = {"cpu_memory": "4GiB"}
 _RARE = 50
 _MICRO_BATCHES = 8
 _STATE_BYTES, _ITEM_BYTES = {"bf16": 22.0, "fp32": 20.0}, {"bf16": 2.0, "fp32": 4.0}
@@ -57,6 +57,7 @@ class Own:
     Attributes:
         options: of `TrainOptions`, apart from those that all have.
         heat: what it takes turns with.
+        gpu_memory: of bf16, where the GPU tier is not a part of `cpu_memory`.
         vs_torch, vs_all: most of the step in memory; least speed against DeepSpeed with all state on disk.
         vs_all_rss: most of that one's peak memory.
         vs_floor: most of its own floor.
@@ -67,6 +68,7 @@ class Own:
     heat: str
     options: dict[str, Any]
     stored: bool = True
+    gpu_memory: str = _GPU_MEMORY
     vs_torch: float | None = None
     vs_all: float | None = None
     vs_all_rss: float | None = None
@@ -89,9 +91,9 @@ _OWN = (
         vs_floor=1.15),
     Own("tierstore, 1280MiB, forward, memory kept", "disk", {"cpu_memory": "1280MiB", "update": "forward"} | _KEPT),
     Own("tierstore, CPU memory, a commit every 50 (1/50 of a flush added)", "memory",
-        _ROOMY | {"commit_every": _RARE}, vs_torch=1.10),
-    Own("tierstore, CPU memory, a commit each step", "memory", _ROOMY, vs_torch=1.25),
-    Own("tierstore, no store", "memory", _ROOMY, stored=False, vs_torch=1.03),
+        _ROOMY | {"commit_every": _RARE}, gpu_memory=_ROOMY_GPU_MEMORY, vs_torch=1.10),
+    Own("tierstore, CPU memory, a commit each step", "memory", _ROOMY, gpu_memory=_ROOMY_GPU_MEMORY, vs_torch=1.25),
+    Own("tierstore, no store", "memory", _ROOMY, gpu_memory=_ROOMY_GPU_MEMORY, stored=False, vs_torch=1.03),
     Own("tierstore, 128MiB", "accumulate", _FETCHING | {"cpu_memory": "128MiB"}),
     Own(_HORIZONTAL, "accumulate", _ACCUMULATING),
     Own("tierstore, 384MiB, 8 micro-batches, vertical", "accumulate", _ACCUMULATING | {"micro_batches": "vertical"},
@@ -99,7 +101,7 @@ _OWN = (
 )  # fmt: skip
 _1_5B = {"cpu_memory": "4GiB", "preset": "1.5b"}
 _LARGE = tuple(
-    Own(f"tierstore, {name}", name, _1_5B | options, vs_floor=1.25, most_rss=int(5.5 * 2**30))
+    Own(f"tierstore, {name}", name, _1_5B | options, gpu_memory="320MiB", vs_floor=1.25, most_rss=int(5.5 * 2**30))
     for name, options in (
         ("1.5b, 4GiB, speculative, clipped at 1000", {"update": "speculative", "clip": 1000.0}),  # norms are under it
         ("1.5b, 4GiB, forward", {"update": "forward"}),
@@ -174,8 +176,8 @@ def train_options(own: Own, options: BenchOptions, store: Path) -> dict[str, Any
         "preset": "124m", "dtype": options.dtype, "batch": 1, "sequence": _SEQUENCE, "lr": 1e-4, "weight_decay": 0.01,
         "device": options.device, "evaluate": 0,
     }  # fmt: skip
-    if options.device != "cpu":  # where it is not a part of cpu_memory
-        common["gpu_memory"] = _LARGE_GPU_MEMORY if options.large else _GPU_MEMORY
+    if options.device != "cpu":
+        common["gpu_memory"] = own.gpu_memory
     given = common | own.options | ({"nvme": [str(store)]} if own.stored else {})
     if "gpu_memory" in given:
         given["gpu_memory"] = int(parse_size(given["gpu_memory"]) * _ITEM_BYTES[options.dtype] / 2)
