@@ -196,6 +196,16 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_trips_out_of_order.py::test_what_backward_has_left_is_updated_as_the_next_forward_needs_it",
     ),
     Mutation(
+        "a speculative step tells the order of the next forward", "train/rounds.py RoundDriver.begin",
+        "then=tuple(dict.fromkeys(visits)) if self.is_speculating else (),",
+        "train/test_out_of_turn.py::test_what_backward_leaves_is_left_in_the_order_of_the_next_forward", "",
+    ),
+    Mutation(
+        "an update comes after a load that is on its way", "store/updates.py UpdatePipeline._apply",
+        "await self._weights.arrived(group, chunk)",
+        "store/test_trips_out_of_order.py::test_an_update_comes_after_a_load_that_is_on_its_way",
+    ),
+    Mutation(
         "a step gives way to the one before", "store/trip_leases.py TripLeases.will_go",
         " and not self.is_owed(round_)",
         "store/test_trips_out_of_order.py::test_a_trip_gives_way_to_one_of_the_step_before", "",

@@ -139,7 +139,7 @@ class World:
         weights: Any = SimpleNamespace(
             resident=lambda group, chunk: np.zeros(8, np.uint8), is_home_nvme=lambda group: False,
             is_valid_on_device=lambda group: True, on_device=lambda group: None, raw_bytes=lambda group, chunk: 4,
-            device_offset=lambda group, chunk: 0, announced=self._wait_for_announced,
+            device_offset=lambda group, chunk: 0, announced=self._wait_for_announced, arrived=self._wait_for_arrived,
         )  # fmt: skip
 
         async def submit(priority: Any, job: Any) -> Any:
@@ -153,11 +153,17 @@ class World:
             specs, placement, weights, packs, {}, ON_GPU, self.leases, workers, NOTHING, Marks(), self._spawn, tracer
         )  # fmt: skip
         self.tasks: list[asyncio.Task[None]] = []
+        self.weights = weights
         self.announced: dict[int, asyncio.Future[None]] = {}
+        self.arriving: dict[int, asyncio.Future[None]] = {}
 
     async def _wait_for_announced(self, group: int) -> None:
         if group in self.announced:
             await asyncio.shield(self.announced[group])
+
+    async def _wait_for_arrived(self, group: int, chunk: int) -> None:
+        if group in self.arriving:
+            await asyncio.shield(self.arriving[group])
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         self.tasks.append(asyncio.create_task(work, name=name))
@@ -337,6 +343,51 @@ def test_a_gradient_does_not_wait_for_trips_that_have_no_place() -> None:
         published.set_result(None)
         world.decide(round_, [1, 0])
         await world.check_all_ends()
+
+    asyncio.run(play())
+
+
+def test_an_update_comes_after_a_load_that_is_on_its_way() -> None:
+    """Or the old weights would be copied over the new ones."""
+
+    async def play() -> None:
+        world = World([PAGE], [PAGE], PAGE)
+        world.gradients.arrange([0])
+        round_ = world.begin([0], is_lazy=True, keeps_gradients=False, borrows=False)
+        world.arriving[0] = asyncio.get_running_loop().create_future()
+        await world.gradient(round_, 0, is_streaming=False)
+        world.decide(round_, [0])
+        world.updates.allow_through()
+        await turns()
+        assert not trip_of(round_, 0).applied.done()
+        world.arriving[0].set_result(None)
+        await world.check_all_ends()
+
+    asyncio.run(play())
+
+
+def test_weights_that_left_the_device_while_their_update_waited_are_read_at_rest() -> None:
+    async def play() -> None:
+        world = World([2 * PAGE], [PAGE], 2 * PAGE)
+        world.gradients.arrange([0])
+        is_there, read = [True], []
+
+        async def read_at_rest(group: int, chunk: int, into: Any, priority: Any) -> None:
+            read.append(group)
+
+        async def fetch(group: int, chunk: int, into: Any) -> None:
+            is_there[0] = False  # a drop that asked before this trip was open goes on
+
+        world.weights.is_home_nvme = lambda group: True
+        world.weights.is_valid_on_device = lambda group: is_there[0]
+        world.weights.read = read_at_rest
+        world.gradients.fetch = fetch
+        round_ = world.begin([0], keeps_gradients=False, borrows=False)
+        world.gradient(round_, 0)
+        await turns()
+        world.decide(round_, [0])
+        await world.check_all_ends()
+        assert read == [0]
 
     asyncio.run(play())
 

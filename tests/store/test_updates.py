@@ -275,8 +275,7 @@ def test_a_trip_whose_gradient_is_on_its_way_keeps_its_place(will_go: bool) -> N
         starving, granted = (Trip(0, chunk, loop.create_future()) for chunk in (1, 0))
 
         async def reserve(nbytes: int, granted: Any, elsewhere: Any, who: Any) -> Any:
-            other: Any = FakeRound(is_open=lambda group: True, may_go=lambda trip: True)
-            leases._queued[other] = {0: {starving: None}}  # its gradient came first
+            leases._queued[FakeRound(may_go=lambda trip: True)] = {starving: None}  # its gradient came first
             return SimpleNamespace(array=np.zeros(8, np.uint8))
 
         pool: Any = SimpleNamespace(reserve=reserve)

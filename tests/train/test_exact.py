@@ -121,7 +121,7 @@ def test_placement_and_schedule_change_no_bit(placement: str, update: str, dtype
     run.check_equal(reference(dtype, clip))
 
 
-@pytest.mark.parametrize("update", ["step", "backward", "speculative"])
+@pytest.mark.parametrize("update", ["step", "forward", "backward", "speculative"])
 def test_a_cpu_copies_nothing_but_what_it_loads(update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are read and weights written where the model has them, also those at home on the disk."""
     monkeypatch.undo()  # of `memory_apart`

@@ -196,6 +196,28 @@ class Shuffled(nn.Module):
         return x
 
 
+def test_weights_of_a_block_that_the_last_step_left_out_can_be_read() -> None:
+    model = Shuffled()
+    with Engine(model, TierConfig(gpu_memory="8MiB", cpu_memory="64MiB"), AdamWConfig(), update="step") as engine:
+        for count in (12, 6):  # a shorter way than the last one
+            model.order = list(range(count))
+            engine.backward(loss_of(engine(torch.ones(4, 64))))
+            engine.step()
+        with engine.gathered("blocks.11"):
+            assert model.blocks[11].weight.shape == (64, 64)
+
+
+def test_what_backward_leaves_is_left_in_the_order_of_the_next_forward(tmp_path: Path) -> None:
+    with tight_engine(tmp_path, "speculative", Shuffled(), max_grad_norm=1e3) as engine:
+        for _ in range(6):
+            engine.backward(loss_of(engine(torch.ones(4, 64))))
+            engine.step()
+        round_ = engine._parts.driver.last_round
+        assert round_ is not None
+        assert list(round_.then) == list(range(12))
+        assert list(round_.order) == list(reversed(range(12)))
+
+
 @pytest.mark.parametrize(("accumulate", "way"), [(1, 1), (1, -1), (2, 1)])
 def test_places_of_gradients_come_back_in_whatever_order_they_are_needed(
     accumulate: int, way: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

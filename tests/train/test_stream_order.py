@@ -55,7 +55,8 @@ GPU = ("32MiB", "8MiB")
     ("update", "memory"),
     [
         *((update, LEAST) for update in ("step", "forward", "backward", "speculative", "delayed")),
-        ("backward", DEVICE), ("speculative", DEVICE), ("delayed", DEVICE), ("step", ALL), ("forward", ALL),
+        *((update, DEVICE) for update in ("step", "forward", "backward", "speculative", "delayed")),
+        ("step", ALL), ("forward", ALL),
         *((update, GPU) for update in ("step", "forward", "backward", "speculative")),
     ],
 )  # fmt: skip

@@ -25,7 +25,7 @@ class StepPattern:
         commits_per_step: 1 / commit_every; 0 without a store. What lives in CPU memory is written for a commit only.
         micro_batches: backward passes per step; each but the first adds to the spilled gradient.
         redone_share: share of the updates that are done twice (a speculation that was wrong).
-        read_weights_with_state: the update reads weights that live on NVMe.
+        read_weights_with_state: the update reads weights that live on NVMe, unless all of them stay on the device.
     """
 
     weight_loads: tuple[int, ...] | None = None

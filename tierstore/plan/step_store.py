@@ -219,7 +219,8 @@ class Store:
         if round_.reads_weights and group in self._announced:
             yield self._announced[group]
         trip.delivered = group in self._allocated
-        copied_bytes = gradient_bytes * (trip.delivered + (not round_.reads_weights))
+        comes_from_device = not round_.reads_weights and self._is_on_disk(group)
+        copied_bytes = gradient_bytes * (trip.delivered + comes_from_device)
         yield self.work.submit("update", "adam", self._elements(trip.key), UPDATE)
         yield self.work.submit("update", "d2h", copied_bytes, UPDATE)
         if not spilled and round_.kept_bytes is not None:

@@ -249,7 +249,7 @@ def step_pattern(
 
 
 def reads_weights_with_state(schedule: UpdateSchedule) -> bool:
-    """Whether a group has left the device by the time of its update, so that its weights are read again."""
+    """Whether a group may have left the device by the time of its update, so that its weights are read again."""
     return schedule not in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
 
 

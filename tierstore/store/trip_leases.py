@@ -38,14 +38,14 @@ class TripLeases:
     def __init__(self, pool: Pool, gradients: Pool) -> None:
         self._pool = pool
         self._gradients = gradients
-        self._queued: dict[Round, dict[int, dict[Trip, None]]] = {}  # wait for memory, by group
+        self._queued: dict[Round, dict[Trip, None]] = {}  # wait for memory
         self._holding: dict[Trip, Round] = {}  # have it, or have been granted it
         self._in_places: dict[Trip, None] = {}  # have what they hold from gradients; recalled in the order of need
         self._borrowers = 0
 
     async def reserve(self, round_: Round, trip: Trip, nbytes: int) -> bool:
         """Wait for a trip's lease. False: others need that memory sooner."""
-        self._queued.setdefault(round_, {}).setdefault(trip.group, {})[trip] = None
+        self._queued.setdefault(round_, {})[trip] = None
 
         def granted() -> None:
             self._leave_queue(round_, trip)
@@ -69,12 +69,9 @@ class TripLeases:
         )
 
     def _leave_queue(self, round_: Round, trip: Trip) -> None:
-        groups = self._queued.get(round_, {})
-        if (queued := groups.get(trip.group)) is not None:
+        if (queued := self._queued.get(round_)) is not None:
             queued.pop(trip, None)
             if not queued:
-                del groups[trip.group]
-            if not groups:
                 del self._queued[round_]
 
     def is_owed(self, round_: Round) -> bool:
@@ -137,11 +134,7 @@ class TripLeases:
 
     def _is_starving(self) -> bool:
         """Whether a trip waits for memory, and needs nothing else."""
-        return any(
-            round_.is_open(group) and any(map(round_.may_go, queued))  # asked often: of a closed group not trip by trip
-            for round_, groups in self._queued.items()
-            for group, queued in groups.items()
-        )
+        return any(round_.may_go(trip) for round_, queued in self._queued.items() for trip in queued)
 
     def _recall(self, trips: Iterable[Trip]) -> None:
         """Those that have their lease already; who was granted one looks himself when he has his turn."""

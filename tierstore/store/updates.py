@@ -331,6 +331,7 @@ class UpdatePipeline:
             # So that new weights go to a forward that has asked for them. Where weights come from the device, in this
             # step or the next, the memory that a load waits for may be that of a group whose update waits for this one.
             await self._weights.announced(group)
+        await self._weights.arrived(group, chunk)  # or a load that began before this step did would come after it
         needs_weights = self._weights.is_home_nvme(group) and not round_.reads_weights
         if needs_weights and not self._weights.is_valid_on_device(group):
             await self._weights.read(group, chunk, weights, Priority.UPDATE)

@@ -108,7 +108,7 @@ class DeviceAccess:
         self._visits = []
         self._since = self._clock()
         self.is_inside = True
-        if self._gathers is not None and sum(self.sizes) <= self._store.placement.gpu_weight_bytes:
+        if self._gathers is not None and self._store.placement.weights_stay:
             # All, so that ranks may go different ways through the model.
             self._move((), [group for group in range(len(self._groups)) if group not in self._held])
 
@@ -133,6 +133,7 @@ class DeviceAccess:
             return
         if order != self.order or not self.is_recorded:
             self.order = order
+            self._position = len(order) - 1
             self.is_recorded = True
             self._policy = self._make_policy()
             self.visit_seconds = [seconds for _, seconds in self._visits]
@@ -207,8 +208,7 @@ class DeviceAccess:
     def check_unchanged(self) -> None:
         """Refuse weights that the model has changed: updates go on from those at rest.
 
-        What goes past the version counters (`weight.data.clamp_()`) is not seen, and is lost (or, where the GPU
-        updates, perhaps is not).
+        What goes past the version counters (`weight.data.clamp_()`) is not seen, and is lost, or perhaps is not.
 
         Raises:
             GraphError: names one.
