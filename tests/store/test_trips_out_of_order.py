@@ -366,6 +366,36 @@ def test_an_update_comes_after_a_load_that_is_on_its_way() -> None:
     asyncio.run(play())
 
 
+def test_a_load_that_waits_for_the_step_before_waits_for_this_one_too() -> None:
+    async def play() -> None:
+        world = World([PAGE], [PAGE], 2 * PAGE)
+        loop = asyncio.get_running_loop()
+        world.gradients.arrange([0])
+        world.weights.is_home_nvme = lambda group: True
+        published, read = loop.create_future(), loop.create_future()
+        first = world.begin([0], asyncio.create_task(_wait(published)), keeps_gradients=False, borrows=False)
+        world.gradient(first, 0)
+        await turns()
+        world.decide(first, [0])
+        assert trip_of(first, 0).applied.done()  # its write waits for the commit
+        load = asyncio.create_task(world.updates.settle(0, 0))
+        await turns()
+        world.state_pack.holds[0] = read
+        second = world.begin([0], world.end_of(first), keeps_gradients=False, borrows=False)
+        world.gradient(second, 0)
+        world.decide(second, [0])
+        published.set_result(None)
+        await turns()
+        assert trip_of(first, 0).task.done()  # type: ignore[union-attr]
+        assert not load.done()
+        read.set_result(None)
+        await within(load)
+        assert trip_of(second, 0).applied.done()
+        await world.check_all_ends()
+
+    asyncio.run(play())
+
+
 def test_weights_that_left_the_device_while_their_update_waited_are_read_at_rest() -> None:
     async def play() -> None:
         world = World([2 * PAGE], [PAGE], 2 * PAGE)

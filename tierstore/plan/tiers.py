@@ -328,7 +328,7 @@ def _by_value(request: Request) -> list[Kind]:
     saved = {
         Kind.GRADIENTS: of_gradients[request.gradients],
         # What is fetched at all is waited for by who computes: never worth less than state.
-        Kind.WEIGHTS: max(1.0, 2.0 * passes * fetched) + request.read_weights_with_state if fetched else 0.0,
+        Kind.WEIGHTS: (max(1.0, 2.0 * passes * fetched) + request.read_weights_with_state) if fetched else 0.0,
         Kind.STATE: 1.0,
     }
     return sorted(saved, key=lambda kind: -saved[kind])  # stable: gradients before weights before state

@@ -86,8 +86,8 @@ class Round:
         barrier: the commit that must be published before a trip may write (see `commit.py`, [Note: the barrier]).
         borrows: trips may have the places of gradients that come after their own.
         eager: groups that wait for nobody to ask for them.
-        then: the order in which groups are needed when all are decided, if that is another one. Their gradients are
-            all here then: none waits for memory that another gives back.
+        then: the order in which the next forward needs groups, for trips that still wait for memory when all are
+            decided; empty leaves it. All gradients are here by then: none waits for what a trip gives back.
 
     Attributes:
         number: rounds of later steps have higher ones.

@@ -10,7 +10,7 @@ block skipped, a new graph), a lease that waits for a later gradient is recalled
 for memory that an earlier one gives back when it is applied, so a trip without its gradient gives way, too. Who gives
 way queues again behind all others, also those of the next step; no trip of that is applied before he has his memory,
 for it would keep its own until it is written, which is after the commit of the step before. Then nothing waits in a
-circle.
+circle. When all of a step is decided whose gradients are all here, those that still wait may change turns.
 
 [Note: places of gradients] Where gradients are kept to the end of their step, their memory is free through forward, and
 much of it for long in backward. A trip may have the places of gradients that come after its own: in the order of need

@@ -196,6 +196,8 @@ class UpdatePipeline:
         is_at_rest_later = self._weights.is_home_nvme(group) or group in self._on_gpu
         if is_at_rest_later and trip.task is not None:
             await asyncio.shield(trip.task)
+        if self._pending[group, chunk] is not trip:  # the step after has decided meanwhile
+            return await self.settle(group, chunk)
         return False
 
     async def applied(self, group: int) -> None:
@@ -331,7 +333,7 @@ class UpdatePipeline:
             # So that new weights go to a forward that has asked for them. Where weights come from the device, in this
             # step or the next, the memory that a load waits for may be that of a group whose update waits for this one.
             await self._weights.announced(group)
-        await self._weights.arrived(group, chunk)  # or a load that began before this step did would come after it
+        await self._weights.arrived(group, chunk)  # a load from before this was decided: its old weights come first
         needs_weights = self._weights.is_home_nvme(group) and not round_.reads_weights
         if needs_weights and not self._weights.is_valid_on_device(group):
             await self._weights.read(group, chunk, weights, Priority.UPDATE)

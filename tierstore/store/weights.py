@@ -177,6 +177,7 @@ class Weights:
 
     @contextlib.contextmanager
     def _copying(self, group: int, chunk: int) -> Iterator[None]:
+        """One at a time for a chunk: a group is loaded once, and reloaded when it is there."""
         ended = self._arriving[group, chunk] = asyncio.get_running_loop().create_future()
         try:
             yield

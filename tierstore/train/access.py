@@ -133,7 +133,7 @@ class DeviceAccess:
             return
         if order != self.order or not self.is_recorded:
             self.order = order
-            self._position = len(order) - 1
+            self._position = len(order) - 1  # where backward has ended
             self.is_recorded = True
             self._policy = self._make_policy()
             self.visit_seconds = [seconds for _, seconds in self._visits]
@@ -208,7 +208,8 @@ class DeviceAccess:
     def check_unchanged(self) -> None:
         """Refuse weights that the model has changed: updates go on from those at rest.
 
-        What goes past the version counters (`weight.data.clamp_()`) is not seen, and is lost, or perhaps is not.
+        What goes past the version counters (`weight.data.clamp_()`) is not seen, and is lost, unless the update
+        takes weights from the device.
 
         Raises:
             GraphError: names one.

@@ -429,7 +429,8 @@ class Engine:
         Raises:
             ConfigError: neither a parameter nor a module has such a name, or `modify` in the middle of a step.
             GraphError: weights were changed without `modify`; they are as they were before. What goes past the version
-                counters (`weight.data.zero_()`) is not seen, and is lost, or perhaps is not.
+                counters (`weight.data.zero_()`) is not seen, and is lost, unless the update takes
+                weights from the device.
             BudgetError: they do not fit together.
         """
         parts = self._open_parts()

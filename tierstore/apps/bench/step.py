@@ -38,7 +38,7 @@ from tierstore.plan.step_record import StepRecord
 _GPU_MEMORY = "256MiB"  # here and below of bf16; of fp32 twice as much, as weights and gradients are twice as large
 CURVE = ("256MiB", "384MiB", "512MiB", "768MiB", "1GiB", "1536MiB", "2GiB", "4GiB")
 _SEQUENCE = 64
-_ROOMY_GPU_MEMORY = "1GiB"  # weights and gradients stay there
+_ROOMY_GPU_MEMORY = "1GiB"  # weights and gradients stay on the device
 _ROOMY = {"cpu_memory": "4GiB"}
 _RARE = 50
 _MICRO_BATCHES = 8
