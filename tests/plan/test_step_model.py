@@ -96,7 +96,7 @@ def test_what_holds_for_every_step(
 
 def test_a_step_with_everything_inside_is_the_sum_of_its_parts() -> None:
     """`step` computes, then reads what did not fit ahead, updates and writes: nothing of the writes is hidden."""
-    placement = placed(30 * MIB, UpdateSchedule.STEP, gpu_memory=64 * MIB)
+    placement = placed(30 * MIB, UpdateSchedule.STEP, gpu_memory=64 * MIB)  # the more is kept, the more a commit hides
     found = step(placement, UpdateSchedule.STEP, seconds=0.01)
     written_s = found.written_bytes / (100 * MIB)
     assert found.seconds >= 24 * 0.01 + 0.9 * written_s

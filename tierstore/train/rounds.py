@@ -142,7 +142,7 @@ class RoundDriver:
             barrier=None,
             borrows=self.is_speculating and self.is_streaming and not accumulates,
             eager=self._store.on_gpu,
-            then=tuple(dict.fromkeys(visits)) if self.is_speculating else (),
+            then=tuple(dict.fromkeys(visits)) if self.is_speculating else (),  # by backward they pass through
         )
         self._round = round_
         self._runtime.call(self._begin, round_)
