@@ -11,7 +11,7 @@ import asyncio
 import bisect
 import mmap
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -106,7 +106,7 @@ class _Waiter(NamedTuple):
     future: asyncio.Future[Lease]
     allocate: Callable[[], Lease | None]
     granted: Callable[[], None]
-    who: object
+    who: Hashable
 
 
 class Pool:
@@ -138,7 +138,7 @@ class Pool:
         nbytes: int,
         granted: Callable[[], None] = lambda: None,
         elsewhere: Callable[[], Lease | None] = lambda: None,
-        who: object = None,
+        who: Hashable = None,
     ) -> Lease:
         """A lease of `nbytes`, after all who asked earlier got theirs.
 
@@ -162,7 +162,7 @@ class Pool:
         return await self._wait(lambda: self._allocate_at(start, nbytes))
 
     async def _wait(
-        self, allocate: Callable[[], Lease | None], granted: Callable[[], None] = lambda: None, who: object = None
+        self, allocate: Callable[[], Lease | None], granted: Callable[[], None] = lambda: None, who: Hashable = None
     ) -> Lease:
         lease = None if self._waiters else allocate()
         if lease is not None:
@@ -202,7 +202,7 @@ class Pool:
                 return self._allocate_at(end - size, nbytes)
         return None
 
-    def rearrange(self, ranks: Mapping[object, int]) -> None:
+    def rearrange(self, ranks: Mapping[Hashable, int]) -> None:
         """Those who wait and are ranked here have each other's turns, the lowest first; all others keep theirs."""
         turns = [turn for turn, waiter in enumerate(self._waiters) if waiter.who in ranks]
         ranked = sorted((self._waiters[turn] for turn in turns), key=lambda waiter: ranks[waiter.who])

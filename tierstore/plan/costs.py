@@ -69,6 +69,7 @@ def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> 
     read = dict.fromkeys(Kind, 0.0)
     written = dict.fromkeys(Kind, 0.0)
     updates = 1 + pattern.redone_share
+    reads_weights = pattern.read_weights_with_state and not placement.weights_stay
     for index, need in enumerate(placement.groups):
         grid = Grid(need, placement.chunk_elements)
         weight_bytes = grid.total(need.weight_bytes)
@@ -77,7 +78,7 @@ def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> 
             read[Kind.WEIGHTS] += weight_bytes * (2 if loads is None else loads[index])
         if not need.trainable:
             continue
-        if on_nvme and pattern.read_weights_with_state and not placement.weights_stay:
+        if on_nvme and reads_weights:
             read[Kind.WEIGHTS] += weight_bytes * updates
         written[Kind.WEIGHTS] += weight_bytes * (updates if on_nvme else pattern.commits_per_step)
         resident_bytes = placement.state_bytes_in_memory(index)

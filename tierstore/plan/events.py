@@ -13,6 +13,7 @@ import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tierstore.errors import ConfigError
 
@@ -88,6 +89,13 @@ class Clock:
         self.set(ended)
 
 
+class _Waiter(NamedTuple):
+    nbytes: int
+    granted: Signal
+    elsewhere: Callable[[], bool]
+    who: Hashable
+
+
 class Memory:
     """Bytes that are reserved in the order in which they were asked for."""
 
@@ -95,7 +103,7 @@ class Memory:
         self._clock = clock
         self._free_bytes = capacity_bytes
         self._capacity_bytes = capacity_bytes
-        self._queue: deque[tuple[int, Signal, Callable[[], bool], Hashable]] = deque()
+        self._queue: deque[_Waiter] = deque()
         self.peak_bytes = 0
 
     def reserve(self, nbytes: int, elsewhere: Callable[[], bool] = lambda: False, who: Hashable = None) -> Signal:
@@ -104,7 +112,7 @@ class Memory:
         if nbytes == 0:
             self._clock.set(granted)
             return granted
-        self._queue.append((nbytes, granted, elsewhere, who))
+        self._queue.append(_Waiter(nbytes, granted, elsewhere, who))
         self.look_again()
         return granted
 
@@ -122,9 +130,10 @@ class Memory:
 
     def rearrange(self, ranks: Mapping[Hashable, int]) -> None:
         """Those who wait and are ranked here have each other's turns, the lowest first; all others keep theirs."""
-        turns = [turn for turn, waiting in enumerate(self._queue) if waiting[-1] in ranks]
-        for turn, waiting in zip(turns, sorted((self._queue[one] for one in turns), key=lambda one: ranks[one[-1]])):
-            self._queue[turn] = waiting
+        turns = [turn for turn, waiter in enumerate(self._queue) if waiter.who in ranks]
+        ranked = sorted((self._queue[turn] for turn in turns), key=lambda waiter: ranks[waiter.who])
+        for turn, waiter in zip(turns, ranked):
+            self._queue[turn] = waiter
         self.look_again()
 
     def look_again(self) -> None:
