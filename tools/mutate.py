@@ -175,7 +175,7 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_out_of_turn.py::test_places_of_gradients_come_back_in_whatever_order_they_are_needed",
     ),
     Mutation(
-        "places are moved to the order of backward", "store/gradients.py Gradients.arrange",
+        "places are moved to the order of backward", "store/gradient_memory.py GradientMemory.arrange",
         "self._places = self._make_places()",
         "train/test_out_of_turn.py::test_places_of_gradients_come_back_in_whatever_order_they_are_needed",
     ),

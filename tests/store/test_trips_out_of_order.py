@@ -53,7 +53,7 @@ class SlowPack:
 
 
 class Gradients:
-    """One chunk to a group, each with a place of its own."""
+    """One chunk to a group, each with a place of its own; with their memory."""
 
     on_change: Callable[[], None] = staticmethod(lambda: None)
 
@@ -63,6 +63,7 @@ class Gradients:
         self._coming: dict[int, asyncio.Future[None]] = {}
         self._short: set[int] = set()
         self._leases: dict[int, Lease] = {}
+        self.memory = self
 
     def arrange(self, order: Sequence[int]) -> None:
         ends = itertools.accumulate(self._sizes[group] for group in order)

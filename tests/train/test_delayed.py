@@ -403,7 +403,7 @@ def test_pending_gradients_stay_until_the_commit_that_names_them_is_published(di
             accepting = asyncio.ensure_future(gradients.accept([Arrival(group, pieces, Reached(), is_final=True)]))
             for _ in range(5):  # turns of the loop: it begins, waits
                 await asyncio.sleep(0)
-            taken_bytes = gradients._staging.used_bytes
+            taken_bytes = gradients.memory.staging.used_bytes
             published.set()
             await accepting
             gradients.drop_all()

@@ -409,7 +409,7 @@ def test_a_gradient_that_waits_for_memory_says_so(tmp_path: Path) -> None:
 
         async def two_where_one_fits() -> bool:
             heard: list[bool] = []
-            gradients.on_change = lambda: heard.append(gradients.is_short)
+            gradients.on_change = lambda: heard.append(gradients.memory.is_short)
             pieces = [Piece(0, torch.ones(parts.store.groups[0].elements), True)]
             await gradients.accept([Arrival(0, pieces.copy(), Reached(), is_final=True, is_streaming=True)])
             heard.clear()

@@ -1,21 +1,15 @@
 """Gradients on their way from the device to the update: collected per chunk, in CPU memory or spilled to NVMe.
 
-Scope: where each of one step's gradients is, whose turn it is to be added, and what waits for memory.
-Not here: copying and adding (`pieces.py`), when a gradient is complete (`train/backward.py`), the update
-(`updates.py`).
+Scope: where each of one step's gradients is, and whose turn it is to be added.
+Not here: the memory that they come to (`gradient_memory.py`), copying and adding (`pieces.py`), when a gradient is
+    complete (`train/backward.py`), the update (`updates.py`).
 Owner: the loop thread; workers run its jobs.
-
-[Note: places] A gradient that stays in CPU memory until its step is over has a place of its own, in the order in which
-backward completed groups before the last step that lent places; at first in the reverse of theirs. So updates that read
-ahead can have the places of gradients that come after their own (`trip_leases.py`), and within a step it never matters
-in which order any of them comes or goes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,12 +23,13 @@ from tierstore.config import Tier
 from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.errors import TierstoreError
-from tierstore.io.memory import Lease, Pool
+from tierstore.io.memory import Lease
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import BLOCK
 from tierstore.kernels.elements import ELEMENT, Array, elements_of
 from tierstore.kernels.norms import square_sums
 from tierstore.plan.tiers import Placement
+from tierstore.store.gradient_memory import GradientMemory
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.marks import Marks
 from tierstore.store.on_gpu import StateOnGpu
@@ -98,29 +93,25 @@ class Gradients:
     Invariant: a chunk that is filled is in its lease, in the spill pack, or at home on the device, never in none.
 
     Args:
-        pool: leases of chunks that stay in CPU memory, or pass through it.
-        staging: leases of chunks on their way to NVMe, and of what is added to a chunk.
-        copy: which of the gradients it is that share the pool.
+        memory: of one step's gradients.
+        spill: the pack of those that live on NVMe.
     """
 
     def __init__(
         self,
         groups: Sequence[GroupSpec],
         placement: Placement,
-        pool: Pool,
-        staging: Pool,
+        memory: GradientMemory,
         spill: SlotPack | None,
         on_gpu: StateOnGpu,
         workers: WorkerPool,
         device: ComputeDevice,
         marks: Marks,
         tracer: Tracer,
-        copy: int = 0,
     ) -> None:
+        self.memory = memory
         self._groups = groups
         self._placement = placement
-        self._pool = pool
-        self._staging = staging
         self._spill = spill
         self._on_gpu = on_gpu
         self._workers = workers
@@ -129,39 +120,12 @@ class Gradients:
         self._tracer = tracer
         self._index = ChunkIndex(groups, placement)
         self._chunks = {key: _Chunk() for key in self._index.all()}
-        self._copy = copy
-        self._order = list(reversed(range(len(groups))))
-        self._places = self._make_places()
-        self._short: set[tuple[int, int]] = set()
         self._partials = [np.zeros(-(-group.elements // BLOCK)) for group in groups]
         self.kept_by: asyncio.Task[None] | None = None
         """The commit of a generation that these gradients are part of: what it names in the pack stays as it is."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the gradient of a chunk has arrived, and when one has begun to wait for memory."""
-
-    def _make_places(self) -> dict[tuple[int, int], int]:
-        """See [Note: places]; none where gradients pass through the pool."""
-        if self._placement.streams_gradients:
-            return {}
-        groups = [group for group in self._order if self._placement.gradient_home[group] is Tier.CPU]
-        keys = [(group, chunk) for group in groups for chunk in reversed(range(self._placement.chunk_count(group)))]
-        *starts, total = itertools.accumulate((self._placement.gradient_bytes(*key) for key in keys), initial=0)
-        return {key: self._copy * total + start for key, start in zip(keys, starts)}
-
-    def arrange(self, order: Sequence[int]) -> None:
-        """Lay places out in the order in which a step's gradients will come, before the first of them does.
-
-        One of the step before may still be where it was: its update is decided, and waits for nothing of this step.
-        """
-        order = list(dict.fromkeys([*order, *self._order]))
-        if order != self._order:
-            self._order = order
-            self._places = self._make_places()
-
-    def end_of_places(self, group: int) -> int:
-        """Where the places of a group in the pool end, in bytes; 0 if it has none."""
-        first = (group, 0)
-        return self._places[first] + self._placement.gradient_bytes(*first) if first in self._places else 0
+        memory.on_short = lambda: self.on_change()
 
     def is_spilled(self, group: int) -> bool:
         """Whether this group's gradients live on NVMe."""
@@ -209,7 +173,7 @@ class Gradients:
             return self._on_gpu.gradient(*one.key)
         if one.state.lease is None:
             with contextlib.suppress(TierstoreError):  # who waits for it is told by the task that will try again
-                one.state.lease = self._reserve_now(one.key)
+                one.state.lease = self.memory.reserve_now(one.key)
         return None if one.state.lease is None else one.state.lease.array
 
     async def _deliver_all(self, ready: Sequence[tuple[_Delivery, Bytes | Span]]) -> None:
@@ -228,7 +192,7 @@ class Gradients:
                 await self._deliver_spilled(one)
                 return
             if state.lease is None:
-                state.lease = self._reserve_now(one.key) or await self._reserve(one.key)
+                state.lease = await self.memory.reserve(one.key)
             await self._collect([(one, state.lease.array)])
 
     @contextlib.contextmanager
@@ -249,35 +213,11 @@ class Gradients:
                 one.state.coming.remove(one.arrived)
             self.on_change()
 
-    def _reserve_now(self, key: tuple[int, int]) -> Lease | None:
-        """The memory of a gradient that does not go to NVMe, its own or some to pass through; None: not now."""
-        nbytes, place = self._placement.gradient_bytes(*key), self._places.get(key)
-        return self._pool.try_reserve(nbytes) if place is None else self._pool.try_reserve_at(place, nbytes)
-
-    async def _reserve(self, key: tuple[int, int]) -> Lease:
-        nbytes, place = self._placement.gradient_bytes(*key), self._places.get(key)
-        memory = self._pool.reserve(nbytes) if place is None else self._pool.reserve_at(place, nbytes)
-        return await self._granted(key, memory)
-
-    async def _granted(self, key: tuple[int, int], memory: Coroutine[Any, Any, Lease]) -> Lease:
-        """Wait for memory; as long as that lasts, the gradient is short of it."""
-        self._short.add(key)
-        asyncio.get_running_loop().call_soon(self._tell_if_short)
-        try:
-            return await memory
-        finally:
-            self._short.discard(key)
-
-    def _tell_if_short(self) -> None:
-        # Called soon and not at once: who asks for memory waits for it only then.
-        if self.is_short:
-            self.on_change()
-
     async def _deliver_spilled(self, one: _Delivery) -> None:
         spill, index = self._need_spill(), self._index(*one.key)
         if self.kept_by is not None:
             await asyncio.shield(self.kept_by)
-        lease = await self._granted(one.key, self._staging.reserve(spill.padded_bytes(index)))
+        lease = await self.memory.reserve_staging(one.key, spill.padded_bytes(index))
         try:
             if one.state.is_filled:
                 await spill.read(index, lease.array, Priority.DEMAND)
@@ -343,22 +283,13 @@ class Gradients:
             await self._workers.submit(Priority.UPDATE, job(state.lease.array))
         else:
             spill, index = self._need_spill(), self._index(group, chunk)
-            lease = await self._staging.reserve(spill.padded_bytes(index))
+            lease = await self.memory.staging.reserve(spill.padded_bytes(index))
             try:
                 await spill.read(index, lease.array, Priority.DEMAND)
                 await self._workers.submit(Priority.UPDATE, job(lease.array))
             finally:
                 lease.free()
         state.is_measured = True
-
-    @property
-    def is_short(self) -> bool:
-        """Whether gradients wait for memory."""
-        return bool(self._short)
-
-    def is_short_of(self, group: int, chunk: int) -> bool:
-        """Whether the gradient of this chunk waits for memory."""
-        return (group, chunk) in self._short
 
     def is_coming(self, group: int, chunk: int) -> bool:
         """Whether a gradient of this chunk was taken off autograd and is on its way."""
@@ -403,7 +334,7 @@ class Gradients:
             if first < stop and last > start and self._chunks[group, chunk].is_filled:
                 lease, room = None, np.empty(0, np.uint8)
                 if self.is_spilled(group):
-                    lease = await self._staging.reserve(self._placement.gradient_bytes(group, chunk))
+                    lease = await self.memory.staging.reserve(self._placement.gradient_bytes(group, chunk))
                     room = lease.array
                 elif group in self._on_gpu:
                     room = np.empty(self._placement.gradient_bytes(group, chunk), np.uint8)
@@ -433,7 +364,7 @@ class Gradients:
         if pack.current[index] is None:
             return
         if not self.is_spilled(group):
-            state.lease = await self._reserve((group, chunk))
+            state.lease = await self.memory.reserve((group, chunk))
             await pack.read(index, state.lease.array, Priority.DEMAND)
         state.is_filled = True
 

@@ -132,8 +132,8 @@ class Round:
 
     def lend_places(self) -> None:
         """Its trips may have places of gradients, which lie in the order in which those will come."""
-        self.gradients.arrange(self.order)
-        ends = itertools.accumulate(map(self.gradients.end_of_places, self.order), max)
+        self.gradients.memory.arrange(self.order)
+        ends = itertools.accumulate(map(self.gradients.memory.end_of_places, self.order), max)
         self._places_end = dict(zip(self.order, ends))
 
     def add(self, trip: Trip) -> None:
@@ -176,7 +176,7 @@ class Round:
 
     def will_go(self, trip: Trip) -> bool:
         """Whether that needs nothing but time: its gradient may be on its way, but is not short of memory."""
-        return self.is_open(trip.group) and not self.gradients.is_short_of(*trip.key)
+        return self.is_open(trip.group) and not self.gradients.memory.is_short_of(*trip.key)
 
     def free_above(self, trip: Trip) -> int | None:
         """From which byte on all places are of gradients that come after this trip's; None if it may have none."""

@@ -25,6 +25,7 @@ from tierstore.plan.tiers import Kind, Placement
 from tierstore.store.at_rest import ChunksAtRest
 from tierstore.store.budget import ByteBudget
 from tierstore.store.commit import Generation, StoreLock
+from tierstore.store.gradient_memory import GradientMemory
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, Codecs, GroupSpec
 from tierstore.store.marks import Marks
@@ -110,8 +111,8 @@ class TrainingStore:
         self.on_gpu = StateOnGpu(groups, placement, self._pools["device"], self._compute, device)
         self.gradients = [
             Gradients(
-                groups, placement, self._pools["gradients"], self._pools["spill"], pack, self.on_gpu, self._compute,
-                device, self._marks, tracer, copy,
+                groups, placement, GradientMemory(placement, self._pools["gradients"], self._pools["spill"], copy),
+                pack, self.on_gpu, self._compute, device, self._marks, tracer,
             )
             for copy, pack in enumerate(packs[2:] if len(packs) > 2 else [None] * placement.gradient_copies)
         ]
