@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tierstore.alignment import ALIGNMENT
 from tierstore.config import Tier
-from tierstore.plan.tiers import BLOCK, GroupNeed, Placement, Request
+from tierstore.plan.placement import BLOCK, GroupNeed, Placement, Request
 
 MIB = 2**20
 STATE_BYTES = {"bf16": 10, "fp16": 12, "fp32": 8}

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from tierstore.trace import Tracer
     from tierstore.train.collective_costs import fit_cost_model
     from tierstore.train.cpu_adam import CPUAdam
-    from tierstore.train.engine import Engine, StepReport
+    from tierstore.train.engine import Engine
     from tierstore.train.loading import PrefetchingLoader
     from tierstore.train.materialize import deferred
     from tierstore.train.overlap import OverlapProfiler
     from tierstore.train.reducer import GradientReducer
+    from tierstore.train.report import StepReport
 
 __all__ = [
     "AdamWConfig",
@@ -68,7 +69,7 @@ _HOME = {
     "OverlapProfiler": "train.overlap",
     "PrefetchingLoader": "train.loading",
     "Resume": "config",
-    "StepReport": "train.engine",
+    "StepReport": "train.report",
     "TensorStore": "store.tensors",
     "Tier": "config",
     "TierConfig": "config",

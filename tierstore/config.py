@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, runtime_checkable
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -92,6 +92,20 @@ _USUAL_BYTES = 2**30
 Size = Annotated[int, BeforeValidator(parse_size)]
 Directory = Annotated[Path, BeforeValidator(_directory)]
 Rates = Annotated[Path | MeasuredRates, BeforeValidator(_rates)]
+
+E = TypeVar("E", bound=enum.Enum)
+
+
+def choice(kind: type[E], name: str, value: object) -> E:
+    """The member of a closed set that an option names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{name} must be one of {', '.join(k.value for k in kind)}, not {value!r}") from None
 
 
 class Tier(enum.Enum):

@@ -22,7 +22,7 @@ from tierstore.plan.costs import (
     phase_seconds,
     step_traffic,
 )
-from tierstore.plan.tiers import BLOCK, GroupNeed, Kind, Placement, Pools
+from tierstore.plan.placement import BLOCK, GroupNeed, Kind, Placement, Pools
 
 SIZES = {"bf16": (2, 10), "fp32": (4, 8), "fp16": (2, 12)}
 
@@ -95,7 +95,6 @@ def test_further_causes_of_traffic() -> None:
     spilled = placement((group("bf16"),), gradients=Tier.NVME)
     assert step_traffic(spilled, StepPattern(micro_batches=3)).bytes_per_parameter == 30 + 2 * 4
     assert step_traffic(spilled, StepPattern(read_weights_with_state=True)).bytes_per_parameter == 32
-    assert step_traffic(spilled, StepPattern(redone_share=0.5)).bytes_per_parameter == 30 + 0.5 * (20 + 2 + 2)
 
 
 def test_nothing_trained_costs_no_division() -> None:

@@ -1,12 +1,12 @@
-"""Depths: the textbook figure, and the recommended one with its reason."""
+"""Depths: the textbook figure, and the recommended one."""
 
 from __future__ import annotations
 
 import pytest
 
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.plan.prefetch import Regime, Visit, recommend_depth, required_depth
-from tierstore.plan.simulate import simulate
+from tierstore.plan.prefetch import recommend_depth, required_depth
+from tierstore.plan.simulate import Visit, simulate
 
 
 def there_and_back(groups: int, nbytes: int, compute_s: float) -> tuple[Visit, ...]:
@@ -26,52 +26,36 @@ def test_textbook_depth_refuses_no_rate() -> None:
 
 
 def test_a_fast_link_needs_depth_one() -> None:
-    choice = recommend_depth(there_and_back(20, 80, 0.05), 10_000.0, 800)
-    assert (choice.depth, choice.stall_s, choice.regime) == (1, 0.0, Regime.COMPUTE_BOUND)
+    assert recommend_depth(there_and_back(20, 80, 0.05), 10_000.0, 800) == 1
 
 
 def test_nothing_to_fetch_when_all_fits() -> None:
-    choice = recommend_depth(there_and_back(5, 80, 0.05), 10.0, 400)
-    assert (choice.depth, choice.regime) == (1, Regime.RESIDENT)
+    assert recommend_depth(there_and_back(5, 80, 0.05), 10.0, 400) == 1
 
 
-def test_a_slow_link_is_bandwidth_bound_at_any_depth() -> None:
+def test_no_depth_hides_a_slow_link() -> None:
     order = tuple(Visit(group, 80, 0.05) for group in range(20))
-    choice = recommend_depth(order, 1000.0, 160)
-    assert choice.depth == 1
-    assert choice.regime is Regime.BANDWIDTH_BOUND
-    assert choice.stall_s == pytest.approx(20 * 0.03)
+    assert recommend_depth(order, 1000.0, 160) == 1
+    assert simulate(order, 160, 1, 1000.0).stall_s == pytest.approx(20 * 0.03)
 
 
 def test_the_best_depth_may_be_the_deepest() -> None:
-    choice = recommend_depth(there_and_back(20, 80, 0.05), 700.0, 800, max_depth=4)
-    stalls = [choice.stall_by_depth[depth] for depth in (1, 2, 3, 4)]
+    order = there_and_back(20, 80, 0.05)
+    stalls = [simulate(order, 800, depth, 700.0).stall_s for depth in (1, 2, 3, 4)]
     assert stalls == sorted(stalls, reverse=True)
     assert stalls[2] < 1.2 * stalls[3]
-    assert (choice.depth, choice.regime) == (4, Regime.BANDWIDTH_BOUND)
+    assert recommend_depth(order, 700.0, 800, max_depth=4) == 4
 
 
 def test_deeper_buffers_absorb_unequal_groups() -> None:
     # one large group in six: on average the link keeps up, one group ahead it does not
     order = tuple(Visit(group, 300 if group % 6 == 0 else 10, 0.1) for group in range(24))
-    choice = recommend_depth(order, 1000.0, 700)
-    assert choice.depth > 1
-    assert choice.stall_by_depth[1] > 1.5 * choice.stall_s
-    assert choice.stall_s <= 1.01 * min(choice.stall_by_depth.values()) + 1e-9
-    assert all(stall > 1.01 * choice.stall_s for depth, stall in choice.stall_by_depth.items() if depth < choice.depth)
-
-
-def test_buffer_bound_when_the_tier_is_too_small_to_fetch_ahead() -> None:
-    choice = recommend_depth(there_and_back(10, 80, 0.1), 1000.0, 90)
-    assert choice.regime is Regime.BUFFER_BOUND
-    assert "more memory" in choice.reason
-    assert recommend_depth(there_and_back(10, 80, 0.1), 1000.0, 180).stall_s < choice.stall_s
-
-
-def test_the_stalls_are_the_simulator_s() -> None:
-    order = there_and_back(12, 100, 0.05)
-    choice = recommend_depth(order, 1500.0, 400, max_depth=3)
-    assert choice.stall_by_depth == {depth: simulate(order, 400, depth, 1500.0).stall_s for depth in (1, 2, 3)}
+    stalls = {depth: simulate(order, 700, depth, 1000.0).stall_s for depth in range(1, 9)}
+    depth = recommend_depth(order, 1000.0, 700)
+    assert depth > 1
+    assert stalls[1] > 1.5 * stalls[depth]
+    assert stalls[depth] <= 1.01 * min(stalls.values()) + 1e-9
+    assert all(stall > 1.01 * stalls[depth] for other, stall in stalls.items() if other < depth)
 
 
 @pytest.mark.parametrize("bytes_per_s", [500.0, 700.0, 1300.0, 1350.0, 1e6])
@@ -79,12 +63,8 @@ def test_the_stalls_are_the_simulator_s() -> None:
 def test_no_depth_is_better_than_the_first_without_a_stall(bytes_per_s: float, capacity_bytes: int) -> None:
     order = tuple(Visit(group, 150 if group % 6 == 0 else 10, 0.1) for group in range(24))
     stalls = [simulate(order, capacity_bytes, depth, bytes_per_s).stall_s for depth in range(1, 9)]
-    choice = recommend_depth(order, bytes_per_s, capacity_bytes)
-    assert choice.depth == 1 + next(i for i, stall in enumerate(stalls) if stall <= 1.01 * min(stalls) + 1e-9)
-    seen = list(choice.stall_by_depth.values())
-    assert seen == stalls[: len(seen)]
-    assert all(stall > 1e-9 for stall in seen[:-1])
-    assert len(seen) == 8 or seen[-1] <= 1e-9
+    best = 1 + next(i for i, stall in enumerate(stalls) if stall <= 1.01 * min(stalls) + 1e-9)
+    assert recommend_depth(order, bytes_per_s, capacity_bytes) == best
 
 
 def test_a_group_larger_than_the_tier_is_refused() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.plan.prefetch import Decision, ResidencyPolicy
+from tierstore.plan.residency import Decision, ResidencyPolicy
 
 THERE_AND_BACK = (0, 1, 2, 3, 2, 1)
 

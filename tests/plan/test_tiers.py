@@ -12,14 +12,8 @@ from placements import MIB, check, groups_of, need, options_of, request
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Tier
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.plan.tiers import (
-    BLOCK,
-    MAX_CHUNK_BYTES,
-    GroupNeed,
-    Kind,
-    place,
-    smallest_budgets,
-)
+from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GroupNeed, Kind
+from tierstore.plan.tiers import place, smallest_budgets
 
 
 @settings(deadline=None, max_examples=150)

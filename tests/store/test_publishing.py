@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tierstore.errors import StorageError
-from tierstore.plan.tiers import Kind
+from tierstore.plan.placement import Kind
 from tierstore.store.publishing import Commits
 from tierstore.store.team import Alone
 from tierstore.trace import Tracer

@@ -41,7 +41,6 @@ _NAMES = (
 )
 _WIDE = 0.15  # of the median: quartiles that far apart are said
 _SHARED = 1.25  # both ways at once against the faster one alone: below it the two share one budget
-_SLOWER = 1.1
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from tierstore.apps.crew import Crew
 from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import TrainOptions
 from tierstore.config import UpdateSchedule
-from tierstore.plan.placement import Placement
 from tierstore.plan.step_record import StepRecord
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
@@ -76,10 +75,6 @@ class Trial:
 
     def __init__(self, engine: Engine, parts: Parts, device: str) -> None:
         self._engine, self._parts, self._device = engine, parts, torch.device(device)
-
-    @property
-    def placement(self) -> Placement:
-        return self._engine.placement
 
     def step(self) -> tuple[float, StepReport]:
         """One step of one micro-batch, and its seconds by the clock of the loop."""

@@ -91,8 +91,8 @@ class Backend:
         buffered_directories: those of files that could not be opened with O_DIRECT; to be said once.
     """
 
-    def __init__(self, counters: Counters | None = None) -> None:
-        self.counters = Counters() if counters is None else counters
+    def __init__(self) -> None:
+        self.counters = Counters()
         self.buffered_directories: set[Path] = set()
         self._running: dict[int, _Call] = {}  # by thread; in the order in which they were begun
         self._latest: _Call | None = None
@@ -237,9 +237,9 @@ class Backend:
             self.sync_directory(directory.parent)
         return bool(missing)
 
-    def make_empty(self, path: Path, mode: int = 0o600) -> None:
+    def make_empty(self, path: Path) -> None:
         """Makes an empty file; one that is there stays as it is."""
-        self._close(self._open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode), path)
+        self._close(self._open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), path)
 
     def remove(self, path: Path) -> None:
         """Removes one file, which must be there."""

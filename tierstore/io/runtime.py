@@ -108,11 +108,6 @@ class Runtime(ForkAware):
             raise self._closed()
         return self._loop
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The first error that nobody waited for and that was not raised yet."""
-        return self._failures[0] if self._failures else None
-
     def call(
         self,
         function: Callable[[*Ts], Coroutine[Any, Any, T]],

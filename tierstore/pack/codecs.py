@@ -1,7 +1,7 @@
 """How the bytes of one chunk are stored, and the checksum that goes with them.
 
 Scope: encode and decode between two buffers of the caller, bounded by their sizes; xxh3.
-Not here: where chunks stand (`layout.py`); which codec pays (`plan/`, `measure.py`).
+Not here: where chunks stand (`layout.py`); which codec pays (`plan/`, `measure/`).
 Owner: none; codecs keep no state and may run in any number of threads at once.
 
 [Note: GIL] Read and measured, xxhash 3.4.1 and 4.1.0, lz4 4.4.5, CPython 3.11 (another thread made progress inside one

@@ -24,20 +24,18 @@ class StepPattern:
             two (forward and backward) of a trainable or frozen group alike.
         commits_per_step: 1 / commit_every; 0 without a store. What lives in CPU memory is written for a commit only.
         micro_batches: backward passes per step; each but the first adds to the spilled gradient.
-        redone_share: share of the updates that are done twice (a speculation that was wrong).
         read_weights_with_state: the update reads weights that live on NVMe, unless all of them stay on the device.
     """
 
     weight_loads: tuple[int, ...] | None = None
     commits_per_step: float = 1.0
     micro_batches: int = 1
-    redone_share: float = 0.0
     read_weights_with_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """NVMe bytes of one step by kind, an average when commits or redone updates are not in every step."""
+    """NVMe bytes of one step by kind, an average when commits are not in every step."""
 
     read: Mapping[Kind, float]
     written: Mapping[Kind, float]
@@ -68,7 +66,6 @@ def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> 
         raise ConfigError(f"weight_loads counts {len(loads)} groups, but {len(placement.groups)} are placed")
     read = dict.fromkeys(Kind, 0.0)
     written = dict.fromkeys(Kind, 0.0)
-    updates = 1 + pattern.redone_share
     reads_weights = pattern.read_weights_with_state and not placement.weights_stay
     for index, need in enumerate(placement.groups):
         grid = Grid(need, placement.chunk_elements)
@@ -79,15 +76,15 @@ def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> 
         if not need.trainable:
             continue
         if on_nvme and reads_weights:
-            read[Kind.WEIGHTS] += weight_bytes * updates
-        written[Kind.WEIGHTS] += weight_bytes * (updates if on_nvme else pattern.commits_per_step)
+            read[Kind.WEIGHTS] += weight_bytes
+        written[Kind.WEIGHTS] += weight_bytes * (1 if on_nvme else pattern.commits_per_step)
         resident_bytes = placement.state_bytes_in_memory(index)
         moved_bytes = grid.total(need.state_bytes) - resident_bytes
-        read[Kind.STATE] += moved_bytes * updates
-        written[Kind.STATE] += moved_bytes * updates + resident_bytes * pattern.commits_per_step
+        read[Kind.STATE] += moved_bytes
+        written[Kind.STATE] += moved_bytes + resident_bytes * pattern.commits_per_step
         passes_through = placement.streams_gradients and pattern.micro_batches == 1
         if placement.gradient_home[index] is Tier.NVME and not passes_through:
-            read[Kind.GRADIENTS] += weight_bytes * (pattern.micro_batches - 1 + updates)
+            read[Kind.GRADIENTS] += weight_bytes * pattern.micro_batches
             written[Kind.GRADIENTS] += weight_bytes * pattern.micro_batches
     trained = sum(need.elements for need in placement.groups if need.trainable)
     return StepTraffic(read, written, trained)

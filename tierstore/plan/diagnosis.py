@@ -123,10 +123,10 @@ class _Plan:
             self.gradients, self.buckets, self.model, compute_s=self.compute_s, max_in_flight=self.max_in_flight
         )
 
-    def bucketed(self, cap_bytes: float, first_cap_bytes: float | None = None) -> _Plan:
+    def bucketed(self, cap_bytes: float) -> _Plan:
         """Buckets of another size, in the same order of gradients."""
         order = [member for bucket in self.buckets for member in bucket]
-        runs = form_buckets([self.gradients[member].nbytes for member in order], cap_bytes, first_cap_bytes)
+        runs = form_buckets([self.gradients[member].nbytes for member in order], cap_bytes)
         return replace(self, buckets=tuple(tuple(order[place] for place in run) for run in runs))
 
     @property

@@ -91,7 +91,6 @@ class Simulation:
         seconds: of the step, `compute_s + stall_s`.
         stall_s: time in which compute waits for the link.
         loads: how often each group id is fetched.
-        load_bytes: fetched.
         link_s: time that the slowest link needs for all its traffic of one step, without jitter.
         peak_bytes: largest sum of resident and loading groups.
         timeline: spans that begin in the step; fetches for the next step may end after it.
@@ -101,7 +100,6 @@ class Simulation:
     compute_s: float
     stall_s: float
     loads: tuple[int, ...]
-    load_bytes: int
     link_s: float
     peak_bytes: int
     timeline: tuple[Span, ...]
@@ -223,7 +221,6 @@ class _Run:
             compute_s=compute_s,
             stall_s=stall_s,
             loads=tuple(self.loads),
-            load_bytes=sum(count * size for count, size in zip(self.loads, self.sizes)),
             link_s=self._link_s(),
             peak_bytes=peak_bytes,
             timeline=tuple(

@@ -1,6 +1,6 @@
 """What a step does, as the engine saw it: visits, their seconds, gradients; and its JSON form.
 
-Scope: plain data. Not here: recording it (`train/recording.py`), the step on paper (`plan/step_model.py`).
+Scope: plain data. Not here: recording it (`Engine.record`), the step on paper (`plan/step_model.py`).
 """
 
 from __future__ import annotations

@@ -27,33 +27,8 @@ from tierstore.alignment import ALIGNMENT
 from tierstore.config import Tier, format_size
 from tierstore.errors import BudgetError
 from tierstore.plan import gpu_room
-from tierstore.plan.placement import (
-    BLOCK,
-    MAX_CHUNK_BYTES,
-    Grid,
-    GroupNeed,
-    Kind,
-    Placement,
-    Pools,
-    Request,
-    UsageRow,
-)
+from tierstore.plan.placement import Grid, Kind, Placement, Pools, Request
 from tierstore.plan.working_set import FLOOR, WORKING, Comfort, Homes, chunk_elements_of, chunk_sizes, corners, pools_of
-
-__all__ = [
-    "BLOCK",
-    "MAX_CHUNK_BYTES",
-    "Budgets",
-    "GroupNeed",
-    "Kind",
-    "Placement",
-    "Pools",
-    "Request",
-    "UsageRow",
-    "place",
-    "place_uniformly",
-    "smallest_budgets",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import init_state, read_master, state_bytes_per_element, write_master
 from tierstore.kernels.elements import elements_of, to_float
-from tierstore.plan.tiers import Kind, Placement
+from tierstore.plan.placement import Kind, Placement
 from tierstore.store.commit import Generation
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.on_gpu import StateOnGpu

@@ -19,7 +19,7 @@ from typing import Any
 
 from tierstore.config import Tier
 from tierstore.io.memory import Lease, Pool
-from tierstore.plan.tiers import Placement
+from tierstore.plan.placement import Placement
 
 _Key = tuple[int, int]
 

@@ -16,7 +16,7 @@ from tierstore.errors import ConfigError
 from tierstore.kernels.adam import state_bytes_per_element
 from tierstore.pack.layout import ChunkSpec
 from tierstore.plan.codec_choice import CodecChoice
-from tierstore.plan.tiers import GroupNeed, Kind, Placement
+from tierstore.plan.placement import GroupNeed, Kind, Placement
 
 Codecs = Mapping[Kind, CodecChoice]
 """The codec of each kind of chunks."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierstore.io.memory import Lease
-from tierstore.plan.tiers import Kind, Placement
+from tierstore.plan.placement import Kind, Placement
 from tierstore.store.commit import PER_RANK, Generation
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, GroupSpec

@@ -45,7 +45,6 @@ class ExtentPack:
         sync_failure: what was written, or its names, may be lost; final.
     """
 
-    number: int
     layout: ExtentLayout
     slots: SlotPack
     is_synced: bool = False
@@ -275,7 +274,7 @@ class Shelf:
     def _pack(self, number: int, name: str, layout: ExtentLayout) -> ExtentPack:
         kind = f"put-{number}"
         slots = SlotPack(kind, layout.chunk_specs(name), self._directories.paths, self._io, self._codec, slots=1)
-        pack = ExtentPack(number, layout, slots)
+        pack = ExtentPack(layout, slots)
         self._live[kind] = pack
         return pack
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tierstore.config import Tier, TierConfig
 from tierstore.errors import FormatError
-from tierstore.plan.tiers import Kind, Placement
+from tierstore.plan.placement import Kind, Placement
 from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
 from tierstore.store.layout import Codecs, GroupSpec, chunk_specs, fingerprint
 from tierstore.store.slots import SLOT_NAMES, ChunkIO, SlotPack

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tierstore.alignment import ALIGNMENT, padded
-from tierstore.config import Codec, Resume, Tier, TierConfig, format_size
+from tierstore.config import Codec, Resume, Tier, TierConfig, choice, format_size
 from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.errors import BudgetError, ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
@@ -124,11 +124,7 @@ class TensorStore:
         Raises:
             ConfigError: there is no such device, no such way to resume, or the codec is "auto".
         """
-        try:
-            wanted = Resume(resume)
-        except ValueError:
-            names = ", ".join(item.value for item in Resume)
-            raise ConfigError(f"resume must be one of {names}, not {resume!r}") from None
+        wanted = choice(Resume, "resume", resume)
         if tiers.codec is Codec.AUTO:
             raise ConfigError("codec='auto' is decided for the state of an Engine; name a codec for a store of tensors")
         device = device or open_device(tiers.device, clock, tracer)
@@ -148,7 +144,8 @@ class TensorStore:
         """
         self._owner.check()
         check_tensors(name, tensors, self._device.torch_device)
-        await self._owner.run(f"put {name!r}", self._put, name, taken(self._device, tensors), _tier(tier))
+        home, given = choice(Tier, "tier", tier), taken(self._device, tensors)
+        await self._owner.run(f"put {name!r}", self._put, name, given, home)
 
     async def _put(self, name: str, given: Given, home: Tier) -> None:
         self._check_tier(home)
@@ -219,7 +216,7 @@ class TensorStore:
             KeyError: there is no such entry.
             BudgetError, StorageError, Timeout: or cancelled; it is where it was.
         """
-        await self._owner.run(f"move {name!r}", self._move, name, _tier(tier))
+        await self._owner.run(f"move {name!r}", self._move, name, choice(Tier, "tier", tier))
 
     async def _move(self, name: str, home: Tier) -> None:
         self._check_tier(home)
@@ -491,10 +488,3 @@ def _check_same(name: str, tensors: Mapping[str, torch.Tensor], given: Mapping[s
                 f"tensor {key!r} of {name!r} was replaced in the mapping, which would be lost; change the tensor that "
                 f"is there, as tensors[{key!r}].copy_(...), or put the entry anew"
             )
-
-
-def _tier(tier: Tier | str) -> Tier:
-    try:
-        return Tier(tier)
-    except ValueError:
-        raise ConfigError(f"tier must be one of {', '.join(item.value for item in Tier)}, not {tier!r}") from None

@@ -21,7 +21,7 @@ from tierstore.io.backend import Backend
 from tierstore.io.memory import Arena, Lease, Pool
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.plan.tiers import Kind, Placement
+from tierstore.plan.placement import Kind, Placement
 from tierstore.store.at_rest import ChunksAtRest
 from tierstore.store.budget import ByteBudget
 from tierstore.store.commit import Generation, StoreLock

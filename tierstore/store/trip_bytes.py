@@ -14,7 +14,7 @@ from tierstore.io.workers import Priority
 from tierstore.kernels.adam import Digests, update_with_digests
 from tierstore.kernels.adam import update as adam_update
 from tierstore.kernels.elements import Array, elements_of
-from tierstore.plan.tiers import Placement
+from tierstore.plan.placement import Placement
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.rounds import ParameterUpdate, Trip

@@ -21,7 +21,7 @@ from typing import Any
 from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import Digests
-from tierstore.plan.tiers import Placement
+from tierstore.plan.placement import Placement
 from tierstore.store.gpu_updates import GpuUpdates
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.marks import Marks

@@ -21,7 +21,7 @@ from tierstore.config import Tier
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.io.memory import Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.plan.tiers import Placement
+from tierstore.plan.placement import Placement
 from tierstore.store.budget import ByteBudget
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.marks import Marks

@@ -23,8 +23,7 @@ from torch import nn
 from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.errors import BudgetError, GraphError
 from tierstore.io.runtime import Runtime
-from tierstore.plan.prefetch import ResidencyPolicy
-from tierstore.plan.residency import Decision
+from tierstore.plan.residency import Decision, ResidencyPolicy
 from tierstore.store.training import TrainingStore
 from tierstore.train.gathering import Gathers
 from tierstore.train.groups import Group

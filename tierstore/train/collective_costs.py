@@ -123,7 +123,6 @@ class _Group:
         self._ranks = ranks
         self._group: Any = ranks.group
         self._device = device
-        self._scatter = scatter
         self._flat = torch.zeros(most_bytes // _ELEMENT_BYTES, device=device)
         self._shard = torch.zeros(self._flat.numel() // ranks.count, device=device) if scatter else None
 

@@ -97,7 +97,7 @@ class DepthChooser:
             return
         self._chosen_for = (rate, compute_s)
         order = tuple(Visit(g, access.sizes[g], s) for g, s in zip(access.order, visit_seconds))
-        self.wanted = recommend_depth(order, rate, self._store.placement.gpu_weight_bytes).depth
+        self.wanted = recommend_depth(order, rate, self._store.placement.gpu_weight_bytes)
         if not self._partition.is_shared:
             access.depth = self.wanted
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule
+from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule, choice
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
 from tierstore.kernels.elements import to_float
@@ -39,7 +39,7 @@ from tierstore.train.generations import Generations, Pending
 from tierstore.train.meters import StepMeters
 from tierstore.train.micro_batches import called, check_loss, losses_side_by_side, own_loss
 from tierstore.train.optimizer import LossScale, TieredOptimizer, check_scheduler, clip_coefficient
-from tierstore.train.options import check_kinds, choice, options_of
+from tierstore.train.options import check_kinds, options_of
 from tierstore.train.partition import partition_of
 from tierstore.train.report import StepReport
 from tierstore.train.rounds import Updates
@@ -559,5 +559,3 @@ def _close_at_exit(engine: weakref.ref[Engine]) -> None:
     if left is not None and not left._parts.runtime.is_inherited:
         left.close()
 
-
-__all__ = ["Engine", "StepReport", "UpdateSchedule"]

@@ -1,7 +1,7 @@
 """Models larger than memory: built without their weights, whose values follow as a stream.
 
 Scope: `deferred`, and sources of parameter values: a put-off construction, an ordinary module.
-Not here: how a constructor is followed (`recording.py`); values from a checkpoint (`checkpoints.py`).
+Not here: how a constructor is followed (`deferred/recording.py`); values from a checkpoint (`checkpoints.py`).
 Owner: none; a source can be streamed any number of times.
 """
 
@@ -126,7 +126,7 @@ def _finished(recorder: Recorder, model: nn.Module) -> DeferredSource:
 
 
 def _fill_others(recorder: Recorder, model: nn.Module) -> None:
-    """Gives hollow tensors that are no parameters their values, see [Note: hollow] in `records.py`."""
+    """Gives hollow tensors that are no parameters their values, see [Note: hollow] in `deferred/records.py`."""
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     for name, buffer in model.named_buffers():
         if buffer.device.type == "cpu" and buffer.untyped_storage()._cdata in parameters:

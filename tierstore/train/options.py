@@ -5,19 +5,15 @@ Scope: options, and the update schedule that a name means. Not here: what follow
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import nn
 
-from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule
+from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule, choice
 from tierstore.errors import ConfigError
 from tierstore.train.budgets import usual
-
-E = TypeVar("E", bound=enum.Enum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +32,6 @@ class Options:
     max_grad_norm: float | None
     overlap: bool
     is_auto: bool
-
-
-def choice(kind: type[E], name: str, value: object) -> E:
-    """The member of a closed set that an option names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    try:
-        return kind(value)
-    except ValueError:
-        raise ConfigError(f"{name} must be one of {', '.join(k.value for k in kind)}, not {value!r}") from None
 
 
 def check_kinds(

@@ -207,13 +207,13 @@ def is_nccl(group: Any, device: torch.device) -> bool:
         return False
 
 
-def all_gather_flat(output: torch.Tensor, shard: torch.Tensor, group: ProcessGroup, *, async_op: bool = False) -> Any:
+def all_gather_flat(output: torch.Tensor, shard: torch.Tensor, group: ProcessGroup) -> None:
     """Every rank's shard, in the order of ranks; `shard` may be this rank's part of `output`.
 
     Shapes: output (ranks * n,), shard (n,).
     """
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    return gather(output, shard, group=group, async_op=async_op)
+    gather(output, shard, group=group)
 
 
 def reduce_scatter_flat(shard: torch.Tensor, full: torch.Tensor, group: ProcessGroup, *, async_op: bool = False) -> Any:
