@@ -1,4 +1,4 @@
-"""The list of `tools/mutate.py` does not rot: each mutation still applies, and the test that it names is there."""
+"""The list of `tools/mutations.py` does not rot: each mutation still applies, and the test that it names is there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load(name: str) -> ModuleType:
 
 
 def test_each_applies_and_names_a_test() -> None:
-    mutations = load("mutate").MUTATIONS
+    mutations = load("mutations").MUTATIONS
     for mutation in mutations:
         source = (ROOT / mutation.path).read_text()
         assert mutation.of(source) != source

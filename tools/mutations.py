@@ -1,0 +1,579 @@
+"""The safeguards of the package, what each becomes without it, and the test that names it.
+
+Not here: taking them out and running the tests (`mutate.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One safeguard less.
+
+    Attributes:
+        place: a file below `tierstore/`, and the function.
+        text: stands there exactly once.
+        test: below `tests/`; fails without the safeguard.
+        becomes: what stands there instead.
+    """
+
+    name: str
+    place: str
+    text: str
+    test: str
+    becomes: str = "pass"
+
+    @property
+    def path(self) -> Path:
+        return Path("tierstore", self.place.split()[0])
+
+    def of(self, source: str) -> str:
+        """The mutated source.
+
+        Raises:
+            ValueError: the text is not there exactly once, or nothing that compiles is left.
+        """
+        lines = source.splitlines(keepends=True)
+        first, last = _lines_of(ast.parse(source), self.place.split()[1])
+        function = "".join(lines[first:last])
+        if (count := function.count(self.text)) != 1:
+            raise ValueError(f"{self.name}: {count} times in {self.place}, not once: {self.text!r}")
+        mutated = "".join([*lines[:first], function.replace(self.text, self.becomes), *lines[last:]])
+        try:
+            compile(mutated, self.path, "exec")
+        except SyntaxError as error:
+            raise ValueError(f"{self.name}: {self.path} does not compile any more: {error}") from None
+        return mutated
+
+
+def _lines_of(tree: ast.AST, name: str) -> tuple[int, int]:
+    """First and last line of a function or class, counted from 0, the last one not included."""
+    lines = (0, 0)
+    for part in name.split("."):
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        found = next((node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == part), None)
+        if found is None:
+            raise ValueError(f"there is no {name} any more")
+        tree, lines = found, (found.lineno - 1, found.end_lineno or found.lineno)
+    return lines
+
+
+def never(name: str, place: str, condition: str, test: str) -> Mutation:
+    """What stands below a condition is not done."""
+    return Mutation(name, place, condition, test, "if False:")
+
+
+ON_GPU = "train/test_state_on_gpu.py"
+VIEWED = "train/test_zero.py::test_a_view_that_somebody_holds_of_weights_shows_them"
+HANGS = "store/test_bounded_time.py::test_any_hang_of_a_tensor_store_is_told_and_nothing_is_lost"
+POWER_CUT = "store/test_power_cut.py"
+OVERWRITTEN = "store/test_power_cut.py::test_no_chunk_that_the_last_generation_needs_is_written"
+ARCHIVE_CUT = "archive/test_power_cut.py"
+TENSORS_CUT = "store/test_tensors_faults.py::test_killed_anywhere_the_last_generation_and_the_one_before_are_whole"
+
+MUTATIONS: Sequence[Mutation] = (
+    # Files, small and large.
+    Mutation(
+        "fdatasync of a file", "io/block_file.py BlockFile.datasync",
+        "self._backend._call_fdatasync(descriptor, self.path)", POWER_CUT,
+    ),
+    Mutation(
+        "a failed fdatasync is remembered", "io/block_file.py BlockFile.datasync", "self._sync_failure is not None",
+        "io/test_backend.py::test_a_failed_datasync_is_never_retried", "False",
+    ),
+    Mutation("fsync of a file", "io/backend.py Backend.fsync_file", "self._call_fsync(descriptor, path)", POWER_CUT),
+    Mutation(
+        "fsync of a directory", "io/backend.py Backend.sync_directory", "self.fsync_file(descriptor, path)",
+        POWER_CUT,
+    ),
+    Mutation(
+        "a short transfer goes on", "io/block_file.py BlockFile._transfer", "if done + moved >= required:",
+        "io/test_backend.py::test_each_fault_at_each_transfer", "if moved:",
+    ),
+    Mutation(
+        "a new file is nobody's yet", "io/backend.py Backend.create", " | os.O_EXCL",
+        "io/test_backend.py::TestDirect", "",
+    ),
+    Mutation(
+        "space is allocated first", "io/backend.py Backend.create",
+        "self._call_allocate(descriptor, size_bytes, path)", "io/test_backend.py::TestDirect",
+    ),
+    Mutation(
+        "a file that failed is removed", "io/backend.py Backend.create", "self._call_unlink(path)",
+        "io/test_backend.py::test_each_fault_while_creating_leaves_nothing",
+    ),
+    Mutation(
+        "close waits for transfers", "io/block_file.py BlockFile.close", " and self._users == 0",
+        "io/test_backend.py::test_close_waits_for_the_transfer_in_flight", "",
+    ),
+    Mutation(
+        "fsync before a rename", "io/backend.py Backend.write_file", "self.fsync_file(descriptor, path)", POWER_CUT,
+    ),
+    Mutation(
+        "fsync of the directory after a rename", "io/files.py replace_file", "backend.sync_directory(path.parent)",
+        POWER_CUT,
+    ),
+    Mutation(
+        "small files are replaced by a rename", "io/files.py replace_file", 'path.with_name(path.name + ".tmp")',
+        POWER_CUT, "path",
+    ),
+    Mutation(
+        "a link is not followed", "io/backend.py Backend.write_file", " | os.O_NOFOLLOW",
+        "io/test_files.py::test_a_link_is_not_followed", "",
+    ),
+    Mutation(
+        "small files are private", "io/backend.py Backend.write_file", "os.fchmod(descriptor, mode)",
+        "io/test_files.py::test_round_trip_and_mode",
+    ),
+    Mutation(
+        "a cancelled write goes to its end", "store/commit.py Manifests._in_thread", "to_the_end",
+        "store/test_commit.py::TestManifests::test_a_cancellation_waits_for_the_end_of_the_write", "",
+    ),
+    # Memory and threads.
+    Mutation("a lease ends once", "io/memory.py Lease.free", "self._array = None", "io/test_memory.py"),
+    Mutation(
+        "a cancelled waiter's lease goes on", "io/memory.py Pool._wait", "waiter.future.result().free()",
+        "io/test_memory.py::test_what_was_granted_to_a_cancelled_waiter_goes_to_the_next",
+    ),
+    Mutation(
+        "leased memory stays mapped", "io/memory.py Arena.close", "not leaked and ",
+        "io/test_memory.py::test_close_names_leaks_fails_waiters_and_keeps_leased_memory", "",
+    ),
+    Mutation(
+        "a job cannot be cancelled", "io/workers.py Job.cancel", "return False",
+        "io/test_workers.py::test_awaiting_a_job_holds_cancellation_back", "return super().cancel(msg)",
+    ),
+    Mutation(
+        "lease of a codec's scratch", "store/slots.py ChunkIO.run", "scratch.free()",
+        "store/test_tensors.py::test_every_dtype_and_shape_on_every_tier_and_after_reopening",
+    ),
+    Mutation("lease of an update", "store/trip_leases.py TripLeases.give_back", "trip.lease.free()", POWER_CUT),
+    Mutation(
+        "places of gradients come back", "store/trip_leases.py TripLeases.recall", "self._recall(self._in_places)",
+        "train/test_out_of_turn.py::test_places_of_gradients_come_back_in_whatever_order_they_are_needed",
+    ),
+    Mutation(
+        "places are moved to the order of backward", "store/gradient_memory.py GradientMemory.arrange",
+        "self._places = self._make_places()",
+        "train/test_out_of_turn.py::test_places_of_gradients_come_back_in_whatever_order_they_are_needed",
+    ),
+    Mutation(
+        "an update waits for no load of the next step's backward", "store/updates.py UpdatePipeline._apply",
+        "one.number >= round_.number",
+        "store/test_trips_out_of_order.py::"
+        "test_an_update_does_not_wait_for_a_load_behind_updates_of_the_next_step", "one is round_",
+    ),
+    Mutation(
+        "who waited on a trip that gives way is looked after", "store/trip_leases.py TripLeases.give_back",
+        "self.recall()",
+        "store/test_trips_out_of_order.py::test_a_trip_whose_gradient_came_after_it_was_recalled_goes_on",
+    ),
+    Mutation(
+        "what backward has left is updated as forward needs it", "store/updates.py UpdatePipeline.decide",
+        "self._leases.rearrange(round_)",
+        "store/test_trips_out_of_order.py::test_what_backward_has_left_is_updated_as_the_next_forward_needs_it",
+    ),
+    Mutation(
+        "a speculative step tells the order of the next forward", "train/rounds.py RoundDriver.begin",
+        "then=tuple(dict.fromkeys(visits)) if self.is_speculating else (),",
+        "train/test_out_of_turn.py::test_what_backward_leaves_is_left_in_the_order_of_the_next_forward", "",
+    ),
+    Mutation(
+        "an update comes after a load that is on its way", "store/updates.py UpdatePipeline._apply",
+        "await self._weights.arrived(group, chunk)",
+        "store/test_trips_out_of_order.py::test_an_update_comes_after_a_load_that_is_on_its_way",
+    ),
+    Mutation(
+        "a step gives way to the one before", "store/trip_leases.py TripLeases.will_go",
+        " and not self.is_owed(round_)",
+        "store/test_trips_out_of_order.py::test_a_trip_gives_way_to_one_of_the_step_before", "",
+    ),
+    Mutation(
+        "a place that was granted goes back", "store/trip_leases.py TripLeases.reserve", "is_in_the_way or ",
+        "store/test_updates.py::test_a_place_that_was_granted_goes_back_to_the_gradient_that_waits_for_it", "",
+    ),
+    Mutation("lease of a used gradient", "store/gradients.py Gradients.drop", "state.lease.free()", POWER_CUT),
+    Mutation("lease of a spilled gradient", "store/gradients.py Gradients._deliver_spilled", "lease.free()", POWER_CUT),
+    Mutation(
+        "lease of a load", "store/weights.py Weights._copy_in", "lease.free()",
+        "train/test_right.py::test_accumulated_micro_batches_are_those_of_plain_torch",
+    ),
+    Mutation(
+        "lease of a copy", "store/routes.py Route._copy_chunk", "lease.free()",
+        "store/test_tensors_faults.py::test_a_cancelled_put_leaves_the_old_entry",
+    ),
+    Mutation(
+        "acquired copies are not evicted", "store/copies.py DeviceTier.pin", "self._idle.pop(copy, None)",
+        "store/test_tensors.py",
+    ),
+    # The order of streams.
+    Mutation(
+        "memory goes after the kernels that use it", "train/access.py DeviceAccess._move",
+        "self.device.record() if dropped else Reached()", "train/test_stream_order.py", "Reached()",
+    ),
+    Mutation(
+        "a gradient is reduced when it is computed", "train/reduction.py Reductions._reduce", "after.synchronize()",
+        "train/test_zero_models.py::test_stages_are_one",
+    ),
+    # The generations of training.
+    never(
+        "checksum of a chunk", "store/slots.py SlotPack.check_digest", "if found != record.checksum:",
+        "store/test_recovery.py::TestDamage",
+    ),
+    Mutation(
+        "ranks divide one memory alike", "train/sizing.py cut_groups", "min(parts)",
+        "train/test_one_memory.py::test_ranks_with_unequal_memory_have_equal_gpu_tiers", "divided(asked).gpu_bytes",
+    ),
+    Mutation(
+        "what Adam has read is checked", "store/updates.py UpdatePipeline._apply", "self._bytes.check(trip, found)",
+        "store/test_recovery.py::TestDamage",
+    ),
+    Mutation(
+        "what a failed update has left on the device", "store/updates.py UpdatePipeline._changing",
+        "self.on_spoilt(group)", "store/test_recovery.py::TestDamage",
+    ),
+    Mutation(
+        "the gradient of a failed update", "store/updates.py UpdatePipeline._guarded",
+        "round_.gradients.drop(*trip.key)", "store/test_recovery.py::TestDamage",
+    ),
+    Mutation(
+        "leaves that change later", "kernels/compiled.py adam_with_digests",
+        "_digest_sections(stored[1], leaf, sections[1], end, 1, was_1, before[1], sums)", "kernels/test_digests.py",
+    ),
+    Mutation(
+        "digests that a wrong guess has left", "store/updates.py UpdatePipeline._travel",
+        "self.forget_digests(*trip.key)",
+        "store/test_recovery.py::test_what_a_skipped_step_has_undone_in_memory_is_what_is_committed",
+    ),
+    Mutation(
+        "digests of what is set from outside", "store/at_rest.py ChunksAtRest.put", "self._on_change(group, chunk)",
+        "store/test_recovery.py::test_what_is_set_after_a_step_whose_commit_an_error_prevented_is_what_is_committed",
+    ),
+    Mutation(
+        "digest of what is encoded", "store/slots.py SlotPack._write_chunk",
+        "source, stored, known = scratch, encoded, None", "store/test_updates.py", "source, stored = scratch, encoded",
+    ),
+    Mutation(
+        "leaves between two sections", "kernels/compiled.py adam_with_digests",
+        "_digest_rest(stored[1], leaf, is_1, after[1], sums)", "kernels/test_digests.py",
+    ),
+    Mutation(
+        "packs are synced for a commit", "store/publishing.py Commits._chunks_at_rest",
+        "await together(asyncio.to_thread(pack.datasync) for pack in self._files.committed_packs)", POWER_CUT,
+    ),
+    Mutation("every file of a pack is synced", "store/slots.py SlotPack.datasync", "file.datasync()", POWER_CUT),
+    Mutation(
+        "what was written since is synced", "io/block_file.py BlockFile.write_from", "self._is_dirty = True", POWER_CUT,
+    ),
+    Mutation(
+        "what is captured is abandoned with its generation", "store/publishing.py Commits._publish",
+        "await manifests.abandon(number)", "store/test_publishing.py",
+    ),
+    Mutation(
+        "the other slot is written", "store/slots.py SlotPack.write", "1 - committed.slot", OVERWRITTEN,
+        "committed.slot",
+    ),
+    Mutation(
+        "barrier of pending gradients", "store/gradients.py Gradients._deliver_spilled",
+        "await asyncio.shield(self.kept_by)",
+        "train/test_delayed.py::test_pending_gradients_stay_until_the_commit_that_names_them_is_published",
+    ),
+    Mutation(
+        "gradients on their way when pending ones are applied", "train/engine.py Engine.apply_pending",
+        "self._generations.take_pending()",
+        "train/test_delayed.py::test_pending_gradients_are_applied_without_a_step", "self._generations.turn_over(None)",
+    ),
+    Mutation(
+        "a turn to queue a copy and its mark", "device/transfers.py CudaDevice._finished", "queue.turn, ",
+        "device/test_cuda_device.py::test_the_mark_of_a_copy_comes_right_behind_it", "",
+    ),
+    Mutation(
+        "barrier of an update", "store/updates.py UpdatePipeline._write", "await asyncio.shield(round_.barrier)",
+        OVERWRITTEN,
+    ),
+    Mutation(
+        "barrier of what is in memory", "store/publishing.py Commits._commit_resident",
+        "await asyncio.shield(previous)", OVERWRITTEN,
+    ),
+    Mutation(
+        "a commit waits for its updates", "store/publishing.py Commits._chunks_at_rest",
+        "await self._updates.round_ended(round_)", POWER_CUT,
+    ),
+    Mutation(
+        "a commit waits for what is in memory", "store/publishing.py Commits._chunks_at_rest",
+        "await asyncio.shield(write)", POWER_CUT,
+    ),
+    Mutation(
+        "commits follow one another", "store/publishing.py Commits._publish", "await asyncio.shield(previous)",
+        "store/test_publishing.py",
+    ),
+    Mutation(
+        "a whole step that broke off guesses nothing", "train/engine.py Engine.train_step",
+        "self._parts.driver.guess_nothing()", "train/test_auto.py",
+    ),
+    Mutation(
+        "a callback's step is no whole one", "train/rounds.py RoundDriver.decide", "self._is_whole_step = False",
+        "train/test_auto.py",
+    ),
+    Mutation(
+        "weights of a chunk that is updated in part are copied", "store/updates.py UpdatePipeline._apply",
+        "if storage is not None and is_whole", "train/test_must_work.py", "if storage is not None",
+    ),
+    Mutation(
+        "sums of squares are of all that has come", "store/pieces.py Filling._fill", "if self.is_new else None",
+        "train/test_must_work.py", "if True else None",
+    ),
+    Mutation(
+        "a chunk is on one trip at a time", "store/updates.py UpdatePipeline._read_ahead",
+        "if previous is not None and not await self._unless_recalled(round_, trip, previous):",
+        "store/test_updates.py", "if False:",
+    ),
+    Mutation(
+        "what is written for a commit stays as it is", "store/updates.py UpdatePipeline._read_ahead",
+        "if write is not None and not await self._unless_recalled(round_, trip, write):",
+        "store/test_updates.py", "if False:",
+    ),
+    Mutation(
+        "names of new packs are synced", "store/store_files.py StoreFiles._create",
+        "self._backend.sync_directory(directory)", POWER_CUT,
+    ),
+    Mutation(
+        "names of packs made anew are synced", "store/store_files.py StoreFiles._open",
+        "self._backend.sync_directory(directory)",
+        "store/test_power_cut.py::test_a_pack_made_anew_is_there_after_a_cut",
+    ),
+    Mutation(
+        "names of new directories are synced", "io/backend.py Backend.make_directories",
+        "self.sync_directory(directory.parent)", POWER_CUT,
+    ),
+    Mutation(
+        "the mark of an unfinished store comes first", "store/commit.py mark_unfinished",
+        "backend.sync_directory(directory)", "store/test_power_cut.py::test_of_a_store_that_is_made",
+    ),
+    Mutation(
+        "an adopted manifest is synced", "store/commit.py Manifests._adopt",
+        "self._backend.sync_directory(self.directory)", OVERWRITTEN,
+    ),
+    Mutation(
+        "an abandoned manifest is removed", "store/commit.py Manifests.publish",
+        "await self.abandon(generation.number)",
+        "store/test_commit.py::TestManifests",
+    ),
+    Mutation(
+        "two generations are kept", "store/commit.py Manifests._remove_all_but_two", "[:2]",
+        "store/test_recovery.py::TestPrevious", "[:1]",
+    ),
+    never(
+        "checksum of a manifest", "store/manifest.py read_manifest", "if digest(data).encode() != found:",
+        "store/test_recovery.py::TestDamage",
+    ),
+    Mutation(
+        "checksum of the captured state", "store/manifest.py read_generation",
+        ' or digest(captured) != body["captured_checksum"]', "store/test_recovery.py::TestPrevious", "",
+    ),
+    # Who may use a store.
+    Mutation(
+        "lock of a store", "store/commit.py _take", "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "store/test_recovery.py::TestLock",
+    ),
+    Mutation(
+        "a lock that was removed meanwhile", "store/commit.py StoreLock._lock", "if _is_at(path, descriptor):",
+        "store/test_commit.py::TestLock", "if True:",
+    ),
+    Mutation(
+        "ranks that outlive their leader", "store/commit.py StoreLock.add", "self._refuse_members(directory)",
+        "store/test_commit.py",
+    ),
+    Mutation(
+        "a child lets go of the lock", "io/fork.py _mark_inherited", "item.let_go()",
+        "store/test_commit.py::TestLock",
+    ),
+    Mutation(
+        "a child unmaps nothing of its parent", "io/fork.py _mark_inherited",
+        "ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))", "io/test_fork.py",
+    ),
+    never(
+        "directories of others are refused", "store/commit.py claim_directory", "if strangers:",
+        "train/test_bad_input.py",
+    ),
+    # Stores of tensors.
+    Mutation(
+        "packs of tensors are synced", "store/shelf.py Shelf.sync", "await self._sync([pack], pack.slots.datasync)",
+        TENSORS_CUT,
+    ),
+    Mutation(
+        "names of packs of tensors are synced", "store/shelf.py Shelf.publish",
+        "await self._sync(unnamed, self._directories.sync)", TENSORS_CUT,
+    ),
+    Mutation(
+        "a failed sync is final", "store/shelf.py Shelf._sync", "pack.is_synced, pack.sync_failure = False, error",
+        "store/test_tensors_faults.py::test_a_failed_sync_is_final",
+    ),
+    never(
+        "a pack that is needed is kept", "store/shelf.py Shelf.discard", "if pack.kind in self._protected:",
+        TENSORS_CUT,
+    ),
+    Mutation(
+        "packs of the generation before are kept", "store/shelf.py Shelf.recover",
+        "before is None or kind in before", TENSORS_CUT, "False",
+    ),
+    Mutation(
+        "a manifest that cannot be read now may name packs", "store/shelf.py Shelf.recover",
+        "before is None or kind in before", "store/test_tensors.py", "before and kind in before",
+    ),
+    Mutation(
+        "a tensor that is put into the mapping is refused", "store/tensors.py TensorStore.acquire",
+        "_check_same(name, tensors, given)", "store/test_tensors.py",
+    ),
+    # What would be computed with, and not be trained or kept.
+    Mutation(
+        "newcomers are refused", "train/engine.py Engine._forward", "parts.groups.refuse_newcomers(self.model)",
+        "train/test_changed_weights.py",
+    ),
+    Mutation(
+        "newcomers are refused when changes are kept", "train/engine.py Engine.gathered",
+        "parts.groups.refuse_newcomers(self.model)", "train/test_changed_weights.py",
+    ),
+    Mutation(
+        "changes that are not kept are told", "train/engine.py Engine.gathered",
+        "whole.refuse_changes(parts, [group for group in groups if not self._modified[group]])",
+        "train/test_changed_weights.py",
+    ),
+    Mutation(
+        "options are checked before gradients are applied", "train/engine.py Engine.backward",
+        "parts.stepper.check()", "train/test_out_of_turn.py",
+    ),
+    Mutation(
+        "options are checked before a step is decided", "train/engine.py Engine.step", "parts.stepper.check()",
+        "train/test_out_of_turn.py",
+    ),
+    never(
+        "a gradient has its parameter's size", "train/cpu_adam.py CPUAdam._check",
+        "if gradient.shape != parameter.shape:", "train/test_cpu_adam.py",
+    ),
+    # Packs and archives.
+    never(
+        "seal of a header", "pack/validate.py _checked",
+        "if seal is not None and seal != header_seal(entries, metadata):", "pack/test_validate.py",
+    ),
+    never(
+        "limit of a header", "pack/validate.py _header_length", "if length > MAX_HEADER_BYTES:",
+        "pack/test_validate.py",
+    ),
+    never(
+        "data ends in the file", "pack/validate.py _checked", "if data_start + data_bytes > file_bytes:",
+        "pack/test_validate.py",
+    ),
+    never(
+        "spelling of a header", "archive/opening.py check_header", "if found != expected:", "archive/test_verify.py",
+    ),
+    never(
+        "checksum of an archive's chunk", "archive/reading.py read_stored", "if found != chunk.checksum:",
+        "archive/test_verify.py",
+    ),
+    Mutation(
+        "seal of an index", "archive/index.py check_index", ' or seal != f"{checksum_bytes(_text(body)):016x}"',
+        "archive/test_verify.py", "",
+    ),
+    Mutation("sync of a packed file", "archive/packing.py _Writer.finish", "file.datasync()", ARCHIVE_CUT),
+    Mutation(
+        "sync of an unpacked file", "archive/unpacking.py _Unpacking._fill", "opened(path).datasync()", ARCHIVE_CUT,
+    ),
+    Mutation(
+        "sync of an index", "archive/publish.py Publication._write", "self._backend.fsync_file(file.fileno(), path)",
+        ARCHIVE_CUT,
+    ),
+    Mutation(
+        "names before their index", "archive/publish.py Publication.commit",
+        "self._backend.sync_directory(directory)", ARCHIVE_CUT,
+    ),
+    Mutation(
+        "the index before the end", "archive/publish.py Publication.commit", "self._backend.sync_directory(first)",
+        ARCHIVE_CUT,
+    ),
+    Mutation(
+        "the name of a single file", "archive/publish.py Publication.commit",
+        "self._backend.sync_directory(self.single.parent)", ARCHIVE_CUT,
+    ),
+    Mutation(
+        "work that was given up stops", "io/backend.py Backend._noted", "self._refusal is not None",
+        "apps/test_stuck_disk.py", "False",
+    ),
+    Mutation(
+        "what was given up is waited for", "store/owner.py LoopOwner.in_time", "self._own(task)",
+        "store/test_bounded_time.py::test_a_call_of_a_tensor_store_that_came_too_late_can_be_repeated",
+    ),
+    Mutation(
+        "a store that hangs stays locked", "store/tensors.py TensorStore._give_back",
+        "self._workers.close(threading.TIMEOUT_MAX)", HANGS,
+    ),
+    Mutation(
+        "an update waits for who reads the weights", "train/rounds.py RoundDriver.decide",
+        "round_.used = used or Reached()", "train/test_stream_order.py::test_weights_that_are_read_after_backward",
+    ),
+    Mutation(
+        "the GPU updates when the norm is known", "train/rounds.py RoundDriver.decide_group",
+        " or group in self._store.on_gpu", ON_GPU, "",
+    ),
+    Mutation(
+        "a gradient on the GPU goes before the next one comes", "store/gpu_updates.py GpuUpdates._update",
+        "round_.gradients.drop(*key)", ON_GPU,
+    ),
+    Mutation(
+        "an update on the GPU waits for a load", "store/gpu_updates.py GpuUpdates.apply",
+        "await self._weights.arrived(*trip.key)", ON_GPU,
+    ),
+    Mutation(
+        "weights that have left the GPU are updated, too", "store/gpu_updates.py GpuUpdates._update",
+        "device.copy_in(storage, offset, here)", ON_GPU,
+    ),
+    Mutation(
+        "weights that are set are on the device, too", "train/whole.py _reload",
+        "parts.runtime.call(parts.store.weights.reload, group, parts.access.device.record())", ON_GPU,
+    ),
+    Mutation(
+        "changes that nobody keeps are undone", "train/whole.py _undo_changes", "_reload(parts, index)", ON_GPU,
+    ),
+    Mutation(
+        "a block inside another one accepts no changes", "train/whole.py gathered", "if not is_kept(group):",
+        "train/test_changed_weights.py::test_a_block_that_raises_changes_nothing_whatever_is_read_inside_of_it",
+        "if is_kept(group):\n                    parts.groups.groups[group].accept_changes()\n                else:",
+    ),
+    Mutation(
+        "weights that are set are gathered again", "train/whole.py load_state_dict",
+        "parts.access.weights_changed(every)", VIEWED,
+    ),
+    Mutation(
+        "what is given back is ready at each rank", "train/access.py DeviceAccess.release", "self._await_ready(groups)",
+        "train/test_zero.py::test_a_step_inside_of_gathered_is_the_same_at_each_rank",
+    ),
+    Mutation(
+        "what is viewed stays until it is ready again", "train/access.py DeviceAccess._is_viewed",
+        "group in self._kept or ", VIEWED, "",
+    ),
+    Mutation(
+        "an update on the GPU is at rest later", "store/updates.py UpdatePipeline.settle", " or group in self._on_gpu",
+        ON_GPU, "",
+    ),
+    Mutation(
+        "memory of the GPU goes with the store", "store/on_gpu.py StateOnGpu.release",
+        "self._device.release(storage, Reached())", ON_GPU,
+    ),
+    Mutation(
+        "state on the GPU is committed", "store/updates.py UpdatePipeline.write_resident",
+        "[self._on_gpu.save(group, chunk, self._packs[1], index)]", ON_GPU, "[]",
+    ),
+    Mutation(
+        "lock of a file being written", "archive/publish.py _lock",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "archive/test_killed.py",
+    ),
+    Mutation(
+        "a pack that fails leaves nothing", "archive/publish.py Publication.begin",
+        "self.callback(self._discard, path)", "archive/test_killed.py",
+    ),
+)  # fmt: skip
