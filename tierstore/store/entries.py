@@ -1,7 +1,7 @@
 """One named extent: its home, its copy on the device, and the transfers between them.
 
 Scope: making a home, loading, writing back, moving, saving for a commit, giving everything back.
-Not here: names and generations (`tensors.py`), bytes on the way (`extents.py`), room (`copies.py`), files (`shelf.py`).
+Not here: names and generations (`tensors.py`), bytes on the way (`routes.py`), room (`copies.py`), files (`shelf.py`).
 Owner: the loop that runs the store.
 
 [Note: never in no tier] An entry is made whole before a name points to it, and given back after the name points
@@ -30,8 +30,9 @@ from tierstore.pack.checked import list_of, object_of, text_of
 from tierstore.pack.layout import check_plain_name, quoted
 from tierstore.store.buffers import BufferPlan
 from tierstore.store.copies import DeviceCopy, DeviceTier
-from tierstore.store.extents import ExtentLayout, HostPlace, Place, Route, reserve_pieces
+from tierstore.store.extents import ExtentLayout
 from tierstore.store.manifest import Generation
+from tierstore.store.routes import HostPlace, Place, Route, reserve_pieces
 from tierstore.store.shelf import PACK, ExtentPack, Shelf
 
 _TIERS = tuple(tier.value for tier in Tier)

@@ -26,7 +26,8 @@ from tierstore.errors import ClosedError, ConfigError, StorageError, TierstoreEr
 from tierstore.io.backend import Backend
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
-from tierstore.store.extents import ExtentLayout, Nowhere, PackPlace, Place, Route
+from tierstore.store.extents import ExtentLayout
+from tierstore.store.routes import Nowhere, PackPlace, Place, Route
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 
 KIND = "tensors"

@@ -35,8 +35,9 @@ from tierstore.store.buffers import DEFAULT_CHUNK_BYTES, BufferPlan, plan_buffer
 from tierstore.store.commit import Generation
 from tierstore.store.copies import DeviceTier
 from tierstore.store.entries import Entry, Homes, recorded_entries
-from tierstore.store.extents import ExtentLayout, Given, Route, check_tensors, flattened, taken
+from tierstore.store.extents import ExtentLayout, check_tensors
 from tierstore.store.owner import LoopOwner
+from tierstore.store.routes import Given, Route, flattened, taken
 from tierstore.store.shelf import Directories, Shelf
 from tierstore.store.slots import ChunkIO
 from tierstore.store.tasks import together
