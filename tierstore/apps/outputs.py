@@ -15,7 +15,7 @@ from typing import Any
 from tierstore.apps.options import TrainOptions
 from tierstore.apps.output_files import check_outputs, check_writable
 from tierstore.errors import ConfigError
-from tierstore.io.backend import Backend, storage_error
+from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.files import why_not_writable
 from tierstore.store.commit import Manifests
 
@@ -78,10 +78,8 @@ def copy_companions(source: Path, directory: Path) -> None:
     """
     for name in _COMPANIONS:
         if (source / name).is_file() and not (directory / name).exists():
-            try:
+            with storage_errors(f"copy to {directory}", source / name):
                 shutil.copyfile(source / name, directory / name)
-            except OSError as error:
-                raise storage_error(error, f"copy to {directory}", source / name) from error
 
 
 def _check_directory(name: str, path: Path) -> None:

@@ -28,7 +28,7 @@ from tierstore.archive.pickles import MOST_BYTES, check_pickle
 from tierstore.archive.sources import Piece, Source, SourceTensor, small_file
 from tierstore.archive.torch_files import check_piece_count, load_without_data, pieces
 from tierstore.errors import FormatError, TierstoreError
-from tierstore.io.backend import storage_error
+from tierstore.io.backend import storage_errors
 from tierstore.pack.checked import file_name_of, number_of, text_of
 from tierstore.pack.layout import TensorSpec, check_name, quoted, tensor_bytes
 
@@ -204,12 +204,9 @@ class _Parts:
         return content
 
     def _look(self, name: str, file: Path, offset: int, nbytes: int) -> tuple[tuple[int, ...], Content]:
-        try:
-            with open(file, "rb") as opened:
-                window: Any = _Window(opened, offset, nbytes)
-                tensor = load_without_data(window, f"{file}, {nbytes} B at offset {offset},")
-        except OSError as error:
-            raise storage_error(error, "read", file) from error
+        with storage_errors("read", file), open(file, "rb") as opened:
+            window: Any = _Window(opened, offset, nbytes)
+            tensor = load_without_data(window, f"{file}, {nbytes} B at offset {offset},")
         if not isinstance(tensor, torch.Tensor):
             raise FormatError(f"{file}: what stands at offset {offset} is not the part of {quoted(name)}")
         return tuple(tensor.shape), Content(pieces(tensor, file, name, offset))

@@ -14,7 +14,7 @@ from pathlib import Path
 from tierstore.archive.index import check_index
 from tierstore.archive.sources import INDEX, SINGLE, small_file
 from tierstore.errors import ConfigError, FormatError, StorageError
-from tierstore.io.backend import storage_error
+from tierstore.io.backend import storage_errors
 from tierstore.pack.archive import Archive, ArchiveChunk, ArchiveGroup, read_archive
 from tierstore.pack.layout import SEAL_KEY, build_header, quoted
 from tierstore.pack.validate import Header, read_header
@@ -119,11 +119,8 @@ def check_header(file: ArchiveFile) -> None:
     """
     metadata = {key: value for key, value in file.header.metadata.items() if key != SEAL_KEY}
     expected = build_header(file.header.entries.values(), metadata, data_start=file.header.data_start, seal=True)
-    try:
-        with open(file.path, "rb") as opened:
-            found = opened.read(len(expected))
-    except OSError as error:
-        raise storage_error(error, "read of the header", file.path) from error
+    with storage_errors("read of the header", file.path), open(file.path, "rb") as opened:
+        found = opened.read(len(expected))
     if found != expected:
         raise FormatError(f"the header of {file.path} was changed after it was written, in its spelling only")
 

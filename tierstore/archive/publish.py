@@ -21,13 +21,13 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tierstore.archive.sources import INDEX, SINGLE, weight_files
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, StorageError, StorageFull, TierstoreError
-from tierstore.io.backend import Backend, storage_error
+from tierstore.io.backend import Backend, storage_errors
 
 PARTIAL = ".partial"
 _OF_A_PACK = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
@@ -213,7 +213,7 @@ def check_room(sizes: Mapping[Path, int]) -> None:
     needed: dict[int, int] = defaultdict(int)
     where: dict[int, Path] = {}
     for path, size in sizes.items():
-        with _mapped("looking at", path.parent):
+        with storage_errors("looking at", path.parent):
             device = os.stat(path.parent).st_dev
         # What a killed writer left there is written over.
         needed[device] += size - (path.stat().st_blocks * 512 if path.exists() else 0)
@@ -247,7 +247,7 @@ def _open_itself(path: str, flags: int) -> int:
 
 def _lock(path: Path) -> int | None:
     """A descriptor that holds the lock of a file, which is made if it is not there; None: another process has it."""
-    with _mapped("lock", path):
+    with storage_errors("lock", path):
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             with contextlib.ExitStack() as closing:
@@ -260,11 +260,3 @@ def _lock(path: Path) -> int | None:
                     closing.pop_all()
                     return descriptor
                 # else removed by its owner between our open and our lock
-
-
-@contextlib.contextmanager
-def _mapped(action: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(error, action, path) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import FormatError, StorageError
-from tierstore.io.backend import storage_error
+from tierstore.io.backend import storage_errors
 from tierstore.pack.archive import ARCHIVE_KEY
 from tierstore.pack.checked import file_name_of
 from tierstore.pack.layout import MAX_HEADER_BYTES, PAD_KEY, SEAL_KEY, TensorSpec, check_name, quoted
@@ -180,11 +180,8 @@ def small_file(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
         FormatError: it is larger than any of its kind, be it of holes.
         StorageError: it cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(min(os.fstat(file.fileno()).st_size, most_bytes + 1))
-    except OSError as error:
-        raise storage_error(error, "read", path) from error
+    with storage_errors("read", path), path.open("rb") as file:
+        data = file.read(min(os.fstat(file.fileno()).st_size, most_bytes + 1))
     if len(data) > most_bytes:
         raise FormatError(f"{path} has more than {most_bytes} B, which no such file needs")
     return data

@@ -31,7 +31,7 @@ from tierstore.archive.dtypes import file_dtype, torch_dtype
 from tierstore.archive.pickles import MOST_BYTES, check_pickle
 from tierstore.archive.sources import Piece, Source, SourceTensor
 from tierstore.errors import FormatError, StorageError, TierstoreError
-from tierstore.io.backend import Backend, storage_error
+from tierstore.io.backend import Backend, storage_errors
 from tierstore.pack.layout import TensorSpec, quoted
 
 _LOCAL_HEADER_BYTES, _END_BYTES, _LOCATOR_BYTES, _END_64_BYTES = 30, 22, 20, 56
@@ -205,11 +205,8 @@ def load_without_data(opened: IO[bytes], source: str) -> Any:
 
 
 def _load(path: Path) -> Any:
-    try:
-        with open(path, "rb") as opened:
-            return load_without_data(opened, str(path))
-    except OSError as error:
-        raise storage_error(error, "read", path) from error
+    with storage_errors("read", path), open(path, "rb") as opened:
+        return load_without_data(opened, str(path))
 
 
 def _records(opened: IO[bytes], source: str) -> tuple[dict[int, int], int]:

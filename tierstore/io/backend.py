@@ -23,8 +23,9 @@ import numpy as np
 
 from tierstore.alignment import ALIGNMENT as ALIGNMENT  # for those who open files
 from tierstore.errors import ClosedError
-from tierstore.io.block_file import BlockFile as BlockFile  # as `storage_error`: for those who use a backend
-from tierstore.io.block_file import storage_error as storage_error
+from tierstore.io.block_file import BlockFile as BlockFile  # as `storage_errors`: for those who use a backend
+from tierstore.io.block_file import storage_error
+from tierstore.io.block_file import storage_errors as storage_errors
 
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
@@ -280,11 +281,8 @@ class Backend:
         Raises:
             StorageError: the system refused.
         """
-        try:
-            with self._noted(action, path, is_ending=is_ending):
-                yield
-        except OSError as error:
-            raise storage_error(error, action, path) from error
+        with storage_errors(action, path), self._noted(action, path, is_ending=is_ending):
+            yield
 
     def _transfer_call(self, verb: str, is_counted: bool) -> Callable[[int, memoryview, int, Path], int]:
         if verb == "read":

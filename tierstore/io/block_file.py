@@ -45,6 +45,15 @@ def storage_error(error: OSError, action: str, path: Path) -> StorageError:
     return kind(f"{action} of {path} failed: {error.strerror or error} ({name}){advice}")
 
 
+@contextlib.contextmanager
+def storage_errors(action: str, path: Path) -> Iterator[None]:
+    """In here an `OSError` becomes the `StorageError` that says what it meant."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, action, path) from error
+
+
 class BlockFile(ForkAware):
     """An open file that is read and written in whole transfers at given offsets.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import aiofiles
 
 from tierstore.errors import FormatError, StorageError
-from tierstore.io.backend import Backend, storage_error
+from tierstore.io.backend import Backend, storage_errors
 
 
 async def read_bytes(path: Path, *, most_bytes: int = 2**30, threads: Executor | None = None) -> bytes:
@@ -29,13 +29,11 @@ async def read_bytes(path: Path, *, most_bytes: int = 2**30, threads: Executor |
         FormatError: there are more.
         StorageError: the system refused; `__cause__` is the `OSError` (`FileNotFoundError` if there is none).
     """
-    try:
+    with storage_errors("read", path):
         async with aiofiles.open(path, "rb", opener=_open_itself, executor=threads) as file:
             if (size := os.fstat(file.fileno()).st_size) > most_bytes:
                 raise FormatError(f"{path} is damaged: it has {size} B, and at most {most_bytes} B are expected")
             return await file.read()
-    except OSError as error:
-        raise storage_error(error, "read", path) from error
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o600, *, backend: Backend) -> None:

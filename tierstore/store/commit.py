@@ -28,7 +28,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 from aiofiles.os import wrap
 
 from tierstore.errors import ConfigError, FormatError, StorageError, StoreLocked, TierstoreError
-from tierstore.io.backend import Backend, storage_error
+from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.files import read_bytes, replace_file, why_not_writable
 from tierstore.io.fork import ForkAware
 from tierstore.io.tasks import to_the_end
@@ -90,7 +90,7 @@ class StoreLock(ForkAware):
 
     @staticmethod
     def _lock(path: Path) -> int:
-        try:
+        with storage_errors("lock", path):
             while True:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                 with contextlib.ExitStack() as closing:
@@ -100,8 +100,6 @@ class StoreLock(ForkAware):
                         closing.pop_all()
                         return descriptor
                     # else removed by its owner between our open and our lock
-        except OSError as error:
-            raise storage_error(error, "lock", path) from error
 
     def let_go(self) -> None:
         """A forked child shares the open file, and with it the lock, which would outlive the parent."""

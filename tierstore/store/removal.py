@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.errors import ConfigError, FormatError, StorageError
-from tierstore.io.backend import Backend, storage_error
+from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.runtime import Runtime
 from tierstore.store.commit import (
     Manifests,
@@ -183,8 +183,6 @@ def remove(directories: Sequence[Path], backend: Backend | None = None) -> list[
         lock.release()
     for directory in found:
         if not directory.others:
-            try:
+            with storage_errors("removal", directory.path):
                 directory.path.rmdir()
-            except OSError as error:
-                raise storage_error(error, "removal", directory.path) from error
     return found

@@ -28,7 +28,7 @@ from torch import nn
 
 from tierstore.archive.sources import INDEX, SINGLE, weight_files
 from tierstore.errors import ConfigError, FormatError, StorageError
-from tierstore.io.backend import Backend, storage_error
+from tierstore.io.backend import Backend, storage_errors
 from tierstore.pack.layout import TensorEntry, build_header, tensor_bytes
 from tierstore.train.capture import persistent_buffers
 from tierstore.train.checkpoint_files import DTYPES, CheckpointFiles, Stored, stored_tensors
@@ -237,7 +237,7 @@ def write_checkpoint(
 
 def _make_anew(directory: Path, backend: Backend) -> None:
     """An empty directory of our own, whatever a killed write, or somebody, has left there: no link is followed."""
-    with _storage_errors("making", directory):
+    with storage_errors("making", directory):
         if directory.is_symlink() or directory.is_file():
             directory.unlink()
         shutil.rmtree(directory, ignore_errors=True)
@@ -299,7 +299,7 @@ class _File:
         self._descriptor = -1
 
     def __enter__(self) -> _File:
-        with _storage_errors(f"allocation of {self._size_bytes} B", self._path):
+        with storage_errors(f"allocation of {self._size_bytes} B", self._path):
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
                 if self._size_bytes:
@@ -311,7 +311,7 @@ class _File:
 
     def write(self, data: bytes | memoryview) -> None:
         left = memoryview(data)
-        with _storage_errors(f"write of {len(left)} B", self._path):
+        with storage_errors(f"write of {len(left)} B", self._path):
             while len(left):
                 left = left[os.write(self._descriptor, left) :]
 
@@ -346,11 +346,3 @@ def _publish(unfinished: Path, target: Path, names: Sequence[str], backend: Back
         if (target / name).exists():
             backend.remove(target / name)
     backend.sync_directory(target)
-
-
-@contextlib.contextmanager
-def _storage_errors(action: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(error, action, path) from error
