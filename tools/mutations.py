@@ -234,7 +234,7 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_recovery.py::TestDamage",
     ),
     Mutation(
-        "what a failed update has left on the device", "store/updates.py UpdatePipeline._changing",
+        "what a failed update has left on the device", "store/changing.py Changing.group",
         "self.on_spoilt(group)", "store/test_recovery.py::TestDamage",
     ),
     Mutation(

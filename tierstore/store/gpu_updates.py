@@ -14,8 +14,7 @@ room that the placement leaves for that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 
 import torch
 
@@ -23,6 +22,7 @@ from tierstore.device.arithmetic import Run
 from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.io.workers import Priority, WorkerPool
+from tierstore.store.changing import Changing
 from tierstore.store.layout import GroupSpec
 from tierstore.store.marks import Marks
 from tierstore.store.on_gpu import StateOnGpu
@@ -35,7 +35,7 @@ class GpuUpdates:
     """Updates chunks of the groups that `on_gpu` has.
 
     Args:
-        changing: in this context the weights of a group change where they are, and the group does not leave the device.
+        changing: shared with the other updates.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GpuUpdates:
         workers: WorkerPool,
         device: ComputeDevice,
         marks: Marks,
-        changing: Callable[[int], AbstractAsyncContextManager[None]],
+        changing: Changing,
     ) -> None:
         self._groups = groups
         self._weights = weights
@@ -75,7 +75,7 @@ class GpuUpdates:
     async def _update(self, round_: Round, trip: Trip, runs: Sequence[Run]) -> None:
         if not round_.gradients.is_filled(*trip.key):
             raise RuntimeError(f"{trip.key} is updated without a gradient")
-        # No await from here to `_changing`: the group may not leave the device in between.
+        # No await from here to `changing`: the group may not leave the device in between.
         key, device, dtype = trip.key, self._device, self._groups[trip.group].dtype
         there, nbytes, here = self._weights.on_device(trip.group), self._weights.raw_bytes(*key), self._home(trip)
         storage, offset = self._on_gpu.empty_storage(), 0
@@ -91,7 +91,7 @@ class GpuUpdates:
                 device.copy_in(storage, offset, here)
             device.arithmetic.adam(dtype, Span(storage, offset, nbytes), state, gradient, runs)
 
-        async with self._changing(trip.group):
+        async with self._changing.group(trip.group):
             await self._workers.submit(Priority.UPDATE, update)
             round_.gradients.drop(*key)  # before anybody who waits for the update goes on to the next gradient
             if there is not None:

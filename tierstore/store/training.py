@@ -124,7 +124,7 @@ class TrainingStore:
         )  # fmt: skip
         self.at_rest = ChunksAtRest(
             groups, placement, packs[:2], self._resident, leases, self._pools["weights"], self.on_gpu, self._compute,
-            self.updates.forget_digests, self.updates.refuse_spoilt,
+            self.updates.forget_digests, self.updates.changing.refuse_spoilt,
         )  # fmt: skip
         self.commits = Commits(
             groups, placement, self.files, self.gradients, self._resident, self.updates, team, self._runtime.spawn,

@@ -14,14 +14,14 @@ chunk's gradient goes, only when that has ended.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import Digests
 from tierstore.plan.placement import Placement
+from tierstore.store.changing import Changing
 from tierstore.store.gpu_updates import GpuUpdates
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.marks import Marks
@@ -74,29 +74,18 @@ class UpdatePipeline:
         self._device = device
         self._marks = marks
         self._spawn = spawn
-        self._tracer = tracer
         self._index = ChunkIndex(groups, placement)
         self._bytes = TripBytes(placement, weights, packs, resident_state, on_gpu, self._index)
         self._rounds: list[Round] = []
         self._pending: dict[tuple[int, int], Trip] = {}
-        self._device_jobs: dict[int, int] = {}
-        self._device_idle = asyncio.Condition()
-        self._gpu_updates = GpuUpdates(groups, weights, on_gpu, workers, device, marks, self._changing)
+        self.changing = Changing(groups, tracer)
+        self._gpu_updates = GpuUpdates(groups, weights, on_gpu, workers, device, marks, self.changing)
         self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
         """The last trip of each chunk."""
         self.resident_writes: dict[tuple[int, int], asyncio.Task[None]] = {}
         """The last write for a commit of what lives in memory, which begins after a trip."""
         self.dirty: dict[tuple[int, int], Digests] = {}
         """Chunks of which a part lives in memory and is to be written, and what their last update says of it."""
-
-        self._spoilt: dict[int, BaseException] = {}
-        self.on_spoilt: Callable[[int], None] = lambda group: None
-        """Called when what is in memory of a group may not be used any more, on the device or in CPU memory."""
-
-    def refuse_spoilt(self, group: int) -> None:
-        """Raises what an update of this group has failed with, if that has left in memory what nobody may use."""
-        if (error := self._spoilt.get(group)) is not None:
-            raise error
 
     def forget_digests(self, group: int, chunk: int) -> None:
         """What lives in CPU memory of a chunk is not, or will not be, what its last update has left there."""
@@ -215,8 +204,7 @@ class UpdatePipeline:
                 self._leases.recall()
                 if applied := [trip.applied for trip in round_.trips_of[group]]:  # none of a group of other ranks
                     await asyncio.wait(applied)
-        async with self._device_idle:
-            await self._device_idle.wait_for(lambda: not self._device_jobs.get(group))
+        await self.changing.ended(group)
 
     async def finished(self) -> None:
         """Wait for every trip of the decided rounds."""
@@ -338,7 +326,7 @@ class UpdatePipeline:
         if needs_weights and not self._weights.is_valid_on_device(group):
             await self._weights.read(group, chunk, weights, Priority.UPDATE)
             needs_weights = False
-        # No await from here to the count of device jobs: the group may not leave the device in between.
+        # No await from here to `changing`: the group may not leave the device in between.
         storage = self._weights.on_device(group)
         raw, offset = self._weights.raw_bytes(group, chunk), self._weights.device_offset(group, chunk)
         spec, device = self._groups[group], self._device
@@ -367,25 +355,9 @@ class UpdatePipeline:
                 device.copy_in(storage, offset, here)
             return left
 
-        async with self._changing(group):
+        async with self.changing.group(group):
             trip.digests = await self._workers.submit(Priority.UPDATE, job)
         trip.applied.set_result(storage is not None)
-
-    @contextlib.asynccontextmanager
-    async def _changing(self, group: int) -> AsyncIterator[None]:
-        """In here the weights of a group change where they are, and the group stays on the device if it is there."""
-        self._device_jobs[group] = self._device_jobs.get(group, 0) + 1
-        try:
-            with self._tracer.measure("update", self._groups[group].name):
-                yield
-        except BaseException as error:
-            self._spoilt.setdefault(group, error)  # what it has changed in place is no step's
-            self.on_spoilt(group)
-            raise
-        finally:
-            async with self._device_idle:
-                self._device_jobs[group] -= 1
-                self._device_idle.notify_all()
 
     async def _write(self, round_: Round, trip: Trip) -> None:
         """Write what does not live in memory; what does is dirty until a commit writes it."""

@@ -41,7 +41,7 @@ class GroupMoves:
         self._loads: dict[int, asyncio.Task[None]] = {}
         self._drops: dict[int, asyncio.Task[None]] = {}
         self.ready: set[int] = set()
-        store.updates.on_spoilt = self.ready.discard
+        store.updates.changing.on_spoilt = self.ready.discard
 
     def start(self, dropped: Sequence[int], mark: Mark, loaded: Sequence[int]) -> None:
         """Drop some groups once the device work before `mark` is over, and load others."""
@@ -66,7 +66,7 @@ class GroupMoves:
                 await work()
             else:
                 await gathers.complete(index, turn, work())
-            self._store.updates.refuse_spoilt(group)
+            self._store.updates.changing.refuse_spoilt(group)
             self.ready.add(group)
 
         self._loads[group] = self._runtime.spawn(complete(), f"{what} {index.spec.name}")
@@ -85,7 +85,7 @@ class GroupMoves:
     async def loaded(self, group: int) -> None:
         """Wait until a group that was asked for is ready, and as its update should have left it."""
         await asyncio.shield(self._loads[group])
-        self._store.updates.refuse_spoilt(group)
+        self._store.updates.changing.refuse_spoilt(group)
 
     async def dropped(self) -> None:
         """Wait until every drop that was asked for has ended."""
