@@ -315,7 +315,7 @@ def test_a_forked_generator_is_refused() -> None:
 
 
 def test_constants_over_the_limit_name_parameter_and_operator() -> None:
-    with pytest.raises(ConfigError, match=r"copy_ on parameter 'weight' of a OneByOne: 2.34 KiB .* ModuleSource"):
+    with pytest.raises(ConfigError, match=r"copy_ on parameter 'weight' of a OneByOne: 2.34 KiB .* ordinarily"):
         deferred(lambda: OneByOne(lambda: parameter_of(30, 20), nn.init.orthogonal_), constant_limit_bytes=1000)
 
 

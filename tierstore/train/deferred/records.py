@@ -27,7 +27,7 @@ from tierstore.errors import ConfigError
 from tierstore.train.deferred.operators import tensors_of
 from tierstore.train.deferred.program import Request, Step, View
 
-ADVICE = "construct the model ordinarily and pass a ModuleSource, or load a checkpoint"
+ADVICE = "construct the model ordinarily, without `deferred`, or load a checkpoint"
 _PRUNE_EVERY = 4096
 _MAP_NORESERVE = 0x4000  # Linux; the mmap module has no name for it
 
