@@ -113,7 +113,8 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks_preload"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # the server does not get sys.path
+        tests = Path(__file__).parent  # the server does not get sys.path; the package is the one beside them
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tests, tests.parent))))
         forkserver.ensure_running()
     return context
 
