@@ -102,6 +102,24 @@ class TestClose:
         with opened(way, tmp_path) as again:
             assert again.engine.step_count == 1
 
+    def test_goes_on_where_it_was_broken_off(self, tmp_path: Path) -> None:
+        way = WAYS["forward-disk"]
+        run = open_run(way, tmp_path)
+        run.until(2)
+        parts = run.engine._parts
+        close = parts.close
+
+        def fails(publish: Callable[[], object]) -> None:
+            raise KeyboardInterrupt
+
+        object.__setattr__(parts, "close", fails)
+        with pytest.raises(KeyboardInterrupt):
+            run.engine.close()
+        object.__setattr__(parts, "close", close)
+        run.engine.close()
+        with opened(way, tmp_path) as again:
+            assert again.engine.step_count == 2
+
     def test_ends_all_tasks(self, tmp_path: Path) -> None:
         run = open_run(WAYS["forward-disk"], tmp_path)
         run.until(2)
@@ -203,6 +221,13 @@ def at_the_end_of_backward(run: Run, error: BaseException) -> None:
     run.engine._parts.collector.finish = fails  # type: ignore[method-assign]
 
 
+def after_backward(run: Run, error: BaseException) -> None:
+    def fails() -> None:
+        raise error
+
+    run.engine._parts.access.learn_order = fails  # type: ignore[method-assign]
+
+
 def in_a_callback(run: Run, error: BaseException) -> None:
     def fail(report: StepReport) -> None:
         raise error
@@ -258,7 +283,11 @@ class TestAnExceptionInTheMiddleOfAStep:
         is_lost |= place in (in_a_callback, in_the_state_of_something_registered)
         assert found == (3 if way.commit_every == 3 and is_lost else 4)
 
-    @pytest.mark.parametrize("place", [in_backward, at_the_end_of_backward], ids=lambda place: place.__name__)
+    @pytest.mark.parametrize(
+        "place",
+        [in_backward, at_the_end_of_backward, after_backward, in_a_callback, in_the_state_of_something_registered],
+        ids=lambda place: place.__name__,
+    )
     def test_ends_the_loop_for_one_who_goes_on(
         self, case: tuple[Way, list[State]], place: Callable[[Run, BaseException], None], tmp_path: Path
     ) -> None:
@@ -272,6 +301,63 @@ class TestAnExceptionInTheMiddleOfAStep:
                 with pytest.raises(ClosedError, match="a step was broken off by Broken and cannot be finished"):
                     use()
         check_resumes(way, tmp_path, expected)
+
+    @pytest.mark.parametrize("has_begun", [False, True])
+    def test_is_no_matter_while_the_round_begins(
+        self, case: tuple[Way, list[State]], has_begun: bool, tmp_path: Path
+    ) -> None:
+        """Nobody knows whether it has; the forward is repeated."""
+        way, expected = case
+        with opened(way, tmp_path) as run:
+            run.until(4)
+            parts = run.engine._parts
+            call = parts.runtime.call
+
+            def interrupted(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+                if function == parts.driver._begin:
+                    parts.runtime.call = call  # type: ignore[method-assign]
+                    if has_begun:
+                        call(function, *args, **options)
+                    raise KeyboardInterrupt
+                return call(function, *args, **options)
+
+            state, batch = torch.get_rng_state(), run.position.state_dict()
+            parts.runtime.call = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                run.step()
+            torch.set_rng_state(state)
+            run.position.load_state_dict(batch)
+            run.until(STEPS)
+            expected[STEPS].check_equal(State.of(run))
+
+    @pytest.mark.parametrize("is_posted", [False, True])
+    @pytest.mark.parametrize("number", range(3))
+    def test_is_no_matter_between_the_books_and_the_loop(self, number: int, is_posted: bool, tmp_path: Path) -> None:
+        """What a group was asked to do is on its way if the books say so, and once."""
+        way = Way("forward", cpu_memory=DISK, blocks=4, width=96)
+        with opened(way, tmp_path / "whole", gpu_memory="1100KiB") as run:
+            run.until(4)
+            expected = State.of(run)
+        with opened(way, tmp_path / "broken", gpu_memory="1100KiB") as run:
+            run.until(2)
+            parts = run.engine._parts
+            post, starts = parts.runtime.post, itertools.count()
+
+            def interrupted(function: Callable[..., Any], *args: Any) -> None:
+                is_hit = function == parts.access._moves.start and next(starts) == number
+                if is_posted or not is_hit:
+                    post(function, *args)
+                if is_hit:
+                    raise KeyboardInterrupt
+
+            state, batch = torch.get_rng_state(), run.position.state_dict()
+            parts.runtime.post = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                run.engine(run.position.next())
+            torch.set_rng_state(state)
+            run.position.load_state_dict(batch)
+            run.until(4)
+            expected.check_equal(State.of(run))
 
     def test_is_no_matter_in_an_evaluation(self, case: tuple[Way, list[State]], tmp_path: Path) -> None:
         way, expected = case
@@ -337,6 +423,35 @@ class TestFork:
             run.position.taken -= 1
             assert in_child(lambda: use_all(run, loss)) == ""
         assert check_resumes(way, tmp_path, expected) == 2
+
+    @pytest.mark.parametrize("what", ["engine", "files"])
+    def test_the_child_leaves_a_store_that_holds_no_generation_yet(self, what: str, tmp_path: Path) -> None:
+        """To whoever made it, files without a generation are needless."""
+        disk, way = LateGeneration(), WAYS["forward-disk"]
+        with opened(way, tmp_path, disk) as run:
+            made = names(tmp_path)
+            if what == "engine":
+                assert "ClosedError" in in_child(run.engine.close)
+            else:
+                assert in_child(run.engine._parts.store.release) == ""
+            assert names(tmp_path) >= made
+            disk.goes_on.set()
+            run.until(2)
+        with opened(way, tmp_path) as again:
+            assert again.engine.step_count == 2
+
+
+class LateGeneration(Backend):
+    """A disk on which no generation is published before it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def _call_replace(self, source: Path, destination: Path) -> None:
+        if destination.name.startswith("manifest"):
+            self.goes_on.wait()
+        super()._call_replace(source, destination)
 
 
 def use_all(run: Run, loss: torch.Tensor) -> None:

@@ -11,8 +11,10 @@ import pytest
 import torch
 from runs import Run, disk, next_token_loss, smallest_budgets, tiny, tokens, train, train_plain, worst_difference
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tierstore.config import AdamWConfig, TierConfig
+from tierstore.train.cpu_adam import CPUAdam
 from tierstore.train.engine import Engine
 
 STEPS = 12
@@ -71,6 +73,43 @@ def test_accumulated_micro_batches_are_those_of_plain_torch(tmp_path: Path) -> N
     tiers = small_tiers(tiny(), tmp_path, "forward")
     found = train(tiny(), batches, tiers, update="forward", max_grad_norm=1.0, accumulate=4)
     assert worst_difference(found.losses, expected.losses) < 1e-5
+
+
+class UsedTwice(nn.Module):
+    """Each layer goes through two reentrant checkpoints, so two gradients of it come in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()  # or a reentrant checkpoint has nothing to compute
+        for layer in (*self.layers, *self.layers):
+            x = x + checkpoint(layer, x, use_reentrant=True).tanh()
+        return x
+
+
+@pytest.mark.parametrize("is_tight", [True, False])
+def test_gradients_of_one_backward_are_added_in_the_order_of_torch(is_tight: bool, tmp_path: Path) -> None:
+    """One by one to those of the micro-batch before: bit for bit, wherever they are."""
+    torch.manual_seed(0)
+    model = UsedTwice()
+    own, data = copy.deepcopy(model), [torch.randn(4, 16) for _ in range(8)]
+    optimizer = CPUAdam(own.parameters(), lr=1e-2, threads=1)
+    tiers = small_tiers(model, tmp_path, "step") if is_tight else TierConfig(gpu_memory="64MiB", cpu_memory="64MiB")
+    with Engine(model, tiers, AdamWConfig(lr=1e-2), update="step") as engine:
+        for one, other in zip(data[::2], data[1::2]):
+            with engine.no_sync():
+                engine.backward(engine(one).square().mean())
+            engine.backward(engine(other).square().mean())
+            engine.step()
+            for batch in (one, other):
+                own(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = engine.state_dict()
+    for name, weight in own.state_dict().items():
+        assert torch.equal(found[name], weight), name
 
 
 def test_train_step_is_the_mean_over_its_micro_batches(tmp_path: Path) -> None:

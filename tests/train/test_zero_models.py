@@ -76,6 +76,14 @@ def test_stages_are_one(tmp_path: Path) -> None:
         check("Skipping", 0.1, [rank[-1] for rank in found])
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_ranks_that_go_different_ways_may_look_between_steps(zero: int) -> None:
+    """What is fetched ahead follows the order of nobody."""
+    one, other = run_ranks(2, zero_models.looks_in, zero)
+    assert one[2:7] == other[2:7]
+    assert one[9] == other[9]
+
+
 def same(one: dict[str, Any], other: dict[str, Any], *but: str) -> bool:
     """Bit for bit."""
     names = one["weights"].keys() - set(but)

@@ -351,6 +351,49 @@ def one_after_another(rank: int, ranks: int, count: int, directory: str | None) 
     return told
 
 
+class OwnWay(nn.Module):
+    """Each rank leaves out another layer."""
+
+    def __init__(self, left_out: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.left_out = left_out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != self.left_out:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+def looks_in(rank: int, ranks: int, zero: int) -> list[float]:
+    """Ranks that go different ways look at weights, and set them, between steps: the sums that they see, and losses."""
+    torch.manual_seed(0)
+    seen = []
+    tiers = TierConfig(gpu_memory="64MiB", cpu_memory="64MiB", timeout_s=30, prefetch_depth=2)
+    with Engine(OwnWay(rank + 1), tiers, AdamWConfig(lr=1e-2), zero=zero) as engine:
+
+        def steps() -> None:
+            for _ in range(2):
+                loss = engine(torch.ones(4, 16)).square().mean()
+                engine.backward(loss)
+                engine.step()
+                seen.append(float(loss.detach()))
+
+        def look(index: int) -> None:
+            with engine.gathered(f"layers.{index}"):
+                seen.append(float(engine.model.layers[index].weight.detach().sum()))
+
+        steps()
+        for index in (0, 1, 2, 3, 0):
+            look(index)
+        steps()
+        engine.load_state_dict(engine.state_dict())
+        look(0)
+        steps()
+    return seen
+
+
 def of_some(rank: int, ranks: int) -> list[float]:
     """An engine of the last two ranks of three, beside a group of the first two, and then one of all."""
     first, last = distributed.new_group([0, 1]), distributed.new_group([1, 2])

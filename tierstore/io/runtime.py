@@ -97,6 +97,11 @@ class Runtime(ForkAware):
         return self
 
     @property
+    def is_open(self) -> bool:
+        """Whether it was started, and nobody has begun to close it."""
+        return self._is_open
+
+    @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The running loop.
 

@@ -109,11 +109,10 @@ class StoreLock(ForkAware):
 
     def release(self) -> None:
         """Give the directories back; twice is fine."""
-        for path, descriptor in self._descriptors.items():
+        for path in list(self._descriptors):
             with contextlib.suppress(OSError):
                 path.unlink()
-            os.close(descriptor)
-        self._descriptors = {}
+            os.close(self._descriptors.pop(path))
 
 
 def _take(path: Path, descriptor: int) -> None:

@@ -91,6 +91,7 @@ class Round:
 
     Attributes:
         number: rounds of later steps have higher ones.
+        is_void: nobody knows of it; the gradients are those of the round that takes its place.
         used: after it no kernel of this step, or of what came between, reads weights. Set when the round is decided.
     """
 
@@ -120,7 +121,7 @@ class Round:
         self._places_end: dict[int, int] = {}
         self.trips: list[Trip] = []
         self.trips_of: dict[int, list[Trip]] = {group: [] for group in self.order}
-        self.is_decided = False
+        self.is_decided = self.is_void = False
         self.used: Mark = Reached()
         self.kept: list[tuple[int, int]] = []
         self._updates: dict[int, Sequence[ParameterUpdate]] = {}

@@ -170,7 +170,12 @@ class StoreFiles:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Close the files, remove those that no generation needs, and give the lock back. Twice is fine."""
+        """Close the files, remove those that no generation needs, and give the lock back. Twice is fine.
+
+        In the child of a fork nothing is done: they are the parent's.
+        """
+        if self._lock.is_inherited:
+            return
         with contextlib.ExitStack() as stack:  # in reverse, and each of them whatever becomes of the others
             stack.callback(self._lock.release)
             if self._is_ours:

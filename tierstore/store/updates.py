@@ -255,7 +255,7 @@ class UpdatePipeline:
                 trip.applied.set_result(False)
             if round_.keeps_gradients and updates:
                 round_.kept.append(trip.key)
-            else:
+            elif not round_.is_void:
                 round_.gradients.drop(*trip.key)
         if updates:
             await self._write(round_, trip)

@@ -28,7 +28,7 @@ from tierstore.store.training import TrainingStore
 from tierstore.train.gathering import Gathers
 from tierstore.train.groups import Group
 from tierstore.train.guard import Gate, hide, show
-from tierstore.train.moves import GroupMoves
+from tierstore.train.moves import GroupMoves, Move
 
 
 class _InUse(Container[int]):
@@ -65,6 +65,8 @@ class DeviceAccess:
         self.device = device
         self._clock = clock
         self._gathers = gathers
+        # Then ranks may go different ways through the model: all comes at once, nothing in the order of one of them.
+        self._holds_all = gathers is not None and store.placement.weights_stay
         self.depth = 1
         """Groups fetched ahead, once the order is known."""
         self.sizes = tuple(group.spec.device_bytes for group in groups)
@@ -107,8 +109,7 @@ class DeviceAccess:
         self._visits = []
         self._since = self._clock()
         self.is_inside = True
-        if self._gathers is not None and self._store.placement.weights_stay:
-            # All, so that ranks may go different ways through the model.
+        if self._holds_all:
             self._move((), [group for group in range(len(self._groups)) if group not in self._held])
 
     def begin_backward(self) -> None:
@@ -274,7 +275,7 @@ class DeviceAccess:
 
     def _depth_from(self, position: int) -> int:
         """How far to fetch ahead: not before the order is known, and not over an update that makes weights stale."""
-        if not self.is_recorded:
+        if not self.is_recorded or self._holds_all:
             return 0
         count, seen = len(self.order), {self.order[position]}
         for place in range(position + 1, position + count):
@@ -316,15 +317,24 @@ class DeviceAccess:
         for group in dropped:
             if group not in self._ready:
                 self._wait_for(group)
-        for group in dropped:  # all or none: what was taken off the books is sure to be dropped
+        if not (dropped or loaded):
+            return
+        move = Move(tuple(dropped), self.device.record() if dropped else Reached(), tuple(loaded))
+        try:
+            self._begin_move(move)
+        except BaseException:  # Ctrl-C between the books and the crossing: never one without the other
+            self._begin_move(move)
+            raise
+
+    def _begin_move(self, move: Move) -> None:
+        """Twice is fine."""
+        for group in move.dropped:
             hide(self._groups[group], self.gate)
             self._held.discard(group)
             self._stale.discard(group)
             self._ready.discard(group)
-        self._held.update(loaded)
-        if dropped or loaded:
-            mark = self.device.record() if dropped else Reached()
-            self._runtime.post(self._moves.start, dropped, mark, loaded)
+        self._held.update(move.loaded)
+        self._runtime.post(self._moves.start, move)
 
     # --- between steps ------------------------------------------------------------------------------------------
 
@@ -351,7 +361,7 @@ class DeviceAccess:
 
     def prefetch_start(self) -> None:
         """Begin to fetch what the next forward needs first."""
-        if self.is_recorded and self.depth > 0:
+        if self.is_recorded and self.depth > 0 and not self._holds_all:
             self._fetch_first()
         self._refresh_stale()
 

@@ -235,6 +235,9 @@ class GradientCollector:
                 collected.bucket = self._reductions.bucket(group)
             collected.bucket.add(position, gradient)
             return
+        if position in collected.gradients and group.spec.parameters[position].name in self.touched:
+            # Added one by one to what the store has, as torch does: a + (b + c) is not (a + b) + c.
+            self._hand_over(group, self._pieces(group), None)
         if not collected.gradients:
             self._make_room(group)
             self._gathering[group.index] = group

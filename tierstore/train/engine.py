@@ -209,15 +209,16 @@ class Engine:
         gradients, is_final = self._generations.gradients, self._order.is_syncing
         parts.collector.begin(gradients, scaled, is_final=is_final, is_streaming=is_streaming)
         parts.access.begin_backward()
-        try:
-            with self._meters.phase("backward"), self._order.unbroken():
-                with parts.hooks.watching():
-                    scaled.backward()  # type: ignore[no-untyped-call]
-                parts.collector.finish()
-        finally:
-            parts.access.end_pass()
-        parts.access.learn_order()
-        self._order.has_backward, self._order.has_final_backward = True, self._order.is_syncing
+        with self._order.unbroken():
+            try:
+                with self._meters.phase("backward"):
+                    with parts.hooks.watching():
+                        scaled.backward()  # type: ignore[no-untyped-call]
+                    parts.collector.finish()
+            finally:
+                parts.access.end_pass()
+            parts.access.learn_order()
+            self._order.has_backward, self._order.has_final_backward = True, self._order.is_syncing
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -293,7 +294,17 @@ class Engine:
         if not (parts.driver.has_begun and self._order.has_backward):
             raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
         parts.stepper.check()
-        with self._meters.phase("update"), self._order.unbroken():
+        with self._order.unbroken():
+            report = self._finish_step()
+        if not self._options.overlap:
+            self.flush()
+        parts.access.prefetch_start()
+        return report
+
+    def _finish_step(self) -> StepReport:
+        """All that belongs to one step: its updates, the scheduler, the count, callbacks and the commit."""
+        parts = self._parts
+        with self._meters.phase("update"):
             norm, is_finite = self._apply()
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         if (scheduler := self._generations.scheduler) is not None and is_finite:
@@ -312,9 +323,6 @@ class Engine:
         for callback in self._callbacks:
             callback(report)
         self._generations.commit(parts.driver.last_round)
-        if not self._options.overlap:
-            self.flush()
-        parts.access.prefetch_start()
         return report
 
     def _apply(self) -> tuple[float | None, bool]:
@@ -519,12 +527,14 @@ class Engine:
         Raises:
             TierstoreError: a failure of work left running; everything was given back all the same.
             Timeout: something does not end, and keeps what it uses, the store's lock too; close again to go on waiting.
+            ClosedError: this is the child of a fork; the engine is the parent's, and goes on there.
         """
-        if self._is_closed:
+        self._parts.runtime.check_process()
+        was_closed, self._is_closed = self._is_closed, True
+        if was_closed and not self._parts.runtime.is_open:
             self._parts.runtime.close()
             self._parts.store.release()
             return
-        self._is_closed = True
         atexit.unregister(self._at_exit)
         driver = self._parts.driver
         has_updated = self._order.has_final_backward or self._order.is_broken

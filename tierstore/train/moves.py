@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tierstore.device.streams import Mark
@@ -19,6 +20,16 @@ from tierstore.io.workers import Priority
 from tierstore.store.training import TrainingStore
 from tierstore.train.gathering import Gathers
 from tierstore.train.groups import Group
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """Some groups leave the device once the work there before `after` is over; then others come."""
+
+    dropped: Sequence[int]
+    after: Mark
+    loaded: Sequence[int]
+    has_begun: bool = False
 
 
 class GroupMoves:
@@ -43,12 +54,15 @@ class GroupMoves:
         self.ready: set[int] = set()
         store.updates.changing.on_spoilt = self.ready.discard
 
-    def start(self, dropped: Sequence[int], mark: Mark, loaded: Sequence[int]) -> None:
-        """Drop some groups once the device work before `mark` is over, and load others."""
-        for group in dropped:
-            work = self._store.weights.drop(group, mark)
+    def start(self, move: Move) -> None:
+        """Begin a move, unless it has begun."""
+        if move.has_begun:
+            return
+        move.has_begun = True
+        for group in move.dropped:
+            work = self._store.weights.drop(group, move.after)
             self._drops[group] = self._runtime.spawn(work, f"drop {self._groups[group].spec.name}")
-        for group in loaded:
+        for group in move.loaded:
             self._store.weights.announce(group)
             self._make_ready(group, "load", functools.partial(self._load, group))
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tierstore.config import UpdateSchedule
 from tierstore.device.streams import Mark, Reached
+from tierstore.errors import ClosedError
 from tierstore.io.runtime import Runtime
 from tierstore.store.rounds import ParameterUpdate, Round
 from tierstore.store.training import TrainingStore
@@ -144,12 +145,25 @@ class RoundDriver:
             eager=self._store.on_gpu,
             then=tuple(dict.fromkeys(visits)) if self.is_speculating else (),  # by backward they pass through
         )
-        self._round = round_
-        self._runtime.call(self._begin, round_)
+        try:
+            self._round = round_
+            self._runtime.call(self._begin, round_)
+        except BaseException:  # a failure of before, which is told before anything begins; or an interrupt
+            self._round = None
+            with contextlib.suppress(ClosedError):
+                self._runtime.post(self._take_back, round_)
+            raise
 
     async def _begin(self, round_: Round) -> None:
         round_.barrier = self._store.commits.barrier
         self._store.updates.begin(round_)
+
+    def _take_back(self, round_: Round) -> None:
+        """Nobody knows of this round: if it was begun, it ends with nothing done."""
+        if round_.trips:
+            round_.is_void = True
+            round_.allow_through()
+            self._store.updates.decide(round_, {})
 
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[], None] | None:
         """What the loop does when the gradient of this group is with the store; None: nothing, until `decide`."""
