@@ -27,7 +27,7 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("a plot needs matplotlib: pip install 'tierstore[plots]'") from None
+        raise ConfigError("a plot needs matplotlib: pip install matplotlib") from None
     return Figure(figsize=(width_inches, height_inches), dpi=_DOTS_PER_INCH, layout="constrained")
 
 

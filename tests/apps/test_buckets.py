@@ -71,7 +71,7 @@ def test_without_matplotlib_only_the_plot_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("--plot", str(tmp_path / "sweep.png"))
     assert result.exit_code == 2
-    assert result.stderr == "tierstore: a plot needs matplotlib: pip install 'tierstore[plots]'\n"
+    assert result.stderr == "tierstore: a plot needs matplotlib: pip install matplotlib\n"
     assert run().exit_code == 0
 
 

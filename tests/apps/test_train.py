@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tierstore.apps.recipe import parameter_groups
 from tierstore.apps.report import Reporter
 from tierstore.apps.stopping import StopRequest
 from tierstore.config import Durability, MicroBatchSchedule, Resume
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, StorageError, StorageFull
 
 TINY_GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32,
              "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
@@ -434,6 +435,31 @@ def test_weights_are_exported_into_a_directory_that_is_there(
     (tmp_path / "out").mkdir()
     run(options(steps=1, export=tmp_path / "out"))
     assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("nvme", "says"), [(True, "store holds the trained weights: make room"), (False, "trained weights are lost")]
+)
+def test_an_export_that_fails_says_what_is_left(
+    nvme: bool, says: str, options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: FakeEngine, directory: Path) -> None:
+        raise StorageFull("no room")
+
+    monkeypatch.setattr(FakeEngine, "export", fail)
+    changes: dict[str, Any] = {} if nvme else {"nvme": ()}
+    with pytest.raises(StorageError, match=f"no room; the {says}"):
+        run(options(steps=1, export=tmp_path / "out", **changes))
+
+
+@pytest.mark.parametrize(("free_bytes", "is_told"), [(100, True), (10**12, False)])
+def test_little_room_for_an_export_that_is_all_that_remains_is_told_first(
+    free_bytes: int, is_told: bool, options: Callable[..., TrainOptions], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free_bytes))
+    _, _, said = run(options(steps=1, nvme=(), export=tmp_path / "out"))
+    assert ("100 B free" in " ".join(said.split())) == is_told
 
 
 @pytest.mark.parametrize("resume", [Resume.NEVER, Resume.AUTO])

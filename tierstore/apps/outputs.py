@@ -14,6 +14,7 @@ from typing import Any
 
 from tierstore.apps.options import TrainOptions
 from tierstore.apps.output_files import check_outputs, check_writable
+from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.files import why_not_writable
@@ -68,6 +69,17 @@ def export(engine: Any, configuration: Any, checkpoint: Path | None, directory: 
     configuration.save_pretrained(directory)
     if checkpoint is not None:
         copy_companions(checkpoint, directory)
+
+
+def little_room(directory: Path, nbytes: int) -> list[str]:
+    """What to say before a run whose weights, of so many bytes at most, may not find room there at its end."""
+    free_bytes = shutil.disk_usage(directory if directory.is_dir() else directory.absolute().parent).free
+    if free_bytes >= nbytes:
+        return []
+    return [
+        f"--export {directory} has {format_size(free_bytes)} free, and the weights may take {format_size(nbytes)}: "
+        "make room before the run ends, or they are lost"
+    ]
 
 
 def copy_companions(source: Path, directory: Path) -> None:

@@ -34,9 +34,9 @@ _NAMES = (
     ("d2h_pageable_bytes_per_s", "device to memory, not pinned", "GB/s"),
     ("memory_bytes_per_s", "copies within memory", "GB/s"),
     ("checksum_bytes_per_s", "checksum, one thread", "GB/s"),
-    ("adam_elements_per_s", "Adam, bf16 weights", "G/s"),
-    ("adam_fp32_elements_per_s", "Adam, fp32 weights", "G/s"),
-    ("norm_elements_per_s", "norms of gradients", "G/s"),
+    ("adam_elements_per_s", "Adam, bf16 weights", "Gparam/s"),
+    ("adam_fp32_elements_per_s", "Adam, fp32 weights", "Gparam/s"),
+    ("norm_elements_per_s", "norms of gradients", "Gparam/s"),
     ("matmul_flop_per_s", "matrix products", "Gflop/s"),
 )
 _WIDE = 0.15  # of the median: quartiles that far apart are said

@@ -32,6 +32,7 @@ from tierstore.apps.report import Reporter, Totals
 from tierstore.apps.stopping import StopRequest
 from tierstore.apps.verify import advised
 from tierstore.config import Codec, Resume, TierConfig, format_size
+from tierstore.errors import StorageError
 from tierstore.trace import Tracer
 from tierstore.train.checkpoints import CheckpointSource
 from tierstore.train.engine import Engine
@@ -131,6 +132,8 @@ class _Run:
         notes = [*parts.recipe.notes, *parts.batches.notes, *slow]
         if options.why_nothing_is_kept:
             notes.append(f"{options.why_nothing_is_kept}: however this run ends, only what --export writes remains")
+            if options.export is not None:
+                notes += outputs.little_room(options.export, 4 * self._parameters())
         unused = parts.source.unexpected if isinstance(parts.source, CheckpointSource) else ()
         if unused:
             notes.append(f"tensors of the checkpoint that are not used: {len(unused)}, the first is {unused[0]}")
@@ -141,7 +144,7 @@ class _Run:
             notes.append(f"no O_DIRECT in {', '.join(buffered)}: I/O is buffered, and the page cache takes memory")
         for note in notes:
             self._reporter.say(f"note: {note}")
-        count = sum(parameter.numel() for parameter in parts.model.parameters())
+        count = self._parameters()
         ranks = self._crew.count
         tiers = TierConfig(device=options.device, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory)
         memory = ranks * tiers.memory_bytes
@@ -163,6 +166,9 @@ class _Run:
             self._reporter.codecs(self._engine.statistics()["codecs"])
         if self._engine.step_count:
             self._reporter.say(f"resumed after step {self._engine.step_count}")
+
+    def _parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._parts.model.parameters())
 
     def run(self) -> Outcome:
         """All steps up to the last one, or up to a signal, which leaves out what comes after them."""
@@ -212,9 +218,15 @@ class _Run:
         else:
             reporter.say(f"nothing to train: step {self._engine.step_count} of {options.steps} is done already")
         if options.export is not None:
-            outputs.export(
-                self._engine, self._parts.configuration, options.checkpoint, options.export, writes=self._crew.leads
-            )
+            try:
+                outputs.export(
+                    self._engine, self._parts.configuration, options.checkpoint, options.export, writes=self._crew.leads
+                )
+            except StorageError as error:
+                what = "the store holds the trained weights: make room, and repeat the command with --resume auto"
+                if options.why_nothing_is_kept:
+                    what = f"the trained weights are lost: {options.why_nothing_is_kept}"
+                raise StorageError(f"{error}; {what}") from error
             reporter.say(f"exported to {options.export}")
 
     def _step(self) -> Any:
