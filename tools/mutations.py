@@ -74,6 +74,7 @@ HANGS = "store/test_bounded_time.py::test_any_hang_of_a_tensor_store_is_told_and
 POWER_CUT = "store/test_power_cut.py"
 OVERWRITTEN = "store/test_power_cut.py::test_no_chunk_that_the_last_generation_needs_is_written"
 ARCHIVE_CUT = "archive/test_power_cut.py"
+BROKEN_OFF = "train/test_clean.py::TestAnExceptionInTheMiddleOfAStep"
 TENSORS_CUT = "store/test_tensors_faults.py::test_killed_anywhere_the_last_generation_and_the_one_before_are_whole"
 
 MUTATIONS: Sequence[Mutation] = (
@@ -567,6 +568,32 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "state on the GPU is committed", "store/updates.py UpdatePipeline.write_resident",
         "[self._on_gpu.save(group, chunk, self._packs[1], index)]", ON_GPU, "[]",
+    ),
+    # What is broken off.
+    Mutation(
+        "a round that nobody knows of is taken back", "train/rounds.py RoundDriver.begin", "self._round = None",
+        f"{BROKEN_OFF}::test_is_no_matter_while_the_round_begins",
+    ),
+    Mutation(
+        "a round taken back leaves gradients", "store/updates.py UpdatePipeline._travel", "elif not round_.is_void:",
+        f"{BROKEN_OFF}::test_is_no_matter_while_the_round_begins", "else:",
+    ),
+    never(
+        "a move begins once", "train/moves.py GroupMoves.start", "if move.has_begun:",
+        f"{BROKEN_OFF}::test_is_no_matter_between_the_books_and_the_loop",
+    ),
+    Mutation(
+        "close goes on where it was broken off", "train/engine.py Engine.close",
+        "was_closed and not self._parts.runtime.is_open", "train/test_clean.py::TestClose", "was_closed",
+    ),
+    never(
+        "files are the parent's", "store/store_files.py StoreFiles.release", "if self._lock.is_inherited:",
+        "train/test_clean.py::TestFork",
+    ),
+    Mutation(
+        "nothing ahead where ranks go different ways", "train/access.py DeviceAccess._depth_from",
+        " or self._holds_all",
+        "train/test_zero_models.py::test_ranks_that_go_different_ways_may_look_between_steps", "",
     ),
     Mutation(
         "lock of a file being written", "archive/publish.py _lock",
