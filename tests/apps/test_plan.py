@@ -126,6 +126,9 @@ def test_measured_rates(tmp_path: Path) -> None:
     path.write_text(json.dumps(NODES["laptop"].rates.scaled(disk=0.5).to_json()))
     assert situation_of(PlanOptions(params="7e9", bandwidth=path)).node.rates.read_bytes_per_s == 3.5e9
     assert "flop/s are those of the data sheet of dgx-h100" in plan(PlanOptions(params="7e9", bandwidth=path)).notes[0]
+    assert plan(PlanOptions(params="7e9", bandwidth=path, gpus=1)).notes[-1] == (
+        "rates tell no sizes: for --cpu-memory, --nvme-capacity, which were not given, stand those of a dgx-h100"
+    )
 
 
 def test_layers_that_were_timed_say_how_long_computing_takes(tmp_path: Path) -> None:

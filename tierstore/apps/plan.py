@@ -110,7 +110,7 @@ def plan(asked: PlanOptions) -> Plan:
     options = options_of(situation)
     best = fastest(options)
     return Plan(as_divided(situation), options, simplest(options), best, changes(situation, best),
-                (*_flops_note(asked, situation), *_commit_note(situation, options)))  # fmt: skip
+                (*_flops_note(asked, situation), *_commit_note(situation, options), *_sizes_note(asked)))  # fmt: skip
 
 
 def _flops_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
@@ -122,6 +122,14 @@ def _flops_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
     if situation.node.flop_per_s != machine.flop_per_s:
         return ()
     return (f"the GPUs' {machine.flop_per_s:g} flop/s are those of the data sheet of {machine.name}: give --flops",)
+
+
+def _sizes_note(asked: PlanOptions) -> tuple[str, ...]:
+    sizes = {"--gpus": asked.gpus, "--cpu-memory": asked.cpu_memory, "--nvme-capacity": asked.nvme_capacity}
+    if asked.bandwidth is None or asked.machine is not None or None not in (asked.gpus, asked.cpu_memory):
+        return ()
+    of_it = ", ".join(name for name, given in sizes.items() if given is None)
+    return (f"rates tell no sizes: for {of_it}, which were not given, stand those of a {_DEFAULT_MACHINE}",)
 
 
 def _commit_note(situation: Situation, options: Sequence[Option]) -> tuple[str, ...]:
