@@ -228,6 +228,13 @@ def after_backward(run: Run, error: BaseException) -> None:
     run.engine._parts.access.learn_order = fails  # type: ignore[method-assign]
 
 
+def in_the_scheduler(run: Run, error: BaseException) -> None:
+    def fails() -> None:
+        raise error
+
+    run.engine._generations.scheduler.step = fails
+
+
 def in_a_callback(run: Run, error: BaseException) -> None:
     def fail(report: StepReport) -> None:
         raise error
@@ -285,7 +292,7 @@ class TestAnExceptionInTheMiddleOfAStep:
 
     @pytest.mark.parametrize(
         "place",
-        [in_backward, at_the_end_of_backward, after_backward, in_a_callback, in_the_state_of_something_registered],
+        [in_backward, at_the_end_of_backward, after_backward, in_the_scheduler],
         ids=lambda place: place.__name__,
     )
     def test_ends_the_loop_for_one_who_goes_on(

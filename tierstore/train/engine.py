@@ -296,13 +296,16 @@ class Engine:
         parts.stepper.check()
         with self._order.unbroken():
             report = self._finish_step()
+        for callback in self._callbacks:
+            callback(report)
+        self._generations.commit(parts.driver.last_round)
         if not self._options.overlap:
             self.flush()
         parts.access.prefetch_start()
         return report
 
     def _finish_step(self) -> StepReport:
-        """All that belongs to one step: its updates, the scheduler, the count, callbacks and the commit."""
+        """What is done together or not at all: the updates of a step, the scheduler, the count."""
         parts = self._parts
         with self._meters.phase("update"):
             norm, is_finite = self._apply()
@@ -320,9 +323,6 @@ class Engine:
             lr=rates,
         )
         self._loss_scale.update(is_finite)
-        for callback in self._callbacks:
-            callback(report)
-        self._generations.commit(parts.driver.last_round)
         return report
 
     def _apply(self) -> tuple[float | None, bool]:
