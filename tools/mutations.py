@@ -584,7 +584,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "close goes on where it was broken off", "train/engine.py Engine.close",
-        "was_closed and not self._parts.runtime.is_open", "train/test_clean.py::TestClose", "was_closed",
+        "self._is_closed and not self._parts.runtime.is_open", "train/test_clean.py::TestClose", "self._is_closed",
     ),
     never(
         "files are the parent's", "store/store_files.py StoreFiles.release", "if self._lock.is_inherited:",

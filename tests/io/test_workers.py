@@ -158,6 +158,33 @@ def test_close_lets_queued_jobs_end_and_refuses_new_ones() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("put_before", [0, 1])
+def test_close_goes_on_where_it_was_interrupted(put_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        pool = WorkerPool("test", 2)
+        assert await pool.submit(Priority.WRITE, abs, -1) == 1
+        tokens = pool._tokens
+
+        class Interrupted:
+            left = put_before
+
+            def put(self, token: bool) -> None:
+                if not self.left:
+                    raise KeyboardInterrupt
+                self.left -= 1
+                tokens.put(token)
+
+            get = tokens.get
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "_tokens", Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                pool.close(10)
+        pool.close(10)
+
+    asyncio.run(play())
+
+
 def test_close_says_what_hangs(pool: WorkerPool) -> None:
     async def play() -> None:
         gate = Gate()

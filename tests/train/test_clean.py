@@ -431,6 +431,11 @@ class TestFork:
             assert in_child(lambda: use_all(run, loss)) == ""
         assert check_resumes(way, tmp_path, expected) == 2
 
+    def test_the_child_may_close_what_was_closed_before(self, tmp_path: Path) -> None:
+        run = open_run(Way(), tmp_path)
+        run.engine.close()
+        assert in_child(run.engine.close) == ""
+
     @pytest.mark.parametrize("what", ["engine", "files"])
     def test_the_child_leaves_a_store_that_holds_no_generation_yet(self, what: str, tmp_path: Path) -> None:
         """To whoever made it, files without a generation are needless."""

@@ -189,9 +189,9 @@ class WorkerPool(ForkAware):
             return
         with self._lock:
             if not self._is_closed:
-                self._is_closed = True
                 for _ in self._threads:
                     self._tokens.put(False)
+                self._is_closed = True  # last: who closes again after an interrupt puts them all
         if not self._is_started:
             return
         deadline = self._clock() + timeout_s

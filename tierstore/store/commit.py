@@ -109,10 +109,11 @@ class StoreLock(ForkAware):
 
     def release(self) -> None:
         """Give the directories back; twice is fine."""
-        for path in list(self._descriptors):
+        while self._descriptors:
+            path, descriptor = self._descriptors.popitem()  # first: broken off in here, another's is not removed again
             with contextlib.suppress(OSError):
                 path.unlink()
-            os.close(self._descriptors.pop(path))
+            os.close(descriptor)
 
 
 def _take(path: Path, descriptor: int) -> None:

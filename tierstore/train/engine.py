@@ -529,9 +529,11 @@ class Engine:
             Timeout: something does not end, and keeps what it uses, the store's lock too; close again to go on waiting.
             ClosedError: this is the child of a fork; the engine is the parent's, and goes on there.
         """
-        self._parts.runtime.check_process()
-        was_closed, self._is_closed = self._is_closed, True
-        if was_closed and not self._parts.runtime.is_open:
+        is_over = self._is_closed and not self._parts.runtime.is_open
+        if not is_over:
+            self._parts.runtime.check_process()
+        self._is_closed = True
+        if is_over:
             self._parts.runtime.close()
             self._parts.store.release()
             return
