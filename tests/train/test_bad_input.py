@@ -8,15 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from faults import ENOSPC, FaultyBackend
 from resuming import DISK, MEMORY, Way, opened
+from runs import VOCABULARY, Block, TinyModel
 from torch import nn
 
-from tierstore.config import TierConfig
+from tierstore.config import TierConfig, format_size
 from tierstore.errors import BudgetError, ConfigError, FormatError, StorageError, StorageFull, TierstoreError
 from tierstore.train.engine import Engine
 
@@ -75,6 +76,9 @@ class TestFullDisk:
         assert "allocation of " in message
         assert "No space left on device" in message
         assert not any((tmp_path / "store0").iterdir())
+        with opened(WAY, tmp_path):
+            took = sum(path.stat().st_size for path in (tmp_path / "store0").glob("*.safetensors"))
+        assert message.endswith(f"all files of the store take {format_size(took)}")
 
     def test_before_the_first_step_of_a_resumed_run(self, tmp_path: Path) -> None:
         way = replace(WAY, cpu_memory=DISK, blocks=4)
@@ -90,6 +94,26 @@ class TestFullDisk:
         with pytest.raises(StorageFull), opened(WAY, tmp_path, backend):
             pass
         assert not any((tmp_path / "store0").iterdir())
+
+
+class TiedBlocks(TinyModel):
+    """A layer needs weights of its own block and of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, last = cast("tuple[Block, Block]", (self.blocks[0], self.blocks[2]))
+        last.up.weight = first.up.weight
+
+
+class ScaledModel(TinyModel):
+    """The model has a weight of its own, which stays while its blocks run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64, VOCABULARY))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale.mean(0)
 
 
 def numbers(message: str) -> list[int]:
@@ -122,6 +146,15 @@ class TestBudgets:
             peaks = run.engine.statistics()["peak_bytes"]
         assert peaks["gpu"] <= gpu
         assert peaks["cpu"] <= cpu
+
+    @pytest.mark.parametrize("update", ["forward", "speculative"])
+    @pytest.mark.parametrize("make", [TiedBlocks, ScaledModel])
+    def test_of_groups_that_are_needed_together(self, make: type[TinyModel], update: str, tmp_path: Path) -> None:
+        way = Way(update, width=96)
+        gpu, cpu = numbers(refuse(BudgetError, tmp_path, way, gpu_memory=1, cpu_memory=1, model=make()))
+        with opened(way, tmp_path, gpu_memory=gpu, cpu_memory=cpu, model=make()) as run:
+            run.until(3)
+            assert run.engine.statistics()["peak_bytes"]["gpu"] <= gpu
 
     def test_in_memory(self, tmp_path: Path) -> None:
         way = Way("forward", width=96)

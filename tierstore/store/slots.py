@@ -162,6 +162,11 @@ class SlotPack:
         """Whether chunks are stored as a codec makes them."""
         return self._is_coded
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(layout.file_bytes for layout in self._layouts_by_path())
+
     def padded_bytes(self, index: int) -> int:
         """Bytes that chunk `index` takes in memory and, uncompressed, on disk."""
         return self._places[index].padded_bytes

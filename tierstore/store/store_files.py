@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tierstore.config import Tier, TierConfig
-from tierstore.errors import FormatError
+from tierstore.config import Tier, TierConfig, format_size
+from tierstore.errors import FormatError, StorageFull
 from tierstore.plan.placement import Kind, Placement
 from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
 from tierstore.store.layout import Codecs, GroupSpec, chunk_specs, fingerprint
@@ -96,6 +96,7 @@ class StoreFiles:
 
         Raises:
             ConfigError, StorageError, StoreLocked: nothing is left behind but the directories.
+        StorageFull: likewise; it says what the store takes.
         """
         await self._led(self._create, self._join)
 
@@ -136,8 +137,12 @@ class StoreFiles:
         self._lock.add(self.directories)
         begin_store(self.directories, self._backend)
         self._is_ours = self._is_new = True
-        for pack in self.packs:
-            pack.create()
+        try:
+            for pack in self.packs:
+                pack.create()
+        except StorageFull as error:
+            total = format_size(sum(pack.file_bytes for pack in self.packs))
+            raise StorageFull(f"{error}; all files of the store take {total}") from error
         for directory in (*self.directories, *(directory.parent for directory in made)):
             self._backend.sync_directory(directory)
 

@@ -121,8 +121,10 @@ class Gathers:
             all_gather_flat(found, torch.tensor([group.index]), partition.turns)
         for rank, index in zip(partition.shards, found.tolist()):
             if index != group.index:
-                raise GraphError(
+                told = (
                     f"rank {ranks.rank} wants the weights of {group.spec.name} (group {group.index}) and rank {rank} "
-                    f"those of group {index}: with zero=3 all ranks must call the same blocks in the same order; use "
-                    "zero=2, or call a block that has nothing to do with an empty input"
+                    f"those of group {index}: all ranks must ask for the same ones in the same order"
                 )
+                if partition.stage == 3:
+                    told += "; use zero=2, or call a block that has nothing to do with an empty input"
+                raise GraphError(told)

@@ -113,6 +113,8 @@ class ModelGroups:
             below it if it is compiled, or `closed`.
         closed: modules with all of one group below them and nothing else. What is inside of them is not listed: it may
             need other groups, too, so these need theirs when they begin, and later only what they read.
+        together: the groups that must be on the device at one time, as far as modules tell: those of one, and of all
+            that run around it.
         names: one name of every parameter.
         aliases: every name of a parameter, with that one.
         tied: groups with a parameter that has several names.
@@ -122,6 +124,7 @@ class ModelGroups:
     groups: list[Group]
     of_module: dict[nn.Module, tuple[int, ...]]
     closed: set[nn.Module]
+    together: set[frozenset[int]]
     names: dict[nn.Parameter, str]
     aliases: dict[str, str]
     replaced: dict[nn.Parameter, nn.Parameter]
@@ -190,7 +193,9 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
         groups.append(_make_group(len(groups), name, dtype, trainable, parameters, names))
     index_of = {parameter: group.index for group in groups for parameter in group.parameters}
     aliases = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False) if p in names}
-    return ModelGroups(groups, *_groups_of_modules(model, index_of), names, aliases, replaced)
+    of_module, closed = _groups_of_modules(model, index_of)
+    together = set(_together(model, of_module, closed, frozenset()))
+    return ModelGroups(groups, of_module, closed, together, names, aliases, replaced)
 
 
 def refuse_taken(model: nn.Module) -> None:
@@ -276,6 +281,20 @@ def _groups_of_modules(
             if needed:
                 found[module] = tuple(sorted(needed))
     return found, closed & found.keys()
+
+
+def _together(
+    module: nn.Module, of_module: dict[nn.Module, tuple[int, ...]], closed: set[nn.Module], around: frozenset[int]
+) -> Iterator[frozenset[int]]:
+    """See `ModelGroups.together`.
+
+    Args:
+        around: the groups of the modules around this one. A closed one holds none while those inside of it run.
+    """
+    needed = around.union(of_module.get(module, ()))
+    yield needed
+    for child in module.children():
+        yield from _together(child, of_module, closed, around if module in closed else needed)
 
 
 def _closed_modules(model: nn.Module, index_of: dict[nn.Parameter, int]) -> Iterator[nn.Module]:

@@ -37,7 +37,10 @@ def cut_groups(
     """
 
     def request(specs: Sequence[GroupSpec]) -> Request:
-        asked = request_for([spec.need() for spec in specs], tiers, schedule, grid)
+        needs = [spec.need() for spec in specs]
+        asked = request_for(needs, tiers, schedule, grid)
+        at_once = (sum(needs[group].device_bytes for group in together) for together in groups.together)
+        asked = replace(asked, acquired_bytes=max(at_once))
         if partition.is_shared:
             asked = _with_buckets(asked, specs, groups.tied, partition)
         return with_scratch(asked, tiers) if is_coded else asked  # last: what else there must be goes before
@@ -66,9 +69,5 @@ def _with_buckets(request: Request, specs: Sequence[GroupSpec], tied: set[int], 
     gradients = sum(sizes[name] for name in held & sizes.keys())
     gradients += max((size for name, size in sizes.items() if name not in held), default=0)
     everything = sum(spec.need().device_bytes for spec in specs)
-    return replace(
-        request,
-        gradient_room_bytes=gradients,
-        acquired_bytes=None if partition.stage == 3 else everything,
-        updates_on_gpu=False,
-    )
+    acquired = request.acquired_bytes if partition.stage == 3 else everything
+    return replace(request, gradient_room_bytes=gradients, acquired_bytes=acquired, updates_on_gpu=False)
