@@ -1,6 +1,7 @@
 """The error tree: every exception that tierstore raises on purpose.
 
-Scope: classes only. Messages say what, where, numbers with units, and what to do.
+Scope: classes, and what is told of an error that others raise. Messages say what, where, numbers with units, and what
+    to do.
 Not here: mapping of `OSError` (see `io/backend.py`).
 """
 
@@ -65,3 +66,8 @@ class GraphError(TierstoreError):
 
 class Abandoned(KeyboardInterrupt):
     """Ctrl-C, and a thread that changes nothing computes on: end the process without the end of the interpreter."""
+
+
+def first_line(error: BaseException) -> str:
+    """What the error of another library says, as a part of a sentence: its first line, at most 200 characters."""
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

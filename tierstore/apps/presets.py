@@ -18,7 +18,7 @@ from torch import nn
 
 from tierstore.apps.options import Precision, Preset
 from tierstore.apps.preset_sizes import PRESET_FIELDS
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, first_line
 from tierstore.garbage import loading
 
 _TORCH_DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
@@ -58,7 +58,7 @@ def file_configuration(path: Path) -> Any:
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(plain)
     except Exception as error:  # the classes validate with exceptions of their own, of no common base
-        raise ConfigError(f"transformers refuses the configuration {path}: {_first_line(error)}") from None
+        raise ConfigError(f"transformers refuses the configuration {path}: {first_line(error)}") from None
 
 
 def prepare(configuration: Any, *, dropout: float) -> Any:
@@ -84,7 +84,7 @@ def build(configuration: Any, precision: Precision) -> nn.Module:
         )
     except Exception as error:  # the classes validate with exceptions of their own, of no common base
         name = type(configuration).__name__
-        raise ConfigError(f"no causal language model can be built from this {name}: {_first_line(error)}") from error
+        raise ConfigError(f"no causal language model can be built from this {name}: {first_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{type(model).__name__} is not a torch module")
     return model
@@ -110,10 +110,6 @@ def vocabulary_size(configuration: Any) -> int:
 
 def _text(configuration: Any) -> Any:
     return configuration.get_text_config() if hasattr(configuration, "get_text_config") else configuration
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @functools.cache

@@ -30,7 +30,7 @@ from torch.serialization import skip_data
 from tierstore.archive.dtypes import file_dtype, torch_dtype
 from tierstore.archive.pickles import MOST_BYTES, check_pickle
 from tierstore.archive.sources import Piece, Source, SourceTensor
-from tierstore.errors import FormatError, StorageError, TierstoreError
+from tierstore.errors import FormatError, StorageError, TierstoreError, first_line
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.pack.layout import TensorSpec, quoted
 
@@ -200,7 +200,7 @@ def load_without_data(opened: IO[bytes], source: str) -> Any:
             f"{source} holds more than tensors{what}, and loading it could run code: refused; save its state_dict alone"
         ) from None
     except Exception as error:  # a damaged file makes torch raise anything
-        raise FormatError(f"{source} is not a readable file of torch.save: {_first_line(error)}") from None
+        raise FormatError(f"{source} is not a readable file of torch.save: {first_line(error)}") from None
     return value
 
 
@@ -339,7 +339,3 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _offset(tensor: torch.Tensor) -> int:
     return int(getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200] or type(error).__name__

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, first_line
 from tierstore.kernels import compiled
 from tierstore.kernels.adam import BLOCK, AdamCoefficients, state_bytes_per_element
 
@@ -208,12 +208,8 @@ def why_not(dtypes: Iterable[str], device: torch.device) -> str | None:
     except ModuleNotFoundError as error:
         return f"Triton is not installed: {error}"
     except Exception as error:  # of a compiler, a driver, a file system: nobody lists them
-        return f"Triton does not work on {device}: {_first_line(error)}"
+        return f"Triton does not work on {device}: {first_line(error)}"
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def warm_up(dtypes: Iterable[str], device: torch.device) -> None:

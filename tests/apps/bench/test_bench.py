@@ -177,11 +177,6 @@ def test_a_bar() -> None:
     assert (ratio(1.0, None), ratio(None, 1.0), ratio(3.0, 2.0)) == (None, None, 1.5)
 
 
-def test_drivers_carry_our_own_code() -> None:
-    for name in ("serve.py", "cold.py"):
-        assert (ROOT / "tools/peers" / name).read_text() == (ROOT / "tierstore/apps/bench" / name).read_text()
-
-
 @pytest.mark.parametrize("driver", sorted(path.name for path in (ROOT / "tools/peers").glob("*_*.py")))
 def test_a_driver_without_its_peer_says_so(driver: str, tmp_path: Path) -> None:
     # An interpreter without site-packages has no peer; fio is not on an empty PATH.

@@ -1,6 +1,6 @@
 """A cold start for what reads a file: out of the page cache, into memory that is there.
 
-Scope: standard library only; the same code is copied to `tools/peers/`.
+Scope: standard library only; linked from `tools/peers/`, for drivers in the peers' Python.
 """
 
 from __future__ import annotations

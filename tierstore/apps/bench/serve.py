@@ -1,6 +1,6 @@
 """The side of a contestant: it makes ready, then does a round for each line that it is sent.
 
-Scope: JSON lines on stdin and the first stdout. The same code serves our own workers and, copied to `tools/peers/`,
+Scope: JSON lines on stdin and the first stdout. The same code serves our own workers and, linked from `tools/peers/`,
     drivers in the peers' Python, which knows nothing of tierstore: standard library only.
 Not here: the side that asks (`arena.py`).
 """
