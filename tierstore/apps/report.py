@@ -22,6 +22,7 @@ from tierstore.config import format_size
 
 _LINE_INTERVAL_S = 5.0
 _LINKS = {"nvme_read": "disk read", "nvme_write": "disk write", "h2d": "to GPU tier", "d2h": "from GPU tier"}
+_PHASES = {"wait": "waiting for weights, of these"}
 _SMOOTHING = 0.8  # of the rates in the live line
 
 
@@ -182,8 +183,11 @@ def summary_rows(totals: Totals) -> list[tuple[str, str]]:
     if totals.steps and totals.wall_s > 0:
         rows.append(("tokens per second", f"{totals.tokens / totals.wall_s:,.0f}"))
         rows.append(("seconds per step", f"{totals.wall_s / totals.steps:.2f}"))
-        phases = [name for name in totals.seconds if name != "total"]
-        rows += [(f"  {name}", f"{totals.seconds[name] / totals.steps:.2f}") for name in phases]
+        rows += [
+            (f"  {_PHASES.get(name, name)}", f"{seconds / totals.steps:.2f}")
+            for name, seconds in totals.seconds.items()
+            if name != "total"
+        ]
         rows.append(("efficiency", f"{efficiency(totals.seconds):.0%}"))
         rows += [
             (f"{_LINKS.get(link, link)} per step", format_size(count / totals.steps))
