@@ -49,6 +49,7 @@ def test_the_table_of_a_run() -> None:
     assert rows["tokens per second"] == "50"
     assert rows["seconds per step"] == "2.00"
     assert rows["  forward"] == "0.30"
+    assert rows["  waiting for weights, of these"] == "0.20"
     assert rows["peak resident memory"] == "1 MiB"
     assert "steps skipped for overflow" not in rows
 
