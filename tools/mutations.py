@@ -596,6 +596,12 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_zero_models.py::test_ranks_that_go_different_ways_may_look_between_steps", "",
     ),
     Mutation(
+        "room for what is needed together", "train/groups.py _together",
+        "around.union(of_module.get(module, ()))",
+        "train/test_bad_input.py::TestBudgets::test_of_groups_that_are_needed_together",
+        "frozenset(of_module.get(module, ()))",
+    ),
+    Mutation(
         "lock of a file being written", "archive/publish.py _lock",
         "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "archive/test_killed.py",
     ),
