@@ -597,9 +597,9 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "room for what is needed together", "train/groups.py _together",
-        "around.union(of_module.get(module, ()))",
+        "held.union(",
         "train/test_bad_input.py::TestBudgets::test_of_groups_that_are_needed_together",
-        "frozenset(of_module.get(module, ()))",
+        "frozenset(",
     ),
     Mutation(
         "lock of a file being written", "archive/publish.py _lock",

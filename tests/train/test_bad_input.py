@@ -16,6 +16,7 @@ from faults import ENOSPC, FaultyBackend
 from resuming import DISK, MEMORY, Way, opened
 from runs import VOCABULARY, Block, TinyModel
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tierstore.config import TierConfig, format_size
 from tierstore.errors import BudgetError, ConfigError, FormatError, StorageError, StorageFull, TierstoreError
@@ -116,6 +117,21 @@ class ScaledModel(TinyModel):
         return super().forward(tokens) * self.scale.mean(0)
 
 
+class AdaptedBlocks(TinyModel):
+    """Frozen and trained weights in each block, which backward recomputes: all of it is needed at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            cast("Block", block).up.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return cast("torch.Tensor", self.head(self.norm(x)))
+
+
 def numbers(message: str) -> list[int]:
     return [int(number) for number in re.findall(r"the smallest that fits is (\d+) B", message)]
 
@@ -147,14 +163,23 @@ class TestBudgets:
         assert peaks["gpu"] <= gpu
         assert peaks["cpu"] <= cpu
 
-    @pytest.mark.parametrize("update", ["forward", "speculative"])
-    @pytest.mark.parametrize("make", [TiedBlocks, ScaledModel])
+    @pytest.mark.parametrize("update", ["forward", "backward", "speculative"])
+    @pytest.mark.parametrize("make", [TiedBlocks, ScaledModel, AdaptedBlocks])
     def test_of_groups_that_are_needed_together(self, make: type[TinyModel], update: str, tmp_path: Path) -> None:
         way = Way(update, width=96)
         gpu, cpu = numbers(refuse(BudgetError, tmp_path, way, gpu_memory=1, cpu_memory=1, model=make()))
         with opened(way, tmp_path, gpu_memory=gpu, cpu_memory=cpu, model=make()) as run:
             run.until(3)
             assert run.engine.statistics()["peak_bytes"]["gpu"] <= gpu
+
+    def test_a_list_that_nobody_calls_holds_no_weights(self, tmp_path: Path) -> None:
+        model = TinyModel()
+        model.blocks.scale = nn.Parameter(torch.ones(64, VOCABULARY))
+        named = [
+            numbers(refuse(BudgetError, tmp_path, WAY, gpu_memory=1, cpu_memory=1, model=one))[0]
+            for one in (model, TinyModel())
+        ]
+        assert named[0] == named[1]
 
     def test_in_memory(self, tmp_path: Path) -> None:
         way = Way("forward", width=96)

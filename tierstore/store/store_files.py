@@ -95,8 +95,8 @@ class StoreFiles:
         """Make the files of an empty store, at full size.
 
         Raises:
-            ConfigError, StorageError, StoreLocked: nothing is left behind but the directories.
-        StorageFull: likewise; it says what the store takes.
+            ConfigError, StorageError, StoreLocked: nothing is left behind but the directories; a full disk is told
+                with what the store takes.
         """
         await self._led(self._create, self._join)
 

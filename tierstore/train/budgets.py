@@ -25,11 +25,14 @@ def request_for(
     tiers: TierConfig,
     schedule: UpdateSchedule,
     chunk_elements: int | None,
+    *,
+    acquired_bytes: int | None = None,
 ) -> Request:
     """The request of a run without codecs.
 
     Args:
         chunk_elements: the grid of the store that is resumed; None for a new one.
+        acquired_bytes: see `Request`.
     """
     from_device = schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
     return Request(
@@ -40,6 +43,7 @@ def request_for(
         gradients=_GRADIENTS.get(schedule, "held"),
         chunk_bytes=tiers.chunk_bytes,
         chunk_elements=chunk_elements,
+        acquired_bytes=acquired_bytes,
         read_weights_with_state=not from_device,
         micro_batches=tiers.accumulation_steps,
         workers=tiers.io_threads,

@@ -113,8 +113,8 @@ class ModelGroups:
             below it if it is compiled, or `closed`.
         closed: modules with all of one group below them and nothing else. What is inside of them is not listed: it may
             need other groups, too, so these need theirs when they begin, and later only what they read.
-        together: the groups that must be on the device at one time, as far as modules tell: those of one, and of all
-            that run around it.
+        together: the groups that must be on the device at one time, as far as modules tell: those of one, or of a
+            block, and of all that run around it.
         names: one name of every parameter.
         aliases: every name of a parameter, with that one.
         tied: groups with a parameter that has several names.
@@ -194,7 +194,7 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
     index_of = {parameter: group.index for group in groups for parameter in group.parameters}
     aliases = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False) if p in names}
     of_module, closed = _groups_of_modules(model, index_of)
-    together = set(_together(model, of_module, closed, frozenset()))
+    together = set(_together(model, of_module, index_of))
     return ModelGroups(groups, of_module, closed, together, names, aliases, replaced)
 
 
@@ -277,24 +277,34 @@ def _groups_of_modules(
     for module in model.modules():
         if module not in inside:  # hooks would break what is compiled into pieces, and tell nothing new of a block
             own = module.parameters() if module in compiled | closed else module._parameters.values()
-            needed = {index_of[p] for p in own if p is not None and p in index_of}
-            if needed:
+            if needed := _groups_of(own, index_of):
                 found[module] = tuple(sorted(needed))
     return found, closed & found.keys()
 
 
 def _together(
-    module: nn.Module, of_module: dict[nn.Module, tuple[int, ...]], closed: set[nn.Module], around: frozenset[int]
+    module: nn.Module,
+    of_module: dict[nn.Module, tuple[int, ...]],
+    index_of: dict[nn.Parameter, int],
+    around: frozenset[int] = frozenset(),
 ) -> Iterator[frozenset[int]]:
-    """See `ModelGroups.together`.
+    """See `ModelGroups.together`. A block counts whole: what it recomputes in backward stays until that is over.
 
     Args:
-        around: the groups of the modules around this one. A closed one holds none while those inside of it run.
+        around: the groups of the modules that run around this one.
     """
-    needed = around.union(of_module.get(module, ()))
+    needed = around.union(of_module.get(module, ()), _groups_of(module._parameters.values(), index_of))
     yield needed
+    held = around if type(module).forward is nn.Module.forward else needed  # nobody calls a mere container
     for child in module.children():
-        yield from _together(child, of_module, closed, around if module in closed else needed)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            yield held.union(_groups_of(child.parameters(), index_of))
+        else:
+            yield from _together(child, of_module, index_of, held)
+
+
+def _groups_of(parameters: Iterable[nn.Parameter | None], index_of: dict[nn.Parameter, int]) -> set[int]:
+    return {index_of[p] for p in parameters if p is not None and p in index_of}
 
 
 def _closed_modules(model: nn.Module, index_of: dict[nn.Parameter, int]) -> Iterator[nn.Module]:
