@@ -29,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 def refuse(kind: type[TierstoreError], folder: Path, way: Way = WAY, **changes: Any) -> str:
     """The message of an engine that does not come to be: one sentence, and the model is as it was."""
-    model = way.model()
+    model = changes.setdefault("model", way.model())
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with pytest.raises(kind) as refusal, opened(way, folder, **({"model": model} | changes)):
+    with pytest.raises(kind) as refusal, opened(way, folder, **changes):
         pass
     message = str(refusal.value)
     print(message)  # for the reader of `pytest -s`
