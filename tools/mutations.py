@@ -221,6 +221,14 @@ MUTATIONS: Sequence[Mutation] = (
         "a gradient is reduced when it is computed", "train/reduction.py Reductions._reduce", "after.synchronize()",
         "train/test_zero_models.py::test_stages_are_one",
     ),
+    Mutation(
+        "the first reductions follow forward", "train/backward.py GradientCollector.begin",
+        "self._reductions.guess_order(needed)", "train/test_zero_memory.py",
+    ),
+    Mutation(
+        "late gradients are reduced", "train/backward.py GradientCollector.finish", "self._take_late(self._reductions)",
+        "train/test_zero_models.py::test_gradients_that_come_late_at_one_rank_are_added",
+    ),
     # The generations of training.
     never(
         "checksum of a chunk", "store/slots.py SlotPack.check_digest", "if found != record.checksum:",

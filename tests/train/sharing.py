@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import next_token_loss, tiny, tokens
+from runs import TinyModel, next_token_loss, tiny, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
 from tierstore.config import AdamWConfig, TierConfig
@@ -23,6 +23,16 @@ from tierstore.train.gathering import Gathers
 from tierstore.train.ranks import Ranks
 
 GLOBAL_BATCH = 12  # rows; 1, 2, 3 and 4 ranks have equal parts
+
+
+class Backwards(TinyModel):
+    """Its blocks run in the reverse of the order in which they are registered."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 def batches(steps: int, rank: int, ranks: int) -> list[torch.Tensor]:
@@ -202,11 +212,13 @@ def lose(
     return {"made": made, "waits": waits, "told": told, "raised_s": raised_s or closed_s, "closed_s": closed_s}
 
 
-def peaks(rank: int, ranks: int, stage: int, gpu_memory: int | str = "64MiB") -> dict[str, Any]:
+def peaks(
+    rank: int, ranks: int, stage: int, gpu_memory: int | str = "64MiB", model: type[TinyModel] = TinyModel
+) -> dict[str, Any]:
     """The most bytes that two steps in memory have held, by what for; in stage 3 the device has room for one block."""
 
     tiers = TierConfig(gpu_memory=gpu_memory, cpu_memory="64MiB", timeout_s=20.0)
-    with Engine(tiny(tied=False), tiers, zero=stage, update="step") as engine:
+    with Engine(model(tied=False), tiers, zero=stage, update="step") as engine:
         for batch in batches(2, rank, ranks):
             engine.backward(next_token_loss(engine, batch))
             engine.step()

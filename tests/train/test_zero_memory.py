@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from ranks import run_ranks
-from sharing import peaks
+from runs import TinyModel
+from sharing import Backwards, peaks
 
 from tierstore.alignment import padded
 
@@ -22,8 +23,9 @@ def part(size: int) -> int:
     return -(-size // (2 * BLOCK)) * BLOCK
 
 
+@pytest.mark.parametrize("model", [TinyModel, Backwards])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_peaks_of_a_rank(stage: int) -> None:
+def test_peaks_of_a_rank(stage: int, model: type[TinyModel]) -> None:
     parts = 2 if stage >= 2 else 1
     whole = [size if stage == 0 else 2 * part(size) for size in SIZES]  # on the device, with padding
     # A bucket holds the whole gradient and, behind each of its parts, a flag per parameter. Beside it is what is
@@ -35,7 +37,7 @@ def test_peaks_of_a_rank(stage: int) -> None:
     # The least that the device must hold beside a bucket: all weights up to stage 2, one block in stage 3.
     weights = [4 * elements for elements in (whole if stage < 3 else whole[3:4])]
     gpu_memory = sum(padded(nbytes) for nbytes in weights) + max(buckets)
-    for rank, held in enumerate(run_ranks(2, peaks, stage, gpu_memory)):
+    for rank, held in enumerate(run_ranks(2, peaks, stage, gpu_memory, model)):
         assert held["device_weights"] == sum(weights)
         assert held["device_gradients"] == max(buckets)
         # At rest: 4 B of weights, 8 B of moments and 4 B of gradient for every element that the rank keeps.

@@ -72,6 +72,17 @@ class SkippingTogether(must.Stack):
     calls_per_step = 1
 
 
+class EitherWay(must.Stack):
+    """Each batch goes through the layers from one end or from the other."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        is_turned = bool(x.detach()[0, 0] > 0)
+        x = self.enter(x)
+        for layer in self.layers[::-1] if is_turned else self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 class Unused(must.Stack):
     """One layer is used by the first rows of a batch only, and one by nobody."""
 
@@ -154,7 +165,7 @@ def llama() -> nn.Module:
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {kind.__name__: kind for kind in must.MODELS}
-KINDS |= {kind.__name__: kind for kind in (Growing, SkippingTogether, Unused, Routed, MixedTypes, Compiled)}
+KINDS |= {kind.__name__: kind for kind in (Growing, SkippingTogether, EitherWay, Unused, Routed, MixedTypes, Compiled)}
 KINDS |= {"gpt2": lambda: HuggingFace(gpt2()), "llama": lambda: HuggingFace(llama())}
 
 
@@ -214,7 +225,7 @@ def least_budgets(kind: str, directories: Sequence[str], update: str, zero: int,
     told = [_bytes(re.search(rf"{name}.*?the smallest that fits is (\d+) B", text)) for name in ("gpu", "cpu")]
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, told)
-    return max(gpu for gpu, _ in found) + 2**21, max(cpu for _, cpu in found)  # modules in modules need more
+    return max(gpu for gpu, _ in found), max(cpu for _, cpu in found)
 
 
 def _bytes(found: re.Match[str] | None) -> int:

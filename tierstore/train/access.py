@@ -144,6 +144,10 @@ class DeviceAccess:
         """Groups and the seconds of their visits in the last forward, and in the last backward."""
         return tuple(self._visits[: self._forward_visits]), tuple(self._visits[self._forward_visits :])
 
+    def first_visits(self) -> list[int]:
+        """Groups in the order in which they were first needed since the last forward began."""
+        return list(dict.fromkeys(group for group, _ in self._visits))
+
     def _make_policy(self) -> ResidencyPolicy:
         return ResidencyPolicy(self.order, self.sizes, self._store.placement.gpu_weight_bytes, 0)
 

@@ -8,7 +8,9 @@ Owner: the training side; `_accept` runs on the loop.
 says of its graph does not show what reentrant checkpointing will recompute: how many gradients came from there is known
 from the last step. In the first step it is not, and when that changes it is wrong: what is left is taken when backward
 ends, and a gradient that comes after its group was taken is added, or, if the group was updated already, an error by
-name.
+name. With other ranks one order is kept, in which a group that never completes would hold up all behind it: where room
+is short in the first step, what should have come before is taken as it is, and what still comes is reduced at the end:
+equal to rounding to what one reduction gives.
 
 [Note: company] A small group's gradient waits for others, so that a crossing to the loop, a task and a job of a worker
 serve several. It is handed over before whatever else crosses, so nobody waits for one that waits. Where the loop is
@@ -18,6 +20,7 @@ late it takes all that there is by then.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -150,11 +153,14 @@ class GradientCollector:
             self._forwards = forwards
             self._recomputed = [None] * len(self._groups)
 
-    def begin(self, store: Gradients, loss: torch.Tensor, *, is_final: bool, is_streaming: bool) -> None:
+    def begin(
+        self, store: Gradients, loss: torch.Tensor, needed: Sequence[int], *, is_final: bool, is_streaming: bool
+    ) -> None:
         """A backward begins.
 
         Args:
             loss: what backward begins from.
+            needed: groups in the order in which forward needed them first.
             is_final: it is the last one of the step.
             is_streaming: a group may be updated as soon as it is complete.
         """
@@ -172,6 +178,8 @@ class GradientCollector:
         self._collected = [_Collected() for _ in self._groups]
         self._gathering.clear()
         self._waiting.clear()
+        if self._reductions is not None:
+            self._reductions.guess_order(needed)
         self._leaves.ask(loss, partial(self._expect, store))
 
     def _expect(self, store: Gradients, reached: Sequence[tuple[int, int]]) -> None:
@@ -180,7 +188,7 @@ class GradientCollector:
             self._collected[group].missing.add(position)
             self._collected[group].reached += 1
         if self._reductions is not None:
-            self._runtime.post(self._reductions.begin, store)
+            self._runtime.post(self._reductions.begin, store, self._reductions.order)
             for unreached in (group for group in self._groups if group.spec.trainable and not self._needed(group)):
                 self._take(unreached)  # the others need not wait for it
 
@@ -191,6 +199,9 @@ class GradientCollector:
             is_shared = self._reductions is not None and self._groups[index].spec.trainable
             if (collected.fired or is_shared) and (collected.gradients or not collected.is_taken):
                 self._take(self._groups[index])
+        if self._reductions is not None and not self.knows_graph:
+            self._take_late(self._reductions)
+        for index, collected in enumerate(self._collected):
             if self.is_final:
                 self._recomputed[index] = collected.fired - collected.reached
         self._runtime.call(self._accepted)
@@ -210,7 +221,8 @@ class GradientCollector:
         parameter.grad = None
         if not self._is_collecting:
             raise GraphError("loss.backward() was called; call engine.backward(loss)")
-        if collected.is_taken and (self.is_streaming or self._reductions is not None):
+        is_reduced = self._reductions is not None and collected.is_taken
+        if collected.is_taken and (self.is_streaming or (is_reduced and self.knows_graph)):
             advice = "" if self._reductions is not None else "; use update='forward' for models that do that"
             raise GraphError(
                 f"the gradient of {group.spec.parameters[position].name} came after its group was "
@@ -221,7 +233,7 @@ class GradientCollector:
         del gradient  # the last reference is that of who copies it
         collected.fired += 1
         collected.missing.discard(position)
-        if not collected.missing and collected.fired >= self._needed(group):
+        if not collected.missing and collected.fired >= self._needed(group) and not is_reduced:
             self._waiting.add(group.index)
         for index in sorted(self._waiting) if self._waiting else ():
             if not self.is_streaming or self._is_free(index):
@@ -258,6 +270,8 @@ class GradientCollector:
     def _make_room(self, group: Group) -> None:
         """Wait until a group's gradient fits the device; what others have of theirs goes ahead if that is too much."""
         group_bytes = self._device_bytes[group.index]
+        if self._reductions is not None and not self.knows_graph:
+            self._take_before(group, self._reductions.order)
         held_bytes = sum(self._device_bytes[index] for index in self._gathering) + group_bytes
         for other in list(self._gathering.values()):
             if held_bytes > self._capacity_bytes:
@@ -282,6 +296,26 @@ class GradientCollector:
             return
         pieces = self._pieces(group)
         self._hand_over(group, pieces, self.on_complete(group.index) if self.is_streaming else None)
+
+    def _take_before(self, group: Group, order: Sequence[int]) -> None:
+        """Groups whose turn to be reduced is earlier, complete or not, if room is short. See [Note: complete].
+
+        It goes by what waits for its turn and not by what is there: the same in every run, and so is what comes late.
+        """
+        waiting = list(itertools.dropwhile(lambda index: self._collected[index].is_taken, order))
+        held_bytes = sum(self._device_bytes[index] for index in waiting if self._collected[index].fired)
+        if held_bytes + self._device_bytes[group.index] > self._capacity_bytes:
+            for index in itertools.takewhile(lambda index: index != group.index, waiting):
+                if not self._collected[index].is_taken:
+                    self._take(self._groups[index])
+
+    def _take_late(self, reductions: Reductions) -> None:
+        """What has come at any rank after its group was taken. See [Note: complete]."""
+        late = [index for index, collected in enumerate(self._collected) if collected.bucket is not None]
+        order = reductions.late_order(late)
+        self._runtime.post(reductions.begin, self.store, order)
+        for index in order:
+            self._take(self._groups[index])
 
     def _pieces(self, group: Group) -> list[Piece]:
         """What came of a group and was not handed over."""

@@ -207,7 +207,8 @@ class Engine:
         is_streaming = parts.driver.is_streaming
         scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
         gradients, is_final = self._generations.gradients, self._order.is_syncing
-        parts.collector.begin(gradients, scaled, is_final=is_final, is_streaming=is_streaming)
+        needed = parts.access.first_visits()
+        parts.collector.begin(gradients, scaled, needed, is_final=is_final, is_streaming=is_streaming)
         parts.access.begin_backward()
         with self._order.unbroken():
             try:

@@ -4,9 +4,10 @@ Scope: the bucket of a group, the order of reductions, and handing the result to
 Not here: when a group's gradient is complete (`backward.py`); reducing without offload (`reducer.py`).
 Owner: buckets are filled by the thread that runs backward; everything else is the loop's, with a thread of its own.
 
-[Note: the order of reductions] Every backward reduces every trainable group once, in one order at every rank: the
-reverse of registration, and after two steps the order in which rank 0's gradients were complete. A group that got
-no gradient here takes part with zeros.
+[Note: the order of reductions] Every backward reduces every trainable group once, in one order at every rank: that in
+which rank 0's gradients were complete in one of the first two steps, and before that the reverse of that in which its
+forward needed the groups. What waits for its turn takes memory of the device. A group that got no gradient here takes
+part with zeros.
 
 [Note: flags] Whether a parameter got a gradient at any rank decides whether it is updated. Each rank adds a 1 for each
 of its parameters that did behind every part of the bucket, so that the sums tell, at no collective of their own.
@@ -34,6 +35,8 @@ from tierstore.trace import Tracer
 from tierstore.train.groups import Group
 from tierstore.train.partition import Partition
 from tierstore.train.ranks import reduce_scatter_flat
+
+_LESSONS = 2  # in the first backward, what a recomputation adds is not known
 
 
 class Buckets:
@@ -130,7 +133,7 @@ class Reductions:
     ) -> None:
         self.buckets = Buckets(partition)
         self.order = [group.index for group in reversed(groups) if group.spec.trainable]
-        self._lessons = 2  # in the first backward, what a recomputation adds is not known
+        self._lessons = _LESSONS
         self._partition = partition
         self._groups = groups
         self._runtime = runtime
@@ -140,7 +143,8 @@ class Reductions:
         self.touched: set[str] = set()
         self._thread = WorkerPool("tierstore-reduce", 1)
         self._ready: dict[int, _Ready] = {}
-        self._next = 0
+        self._turns: Iterator[int] = iter(())
+        self._next: int | None = None
         self._begun: set[int] = set()
         self.running: dict[int, asyncio.Task[None]] = {}
         self.store: Gradients | None = None
@@ -155,18 +159,33 @@ class Reductions:
         """An empty bucket, in the stream that runs backward."""
         return Bucket(self.buckets, group, self._device.torch_device, self._partition.world)
 
+    def guess_order(self, needed: Sequence[int]) -> None:
+        """Before the first lesson: the reverse of rank 0's forward. See [Note: the order of reductions]."""
+        if self._lessons == _LESSONS:
+            trainable = {group.index for group in self._groups if group.spec.trainable}
+            last = sorted(trainable.difference(needed), reverse=True)  # complete when backward ends, if ever
+            mine = [*(group for group in reversed(needed) if group in trainable), *last]
+            self.order = self._partition.agree("the order of gradients", mine)
+
     def learn_order(self, completed: Sequence[int]) -> None:
         """Take the order of rank 0; between backwards, in the training thread. See [Note: the order of reductions]."""
         if self._lessons:
             self._lessons -= 1
-            self.order = self._partition.agree("the order of gradients", list(completed))
+            last = [*dict.fromkeys(reversed(completed))][::-1]
+            self.order = self._partition.agree("the order of gradients", last)
+
+    def late_order(self, groups: Sequence[int]) -> list[int]:
+        """Those of all ranks, in one order; in the training thread."""
+        ranks = self._partition.exchange("late gradients", list(groups))
+        return sorted({group for rank in ranks for group in rank}, reverse=True)
 
     # --- on the loop thread -------------------------------------------------------------------------------------
 
-    def begin(self, store: Gradients) -> None:
-        """A backward begins: it will reduce every group once."""
+    def begin(self, store: Gradients | None, order: Sequence[int]) -> None:
+        """These groups will be reduced, once each: of a backward that begins, or what came late in it."""
         self.store = store
-        self._next = 0
+        self._turns = iter(order)
+        self._next = next(self._turns, None)
         self._ready.clear()
 
     def forget(self) -> None:
@@ -177,9 +196,8 @@ class Reductions:
     def ready(self, group: int, bucket: Bucket | None, after: Mark, is_final: bool, is_streaming: bool) -> None:
         """A group is complete at this rank (None: it got no gradient here). See [Note: the order of reductions]."""
         self._ready[group] = _Ready(bucket, after, is_final, is_streaming)
-        while self._next < len(self.order) and self.order[self._next] in self._ready:
-            launched = self.order[self._next]
-            self._next += 1
+        while (launched := self._next) is not None and launched in self._ready:
+            self._next = next(self._turns, None)
             self._launch(self._groups[launched], self._ready.pop(launched))
 
     def _launch(self, group: Group, ready: _Ready) -> None:
