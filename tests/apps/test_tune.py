@@ -23,7 +23,7 @@ from tierstore.apps.trial import Measured, Recorded, Trial
 from tierstore.apps.tune import Outcome, TuneOptions, as_train_options, candidates, run, save
 from tierstore.cli import app
 from tierstore.config import UpdateSchedule
-from tierstore.errors import ConfigError, StorageError
+from tierstore.errors import BudgetError, ConfigError, StorageError
 from tierstore.plan import tuning as plan_tuning
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.placement import GroupNeed
@@ -108,6 +108,15 @@ def test_the_first_candidate_is_what_train_would_do() -> None:
     assert {one.schedule for one in found[1:]} == {UpdateSchedule.FORWARD, UpdateSchedule.STEP}
     rare = list(candidates(record(), replace(train, commit_every=2)))
     assert rare[0].schedule is UpdateSchedule.FORWARD
+
+
+def test_a_budget_that_the_engine_would_refuse_is_refused() -> None:
+    """A module of the model needs weights of several groups at once."""
+    train = TrainOptions(gpu_memory=128 * MIB, cpu_memory=300 * MIB, nvme=(Path("x"),))
+    together = replace(record(), acquired_bytes=120 * MIB)
+    with pytest.raises(BudgetError, match="gpu_memory"):
+        list(candidates(together, train))
+    assert list(candidates(together, replace(train, gpu_memory=256 * MIB)))
     unclipped = list(candidates(record(), TrainOptions(cpu_memory=300 * MIB, nvme=(Path("x"),), clip=0)))
     assert unclipped[0].schedule is UpdateSchedule.BACKWARD
     fixed = TrainOptions(cpu_memory=300 * MIB, nvme=(Path("x"),), update=UpdateSchedule.STEP, chunk=MIB)

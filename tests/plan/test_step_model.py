@@ -199,7 +199,14 @@ def test_what_has_no_model_is_refused() -> None:
 
 
 def test_a_record_survives_its_file() -> None:
-    assert StepRecord.from_json(json.loads(json.dumps(record(0.125, 0.5).to_json()))) == record(0.125, 0.5)
+    for one in (record(0.125, 0.5), replace(record(), contention=0.5, drag=1.5, acquired_bytes=3 * MIB)):
+        assert StepRecord.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "1", True, 2**62])
+def test_other_sizes_are_no_record(value: Any) -> None:
+    with pytest.raises(FormatError, match="not a recorded step"):
+        StepRecord.from_json(record().to_json() | {"acquired_bytes": value})
 
 
 @pytest.mark.parametrize(

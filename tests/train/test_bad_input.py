@@ -171,6 +171,9 @@ class TestBudgets:
         with opened(way, tmp_path, gpu_memory=gpu, cpu_memory=cpu, model=make()) as run:
             run.until(3)
             assert run.engine.statistics()["peak_bytes"]["gpu"] <= gpu
+            record = run.engine.record()  # from which `tune` places
+        gradient = max(need.device_bytes for need in record.groups if need.trainable)
+        assert record.acquired_bytes == gpu - gradient
 
     def test_a_list_that_nobody_calls_holds_no_weights(self, tmp_path: Path) -> None:
         model = TinyModel()

@@ -205,7 +205,7 @@ def _placed(record: StepRecord, train: TrainOptions, schedule: UpdateSchedule) -
         device=train.device, gpu_memory=train.gpu_memory, cpu_memory=train.cpu_memory, nvme=train.nvme,
         chunk_bytes=train.chunk,
     )  # fmt: skip
-    return place(divided(request_for(record.groups, tiers, schedule, None)))
+    return place(divided(request_for(record.groups, tiers, schedule, None, record.acquired_bytes)))
 
 
 def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | Recorded:

@@ -16,6 +16,7 @@ from tierstore.plan.placement import GroupNeed
 
 _VERSION = 1
 _MOST_SECONDS = 10**9  # of one visit: decades
+_MOST_BYTES = 2**62
 _MOST_SHOWN = 40  # characters of a wrong value
 
 
@@ -31,6 +32,7 @@ class StepRecord:
             `plan/tuning.calibrated`.
         drag: how many times as long reads and writes take within steps as the measured rates say, judged by how long
             the steps took: the threads of the disks wait for cores and for the interpreter, which both train.
+        acquired_bytes: of weights that are on the device together, at least; see `plan.placement.Request`.
     """
 
     groups: tuple[GroupNeed, ...]
@@ -40,6 +42,7 @@ class StepRecord:
     between_s: float = 0.0
     contention: float = 1.0
     drag: float = 1.0
+    acquired_bytes: int | None = None
 
     def __post_init__(self) -> None:
         visited = [group for group, _ in (*self.forward, *self.backward)]
@@ -120,9 +123,13 @@ class StepRecord:
             }
             groups = tuple(GroupNeed(**need) for need in value["groups"])
             completed = tuple(_index(group) for group in value["completed"])
-            factors = (_seconds(value.get(name, 1.0)) for name in ("contention", "drag"))
+            contention, drag = (_seconds(value.get(name, 1.0)) for name in ("contention", "drag"))
             between_s = _seconds(value["between_s"])
-            record = cls(groups, visits["forward"], visits["backward"], completed, between_s, *factors)
+            size = value.get("acquired_bytes")
+            acquired_bytes = None if size is None else _bytes(size)
+            record = cls(
+                groups, visits["forward"], visits["backward"], completed, between_s, contention, drag, acquired_bytes
+            )
             record.check_gradients()
         except FormatError:
             raise
@@ -136,6 +143,12 @@ class StepRecord:
 def _index(value: Any) -> int:
     if type(value) is not int:
         raise FormatError(f"not a recorded step: a group is given by its number, not {_shown(value)}")
+    return value
+
+
+def _bytes(value: Any) -> int:
+    if type(value) is not int or not 0 < value < _MOST_BYTES:
+        raise FormatError(f"not a recorded step: a size is a number of bytes, 1 to 2^62, not {_shown(value)}")
     return value
 
 

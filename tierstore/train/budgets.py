@@ -25,7 +25,6 @@ def request_for(
     tiers: TierConfig,
     schedule: UpdateSchedule,
     chunk_elements: int | None,
-    *,
     acquired_bytes: int | None = None,
 ) -> Request:
     """The request of a run without codecs.

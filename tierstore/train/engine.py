@@ -419,9 +419,11 @@ class Engine:
 
     def record(self) -> StepRecord:
         """The last step as `plan.step_model` takes it; a step that began after `flush()` had no update beside it."""
-        access, collector = self._parts.access, self._parts.collector
-        forward, backward = access.last_visits()
-        return StepRecord(self.placement.groups, forward, backward, tuple(collector.completed))
+        parts, needs = self._parts, self.placement.groups
+        completed = tuple(parts.collector.completed)
+        return StepRecord(
+            needs, *parts.access.last_visits(), completed, acquired_bytes=parts.groups.acquired_bytes(needs)
+        )
 
     @property
     def placement(self) -> Placement:

@@ -13,7 +13,7 @@ moves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 from tierstore.device.spans import TORCH_DTYPES
 from tierstore.device.streams import ComputeDevice
 from tierstore.errors import ConfigError, GraphError
+from tierstore.plan.placement import GroupNeed
 from tierstore.store.layout import GroupSpec, ParameterSpec
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -144,6 +145,10 @@ class ModelGroups:
                         "nor kept: build the model with it, and make another engine; "
                         "values alone are set by engine.load_state_dict(...)"
                     )
+
+    def acquired_bytes(self, needs: Sequence[GroupNeed]) -> int:
+        """The most that is on the device together, of groups that need this; see `together`."""
+        return max(sum(needs[group].device_bytes for group in together) for together in self.together)
 
     @property
     def tied(self) -> set[int]:

@@ -38,8 +38,7 @@ def cut_groups(
 
     def request(specs: Sequence[GroupSpec]) -> Request:
         needs = [spec.need() for spec in specs]
-        at_once = (sum(needs[group].device_bytes for group in together) for together in groups.together)
-        asked = request_for(needs, tiers, schedule, grid, acquired_bytes=max(at_once))
+        asked = request_for(needs, tiers, schedule, grid, groups.acquired_bytes(needs))
         if partition.is_shared:
             asked = _with_buckets(asked, specs, groups.tied, partition)
         return with_scratch(asked, tiers) if is_coded else asked  # last: what else there must be goes before
