@@ -25,7 +25,7 @@ from tierstore.cli import app
 from tierstore.config import UpdateSchedule
 from tierstore.errors import BudgetError, ConfigError, StorageError
 from tierstore.plan import tuning as plan_tuning
-from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.bandwidth import BandwidthTable, NamedRate, Rate
 from tierstore.plan.placement import GroupNeed
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
@@ -93,6 +93,14 @@ def test_a_guess_is_foretold_as_right_and_that_is_said(files: list[str], tmp_pat
         assert other["update"] == update
         assert "not clipped" not in words
         assert guessing["predicted"][2]["seconds"] < 1.01 * other["predicted"][2]["seconds"]
+
+
+def test_rates_that_vary_are_named(files: list[str], tmp_path: Path) -> None:
+    quartiles = {"read_bytes_per_s": (0.5e9, 1.5e9), "write_bytes_per_s": (0.9e9, 1e9)}
+    spreads = tuple(NamedRate(name, Rate(1e9, *both)) for name, both in quartiles.items())
+    (tmp_path / "rates.json").write_text(json.dumps(replace(RATES, spreads=spreads).to_json()))
+    result = tune(*files, "--preset", "124m")
+    assert "so measure again: disk, reads." in " ".join(result.output.split())
 
 
 def test_the_plot_is_a_picture(files: list[str], tmp_path: Path) -> None:

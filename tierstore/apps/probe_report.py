@@ -23,11 +23,12 @@ from tierstore.plan.layers import TimedLayer
 from tierstore.plan.model_size import size_name
 from tierstore.plots import new_figure, save_figure
 
+_SYNC = "sync_bytes_per_s"
 _NAMES = (
     ("read_bytes_per_s", "disk, reads", "GB/s"),
     ("write_bytes_per_s", "disk, writes", "GB/s"),
     ("shared_bytes_per_s", "disk, both at once, sum", "GB/s"),
-    ("sync_bytes_per_s", "disk, sync of writes", "GB/s"),
+    (_SYNC, "disk, sync of writes", "GB/s"),
     ("h2d_bytes_per_s", "memory to device", "GB/s"),
     ("d2h_bytes_per_s", "device to memory", "GB/s"),
     ("h2d_pageable_bytes_per_s", "memory to device, not pinned", "GB/s"),
@@ -111,10 +112,15 @@ def sentences(table: BandwidthTable) -> list[str]:
             f"{largest.dtype} in {largest.forward_s * 1e3:.0f} ms forward and {largest.backward_s * 1e3:.0f} ms "
             f"backward: {_flop_per_s(largest) / 1e9:.0f} Gflop/s."
         )
-    wide = [entry.name.removesuffix("_per_s") for entry in table.spreads if entry.rate.spread > _WIDE]
-    if wide:
-        said.append(f"Quartiles more than {_WIDE:.0%} of the median apart, so measure again: {', '.join(wide)}.")
-    return said
+    return said + uncertain(table)
+
+
+def uncertain(table: BandwidthTable) -> list[str]:
+    """A sentence about rates that varied while they were measured, if some did."""
+    spreads = _spreads(table)
+    wide = [label for name, label, _ in _NAMES if name in spreads and spreads[name].spread > _WIDE]
+    told = f"Quartiles more than {_WIDE:.0%} of the median apart, so measure again: {'; '.join(wide)}."
+    return [told] if wide else []
 
 
 def _flop_per_s(layer: TimedLayer) -> float:
@@ -124,12 +130,17 @@ def _flop_per_s(layer: TimedLayer) -> float:
 
 def _rates(table: BandwidthTable) -> Table:
     shown = _table("rates", ("", "median", "quartiles", "unit"))
-    spreads = {entry.name: entry.rate for entry in table.spreads}
+    spreads = _spreads(table)
     for name, label, unit in _NAMES:
         if name in spreads:
             rate = spreads[name]
             shown.add_row(label, _number(rate.per_s), f"{_number(rate.low)} .. {_number(rate.high)}", unit)
     return shown
+
+
+def _spreads(table: BandwidthTable) -> dict[str, Rate]:
+    """By name; that of a sync which takes no time that counts is no rate."""
+    return {entry.name: entry.rate for entry in table.spreads if entry.name != _SYNC or table.caches_writes}
 
 
 def _directories(directories: Sequence[DirectoryRates]) -> Table:

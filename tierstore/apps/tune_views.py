@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.apps.probe_report import uncertain
 from tierstore.apps.tune import Outcome
 from tierstore.config import Tier, TierConfig, UpdateSchedule, format_size
 from tierstore.plan.bandwidth import BandwidthTable
@@ -79,6 +80,8 @@ def as_words(outcome: Outcome) -> str:
         lines.append("That is a step whose gradients are not clipped: `train` updates as under forward while they are.")
     if outcome.measured:
         lines.append(_check(outcome))
+    else:
+        lines += uncertain(table)
     return "\n".join(lines)
 
 
