@@ -196,6 +196,7 @@ def test_files_that_no_index_names_are_not_written_over(tmp_path: Path) -> None:
     [
         ({"shards": 1, "destinations": (Path("a"), Path("b"))}, "--shards 1 is fewer than the 2 destinations"),
         ({"destinations": (Path("a"), Path("./a"))}, "a destination is given twice"),
+        ({"destinations": (Path("a.pt"),)}, "a pack is a name ending in .safetensors, or directories, not a.pt"),
         ({"destinations": (Path("a.safetensors"),), "shards": 2}, "2 files do not go into a.safetensors"),
     ],
 )

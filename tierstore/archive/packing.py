@@ -27,7 +27,7 @@ from tierstore.archive import flow
 from tierstore.archive.gather import Content, OpenFiles
 from tierstore.archive.index import archive_index
 from tierstore.archive.publish import Publication
-from tierstore.archive.sources import Source
+from tierstore.archive.sources import TORCH_SUFFIXES, Source
 from tierstore.config import Codec
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
@@ -84,6 +84,8 @@ class PackOptions:
             raise ConfigError(f"--shards {self.files} is fewer than the {len(self.destinations)} destinations")
         if len({path.absolute() for path in self.destinations}) < len(self.destinations):
             raise ConfigError("a destination is given twice")
+        if wrong := [path for path in self.destinations if path.suffix in TORCH_SUFFIXES and not path.is_dir()]:
+            raise ConfigError(f"a pack is a name ending in .safetensors, or directories, not {wrong[0]}")
         if self.names_a_file and self.files > 1:
             raise ConfigError(
                 f"{self.files} files do not go into {self.destinations[0]}: give directories, not names that end in "

@@ -24,7 +24,7 @@ from tierstore.pack.validate import Header, read_header
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _DISTRIBUTED = ".metadata"
 
@@ -78,7 +78,7 @@ def open_source(path: Path) -> Source:
         raise StorageError(f"there is no {path}")
     if path.is_dir():
         return _directory(path)
-    if path.suffix in _TORCH_SUFFIXES:
+    if path.suffix in TORCH_SUFFIXES:
         from tierstore.archive.torch_files import torch_source
 
         return torch_source(path, [path], _config(path.parent))

@@ -24,7 +24,7 @@ from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import ArchiveFile, PlacedChunk, placed_chunks
 from tierstore.archive.publish import Publication
 from tierstore.archive.reading import content_room, read_content
-from tierstore.archive.sources import INDEX, SINGLE, own_metadata
+from tierstore.archive.sources import INDEX, SINGLE, TORCH_SUFFIXES, own_metadata
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.pack.archive import back_to_back
@@ -32,7 +32,6 @@ from tierstore.pack.layout import DTYPE_BITS, TensorEntry, TensorSpec, build_hea
 from tierstore.plan.order import natural_key
 
 Bytes = npt.NDArray[np.uint8]
-TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
