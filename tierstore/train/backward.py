@@ -304,7 +304,8 @@ class GradientCollector:
         """
         waiting = list(itertools.dropwhile(lambda index: self._collected[index].is_taken, order))
         held_bytes = sum(self._device_bytes[index] for index in waiting if self._collected[index].fired)
-        if held_bytes + self._device_bytes[group.index] > self._capacity_bytes:
+        is_late = self._collected[group.index].is_taken
+        if not is_late and held_bytes + self._device_bytes[group.index] > self._capacity_bytes:
             for index in itertools.takewhile(lambda index: index != group.index, waiting):
                 if not self._collected[index].is_taken:
                     self._take(self._groups[index])
