@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from tierstore.apps.probe import Outcome
+from tierstore.apps.rate_names import NAMES, spreads_of, uncertain
 from tierstore.config import format_size
 from tierstore.measure.survey import Directory
 from tierstore.plan.bandwidth import Activity, BandwidthTable, DirectoryRates, Rate
@@ -23,24 +24,6 @@ from tierstore.plan.layers import TimedLayer
 from tierstore.plan.model_size import size_name
 from tierstore.plots import new_figure, save_figure
 
-_SYNC = "sync_bytes_per_s"
-_NAMES = (
-    ("read_bytes_per_s", "disk, reads", "GB/s"),
-    ("write_bytes_per_s", "disk, writes", "GB/s"),
-    ("shared_bytes_per_s", "disk, both at once, sum", "GB/s"),
-    (_SYNC, "disk, sync of writes", "GB/s"),
-    ("h2d_bytes_per_s", "memory to device", "GB/s"),
-    ("d2h_bytes_per_s", "device to memory", "GB/s"),
-    ("h2d_pageable_bytes_per_s", "memory to device, not pinned", "GB/s"),
-    ("d2h_pageable_bytes_per_s", "device to memory, not pinned", "GB/s"),
-    ("memory_bytes_per_s", "copies within memory", "GB/s"),
-    ("checksum_bytes_per_s", "checksum, one thread", "GB/s"),
-    ("adam_elements_per_s", "Adam, bf16 weights", "Gparam/s"),
-    ("adam_fp32_elements_per_s", "Adam, fp32 weights", "Gparam/s"),
-    ("norm_elements_per_s", "norms of gradients", "Gparam/s"),
-    ("matmul_flop_per_s", "matrix products", "Gflop/s"),
-)
-_WIDE = 0.15  # of the median: quartiles that far apart are said
 _SHARED = 1.25  # both ways at once against the faster one alone: below it the two share one budget
 
 
@@ -115,14 +98,6 @@ def sentences(table: BandwidthTable) -> list[str]:
     return said + uncertain(table)
 
 
-def uncertain(table: BandwidthTable) -> list[str]:
-    """A sentence about rates that varied while they were measured, if some did."""
-    spreads = _spreads(table)
-    wide = [label for name, label, _ in _NAMES if name in spreads and spreads[name].spread > _WIDE]
-    told = f"Quartiles more than {_WIDE:.0%} of the median apart, so measure again: {'; '.join(wide)}."
-    return [told] if wide else []
-
-
 def _flop_per_s(layer: TimedLayer) -> float:
     """Backward has twice the products of forward."""
     return 3 * layer.work.flop / (layer.forward_s + layer.backward_s)
@@ -130,17 +105,12 @@ def _flop_per_s(layer: TimedLayer) -> float:
 
 def _rates(table: BandwidthTable) -> Table:
     shown = _table("rates", ("", "median", "quartiles", "unit"))
-    spreads = _spreads(table)
-    for name, label, unit in _NAMES:
+    spreads = spreads_of(table)
+    for name, label, unit in NAMES:
         if name in spreads:
             rate = spreads[name]
             shown.add_row(label, _number(rate.per_s), f"{_number(rate.low)} .. {_number(rate.high)}", unit)
     return shown
-
-
-def _spreads(table: BandwidthTable) -> dict[str, Rate]:
-    """By name; that of a sync which takes no time that counts is no rate."""
-    return {entry.name: entry.rate for entry in table.spreads if entry.name != _SYNC or table.caches_writes}
 
 
 def _directories(directories: Sequence[DirectoryRates]) -> Table:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tierstore.apps.probe_report import uncertain
+from tierstore.apps.rate_names import uncertain
 from tierstore.apps.tune import Outcome
 from tierstore.config import Tier, TierConfig, UpdateSchedule, format_size
 from tierstore.plan.bandwidth import BandwidthTable
