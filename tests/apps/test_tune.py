@@ -116,6 +116,10 @@ def test_the_first_candidate_is_what_train_would_do() -> None:
     assert {one.schedule for one in found[1:]} == {UpdateSchedule.FORWARD, UpdateSchedule.STEP}
     rare = list(candidates(record(), replace(train, commit_every=2)))
     assert rare[0].schedule is UpdateSchedule.FORWARD
+    unclipped = list(candidates(record(), TrainOptions(cpu_memory=300 * MIB, nvme=(Path("x"),), clip=0)))
+    assert unclipped[0].schedule is UpdateSchedule.BACKWARD
+    fixed = TrainOptions(cpu_memory=300 * MIB, nvme=(Path("x"),), update=UpdateSchedule.STEP, chunk=MIB)
+    assert [(one.schedule, one.chunk_bytes) for one in candidates(record(), fixed)] == [(UpdateSchedule.STEP, MIB)]
 
 
 def test_a_budget_that_the_engine_would_refuse_is_refused() -> None:
@@ -125,10 +129,6 @@ def test_a_budget_that_the_engine_would_refuse_is_refused() -> None:
     with pytest.raises(BudgetError, match="gpu_memory"):
         list(candidates(together, train))
     assert list(candidates(together, replace(train, gpu_memory=256 * MIB)))
-    unclipped = list(candidates(record(), TrainOptions(cpu_memory=300 * MIB, nvme=(Path("x"),), clip=0)))
-    assert unclipped[0].schedule is UpdateSchedule.BACKWARD
-    fixed = TrainOptions(cpu_memory=300 * MIB, nvme=(Path("x"),), update=UpdateSchedule.STEP, chunk=MIB)
-    assert [(one.schedule, one.chunk_bytes) for one in candidates(record(), fixed)] == [(UpdateSchedule.STEP, MIB)]
 
 
 def test_with_the_real_engine(disk_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zero_models
 from ranks import run_ranks
 from safetensors.torch import load_file
+from torch import nn
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
@@ -57,6 +59,23 @@ def test_gradients_that_come_late_at_one_rank_are_added(tmp_path: Path) -> None:
     )
     check("EitherWay", 0.1, found)
     assert np.allclose(found[0]["norms"], expected[0]["norms"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_ranks_may_have_other_numbers_of_micro_batches_than_before(zero: int) -> None:
+    """What one of them knows of its graph then differs: the ranks still meet equally often."""
+    model = zero_models.make("Stack").eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
+    expected = []
+    for step in zero_models.uneven_batches():
+        for mine in step:
+            for batch in mine:
+                (model(batch).square().mean() / len(mine) / len(step)).backward()
+        expected.append(nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(2, zero_models.uneven, zero):
+        assert np.allclose(found, expected, rtol=1e-5, atol=0)
 
 
 def test_losses_of_more_models_are_those_of_plain_torch() -> None:

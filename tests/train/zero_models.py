@@ -277,6 +277,7 @@ def train(
                     trained = [name for name, p in engine.model.named_parameters() if p.requires_grad]
                     told["gradients"] = {name: engine.gradient(name).numpy() for name in trained}
                 report = engine.step()
+                engine.record().check_gradients()  # each group once, also those whose gradient came late
                 told["norms"].append(report.grad_norm)
                 told["skipped"].append(report.skipped)
                 told["peak"] = report.peak_bytes
@@ -403,6 +404,25 @@ def looks_in(rank: int, ranks: int, zero: int) -> list[float]:
         look(0)
         steps()
     return seen
+
+
+COUNTS = [(2, 2), (2, 3), (2, 1)]
+"""Micro-batches of each rank, by step."""
+
+
+def uneven(rank: int, ranks: int, zero: int) -> list[float | None]:
+    """The norms of steps in which ranks have more or fewer micro-batches than before, side by side."""
+    tiers = TierConfig(gpu_memory="64MiB", cpu_memory="64MiB", timeout_s=TIMEOUT_S)
+    with Engine(make("Stack"), tiers, AdamWConfig(lr=1e-3), zero=zero) as engine:
+        return [
+            engine.train_step(batches, lambda output: output.square().mean(), "vertical").grad_norm
+            for batches in (step[rank] for step in uneven_batches())
+        ]
+
+
+def uneven_batches() -> list[list[list[torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(2)
+    return [[[torch.randn(4, WIDTH, generator=generator) for _ in range(n)] for n in step] for step in COUNTS]
 
 
 def of_some(rank: int, ranks: int) -> list[float]:

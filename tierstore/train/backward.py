@@ -51,7 +51,7 @@ class _Collected:
         missing: positions that the loss reaches and whose gradient has not come.
         reached: how many positions the loss reaches.
         fired: how many gradients have come.
-        is_taken: the group was complete.
+        is_taken: the group was complete, or taken for it.
     """
 
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class GradientCollector:
             is_shared = self._reductions is not None and self._groups[index].spec.trainable
             if (collected.fired or is_shared) and (collected.gradients or not collected.is_taken):
                 self._take(self._groups[index])
-        if self._reductions is not None and not self.knows_graph:
+        if self._reductions is not None and self._reductions.is_first:
             self._take_late(self._reductions)
         for index, collected in enumerate(self._collected):
             if self.is_final:
@@ -221,8 +221,8 @@ class GradientCollector:
         parameter.grad = None
         if not self._is_collecting:
             raise GraphError("loss.backward() was called; call engine.backward(loss)")
-        is_reduced = self._reductions is not None and collected.is_taken
-        if collected.is_taken and (self.is_streaming or (is_reduced and self.knows_graph)):
+        is_late = collected.is_taken and self._reductions is not None and self._reductions.is_first
+        if collected.is_taken and not is_late and (self.is_streaming or self._reductions is not None):
             advice = "" if self._reductions is not None else "; use update='forward' for models that do that"
             raise GraphError(
                 f"the gradient of {group.spec.parameters[position].name} came after its group was "
@@ -233,7 +233,7 @@ class GradientCollector:
         del gradient  # the last reference is that of who copies it
         collected.fired += 1
         collected.missing.discard(position)
-        if not collected.missing and collected.fired >= self._needed(group) and not is_reduced:
+        if not collected.missing and collected.fired >= self._needed(group) and not is_late:
             self._waiting.add(group.index)
         for index in sorted(self._waiting) if self._waiting else ():
             if not self.is_streaming or self._is_free(index):
@@ -270,7 +270,7 @@ class GradientCollector:
     def _make_room(self, group: Group) -> None:
         """Wait until a group's gradient fits the device; what others have of theirs goes ahead if that is too much."""
         group_bytes = self._device_bytes[group.index]
-        if self._reductions is not None and not self.knows_graph:
+        if self._reductions is not None and self._reductions.is_first:
             self._take_before(group, self._reductions.order)
         held_bytes = sum(self._device_bytes[index] for index in self._gathering) + group_bytes
         for other in list(self._gathering.values()):
@@ -284,8 +284,10 @@ class GradientCollector:
         self.peak_bytes = max(self.peak_bytes, self._begun_bytes - self._done_bytes)
 
     def _take(self, group: Group) -> None:
-        """A group is complete."""
+        """A group is complete, or what has come of it is to be."""
         collected = self._collected[group.index]
+        if collected.is_taken:
+            self.completed.remove(group.index)
         collected.is_taken = True
         self.completed.append(group.index)
         self._waiting.discard(group.index)

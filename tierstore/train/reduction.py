@@ -159,9 +159,14 @@ class Reductions:
         """An empty bucket, in the stream that runs backward."""
         return Bucket(self.buckets, group, self._device.torch_device, self._partition.world)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first step: the same at all ranks, whatever each of them knows of its graph."""
+        return self._lessons == _LESSONS
+
     def guess_order(self, needed: Sequence[int]) -> None:
-        """Before the first lesson: the reverse of rank 0's forward. See [Note: the order of reductions]."""
-        if self._lessons == _LESSONS:
+        """In the first step: the reverse of rank 0's forward. See [Note: the order of reductions]."""
+        if self.is_first:
             trainable = {group.index for group in self._groups if group.spec.trainable}
             last = sorted(trainable.difference(needed), reverse=True)  # complete when backward ends, if ever
             mine = [*(group for group in reversed(needed) if group in trainable), *last]
@@ -171,8 +176,7 @@ class Reductions:
         """Take the order of rank 0; between backwards, in the training thread. See [Note: the order of reductions]."""
         if self._lessons:
             self._lessons -= 1
-            last = [*dict.fromkeys(reversed(completed))][::-1]
-            self.order = self._partition.agree("the order of gradients", last)
+            self.order = self._partition.agree("the order of gradients", list(completed))
 
     def late_order(self, groups: Sequence[int]) -> list[int]:
         """Those of all ranks, in one order; in the training thread."""
