@@ -7,7 +7,7 @@ Owner: buckets are filled by the thread that runs backward; everything else is t
 [Note: the order of reductions] Every backward reduces every trainable group once, in one order at every rank: that in
 which rank 0's gradients were complete in one of the first two steps, and before that the reverse of that in which its
 forward needed the groups. What waits for its turn takes memory of the device. A group that got no gradient here takes
-part with zeros.
+part with zeros. What comes late in the first step is reduced once more at its end, in reverse of registration.
 
 [Note: flags] Whether a parameter got a gradient at any rank decides whether it is updated. Each rank adds a 1 for each
 of its parameters that did behind every part of the bucket, so that the sums tell, at no collective of their own.
