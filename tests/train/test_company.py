@@ -12,8 +12,8 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, UpdateSchedule
 from tierstore.device.streams import Reached
+from tierstore.device.transfers import CpuDevice
 from tierstore.errors import StorageError
-from tierstore.store import gradients
 from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.pieces import Piece
 from tierstore.store.tasks import together
@@ -91,7 +91,7 @@ def test_a_large_gradient_is_copied_alone_whoever_comes_with_it(
     arrivals: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One thread would copy all its chunks, and none of them be updated before the last has come."""
-    monkeypatch.setattr(gradients, "_SMALL_BYTES", 4096)
+    monkeypatch.setattr(CpuDevice, "small_bytes", 4096)
     together_bytes: list[list[int]] = []
     collect = Gradients._collect
 

@@ -243,7 +243,7 @@ def test_places_of_gradients_come_back_in_whatever_order_they_are_needed(
     generator = torch.Generator().manual_seed(1)
     gradient_bytes = 12 * 20480
     _, cpu = smallest_budgets(ours, nvme=["unused"], update="speculative", max_grad_norm=1e3)
-    tiers = disk(tmp_path, gpu_memory=4 * gradient_bytes, cpu_memory=cpu + gradient_bytes)
+    tiers = disk(tmp_path, gpu_memory=gradient_bytes + 2 * 20480, cpu_memory=cpu + gradient_bytes)
     with Engine(ours, tiers, AdamWConfig(lr=1e-2), update="speculative", max_grad_norm=1e3) as engine:
         for step in range(12):
             # As recorded three times, then back to front, then any and not all.

@@ -124,6 +124,10 @@ class ComputeDevice(Protocol):
         """So many bytes may be copied on the loop thread: that takes less time than the way to a worker and back."""
 
     @property
+    def small_bytes(self) -> int:
+        """So many bytes take less time to copy than a job of their own."""
+
+    @property
     def counters(self) -> LinkCounters:
         """What moved over the link."""
 

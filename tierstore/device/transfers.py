@@ -27,7 +27,7 @@ from tierstore.device.streams import Bytes, LinkCounters, Mark, Reached
 from tierstore.errors import BudgetError
 
 _POLL_S = 5e-5
-_PASSING_BYTES, _PINNED_PASSING_BYTES = 2**18, 2**20  # of each thread that updates, beside the budgets
+_PASSING_BYTES, _PINNED_PASSING_BYTES = 2**18, 2**22  # of each thread that updates, beside the budgets
 _LIBC = ctypes.CDLL(None)
 _MAPPED_APART_BYTES = 2**25  # the most that glibc's threshold for that (M_MMAP_THRESHOLD) grows to by itself
 _CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts, so for all GPUs
@@ -88,6 +88,7 @@ class CpuDevice:
     kind: Literal["cpu", "cuda"] = "cpu"
     # A group of 393 KB costs training 150 us less so than by a worker (`bench step --heat cost`, 2 cores, 2026-11-25).
     at_once_bytes = 2**19
+    small_bytes = 2**20
 
     def __init__(self, counters: LinkCounters | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -191,6 +192,7 @@ class CudaDevice:
 
     kind: Literal["cpu", "cuda"] = "cuda"
     at_once_bytes = 0  # a copy waits on the host for those before it on its stream
+    small_bytes = 2**24
 
     def __init__(
         self, torch_device: torch.device, counters: LinkCounters | None = None, cuda: Any = torch.cuda

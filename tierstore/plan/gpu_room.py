@@ -53,19 +53,38 @@ def gradient_bytes(request: Request) -> int:
     return several if request.gpu_bytes - several >= weights_bytes else room
 
 
+def spare_bytes(request: Request, updated: Sequence[int]) -> int:
+    """What is left on a GPU beside all weights, room for gradients, and these groups, which are updated there.
+
+    It is of use to gradients only, of all groups at most: more of them may be under way, and those of micro-batches are
+    added where they are.
+    """
+    if request.is_one_memory or request.gradient_room_bytes is not None:
+        return 0
+    taken = gradient_bytes(request) + sum(need.device_bytes for need in request.groups)
+    if updated:
+        taken += _apart_bytes(request) + sum(request.groups[index].update_bytes for index in updated)
+    trained = sum(need.device_bytes for need in request.groups if need.trainable)
+    return max(0, min(request.gpu_bytes - taken, trained))
+
+
 def updatable(request: Request) -> Sequence[int]:
     """Groups that the GPU tier has room for, see [Note: updated on the GPU]; none if two steps' gradients are kept."""
     if not request.updates_on_gpu or request.gradients == "doubled":
         return ()
     found: list[int] = []
-    weights = [need.device_bytes for need in request.groups]
-    apart = min(max(weights, default=0), MAX_CHUNK_BYTES)  # a chunk of a group that has left
-    room = request.gpu_bytes - gradient_bytes(request) - sum(weights) - apart
+    weights_bytes = sum(need.device_bytes for need in request.groups)
+    room = request.gpu_bytes - gradient_bytes(request) - weights_bytes - _apart_bytes(request)
     for index, need in enumerate(request.groups):
         if need.trainable and need.update_bytes <= room:
             found.append(index)
             room -= need.update_bytes
     return found
+
+
+def _apart_bytes(request: Request) -> int:
+    """Of a chunk of a group that has left the GPU and is updated there."""
+    return min(max((need.device_bytes for need in request.groups), default=0), MAX_CHUNK_BYTES)
 
 
 def fetched_share(request: Request) -> float:

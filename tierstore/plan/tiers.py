@@ -104,12 +104,13 @@ def place_uniformly(request: Request, *, weights: Tier, gradients: Tier, state: 
 
 
 def _placement(request: Request, chunk_elements: int, homes: Homes, pools: Pools) -> Placement:
-    gradient_bytes = gpu_room.gradient_bytes(request)
-    on_gpu = (need for need, home in zip(request.groups, homes.gradients) if home is Tier.GPU)
+    on_gpu = [index for index, home in enumerate(homes.gradients) if home is Tier.GPU]
+    gradient_bytes = gpu_room.gradient_bytes(request) + gpu_room.spare_bytes(request, on_gpu)
+    update_bytes = sum(request.groups[index].update_bytes for index in on_gpu)
     return Placement(
         groups=request.groups,
         chunk_elements=chunk_elements,
-        gpu_weight_bytes=request.gpu_bytes - gradient_bytes - sum(need.update_bytes for need in on_gpu),
+        gpu_weight_bytes=request.gpu_bytes - gradient_bytes - update_bytes,
         gpu_gradient_bytes=gradient_bytes,
         pools=pools,
         weights_home=homes.weights,

@@ -38,8 +38,8 @@ from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together
 from tierstore.trace import Tracer
 
-_SMALL_BYTES = 2**20
-"""Chunks of larger gradients are copied side by side, and updated as each of them has come."""
+_JOB_BYTES = 16 * 2**20
+"""Of small chunks that one job copies."""
 
 
 class Arrival(NamedTuple):
@@ -135,17 +135,23 @@ class Gradients:
         """Take gradients off the device; the coroutine ends when their device memory was given back.
 
         From this call on (not from the first await) `fetch` waits for them. Several small ones that there is memory
-        for are copied by one job: the way to a thread and back takes longer than that.
+        for are copied by one job: the way to a thread and back takes longer than that. Large ones are copied side by
+        side, and updated as each of them has come.
         """
         deliveries = [one for arrival in arrivals for one in self._deliveries(arrival)]
         ready: list[tuple[_Delivery, Bytes | Span]] = []
         work: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        ready_bytes = 0
         for one in deliveries:
-            memory = self._memory_now(one) if len(arrivals) > 1 else None
+            memory = self._memory_now(one) if len(deliveries) > 1 else None
             if memory is None:
                 work.append(partial(self._deliver, one))
-            else:
-                ready.append((one, memory))
+                continue
+            ready.append((one, memory))
+            ready_bytes += self._placement.gradient_bytes(*one.key)
+            if ready_bytes >= _JOB_BYTES:
+                work.append(partial(self._deliver_all, ready))
+                ready, ready_bytes = [], 0
         if ready:
             work.append(partial(self._deliver_all, ready))
         return together(begin() for begin in work)
@@ -166,7 +172,7 @@ class Gradients:
 
     def _memory_now(self, one: _Delivery) -> Bytes | Span | None:
         """Where a small delivery goes, if its turn has come and there is memory now."""
-        is_small = self._placement.gradient_bytes(*one.key) <= _SMALL_BYTES
+        is_small = self._placement.gradient_bytes(*one.key) <= self._device.small_bytes
         if not is_small or one.before is not None or self.is_spilled(one.key[0]):
             return None
         if one.key[0] in self._on_gpu:

@@ -7,6 +7,8 @@ Owner: the caller, of the memory; a `Filling` runs once, in one thread.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,9 +102,7 @@ class Filling:
             [total[part.start : part.start + part.gradient.numel()].view(np.uint8) for part in first],
             self.after,
         )
-        for part in self.parts:
-            if not part.is_first:
-                _add(self.device, self.dtype, total, part, self.after)
+        _add(self.device, self.dtype, total, [part for part in self.parts if not part.is_first], self.after)
         if self.partials is not None:
             square_sums(self.dtype, total, self.partials)
 
@@ -127,16 +127,36 @@ def _all_in_place(device: ComputeDevice, total: Array, parts: list[Piece]) -> li
     return sorted(places)
 
 
-def _add(device: ComputeDevice, dtype: str, total: Array, part: Piece, after: Mark) -> None:
-    """Add from where it lies; else in steps, so that the copy of the addend takes next to nothing."""
+def _add(device: ComputeDevice, dtype: str, total: Array, parts: list[Piece], after: Mark) -> None:
+    """Add from where they lie; else in steps, so that the copies take next to nothing."""
     after.synchronize()
-    place, start_s = total[part.start : part.start + part.gradient.numel()], device.counters.clock()
-    if (there := _in_place(device, dtype, part)) is not None:
-        add_into(dtype, place, there)
+    start_s, apart = device.counters.clock(), []
+    for part in parts:
+        if (there := _in_place(device, dtype, part)) is None:
+            apart.append(part)
+            continue
+        add_into(dtype, total[part.start : part.start + len(there)], there)
         device.counters.add("d2h", there.nbytes, start_s)
-        return
-    scratch = device.passing().view(total.dtype)
-    for offset in range(0, len(place), len(scratch)):
-        addend = scratch[: min(len(scratch), len(place) - offset)]
-        device.copy_out([part.gradient[offset : offset + len(addend)]], [addend.view(np.uint8)], after)
-        add_into(dtype, place[offset : offset + len(addend)], addend)
+    scratch = device.passing().view(total.dtype) if apart else total
+    for run in _runs(apart, len(scratch)):
+        starts = list(itertools.accumulate((part.gradient.numel() for part in run), initial=0))
+        addends = [scratch[start:stop] for start, stop in itertools.pairwise(starts)]
+        device.copy_out([part.gradient for part in run], [addend.view(np.uint8) for addend in addends], after)
+        for part, addend in zip(run, addends):
+            add_into(dtype, total[part.start : part.start + len(addend)], addend)
+
+
+def _runs(parts: list[Piece], elements: int) -> Iterator[list[Piece]]:
+    """The parts in their order, in runs of so many elements at most."""
+    run: list[Piece] = []
+    room = elements
+    for start, gradient, is_first in parts:
+        for offset in range(0, gradient.numel(), elements):
+            here = gradient[offset : offset + elements]
+            if here.numel() > room:
+                yield run
+                run, room = [], elements
+            run.append(Piece(start + offset, here, is_first))
+            room -= here.numel()
+    if run:
+        yield run

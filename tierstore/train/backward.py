@@ -12,6 +12,10 @@ name. With other ranks one order is kept, in which a group that never completes 
 is short in the first step, what should have come before is taken as it is, and what still comes is reduced at the end:
 equal to rounding to what one reduction gives.
 
+[Note: kept] A gradient of a micro-batch that is not the last one of its step stays on the device, and what the next one
+adds is added there, if there is room for it beside the largest group's: a GPU does that far faster than the link takes
+gradients away. `settle` hands over what is kept before anybody else looks for it.
+
 [Note: company] A small group's gradient waits for others, so that a crossing to the loop, a task and a job of a worker
 serve several. It is handed over before whatever else crosses, so nobody waits for one that waits. Where the loop is
 late it takes all that there is by then.
@@ -107,6 +111,8 @@ class GradientCollector:
         self._gathering: dict[int, Group] = {}  # some of their gradients have come and were not handed over
         self._handed: deque[_Handed] = deque()
         self._company_bytes = min(COMPANY_BYTES, capacity_bytes // 2)
+        self._largest_bytes = max((self._device_bytes[g.index] for g in self._groups if g.spec.trainable), default=0)
+        self._kept: dict[int, dict[int, torch.Tensor]] = {}
         self._begun_bytes = 0
         self._done_bytes = 0
         self.peak_bytes = 0
@@ -178,6 +184,8 @@ class GradientCollector:
         self._collected = [_Collected() for _ in self._groups]
         self._gathering.clear()
         self._waiting.clear()
+        for index, kept in self._kept.items():
+            self._collected[index].gradients = kept
         if self._reductions is not None:
             self._reductions.guess_order(needed)
         self._leaves.ask(loss, partial(self._expect, store))
@@ -197,7 +205,8 @@ class GradientCollector:
         self._is_collecting = False
         for index, collected in reversed(list(enumerate(self._collected))):
             is_shared = self._reductions is not None and self._groups[index].spec.trainable
-            if (collected.fired or is_shared) and (collected.gradients or not collected.is_taken):
+            has_more = collected.gradients and (self.is_final or index not in self._kept)
+            if has_more or (not collected.is_taken and (collected.fired or is_shared)):
                 self._take(self._groups[index])
         if self._reductions is not None and self._reductions.is_first:
             self._take_late(self._reductions)
@@ -207,6 +216,13 @@ class GradientCollector:
         self._runtime.call(self._accepted)
         if self._reductions is not None and self.is_final:
             self._reductions.learn_order(self.completed)
+
+    def settle(self) -> None:
+        """Hand over what is kept, and wait until it is with the store. Between passes."""
+        if self._kept:
+            for group in [self._groups[index] for index in self._kept]:
+                self._hand_over(group, self._pieces(group), None)
+            self._runtime.call(self._accepted)
 
     def forget(self) -> None:
         """The step is over, or given up."""
@@ -272,7 +288,7 @@ class GradientCollector:
         group_bytes = self._device_bytes[group.index]
         if self._reductions is not None and self._reductions.is_first:
             self._take_before(group, self._reductions.order)
-        held_bytes = sum(self._device_bytes[index] for index in self._gathering) + group_bytes
+        held_bytes = self._kept_bytes + sum(self._device_bytes[index] for index in self._gathering) + group_bytes
         for other in list(self._gathering.values()):
             if held_bytes > self._capacity_bytes:
                 self._hand_over(other, self._pieces(other), None)
@@ -296,8 +312,24 @@ class GradientCollector:
             ready = (group.index, bucket, mark, self.is_final, self.is_streaming)
             self._runtime.post(self._reductions.ready, *ready)
             return
+        if self._may_keep(group):
+            self._kept[group.index] = collected.gradients
+            self._gathering.pop(group.index, None)
+            return
         pieces = self._pieces(group)
         self._hand_over(group, pieces, self.on_complete(group.index) if self.is_streaming else None)
+
+    def _may_keep(self, group: Group) -> bool:
+        """See [Note: kept]. What the store has a part of is added there: a + (b + c) is not (a + b) + c."""
+        if self.is_final or group.index in self._kept:
+            return not self.is_final
+        if any(parameter.name in self.touched for parameter in group.spec.parameters):
+            return False
+        return self._kept_bytes + self._device_bytes[group.index] + self._largest_bytes <= self._capacity_bytes
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(self._device_bytes[index] for index in self._kept)
 
     def _take_before(self, group: Group, order: Sequence[int]) -> None:
         """Groups whose turn to be reduced is earlier, complete or not, if room is short. See [Note: complete].
@@ -331,6 +363,7 @@ class GradientCollector:
             self.touched.add(spec.name)
         gradients.clear()
         self._gathering.pop(group.index, None)
+        self._kept.pop(group.index, None)
         return pieces
 
     def _hand_over(self, group: Group, pieces: list[Piece], then: Callable[[], None] | None) -> None:

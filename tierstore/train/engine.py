@@ -234,6 +234,7 @@ class Engine:
             ConfigError: they were applied as they arrived.
         """
         parts = self._whole_parts()
+        parts.collector.settle()
         touched = parts.collector.touched
         if touched:
             self._order.refuse_after_backward("zero_grad()")
@@ -331,6 +332,7 @@ class Engine:
         parts = self._parts
         self._generations.forget()  # from here on the store goes on from what waits to be committed
         self._order.has_backward = self._order.has_final_backward = False
+        parts.collector.settle()
         touched = set(parts.collector.touched)
         partials = parts.runtime.call(self._generations.gradients.take_partials)
         specs = [group.spec for group in parts.groups.groups]
@@ -479,6 +481,7 @@ class Engine:
         parts = self._open_parts()
         if not parts.driver.is_speculating:  # that keeps them until it knows
             self._order.refuse_after_backward("gradient()")
+        parts.collector.settle()
         group, spec = parts.groups.locate(name)
         begin, end = group.spec.kept_part(spec.start, spec.stop)
         part = parts.runtime.call(self._generations.gradients.read, group.index, begin, max(begin, end))
