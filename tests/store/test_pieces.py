@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -41,18 +42,25 @@ def test_what_does_not_lie_there_as_it_is_wanted_is_copied(piece: Piece) -> None
 class _Apart(CpuDevice):
     """As a GPU: what is there must be copied to be read."""
 
+    def passing(self) -> Bytes:
+        return np.empty(2000, np.uint8)
+
     def in_place(self, storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> Bytes | None:
         return None
 
 
-def test_what_is_added_from_where_it_lies_is_what_a_copy_adds() -> None:
+@pytest.mark.parametrize("cuts", [[], [1, 4, BLOCK, BLOCK + 1]], ids=["one", "several"])
+def test_what_is_added_from_where_it_lies_is_what_a_copy_adds(cuts: list[int]) -> None:
+    """What passes through the scratch memory at once is of a part, or of several."""
     generator = torch.Generator().manual_seed(1)
     first, second = (torch.randn(2 * BLOCK + 5, generator=generator).to(torch.bfloat16) for _ in range(2))
+    ends = itertools.pairwise([0, *cuts, len(second) - 5])
+    pieces = [Piece(3 + start, second[2 + start : 2 + stop], False) for start, stop in ends]
     found = []
     for device in (CpuDevice(), _Apart()):
         total = first.clone()
         as_bits: Any = total.view(torch.uint16).numpy()
-        _add(device, "bf16", as_bits, Piece(3, second[2:-3], False), Reached())
+        _add(device, "bf16", as_bits, pieces, Reached())
         found.append(total)
         assert device.counters.totals().d2h_bytes == 2 * (len(second) - 5)
     expected = first.clone()
