@@ -109,9 +109,13 @@ class GpuArithmetic:
             whole = _tensor(total).view(TORCH_DTYPES[dtype])
             if is_new and not _covers(parts, len(whole)):
                 whole.zero_()
-            for start, gradient, is_first in parts:
-                place = whole[start : start + len(gradient)]
-                place.copy_(gradient) if is_first else place.add_(gradient)
+            places = [whole[start : start + len(gradient)] for start, gradient, _ in parts]
+            first = [(place, gradient) for place, (_, gradient, is_first) in zip(places, parts) if is_first]
+            others = [(place, gradient) for place, (_, gradient, is_first) in zip(places, parts) if not is_first]
+            if first:
+                torch._foreach_copy_([place for place, _ in first], [gradient for _, gradient in first])
+            if others:
+                torch._foreach_add_([place for place, _ in others], [gradient for _, gradient in others])
 
     def square_sums(self, dtype: str, gradient: Span, out: npt.NDArray[np.float64]) -> None:
         here = self._passing()[: len(out) * compiled.LANES * 8].view(np.float64).reshape(-1, compiled.LANES)

@@ -243,9 +243,11 @@ class CudaDevice:
         after.synchronize()
         start = self.counters.clock()
         with self._finished(self._d2h):
-            for source, destination in zip(sources, destinations, strict=True):
-                # A tensor that is not contiguous is first made so on d2h: its temporary belongs to that stream.
-                torch.from_numpy(destination).copy_(_flat_bytes(source), non_blocking=True)
+            # A tensor that is not contiguous is first made so on d2h: its temporary belongs to that stream.
+            there = [_flat_bytes(source) for source in sources]
+            if there:  # in one call, that comes back once for the interpreter, for which others wait, too
+                here = [torch.from_numpy(destination) for destination in destinations]
+                torch._foreach_copy_(here, there, non_blocking=True)
         moved_bytes = sum(destination.nbytes for destination in destinations)
         self.counters.add("d2h", moved_bytes, start)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierstore.plan.placement import MAX_CHUNK_BYTES, Request
+from tierstore.plan.placement import Request
 
 COMPANY_BYTES = 2 * 2**20
 """Of small groups' gradients, handed over at once: see [Note: company] in `train/backward.py`. With it the engine takes
@@ -84,7 +84,7 @@ def updatable(request: Request) -> Sequence[int]:
 
 def _apart_bytes(request: Request) -> int:
     """Of a chunk of a group that has left the GPU and is updated there."""
-    return min(max((need.device_bytes for need in request.groups), default=0), MAX_CHUNK_BYTES)
+    return min(max((need.device_bytes for need in request.groups), default=0), request.chunk_limit_bytes)
 
 
 def fetched_share(request: Request) -> float:

@@ -22,6 +22,7 @@ from tierstore.errors import ConfigError
 
 BLOCK = 65536  # elements; norms and rank boundaries are cut at multiples of it
 MAX_CHUNK_BYTES = 32 * 2**20
+_MAX_IN_MEMORY_BYTES, _MANY_CHUNKS = 4 * MAX_CHUNK_BYTES, 200  # without a disk, whose rate needs no more
 
 GradientMode = Literal["held", "streamed", "doubled"]
 
@@ -75,7 +76,8 @@ class Request:
         gradients: "held" keeps every gradient until the global norm is known; "streamed" consumes a group's gradient
             soon after it arrives, and needs its home only while gradients accumulate or the graph is not known;
             "doubled" keeps the gradients of two steps.
-        chunk_bytes: upper bound of a chunk of any kind; None is 32 MiB. A chunk has at least one block of elements.
+        chunk_bytes: upper bound of a chunk of any kind; None is 32 MiB, and without NVMe what makes some hundred chunks
+            of all state, up to 128 MiB: each takes Python's time. A chunk has at least one block of elements.
         chunk_elements: the grid of a store that is there already; then `chunk_bytes` does not count.
         acquired_bytes: largest sum of simultaneously acquired groups; None is the largest group.
         gradient_room_bytes: smallest room for gradients on the device; None is the largest group's.
@@ -103,6 +105,15 @@ class Request:
     scratch_bytes: int = 0
     updates_on_gpu: bool = False
     is_one_memory: bool = False
+
+    @property
+    def chunk_limit_bytes(self) -> int:
+        """Upper bound of a chunk of any kind."""
+        most = MAX_CHUNK_BYTES
+        if not self.nvme:
+            state_bytes = sum(need.elements * need.state_bytes for need in self.groups if need.trainable)
+            most = min(max(most, state_bytes // _MANY_CHUNKS), _MAX_IN_MEMORY_BYTES)
+        return min(self.chunk_bytes or most, most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from tierstore.config import Tier
-from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, Grid, Pools, Request
+from tierstore.plan.placement import BLOCK, Grid, Pools, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,17 @@ def chunk_sizes(request: Request) -> Sequence[int]:
     """Chunk sizes in elements, largest first; none is larger than the largest group needs."""
     if request.chunk_elements is not None:
         return (request.chunk_elements,)
-    limit = min(request.chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)
+    largest = chunk_elements_of(request, request.chunk_limit_bytes)
     longest = max((need.elements for need in request.groups), default=0)
-    return range(min(chunk_elements_of(request, limit), max(1, -(-longest // BLOCK)) * BLOCK), 0, -BLOCK)
+    if not request.nvme:  # where reading ahead does not even it out, most elements are in chunks of one size
+        sizes = [need.elements for need in request.groups]
+        usual = max(sizes, key=lambda size: size * sizes.count(size), default=0)
+        largest = _whole_blocks(-(-usual // -(-usual // largest))) if usual > largest else largest
+    return range(min(largest, _whole_blocks(longest)), 0, -BLOCK)
+
+
+def _whole_blocks(elements: int) -> int:
+    return max(1, -(-elements // BLOCK)) * BLOCK
 
 
 def chunk_elements_of(request: Request, nbytes: int) -> int:

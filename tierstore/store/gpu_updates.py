@@ -21,7 +21,7 @@ import torch
 from tierstore.device.arithmetic import Run
 from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, Reached
-from tierstore.io.workers import Priority, WorkerPool
+from tierstore.io.workers import Priority
 from tierstore.store.changing import Changing
 from tierstore.store.layout import GroupSpec
 from tierstore.store.marks import Marks
@@ -43,7 +43,6 @@ class GpuUpdates:
         groups: Sequence[GroupSpec],
         weights: Weights,
         on_gpu: StateOnGpu,
-        workers: WorkerPool,
         device: ComputeDevice,
         marks: Marks,
         changing: Changing,
@@ -51,7 +50,6 @@ class GpuUpdates:
         self._groups = groups
         self._weights = weights
         self._on_gpu = on_gpu
-        self._workers = workers
         self._device = device
         self._marks = marks
         self._changing = changing
@@ -92,11 +90,11 @@ class GpuUpdates:
             device.arithmetic.adam(dtype, Span(storage, offset, nbytes), state, gradient, runs)
 
         async with self._changing.group(trip.group):
-            await self._workers.submit(Priority.UPDATE, update)
+            await self._on_gpu.workers.submit(Priority.UPDATE, update)
             round_.gradients.drop(*key)  # before anybody who waits for the update goes on to the next gradient
             if there is not None:
                 trip.applied.set_result(True)
-            await self._workers.submit(Priority.WRITE, self._fetch, storage, offset, here)
+            await self._on_gpu.workers.submit(Priority.WRITE, self._fetch, storage, offset, here)
         if there is None:
             trip.applied.set_result(False)
 

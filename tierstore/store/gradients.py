@@ -245,7 +245,8 @@ class Gradients:
         for one, _ in deliveries:
             await self._marks.reached(one.after)
         with self._tracer.measure("reduce", name):
-            await self._workers.perform(nbytes <= self._device.at_once_bytes, Priority.UPDATE, job)
+            workers = self._on_gpu.workers if deliveries[0][0].key[0] in self._on_gpu else self._workers
+            await workers.perform(nbytes <= self._device.at_once_bytes, Priority.UPDATE, job)
         for one, _ in deliveries:
             one.state.is_filled = True
             one.state.is_measured = one.is_final
@@ -284,7 +285,8 @@ class Gradients:
 
         if group in self._on_gpu:
             measure, dtype = self._device.arithmetic.square_sums, self._groups[group].dtype
-            await self._workers.submit(Priority.UPDATE, measure, dtype, self._on_gpu.gradient(group, chunk), partials)
+            span = self._on_gpu.gradient(group, chunk)
+            await self._on_gpu.workers.submit(Priority.UPDATE, measure, dtype, span, partials)
         elif state.lease is not None:
             await self._workers.submit(Priority.UPDATE, job(state.lease.array))
         else:
@@ -327,7 +329,7 @@ class Gradients:
         if group in self._on_gpu:
             span = self._on_gpu.gradient(group, chunk)
             there = (span.storage, span.offset, into[: span.nbytes], Reached())
-            await self._workers.submit(Priority.UPDATE, self._device.copy_out_range, *there)
+            await self._on_gpu.workers.submit(Priority.UPDATE, self._device.copy_out_range, *there)
         elif state.lease is None:
             await self._need_spill().read(self._index(group, chunk), into, Priority.UPDATE)
         source = state.lease.array if state.lease is not None else into

@@ -26,6 +26,7 @@ class StateOnGpu:
 
     Args:
         staging: memory that state passes on its way.
+        workers: of all that is done with it.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class StateOnGpu:
     ) -> None:
         self._placement = placement
         self._staging = staging
-        self._workers = workers
+        self.workers = workers
         self._device = device
         self._needs = [group.need() for group in groups]
         self._state: dict[int, torch.UntypedStorage] = {}
@@ -97,13 +98,13 @@ class StateOnGpu:
         span = self.state(group, chunk)
         into[span.nbytes :] = 0
         memory, there = into[: span.nbytes], (span.storage, span.offset)
-        await self._workers.submit(Priority.COMMIT, self._device.copy_out_range, *there, memory, Reached())
+        await self.workers.submit(Priority.COMMIT, self._device.copy_out_range, *there, memory, Reached())
 
     async def write(self, group: int, chunk: int, state: Bytes) -> None:
         """Set the state of a chunk."""
         span = self.state(group, chunk)
         there = (span.storage, span.offset)
-        await self._workers.submit(Priority.UPDATE, self._device.copy_in, *there, state[: span.nbytes])
+        await self.workers.submit(Priority.UPDATE, self._device.copy_in, *there, state[: span.nbytes])
 
     async def load(self, group: int, chunk: int, pack: SlotPack, index: int) -> None:
         """Set the state of a chunk to what is at rest."""

@@ -77,8 +77,11 @@ class TrainingStore:
         self._storages: list[torch.UntypedStorage] = []
         self._io_workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)))
         self._compute = WorkerPool("tierstore-update", tiers.update_threads or min(8, os.cpu_count() or 1))
+        # One thread, for they share a stream: of several, each would wait for the others, and all for the interpreter.
+        self._gpu_worker = WorkerPool("tierstore-gpu", 1)
         self._marks = Marks()
-        for workers in (self._io_workers, self._compute, self._marks):
+        self._worker_pools = (self._marks, self._gpu_worker, self._compute, self._io_workers)
+        for workers in self._worker_pools:
             runtime.describe(workers.in_flight)
         self.arena = Arena(placement.pools.total_bytes + codec_scratch_bytes, device.pin, device.unpin)
         try:
@@ -108,7 +111,7 @@ class TrainingStore:
             groups, placement, self._storages, self.gpu_budget, packs[0] if packs else None,
             self._resident[Kind.WEIGHTS], self._pools["weights"], self._io_workers, device, self._marks, tracer,
         )  # fmt: skip
-        self.on_gpu = StateOnGpu(groups, placement, self._pools["device"], self._compute, device)
+        self.on_gpu = StateOnGpu(groups, placement, self._pools["device"], self._gpu_worker, device)
         self.gradients = [
             Gradients(
                 groups, placement, GradientMemory(placement, self._pools["gradients"], self._pools["spill"], copy),
@@ -235,7 +238,7 @@ class TrainingStore:
             Timeout: a worker thread did not end; nothing was given back.
         """
         # Joined first: if a job does not end, it may still write, and keeps the memory, the files and the lock.
-        for workers in (self._marks, self._compute, self._io_workers):
+        for workers in self._worker_pools:
             workers.close(min(self._runtime.timeout_s, _LAST_JOBS_S))
         with contextlib.ExitStack() as stack:
             stack.callback(self.files.release)

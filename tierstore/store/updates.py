@@ -79,7 +79,7 @@ class UpdatePipeline:
         self._rounds: list[Round] = []
         self._pending: dict[tuple[int, int], Trip] = {}
         self.changing = Changing(groups, tracer)
-        self._gpu_updates = GpuUpdates(groups, weights, on_gpu, workers, device, marks, self.changing)
+        self._gpu_updates = GpuUpdates(groups, weights, on_gpu, device, marks, self.changing)
         self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
         """The last trip of each chunk."""
         self.resident_writes: dict[tuple[int, int], asyncio.Task[None]] = {}
