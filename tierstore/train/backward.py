@@ -205,8 +205,8 @@ class GradientCollector:
         self._is_collecting = False
         for index, collected in reversed(list(enumerate(self._collected))):
             is_shared = self._reductions is not None and self._groups[index].spec.trainable
-            has_more = collected.gradients and (self.is_final or index not in self._kept)
-            if has_more or (not collected.is_taken and (collected.fired or is_shared)):
+            has_more = collected.gradients and index not in self._kept
+            if (collected.fired or is_shared) and (has_more or not collected.is_taken):
                 self._take(self._groups[index])
         if self._reductions is not None and self._reductions.is_first:
             self._take_late(self._reductions)

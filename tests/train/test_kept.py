@@ -1,0 +1,144 @@
+"""Gradients of micro-batches are added on the device where there is room, and come out as if the store had added them.
+
+What there is no room for goes to the store with each micro-batch: that is what these are compared with, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import disk, next_token_loss, smallest_budgets, tiny, tokens, train
+from torch import nn
+
+from tierstore.config import AdamWConfig, TierConfig
+from tierstore.train.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+ROOM = "16MiB"
+MICRO_BATCHES = 3
+
+
+def tiers_of(folder: Path, gpu: str | int | None, model: nn.Module, **options: Any) -> TierConfig:
+    least, cpu = smallest_budgets(model, nvme=["unused"], **options)
+    return disk(folder, gpu_memory=least if gpu is None else gpu, cpu_memory=cpu)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("update", ["step", "forward", "backward", "speculative", "delayed"])
+def test_added_on_the_device_they_are_what_the_store_adds(update: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"update": update} | ({} if update == "backward" else {"max_grad_norm": 1.0})
+    gradients = sum(parameter.nbytes for parameter in tiny(dtype).parameters())
+    runs = []
+    for name, gpu in (("apart", None), ("kept", ROOM)):
+        tiers = tiers_of(tmp_path / name, gpu, tiny(dtype), **options)
+        batches = tokens(4 * MICRO_BATCHES)
+        runs.append(train(tiny(dtype, dropout=0.1), batches, tiers, accumulate=MICRO_BATCHES, **options))
+    apart, kept = runs
+    kept.check_equal(apart)
+    saved = 4 * (MICRO_BATCHES - 1) * gradients  # but for a small group's, which has room with the others, too
+    assert 0.9 * saved < apart.moved["d2h"] - kept.moved["d2h"] <= saved
+
+
+def test_there_is_room_for_some(tmp_path: Path) -> None:
+    """The rest goes to the store each time; more than the budget is never there."""
+    sizes = [parameter.nbytes for parameter in tiny().parameters()]
+    peaks: list[tuple[int, int]] = []
+    runs = []
+
+    def noted(engine: Engine, step: int) -> None:
+        peaks.append((engine.statistics()["peak_bytes"]["gpu"], engine.placement.gpu_bytes))
+
+    for name, gpu in (("all", ROOM), ("some", sum(sizes) * 2), ("none", None)):
+        tiers = tiers_of(tmp_path / name, gpu, tiny())
+        runs.append(train(tiny(), tokens(2 * MICRO_BATCHES), tiers, accumulate=MICRO_BATCHES, after=noted))
+    runs[0].check_equal(runs[1])
+    runs[0].check_equal(runs[2])
+    assert runs[0].moved["d2h"] < runs[1].moved["d2h"] < runs[2].moved["d2h"]
+    assert all(peak <= budget for peak, budget in peaks)
+
+
+class Ways(nn.Module):
+    """Three layers, of which a call takes those that it is told, as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, way: Sequence[int]) -> torch.Tensor:
+        for index in way:
+            x = x + self.layers[index](x).tanh()
+        return x
+
+
+WAYS = {
+    "the last one goes past some": [(0, 1, 2), (0, 1, 2), (1,)],
+    "others each time": [(0,), (1,), (2,)],
+    "some twice": [(0, 1, 1), (1, 0, 1), (2, 2, 0)],
+}
+
+
+def play(engine: Engine, ways: Sequence[Sequence[int]], look: Any = None) -> list[Any]:
+    """Two steps; `look` comes after each backward that is not the last one of its step."""
+    generator, seen = torch.Generator().manual_seed(1), []
+    for _ in range(2):
+        for number, way in enumerate(ways):
+            is_last = number + 1 == len(ways)
+            with contextlib.nullcontext() if is_last else engine.no_sync():
+                engine.backward(engine(torch.randn(4, 8, generator=generator), way).pow(2).mean())
+            if look is not None and not is_last:
+                seen.append(look(engine))
+        seen.append(engine.step().grad_norm)
+    return [*seen, *engine.state_dict().values()]
+
+
+def compare(ways: Sequence[Sequence[int]], look: Any = None) -> None:
+    least, cpu = smallest_budgets(Ways(), nvme=())
+    found = []
+    for gpu in (least, ROOM):
+        tiers = TierConfig(nvme=(), gpu_memory=gpu, cpu_memory=cpu)
+        with Engine(Ways(), tiers, AdamWConfig(lr=1e-2), max_grad_norm=1.0) as engine:
+            found.append(play(engine, ways, look))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_micro_batches_go_other_ways(ways: list[Sequence[int]]) -> None:
+    compare(ways)
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_a_gradient_is_read_between_micro_batches(ways: list[Sequence[int]]) -> None:
+    """Whoever looks sees the sum; what comes after goes to the store, in the same order."""
+    compare(ways, lambda engine: engine.gradient("layers.1.weight"))
+
+
+def test_what_the_store_has_a_part_of_is_added_there() -> None:
+    """In the order in which they come: of the last three, the sum is not made first."""
+    looks = itertools.cycle([True, False, False])
+    compare([(0, 1, 2)] * 4, lambda engine: next(looks) and engine.gradient("layers.1.weight"))
+
+
+def test_what_is_kept_is_forgotten_with_the_rest() -> None:
+    compare([(0, 1, 2), (0, 1), (1, 2)], lambda engine: engine.zero_grad() or 0.0)
+
+
+def test_a_step_without_a_last_backward_has_all(tmp_path: Path) -> None:
+    found = []
+    for gpu in (None, ROOM):
+        tiers = tiers_of(tmp_path / str(gpu), gpu, tiny())
+        with Engine(tiny(), tiers, AdamWConfig(lr=1e-3), max_grad_norm=1.0) as engine:
+            for batch in tokens(2):
+                with engine.no_sync():
+                    engine.backward(next_token_loss(engine, batch))
+            found.append([engine.step().grad_norm, *engine.state_dict().values()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
