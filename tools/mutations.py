@@ -542,6 +542,14 @@ MUTATIONS: Sequence[Mutation] = (
         "device.copy_in(storage, offset, here)", ON_GPU,
     ),
     Mutation(
+        "gradients that are kept count against the room", "train/backward.py GradientCollector._make_room",
+        "self._kept_bytes + ", "train/test_kept.py::test_there_is_room_for_some", "",
+    ),
+    Mutation(
+        "gradients that are kept are of the step", "train/engine.py Engine._apply", "parts.collector.settle()",
+        "train/test_kept.py::test_a_step_without_a_last_backward_has_all",
+    ),
+    Mutation(
         "weights that are set are on the device, too", "train/whole.py _reload",
         "parts.runtime.call(parts.store.weights.reload, group, parts.access.device.record())", ON_GPU,
     ),

@@ -121,6 +121,31 @@ def test_plenty_of_memory_keeps_everything_in_it() -> None:
     assert placement.chunk_elements == MAX_CHUNK_BYTES // 10 // BLOCK * BLOCK
 
 
+def test_without_a_disk_there_are_fewer_chunks_and_most_of_one_size() -> None:
+    groups = (need(300 * BLOCK), *(need(469 * BLOCK - 7) for _ in range(48)))
+    plenty = 2**35
+    placement = place(request(groups, plenty, plenty, nvme=False))
+    counts = [placement.chunk_count(group) for group in range(len(groups))]
+    assert 150 < sum(counts) < 250
+    first, *_, last = placement.chunks(1)
+    assert first[1] - first[0] - (last[1] - last[0]) < 4 * BLOCK
+    assert sum(place(request(groups, plenty, plenty)).chunk_count(g) for g in range(len(groups))) > 400
+    assert place(request(groups, plenty, plenty, nvme=False, chunk_bytes=MIB)).chunk_elements * 10 <= MIB
+    few = (need(10 * BLOCK),) * 8
+    assert place(request(few, plenty, plenty, nvme=False)).chunk_elements == 10 * BLOCK
+
+
+def test_what_weights_leave_of_a_gpu_is_for_gradients() -> None:
+    groups = (need(10 * BLOCK),) * 8
+    weights = 8 * 2 * 10 * BLOCK
+    rooms = [place(request(groups, 2**30, weights + nbytes)).gpu_gradient_bytes for nbytes in range(0, 3 * weights, MIB)]
+    assert rooms == sorted(rooms)
+    assert rooms[0] <= weights // 4
+    assert weights < rooms[-1] < 2 * weights, "all of them, and one more that is being made"
+    one = place(request(groups, 2**31, 0, is_one_memory=True))
+    assert one.gpu_gradient_bytes < weights // 2, "copies within one memory save nothing"
+
+
 def test_memory_goes_to_gradients_then_weights_then_state() -> None:
     groups = tuple(need(64 * BLOCK, name=f"h.{index}") for index in range(16))
     model = 16 * 64 * BLOCK

@@ -1,13 +1,13 @@
 """Gradients of micro-batches are added on the device where there is room, and come out as if the store had added them.
 
-What there is no room for goes to the store with each micro-batch: that is what these are compared with, bit for bit.
+Without that they go to the store with each micro-batch: this is what they are compared with, bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from runs import disk, next_token_loss, smallest_budgets, tiny, tokens, train
 from torch import nn
 
 from tierstore.config import AdamWConfig, TierConfig
+from tierstore.train.backward import GradientCollector
 from tierstore.train.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
@@ -46,22 +47,55 @@ def test_added_on_the_device_they_are_what_the_store_adds(update: str, dtype: to
     assert 0.9 * saved < apart.moved["d2h"] - kept.moved["d2h"] <= saved
 
 
-def test_there_is_room_for_some(tmp_path: Path) -> None:
-    """The rest goes to the store each time; more than the budget is never there."""
-    sizes = [parameter.nbytes for parameter in tiny().parameters()]
-    peaks: list[tuple[int, int]] = []
+def room_left(engine: Engine) -> int:
+    return engine.placement.gpu_gradient_bytes - engine._parts.collector.peak_bytes
+
+
+class Halves(nn.Module):
+    """Blocks of two layers, all first ones before all second ones: their gradients gather side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(64, 64) for _ in range(2)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for half in range(2):
+            for block in self.blocks:
+                x = x + block[half](x).tanh()
+        return x
+
+
+def normal(steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 64, generator=generator) for _ in range(steps)]
+
+
+MODELS: dict[str, Any] = {
+    "one after the other": (tiny, tokens, next_token_loss),
+    "side by side": (Halves, normal, lambda model, batch: model(batch).pow(2).mean()),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_there_is_room_for_some(model: str, tmp_path: Path) -> None:
+    """The rest goes to the store each time; more than the room is never taken."""
+    build, batches, loss_of = MODELS[model]
+    least, _ = smallest_budgets(build(), nvme=["unused"])
+    gradients = sum(parameter.nbytes for parameter in build().parameters())
     runs = []
-
-    def noted(engine: Engine, step: int) -> None:
-        peaks.append((engine.statistics()["peak_bytes"]["gpu"], engine.placement.gpu_bytes))
-
-    for name, gpu in (("all", ROOM), ("some", sum(sizes) * 2), ("none", None)):
-        tiers = tiers_of(tmp_path / name, gpu, tiny())
-        runs.append(train(tiny(), tokens(2 * MICRO_BATCHES), tiers, accumulate=MICRO_BATCHES, after=noted))
-    runs[0].check_equal(runs[1])
-    runs[0].check_equal(runs[2])
-    assert runs[0].moved["d2h"] < runs[1].moved["d2h"] < runs[2].moved["d2h"]
-    assert all(peak <= budget for peak, budget in peaks)
+    for budget in (*range(least, least + 4 * gradients, gradients // 3), ROOM):
+        rooms: list[int] = []
+        tiers = tiers_of(tmp_path / str(budget), budget, build())
+        runs.append(
+            train(build(), batches(2 * MICRO_BATCHES), tiers, loss_of, accumulate=MICRO_BATCHES,
+                  after=lambda engine, step, rooms=rooms: rooms.append(room_left(engine)))
+        )  # fmt: skip
+        runs[0].check_equal(runs[-1])
+        assert min(rooms) >= 0
+    moved = [run.moved["d2h"] for run in runs]
+    assert moved == sorted(moved, reverse=True)
+    assert len(set(moved)) > 3
 
 
 class Ways(nn.Module):
@@ -85,7 +119,7 @@ WAYS = {
 }
 
 
-def play(engine: Engine, ways: Sequence[Sequence[int]], look: Any = None) -> list[Any]:
+def play(engine: Engine, ways: Sequence[Sequence[int]], look: Callable[[Engine], Any]) -> list[Any]:
     """Two steps; `look` comes after each backward that is not the last one of its step."""
     generator, seen = torch.Generator().manual_seed(1), []
     for _ in range(2):
@@ -93,19 +127,21 @@ def play(engine: Engine, ways: Sequence[Sequence[int]], look: Any = None) -> lis
             is_last = number + 1 == len(ways)
             with contextlib.nullcontext() if is_last else engine.no_sync():
                 engine.backward(engine(torch.randn(4, 8, generator=generator), way).pow(2).mean())
-            if look is not None and not is_last:
+            if not is_last:
                 seen.append(look(engine))
         seen.append(engine.step().grad_norm)
     return [*seen, *engine.state_dict().values()]
 
 
-def compare(ways: Sequence[Sequence[int]], look: Any = None) -> None:
-    least, cpu = smallest_budgets(Ways(), nvme=())
+def compare(ways: Sequence[Sequence[int]], look: Callable[[Engine], Any] = lambda engine: 0.0) -> None:
     found = []
-    for gpu in (least, ROOM):
-        tiers = TierConfig(nvme=(), gpu_memory=gpu, cpu_memory=cpu)
-        with Engine(Ways(), tiers, AdamWConfig(lr=1e-2), max_grad_norm=1.0) as engine:
-            found.append(play(engine, ways, look))
+    for keeps in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not keeps:
+                patch.setattr(GradientCollector, "_may_keep", lambda *_: False)
+            tiers = TierConfig(nvme=(), gpu_memory=ROOM, cpu_memory=ROOM)
+            with Engine(Ways(), tiers, AdamWConfig(lr=1e-2), max_grad_norm=1.0) as engine:
+                found.append(play(engine, ways, look))
     for one, other in zip(*found, strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
@@ -124,7 +160,7 @@ def test_a_gradient_is_read_between_micro_batches(ways: list[Sequence[int]]) -> 
 def test_what_the_store_has_a_part_of_is_added_there() -> None:
     """In the order in which they come: of the last three, the sum is not made first."""
     looks = itertools.cycle([True, False, False])
-    compare([(0, 1, 2)] * 4, lambda engine: next(looks) and engine.gradient("layers.1.weight"))
+    compare([(0, 1, 2)] * 4, lambda engine: engine.gradient("layers.1.weight") if next(looks) else 0.0)
 
 
 def test_what_is_kept_is_forgotten_with_the_rest() -> None:

@@ -205,8 +205,7 @@ class GradientCollector:
         self._is_collecting = False
         for index, collected in reversed(list(enumerate(self._collected))):
             is_shared = self._reductions is not None and self._groups[index].spec.trainable
-            has_more = collected.gradients and index not in self._kept
-            if (collected.fired or is_shared) and (has_more or not collected.is_taken):
+            if (collected.fired or is_shared) and (collected.gradients or not collected.is_taken):
                 self._take(self._groups[index])
         if self._reductions is not None and self._reductions.is_first:
             self._take_late(self._reductions)
@@ -320,11 +319,9 @@ class GradientCollector:
         self._hand_over(group, pieces, self.on_complete(group.index) if self.is_streaming else None)
 
     def _may_keep(self, group: Group) -> bool:
-        """See [Note: kept]. What the store has a part of is added there: a + (b + c) is not (a + b) + c."""
+        """See [Note: kept]."""
         if self.is_final or group.index in self._kept:
             return not self.is_final
-        if any(parameter.name in self.touched for parameter in group.spec.parameters):
-            return False
         return self._kept_bytes + self._device_bytes[group.index] + self._largest_bytes <= self._capacity_bytes
 
     @property
