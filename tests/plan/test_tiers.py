@@ -138,12 +138,13 @@ def test_without_a_disk_there_are_fewer_chunks_and_most_of_one_size() -> None:
 def test_what_weights_leave_of_a_gpu_is_for_gradients() -> None:
     groups = (need(10 * BLOCK),) * 8
     weights = 8 * 2 * 10 * BLOCK
-    rooms = [place(request(groups, 2**30, weights + nbytes)).gpu_gradient_bytes for nbytes in range(0, 3 * weights, MIB)]
+    budgets = range(weights, 4 * weights, MIB)
+    rooms = [place(request(groups, 2**30, gpu_bytes)).gpu_gradient_bytes for gpu_bytes in budgets]
     assert rooms == sorted(rooms)
     assert rooms[0] <= weights // 4
     assert weights < rooms[-1] < 2 * weights, "all of them, and one more that is being made"
-    one = place(request(groups, 2**31, 0, is_one_memory=True))
-    assert one.gpu_gradient_bytes < weights // 2, "copies within one memory save nothing"
+    one = place(request(groups, 2**30, 3 * weights, is_one_memory=True))
+    assert one.gpu_gradient_bytes == rooms[0], "copies within one memory save nothing"
 
 
 def test_memory_goes_to_gradients_then_weights_then_state() -> None:

@@ -30,6 +30,7 @@ from tierstore.apps.metrics import StepLog, peak_resident_bytes
 from tierstore.apps.options import TrainOptions
 from tierstore.apps.report import Reporter, Totals
 from tierstore.apps.stopping import StopRequest
+from tierstore.apps.turns import take_short_turns
 from tierstore.apps.verify import advised
 from tierstore.config import Codec, Resume, TierConfig, format_size
 from tierstore.errors import StorageError
@@ -80,6 +81,7 @@ def train(
             log.open(resumed=outputs.holds_a_run(options))
             stack.callback(log.close)
         prepare_heap()
+        take_short_turns(options.device)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         return assemble(options, crew)

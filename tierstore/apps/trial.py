@@ -20,6 +20,7 @@ from tierstore.apps.assembly import Parts, assemble, engine_arguments
 from tierstore.apps.crew import Crew
 from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import TrainOptions
+from tierstore.apps.turns import take_short_turns
 from tierstore.config import UpdateSchedule
 from tierstore.plan.step_record import StepRecord
 from tierstore.trace import Tracer
@@ -164,6 +165,7 @@ def trial(options: TrainOptions) -> Iterator[Trial]:
             stores[-1].mkdir(mode=0o700)
         own = replace(options, nvme=tuple(path / "store" for path in stores))
         prepare_heap()
+        take_short_turns(options.device)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         parts = assemble(own)

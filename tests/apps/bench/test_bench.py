@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tierstore
+from tierstore.apps.bench import cuda
 from tierstore.apps.bench import run as bench_run
 from tierstore.apps.bench.case import Answer, Bar, BenchOptions, Case, Contestant, Result, ratio, row_of
 from tierstore.apps.bench.report import context_of, markdown
@@ -192,6 +193,16 @@ def test_an_unknown_case_is_refused() -> None:
         bench_run.cases_of("tape")
 
 
+def test_a_step_on_a_gpu_is_beside_what_plain_torch_computes() -> None:
+    """On the CPU twin: only a GPU shows the rest."""
+    given = {"preset": "25m", "gpu_memory": "256MiB", "cpu_memory": "1GiB", "batch": 1, "micro_batches": 2}
+    with cuda._step(given | {"state_on_gpu": False}, "cpu", 16) as run_round:
+        seconds, figures = run_round(0)
+    assert figures.keys() == {"compute", "step"}
+    assert 0 < figures["step"] * cuda._STEPS <= seconds
+    assert figures["compute"] > 0
+
+
 def test_all_on_cuda_is_what_a_gpu_shows() -> None:
     (case,) = cases_of("all", "cuda")
     results = {
@@ -199,7 +210,7 @@ def test_all_on_cuda_is_what_a_gpu_shows() -> None:
         for one in (
             result("pytest -m gpu", "missing: no CUDA device here"),
             result("link", h2d=23.0, d2h=20.0, **{"h2d pinned": 25.0, "d2h pinned": 25.0}),
-            result("tierstore 124m", efficiency=0.95, step=0.2), result("tierstore 1.5b", efficiency=0.8, step=1.0),
+            result("tierstore 124m", compute=0.95, step=1.0), result("tierstore 1.5b", compute=0.8, step=1.0),
             result("tierstore 124m, all on the GPU", step=1.04), result("torch", peak=1.0),
             result("torch, state in fp32", seconds=1.02, peak=1.0),
         )
