@@ -200,7 +200,7 @@ class TierConfig(_Model):
         cpu_memory: bytes of the pinned arena. (With CUDA each thread that updates may pin 1 MiB beside it.)
         nvme: directories of the store; several are striped over. Empty: no store, everything in memory.
         codec: how chunks are stored; "auto" measures, when the store is made, which one pays for each kind of them.
-        chunk_bytes: upper bound of a chunk; None lets the planner choose (never above 32 MiB).
+        chunk_bytes: upper bound of a chunk; None lets the planner choose (up to 32 MiB, without `nvme` 128 MiB).
         io_threads: threads per directory that read and write.
         update_threads: threads that run the optimizer; None is one per core, at most 8.
         prefetch_depth: groups moved ahead; None is computed from measured bandwidths.
