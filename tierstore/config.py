@@ -197,7 +197,7 @@ class TierConfig(_Model):
         device: "cpu", "cuda" or "cuda:N". Without CUDA the GPU tier is a part of host memory.
         gpu_memory: bytes for parameters, gradients and optimizer state on the compute device (not activations). None is
             1 GiB; but of an engine on a CPU, without `state_on_gpu`, a part of `cpu_memory` (see `plan/one_memory.py`).
-        cpu_memory: bytes of the pinned arena. (With CUDA each thread that updates may pin 1 MiB beside it.)
+        cpu_memory: bytes of the pinned arena. (With CUDA each thread that updates may pin 4 MiB beside it.)
         nvme: directories of the store; several are striped over. Empty: no store, everything in memory.
         codec: how chunks are stored; "auto" measures, when the store is made, which one pays for each kind of them.
         chunk_bytes: upper bound of a chunk; None lets the planner choose (up to 32 MiB, without `nvme` 128 MiB).

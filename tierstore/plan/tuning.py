@@ -86,6 +86,8 @@ def calibrated(
 ) -> StepRecord:
     """The record with the contention and the drag at which the forecast is as steps that run beside their update were.
 
+    Where those computed faster than the record says, which is of another minute, it is of theirs.
+
     What is measured in pairs is matrix products beside Adam, copies and the disk; a model's own kernels, with the norms
     and the Python between them, are slowed more or less than that. One number stands for the difference. What all of
     that together takes from the threads of the disks is another one.
@@ -109,6 +111,8 @@ def calibrated(
     def dragged(drag: float) -> float:
         return seen_at(replace(record, drag=drag)).seconds
 
+    if computing_s < (alone_s := contended(0.0)):  # beside an update nothing takes less than alone
+        record = record.scaled(computing_s / alone_s)
     for _ in range(_TURNS):  # each of the two changes what the other is found at
         if dragged(1 / _MOST_DRAG) < step_s < dragged(_MOST_DRAG):
             record = replace(record, drag=_where(dragged, step_s, 1 / _MOST_DRAG, _MOST_DRAG))
