@@ -315,6 +315,14 @@ class TestTuning:
         for step_s in (0.0, 99.0):
             assert calibrated(record(), usual.placement, machine, policy, 99.0, step_s) == record()
 
+    def test_steps_that_computed_faster_than_the_record_are_of_another_minute(self) -> None:
+        (usual,) = self.candidates(UpdateSchedule.STEP)
+        policy = StepPolicy(USUAL_DEPTH, UpdateSchedule.STEP)
+        machine = Machine(RATES, io_threads=2)
+        seen = forecast(record().scaled(0.7), usual.placement, machine, policy)
+        found = calibrated(record(), usual.placement, machine, policy, seen.computing_s, 99.0)
+        assert forecast(found, usual.placement, machine, policy).seconds == pytest.approx(seen.seconds, rel=0.01)
+
     def test_nothing_to_choose_from(self) -> None:
         with pytest.raises(ConfigError, match="nothing to choose from"):
             tune(record(), [], Machine(RATES))
