@@ -542,6 +542,17 @@ MUTATIONS: Sequence[Mutation] = (
         "device.copy_in(storage, offset, here)", ON_GPU,
     ),
     Mutation(
+        "what comes too late makes no group ready", "train/moves.py GroupMoves._make_ready",
+        "if self._changes[group] != changes:",
+        "train/test_out_of_turn.py::test_a_step_without_a_block_is_no_short_way_to_the_next", "if False:",
+    ),
+    Mutation(
+        "a gradient that is kept has memory of its own", "train/backward.py GradientCollector._add",
+        "collected.gradients[position] = collected.gradients[position] + gradient",
+        "train/test_kept.py::test_gradients_that_share_their_memory_are_not_added_to_each_other",
+        "collected.gradients[position].add_(gradient)",
+    ),
+    Mutation(
         "gradients that are kept count against the room", "train/backward.py GradientCollector._make_room",
         "self._kept_bytes + ", "train/test_kept.py::test_there_is_room_for_some", "",
     ),

@@ -163,6 +163,63 @@ def test_what_the_store_has_a_part_of_is_added_there() -> None:
     compare([(0, 1, 2)] * 4, lambda engine: engine.gradient("layers.1.weight") if next(looks) else 0.0)
 
 
+class Summed(nn.Module):
+    """Two parameters whose gradients are views of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.flat = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.rows.view(32) + self.flat.view(32))
+
+
+def test_gradients_that_share_their_memory_are_not_added_to_each_other() -> None:
+    """As plain torch does, which is wrong."""
+    xs = [torch.randn(32, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    tiers = TierConfig(nvme=(), gpu_memory=ROOM, cpu_memory=ROOM)
+    with Engine(Summed(), tiers, AdamWConfig(lr=1e-2)) as engine:
+        for x in xs:
+            with engine.no_sync():
+                engine.backward(engine(x).sum())
+        assert torch.equal(engine.gradient("flat"), xs[0] + xs[1] + xs[2])
+        assert torch.equal(engine.gradient("rows").view(32), xs[0] + xs[1] + xs[2])
+        engine.step()
+
+
+class Long(nn.Module):
+    """A parameter whose gradient is a part of a much longer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.ones(1, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.row, x]).square()
+
+
+def test_what_is_kept_holds_its_own_memory_only_and_not_beyond_the_engine() -> None:
+    tiers = TierConfig(nvme=(), gpu_memory=ROOM, cpu_memory=ROOM)
+    with Engine(Long(), tiers, AdamWConfig(lr=1e-2)) as engine:
+        with engine.no_sync():
+            engine.backward(engine(torch.ones(1000, 64)).sum())
+        (kept,) = engine._parts.collector._kept.values()
+        assert [gradient.untyped_storage().nbytes() for gradient in kept.values()] == [64 * 4]
+    assert not engine._parts.collector.keeps
+
+
+def test_a_block_that_the_step_has_not_reached_has_no_gradient() -> None:
+    """Whatever the step before has left, whose update may be still to come."""
+    tiers = TierConfig(nvme=(), gpu_memory=ROOM, cpu_memory=ROOM)
+    with Engine(Ways(), tiers, AdamWConfig(lr=1e-2), update="forward", max_grad_norm=1.0) as engine:
+        for _ in range(4):
+            for way in ((0, 1, 2), (0,)):
+                engine.backward(engine(torch.ones(4, 8), way).sum())
+                assert bool(engine.gradient("layers.2.weight").any()) == (2 in way)
+                engine.step()
+
+
 def test_what_is_kept_is_forgotten_with_the_rest() -> None:
     compare([(0, 1, 2), (0, 1), (1, 2)], lambda engine: engine.zero_grad() or 0.0)
 

@@ -7,6 +7,7 @@ import contextlib
 import random
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,41 @@ def test_places_of_gradients_come_back_in_whatever_order_they_are_needed(
         assert recalled[3] > 0
     else:
         assert not borrowed.total()  # they would have to go for the first micro-batch
+
+
+class Chosen(nn.Module):
+    """Five layers, of which a call takes those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, way: Sequence[int]) -> torch.Tensor:
+        for index in way:
+            x = x + self.layers[index](x).tanh()
+        return x
+
+
+SKIPPING = [
+    [[0, 2, 1, 4, 3], [4, 3, 2, 1, 0], [0, 1, 2, 3, 4]], [[1]], [[0, 3]], [[1, 4, 0, 3]],
+    [[4, 3, 2, 1, 0], [0, 4, 1, 2, 3], [3, 1]], [[2, 0, 3, 1, 4], [4, 3, 2, 1, 0]], [[0, 1, 2, 3, 4], [3]],
+]  # fmt: skip
+
+
+def test_a_step_without_a_block_is_no_short_way_to_the_next(tmp_path: Path) -> None:
+    """Nobody has waited in it for the update before: the next one waits for that, and for what this one did."""
+    weights = []
+    for update, memory in (("step", ("64MiB", "64MiB")), *[("speculative", (290560, 201984))] * 3):
+        generator = torch.Generator().manual_seed(1)
+        tiers = disk(tmp_path / str(len(weights)), gpu_memory=memory[0], cpu_memory=memory[1])
+        with Engine(Chosen(), tiers, AdamWConfig(lr=1e-2), update=update, max_grad_norm=0.05) as engine:
+            for ways in SKIPPING:
+                batches = [{"x": torch.randn(4, 64, generator=generator), "way": way} for way in ways]
+                engine.train_step(batches, lambda output: output.pow(2).mean())
+            weights.append(engine.state_dict())
+    for others in weights[1:]:
+        assert all(torch.equal(others[name], weight) for name, weight in weights[0].items())
 
 
 class Named(nn.Parameter):

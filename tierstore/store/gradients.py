@@ -139,21 +139,22 @@ class Gradients:
         side, and updated as each of them has come.
         """
         deliveries = [one for arrival in arrivals for one in self._deliveries(arrival)]
-        ready: list[tuple[_Delivery, Bytes | Span]] = []
+        # By the pool that copies them.
+        ready: dict[bool, list[tuple[_Delivery, Bytes | Span]]] = {True: [], False: []}
+        ready_bytes = {True: 0, False: 0}
         work: list[Callable[[], Coroutine[Any, Any, None]]] = []
-        ready_bytes = 0
         for one in deliveries:
             memory = self._memory_now(one) if len(deliveries) > 1 else None
             if memory is None:
                 work.append(partial(self._deliver, one))
                 continue
-            ready.append((one, memory))
-            ready_bytes += self._placement.gradient_bytes(*one.key)
-            if ready_bytes >= _JOB_BYTES:
-                work.append(partial(self._deliver_all, ready))
-                ready, ready_bytes = [], 0
-        if ready:
-            work.append(partial(self._deliver_all, ready))
+            is_on_gpu = one.key[0] in self._on_gpu
+            ready[is_on_gpu].append((one, memory))
+            ready_bytes[is_on_gpu] += self._placement.gradient_bytes(*one.key)
+            if ready_bytes[is_on_gpu] >= _JOB_BYTES:
+                work.append(partial(self._deliver_all, ready[is_on_gpu]))
+                ready[is_on_gpu], ready_bytes[is_on_gpu] = [], 0
+        work += [partial(self._deliver_all, run) for run in ready.values() if run]
         return together(begin() for begin in work)
 
     def _deliveries(self, arrival: Arrival) -> Iterator[_Delivery]:

@@ -359,7 +359,7 @@ class DeviceAccess:
     def weights_changed(self, groups: Iterable[int]) -> None:
         """Updates of these groups are pending: what is held of them is ready again only after those."""
         changed = set(groups) & self._held
-        self._ready.difference_update(changed)  # the set is that of the moves, too
+        self._moves.change(changed)
         self._current = None
         self._stale |= changed
 

@@ -12,9 +12,10 @@ name. With other ranks one order is kept, in which a group that never completes 
 is short in the first step, what should have come before is taken as it is, and what still comes is reduced at the end:
 equal to rounding to what one reduction gives.
 
-[Note: kept] A gradient of a micro-batch that is not the last one of its step stays on the device, and what the next one
-adds is added there, if there is room for it beside the largest group's: a GPU does that far faster than the link takes
-gradients away. `settle` hands over what is kept before anybody else looks for it.
+[Note: kept] Of one rank, a gradient of a micro-batch that is not the last one of its step stays on the device, and what
+the next one adds is added there, if there is room for it beside the largest group's: a GPU does that far faster than
+the link takes gradients away. Autograd may give several parameters views of one storage, so none is added to in place,
+and what is kept holds no more memory than it takes. `settle` hands it over before anybody else looks for it.
 
 [Note: company] A small group's gradient waits for others, so that a crossing to the loop, a task and a job of a worker
 serve several. It is handed over before whatever else crosses, so nobody waits for one that waits. Where the loop is
@@ -34,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierstore.device.streams import ComputeDevice
+from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.plan.gpu_room import COMPANY_BYTES
@@ -113,6 +114,7 @@ class GradientCollector:
         self._company_bytes = min(COMPANY_BYTES, capacity_bytes // 2)
         self._largest_bytes = max((self._device_bytes[g.index] for g in self._groups if g.spec.trainable), default=0)
         self._kept: dict[int, dict[int, torch.Tensor]] = {}
+        self._kept_until: Mark = Reached()
         self._begun_bytes = 0
         self._done_bytes = 0
         self.peak_bytes = 0
@@ -142,6 +144,7 @@ class GradientCollector:
             handle.remove()
         self._handles.clear()
         self._leaves.forget()
+        self._let_go()
 
     @property
     def knows_graph(self) -> bool:
@@ -212,6 +215,8 @@ class GradientCollector:
         for index, collected in enumerate(self._collected):
             if self.is_final:
                 self._recomputed[index] = collected.fired - collected.reached
+        if self._kept:
+            self._kept_until = self._device.record()
         self._runtime.call(self._accepted)
         if self._reductions is not None and self.is_final:
             self._reductions.learn_order(self.completed)
@@ -220,11 +225,13 @@ class GradientCollector:
         """Hand over what is kept, and wait until it is with the store. Between passes."""
         if self._kept:
             for group in [self._groups[index] for index in self._kept]:
-                self._hand_over(group, self._pieces(group), None)
+                self._hand_over(group, self._pieces(group), None, self._kept_until)
             self._runtime.call(self._accepted)
 
     def forget(self) -> None:
-        """The step is over, or given up."""
+        """The step is over, or given up, with what is kept."""
+        self._done_bytes += self._kept_bytes
+        self._let_go()
         self.touched.clear()
         if self._reductions is not None:
             self._runtime.post(self._reductions.forget)
@@ -269,7 +276,7 @@ class GradientCollector:
             self._make_room(group)
             self._gathering[group.index] = group
         if position in collected.gradients:
-            collected.gradients[position].add_(gradient)
+            collected.gradients[position] = collected.gradients[position] + gradient
         else:
             collected.gradients[position] = gradient
 
@@ -312,6 +319,9 @@ class GradientCollector:
             self._runtime.post(self._reductions.ready, *ready)
             return
         if self._may_keep(group):
+            for position, gradient in collected.gradients.items():
+                if gradient.untyped_storage().nbytes() > gradient.nbytes:
+                    collected.gradients[position] = gradient.clone()
             self._kept[group.index] = collected.gradients
             self._gathering.pop(group.index, None)
             return
@@ -320,9 +330,20 @@ class GradientCollector:
 
     def _may_keep(self, group: Group) -> bool:
         """See [Note: kept]."""
-        if self.is_final or group.index in self._kept:
-            return not self.is_final
+        if self.is_final:
+            return False
+        if group.index in self._kept:
+            return True
         return self._kept_bytes + self._device_bytes[group.index] + self._largest_bytes <= self._capacity_bytes
+
+    def _let_go(self) -> None:
+        self._kept.clear()
+        self._collected = [_Collected() for _ in self._groups]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients are kept that the store does not know of."""
+        return bool(self._kept)
 
     @property
     def _kept_bytes(self) -> int:
@@ -363,9 +384,11 @@ class GradientCollector:
         self._kept.pop(group.index, None)
         return pieces
 
-    def _hand_over(self, group: Group, pieces: list[Piece], then: Callable[[], None] | None) -> None:
-        """See [Note: company]."""
-        arrival = Arrival(group.index, pieces, self._device.record(), self.is_final, then is not None)
+    def _hand_over(
+        self, group: Group, pieces: list[Piece], then: Callable[[], None] | None, after: Mark | None = None
+    ) -> None:
+        """See [Note: company]. None: they are valid after what is queued now."""
+        arrival = Arrival(group.index, pieces, after or self._device.record(), self.is_final, then is not None)
         self._handed.append(_Handed(group, arrival, then))
         waiting_bytes = sum(self._device_bytes[one.group.index] for one in list(self._handed))
         post = self._runtime.post_with_next if waiting_bytes < self._company_bytes else self._runtime.post

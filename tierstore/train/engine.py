@@ -234,9 +234,8 @@ class Engine:
             ConfigError: they were applied as they arrived.
         """
         parts = self._whole_parts()
-        parts.collector.settle()
         touched = parts.collector.touched
-        if touched:
+        if touched or parts.collector.keeps:
             self._order.refuse_after_backward("zero_grad()")
             groups = [g.index for g in parts.groups.groups if any(p.name in touched for p in g.spec.parameters)]
             parts.runtime.call(self._generations.gradients.discard, groups)
@@ -485,6 +484,8 @@ class Engine:
         group, spec = parts.groups.locate(name)
         begin, end = group.spec.kept_part(spec.start, spec.stop)
         part = parts.runtime.call(self._generations.gradients.read, group.index, begin, max(begin, end))
+        if spec.name not in parts.collector.touched:
+            part[:] = 0  # the update of the step before may be still to come, and its gradient there
         flat = parts.partition.joined(part)
         return torch.from_numpy(to_float(group.spec.dtype, flat)).reshape(spec.shape)
 

@@ -52,7 +52,17 @@ class GroupMoves:
         self._loads: dict[int, asyncio.Task[None]] = {}
         self._drops: dict[int, asyncio.Task[None]] = {}
         self.ready: set[int] = set()
+        self._changes = [0] * len(groups)
         store.updates.changing.on_spoilt = self.ready.discard
+
+    def change(self, groups: Iterable[int]) -> None:
+        """Updates of these groups are pending: whoever makes them ready for what was before comes too late.
+
+        Threads: the training side's.
+        """
+        for group in groups:
+            self._changes[group] += 1  # before it is taken out: see `complete`
+            self.ready.discard(group)
 
     def start(self, move: Move) -> None:
         """Begin a move, unless it has begun."""
@@ -72,7 +82,7 @@ class GroupMoves:
 
     def _make_ready(self, group: int, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """After `work` this rank's part is on the device; with those of the others the group is ready."""
-        gathers, index = self._gathers, self._groups[group]
+        gathers, index, changes = self._gathers, self._groups[group], self._changes[group]
         turn = gathers.turn() if gathers is not None else None  # now, not when the coroutine begins
 
         async def complete() -> None:
@@ -82,6 +92,8 @@ class GroupMoves:
                 await gathers.complete(index, turn, work())
             self._store.updates.changing.refuse_spoilt(group)
             self.ready.add(group)
+            if self._changes[group] != changes:  # looked at last, for the other thread may be between its two
+                self.ready.discard(group)
 
         self._loads[group] = self._runtime.spawn(complete(), f"{what} {index.spec.name}")
 
