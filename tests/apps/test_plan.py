@@ -207,7 +207,8 @@ def test_every_strategy_commits_where_there_are_disks() -> None:
     asked = PlanOptions(params="7e9", gpus=1)
     found = plan(asked)
     on_cpu, split = found.options[1], found.options[-1]
-    assert sum(on_cpu.bytes.values()) == sum(split.bytes.values())
+    for kind in (Kind.WEIGHTS, Kind.STATE):  # of gradients more are under way where a GPU has room to spare
+        assert len({sum(one.bytes.get((kind, tier), 0) for tier in Tier) for one in (on_cpu, split)}) == 1
     assert split.bytes[Kind.STATE, Tier.GPU] > split.bytes[Kind.STATE, Tier.CPU] > 0  # what fits there is there
     # 12 B of each parameter at 8 x 3.8 GB/s: longer than all else.
     assert split.step_s == pytest.approx(on_cpu.step_s)

@@ -15,11 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 import tierstore
+from tierstore.apps import preset_sizes
 from tierstore.apps.bench import cuda
 from tierstore.apps.bench import run as bench_run
 from tierstore.apps.bench.case import Answer, Bar, BenchOptions, Case, Contestant, Result, ratio, row_of
 from tierstore.apps.bench.report import context_of, markdown
 from tierstore.apps.bench.run import Outcome, cases_of, run_case
+from tierstore.apps.options import Preset
 from tierstore.cli import app
 from tierstore.errors import ConfigError, StorageError
 
@@ -193,9 +195,11 @@ def test_an_unknown_case_is_refused() -> None:
         bench_run.cases_of("tape")
 
 
-def test_a_step_on_a_gpu_is_beside_what_plain_torch_computes() -> None:
-    """On the CPU twin: only a GPU shows the rest."""
-    given = {"preset": "25m", "gpu_memory": "256MiB", "cpu_memory": "1GiB", "batch": 1, "micro_batches": 2}
+def test_a_step_on_a_gpu_is_beside_what_plain_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU twin, and in small: only a GPU shows the rest."""
+    small = {"model_type": "gpt2", "vocab_size": 64, "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32}
+    monkeypatch.setitem(preset_sizes.PRESET_FIELDS, Preset.P25M, small)  # type: ignore[arg-type]
+    given = {"preset": "25m", "gpu_memory": "16MiB", "cpu_memory": "16MiB", "batch": 1, "micro_batches": 2}
     with cuda._step(given | {"state_on_gpu": False}, "cpu", 16) as run_round:
         seconds, figures = run_round(0)
     assert figures.keys() == {"compute", "step"}
