@@ -66,6 +66,20 @@ class TinyModel(nn.Module):
         return self.head(self.norm(x))
 
 
+class Ways(nn.Module):
+    """Layers, of which a call takes those that it is told, as often as it is told."""
+
+    def __init__(self, layers: int = 3, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, way: Sequence[int]) -> torch.Tensor:
+        for index in way:
+            x = x + self.layers[index](x).tanh()
+        return x
+
+
 def tiny(dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> TinyModel:
     """The same model for the same arguments."""
     torch.manual_seed(seed)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import disk, next_token_loss, smallest_budgets, tiny, tokens, train
+from runs import Ways, disk, next_token_loss, smallest_budgets, tiny, tokens, train
 from torch import nn
 
 from tierstore.config import AdamWConfig, TierConfig
@@ -96,20 +96,6 @@ def test_there_is_room_for_some(model: str, tmp_path: Path) -> None:
     moved = [run.moved["d2h"] for run in runs]
     assert moved == sorted(moved, reverse=True)
     assert len(set(moved)) > 3
-
-
-class Ways(nn.Module):
-    """Three layers, of which a call takes those that it is told, as often as it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, way: Sequence[int]) -> torch.Tensor:
-        for index in way:
-            x = x + self.layers[index](x).tanh()
-        return x
 
 
 WAYS = {

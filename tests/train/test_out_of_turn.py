@@ -7,14 +7,13 @@ import contextlib
 import random
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import disk, next_token_loss, smallest_budgets, tiny, tokens
+from runs import Ways, disk, next_token_loss, smallest_budgets, tiny, tokens
 from torch import nn
 
 from tierstore.config import AdamWConfig, TierConfig
@@ -268,20 +267,6 @@ def test_places_of_gradients_come_back_in_whatever_order_they_are_needed(
         assert not borrowed.total()  # they would have to go for the first micro-batch
 
 
-class Chosen(nn.Module):
-    """Five layers, of which a call takes those that it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
-
-    def forward(self, x: torch.Tensor, way: Sequence[int]) -> torch.Tensor:
-        for index in way:
-            x = x + self.layers[index](x).tanh()
-        return x
-
-
 SKIPPING = [
     [[0, 2, 1, 4, 3], [4, 3, 2, 1, 0], [0, 1, 2, 3, 4]], [[1]], [[0, 3]], [[1, 4, 0, 3]],
     [[4, 3, 2, 1, 0], [0, 4, 1, 2, 3], [3, 1]], [[2, 0, 3, 1, 4], [4, 3, 2, 1, 0]], [[0, 1, 2, 3, 4], [3]],
@@ -294,7 +279,7 @@ def test_a_step_without_a_block_is_no_short_way_to_the_next(tmp_path: Path) -> N
     for update, memory in (("step", ("64MiB", "64MiB")), *[("speculative", (290560, 201984))] * 3):
         generator = torch.Generator().manual_seed(1)
         tiers = disk(tmp_path / str(len(weights)), gpu_memory=memory[0], cpu_memory=memory[1])
-        with Engine(Chosen(), tiers, AdamWConfig(lr=1e-2), update=update, max_grad_norm=0.05) as engine:
+        with Engine(Ways(5, 64), tiers, AdamWConfig(lr=1e-2), update=update, max_grad_norm=0.05) as engine:
             for ways in SKIPPING:
                 batches = [{"x": torch.randn(4, 64, generator=generator), "way": way} for way in ways]
                 engine.train_step(batches, lambda output: output.pow(2).mean())
