@@ -21,8 +21,9 @@ from tierstore.plan.machine import NODES, Node, node_called, rates_of
 from tierstore.plan.memory import Job, Layout, activation_bytes, group_needs
 from tierstore.plan.model_size import from_config, from_parameters
 from tierstore.plan.placement import Kind
-from tierstore.plan.step_time import DRAG_BESIDE_COMPUTING, Link, Work, phases_of
+from tierstore.plan.step_time import DRAG_BESIDE_COMPUTING, Link, Work, phases_of, step_work
 from tierstore.plan.strategies import USABLE, Option, Situation, Strategy, fastest, options_of, request_of, simplest
+from tierstore.plan.tiers import place
 from tierstore.train.budgets import request_for
 from tierstore.train.engine import Engine
 
@@ -178,6 +179,17 @@ def test_six_micro_batches_by_hand() -> None:
     # 7e9 updates of 26 B at 89.6 GB/s; five more forwards and six backwards at 82.5e12 flop/s.
     assert [phase.seconds for phase in option.phases] == pytest.approx([2.031, 5 * 0.375, 6.75], rel=1e-3)
     assert sum(phase.compute_s for phase in option.phases) == pytest.approx(option.compute_s)
+
+
+@pytest.mark.parametrize(("gpu_bytes", "ranks", "passes"), [(32e9, 1, 1), (16e9, 1, 6), (32e9, 2, 6)])
+def test_gradients_of_micro_batches_leave_a_roomy_gpu_once(gpu_bytes: float, ranks: int, passes: int) -> None:
+    """With other ranks each micro-batch is reduced."""
+    here = situation(7e9, UpdateSchedule.STEP)
+    here = replace(here, job=replace(here.job, accumulate=6), layout=Layout(gpus=ranks))
+    request = request_of(here, group_needs(here.job, Layout()), int(gpu_bytes))
+    placement = place(replace(request, updates_on_gpu=False))
+    work = step_work(here.job, here.layout, here.node, placement, here.schedule, 1.0)
+    assert work["backward"].d2h_bytes == pytest.approx(ranks * passes * 14e9, rel=0.1)  # two have room anywhere
 
 
 def test_fp32_weights_are_updated_at_their_own_rate() -> None:

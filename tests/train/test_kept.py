@@ -17,6 +17,8 @@ from runs import Ways, disk, next_token_loss, smallest_budgets, tiny, tokens, tr
 from torch import nn
 
 from tierstore.config import AdamWConfig, TierConfig
+from tierstore.plan.costs import StepPattern
+from tierstore.plan.gpu_room import kept_gradients
 from tierstore.train.backward import GradientCollector
 from tierstore.train.engine import Engine
 
@@ -77,6 +79,13 @@ MODELS: dict[str, Any] = {
 }
 
 
+def planned_d2h(engine: Engine) -> int:
+    """Bytes of gradients that leave the device in a step, as `plan` counts them."""
+    pattern = StepPattern(micro_batches=MICRO_BATCHES, kept_gradients=kept_gradients(engine.placement))
+    needs = enumerate(engine.placement.groups)
+    return sum(pattern.arrivals(index) * need.elements * need.weight_bytes for index, need in needs if need.trainable)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_there_is_room_for_some(model: str, tmp_path: Path) -> None:
     """The rest goes to the store each time; more than the room is never taken."""
@@ -85,14 +94,17 @@ def test_there_is_room_for_some(model: str, tmp_path: Path) -> None:
     gradients = sum(parameter.nbytes for parameter in build().parameters())
     runs = []
     for budget in (*range(least, least + 4 * gradients, gradients // 3), ROOM):
-        rooms: list[int] = []
+        seen: list[tuple[int, int]] = []
         tiers = tiers_of(tmp_path / str(budget), budget, build())
         runs.append(
             train(build(), batches(2 * MICRO_BATCHES), tiers, loss_of, accumulate=MICRO_BATCHES,
-                  after=lambda engine, step, rooms=rooms: rooms.append(room_left(engine)))
+                  after=lambda engine, step, seen=seen: seen.append((room_left(engine), planned_d2h(engine))))
         )  # fmt: skip
         runs[0].check_equal(runs[-1])
+        rooms, planned = zip(*seen)
         assert min(rooms) >= 0
+        if model == "one after the other":  # `plan` knows no others
+            assert runs[-1].moved["d2h"] == sum(planned)
     moved = [run.moved["d2h"] for run in runs]
     assert moved == sorted(moved, reverse=True)
     assert len(set(moved)) > 3

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runs import smallest_budgets
 from torch import nn
 
 from tierstore.config import AdamWConfig, Tier, TierConfig
 from tierstore.io.backend import Backend
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.costs import StepPattern, step_traffic
+from tierstore.plan.gpu_room import kept_gradients
 from tierstore.plan.placement import Kind
 from tierstore.plan.simulate import Visit, simulate
 from tierstore.trace import Tracer
@@ -145,6 +147,27 @@ def test_micro_batches_that_are_announced_write_fewer_gradients(
         assert written == plan.written_bytes
         spilled.append(plan.written[Kind.GRADIENTS])
     assert spilled[0] < spilled[1]
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+@pytest.mark.parametrize("more", [0, 3, 40])
+def test_gradients_that_are_kept_are_written_once(tmp_path_factory: Any, update: str, more: int) -> None:
+    """`more`: groups that the GPU tier has room for beside all weights."""
+    passes = 4
+    _, cpu = smallest_budgets(model(), nvme=["unused"], update=update)
+
+    def make() -> Engine:
+        tiers = TierConfig(
+            gpu_memory=(BLOCKS + 4 + more) * GROUP_BYTES, cpu_memory=cpu, nvme=[tmp_path_factory.mktemp("store")],
+            bandwidth=RATES, prefetch_depth=1, accumulation_steps=passes,
+        )  # fmt: skip
+        return Engine(model(), tiers, AdamWConfig(), update=update)
+
+    engine, read, written = traffic(make, passes)
+    kept = kept_gradients(engine.placement)
+    plan = step_traffic(engine.placement, StepPattern((0,) * BLOCKS, micro_batches=passes, kept_gradients=kept))
+    assert (read, written) == (plan.read_bytes, plan.written_bytes)
+    assert len(kept) == min(2 + more, BLOCKS)
 
 
 @pytest.mark.parametrize(

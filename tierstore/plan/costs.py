@@ -7,7 +7,7 @@ Not here: how often weights are fetched (`plan/simulate.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from tierstore.config import Tier
@@ -24,13 +24,19 @@ class StepPattern:
             two (forward and backward) of a trainable or frozen group alike.
         commits_per_step: 1 / commit_every; 0 without a store. What lives in CPU memory is written for a commit only.
         micro_batches: backward passes per step; each but the first adds to the spilled gradient.
+        kept_gradients: groups whose gradients of all passes are added on the GPU.
         read_weights_with_state: the update reads weights that live on NVMe, unless all of them stay on the device.
     """
 
     weight_loads: tuple[int, ...] | None = None
     commits_per_step: float = 1.0
     micro_batches: int = 1
+    kept_gradients: Collection[int] = ()
     read_weights_with_state: bool = False
+
+    def arrivals(self, group: int) -> int:
+        """How often a group's gradient comes to CPU memory."""
+        return 1 if group in self.kept_gradients else self.micro_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +88,10 @@ def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> 
         moved_bytes = grid.total(need.state_bytes) - resident_bytes
         read[Kind.STATE] += moved_bytes
         written[Kind.STATE] += moved_bytes + resident_bytes * pattern.commits_per_step
-        passes_through = placement.streams_gradients and pattern.micro_batches == 1
+        passes_through = placement.streams_gradients and pattern.arrivals(index) == 1
         if placement.gradient_home[index] is Tier.NVME and not passes_through:
-            read[Kind.GRADIENTS] += weight_bytes * pattern.micro_batches
-            written[Kind.GRADIENTS] += weight_bytes * pattern.micro_batches
+            read[Kind.GRADIENTS] += weight_bytes * pattern.arrivals(index)
+            written[Kind.GRADIENTS] += weight_bytes * pattern.arrivals(index)
     trained = sum(need.elements for need in placement.groups if need.trainable)
     return StepTraffic(read, written, trained)
 

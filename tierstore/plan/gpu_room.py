@@ -1,7 +1,7 @@
 """Who has the GPU tier: weights, the gradients that are being made, and what is updated there.
 
 Scope: room for gradients, the groups that there is room to update, the weights that there is none for; the tier that
-    some weights need.
+    some weights need; the gradients that stay until a step's last micro-batch.
 Not here: CPU memory (`plan/working_set.py`), the choice (`plan/tiers.py`).
 
 [Note: updated on the GPU] A group whose state and gradient find room on the GPU tier beside all weights is updated
@@ -12,9 +12,9 @@ not a step looks for them there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from tierstore.plan.placement import Request
+from tierstore.plan.placement import Placement, Request
 
 COMPANY_BYTES = 2 * 2**20
 """Of small groups' gradients, handed over at once: see [Note: company] in `train/backward.py`. With it the engine takes
@@ -104,3 +104,15 @@ def tier_bytes(request: Request, weights_bytes: int) -> int:
     trained = sum(need.device_bytes for need in request.groups if need.trainable)
     company = min(2 * COMPANY_BYTES, weights_bytes // 15, trained)  # a sixteenth of both together
     return weights_bytes + max(gradient, company)
+
+
+def kept_gradients(placement: Placement) -> Collection[int]:
+    """Groups whose gradients of micro-batches are added on the GPU; see [Note: kept] in `train/backward.py`."""
+    sizes = {index: need.device_bytes for index, need in enumerate(placement.groups) if need.trainable}
+    room = placement.gpu_gradient_bytes - max(sizes.values(), default=0)
+    kept = []
+    for index, size in reversed(sizes.items()):  # as backward makes them
+        if size <= room:
+            kept.append(index)
+            room -= size
+    return kept

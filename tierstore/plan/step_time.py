@@ -21,12 +21,13 @@ alone. `tune` learns how much from steps that it runs; here it is what steps of 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
 from tierstore.config import Tier, UpdateSchedule
 from tierstore.plan.bandwidth import Activity
 from tierstore.plan.costs import StepPattern, beside_s, efficiency, phase_seconds, step_traffic
+from tierstore.plan.gpu_room import kept_gradients
 from tierstore.plan.layers import LayerKind, LayerWork, computing_s
 from tierstore.plan.machine import Node
 from tierstore.plan.memory import Job, Layout, stage_parts
@@ -222,7 +223,8 @@ def step_work(
         parts["forward"] += Work(peers_s=gathered_s[0])
         parts["backward"] += Work(peers_s=gathered_s[1] + reduced_s)
     if placement is not None:
-        pattern = step_pattern(job, schedule, commits_per_step, loads)
+        kept = kept_gradients(placement) if layout.data == 1 else ()
+        pattern = step_pattern(job, schedule, commits_per_step, loads, kept)
         for name, work in _offload_work(placement, pattern, loads, _adam_elements_per_s(job, node)).items():
             parts[name] += Work(*(layout.gpus * value for value in astuple(work)))
         if (norms := node.rates.norm_elements_per_s) is not None:  # of what arrives in CPU memory
@@ -237,13 +239,18 @@ def _adam_elements_per_s(job: Job, node: Node) -> float:
 
 
 def step_pattern(
-    job: Job, schedule: UpdateSchedule, commits_per_step: float, loads: Sequence[tuple[int, int]]
+    job: Job,
+    schedule: UpdateSchedule,
+    commits_per_step: float,
+    loads: Sequence[tuple[int, int]],
+    kept: Collection[int],
 ) -> StepPattern:
     """How often the disks see what, as the engine's schedules do it."""
     return StepPattern(
         weight_loads=tuple(sum(both) if _comes_and_goes(both) else 0 for both in loads),
         commits_per_step=commits_per_step,
         micro_batches=job.accumulate,
+        kept_gradients=kept,
         read_weights_with_state=reads_weights_with_state(schedule),
     )
 
@@ -365,9 +372,11 @@ def _offload_work(
     coming = [size if far and _comes_and_goes(count) else 0 for size, count, far in zip(grids, loads, on_nvme)]
     read = [sum(size * count[way] for size, count in zip(coming, loads)) for way in (0, 1)]
     on_gpu = [size if placement.is_updated_on_gpu(group) else 0 for group, size in enumerate(grids)]
-    gradients = (sum(grids) - sum(on_gpu)) * pattern.micro_batches
-    spilled = traffic.read[Kind.GRADIENTS]
-    added = spilled * (pattern.micro_batches - 1) / pattern.micro_batches
+    homes = placement.gradient_home
+    made = [size if need.trainable else 0 for size, need in zip(grids, placement.groups)]
+    arrivals = [pattern.arrivals(group) for group in range(len(made))]
+    gradients = sum(size * count for size, count, home in zip(made, arrivals, homes) if home is not Tier.GPU)
+    added = sum(size * (count - 1) for size, count, home in zip(made, arrivals, homes) if home is Tier.NVME)
     return {
         "forward": Work(read_bytes=read[0], h2d_bytes=fetched[0]),
         "backward": Work(
