@@ -22,18 +22,24 @@ def clock(*products_s: float) -> Callable[[], float]:
     return readings().__next__
 
 
+IN_A_ROW = arithmetic._IN_A_ROW
+
+
 @pytest.mark.parametrize("dtype", [Precision.BF16, Precision.FP16])
 def test_a_slow_dtype_is_told_with_its_factor(dtype: Precision) -> None:
-    times = arithmetic._TIMES
-    slow = [9.0] * (times - 1) + [6.0]  # the shortest counts: what disturbs makes them longer
-    (note,) = slow_products_notes(dtype, "cpu", clock(*slow, *[0.5] * times))
+    slow = [9.0] * (IN_A_ROW - 1) + [6.0]  # the shortest counts: what disturbs makes them longer
+    (note,) = slow_products_notes(dtype, "cpu", clock(*(slow + [0.5] * IN_A_ROW) * arithmetic._TIMES))
     assert f"takes 12 times as long for products in {dtype.value}" in note
     assert "--dtype fp32" in note
 
 
 def test_a_dtype_that_is_fast_enough_is_not() -> None:
-    times = arithmetic._TIMES
-    assert slow_products_notes(Precision.BF16, "cpu", clock(*[1.9] * times, *[0.5] * times)) == []
+    assert slow_products_notes(Precision.BF16, "cpu", clock(*[1.9] * IN_A_ROW, *[0.5] * IN_A_ROW)) == []
+
+
+def test_products_that_others_disturb_are_timed_again() -> None:
+    disturbed, quiet = [9.0] * IN_A_ROW, [0.5] * IN_A_ROW
+    assert slow_products_notes(Precision.BF16, "cpu", clock(*(disturbed + quiet) * 2, *quiet, *disturbed)) == []
 
 
 @pytest.mark.parametrize(("dtype", "device"), [(Precision.FP32, "cpu"), (Precision.BF16, "cuda")])
