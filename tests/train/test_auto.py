@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tierstore.config import AdamWConfig, TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.train.budgets import settled, usual
 from tierstore.train.engine import Engine
+from tierstore.train.groups import Group
 from tierstore.train.report import StepReport
 
 STEPS = 8
@@ -209,6 +211,77 @@ def test_what_follows_a_whole_step_that_broke_off_is_anybodys_loop(
         for name, weight in play(engine).items():
             assert torch.equal(weight, expected[name]), name
         assert engine._parts.driver.schedule is UpdateSchedule.SPECULATIVE
+
+
+def a_callback_fails(engine: Engine) -> None:
+    def fails(report: StepReport) -> None:
+        if report.step == LOUD:
+            raise Broken
+
+    engine.on_step(fails)
+
+
+def a_callback_makes_the_commit_fail(engine: Engine) -> None:
+    def fails(report: StepReport) -> None:
+        if report.step == LOUD:
+            engine._generations._captured = once  # type: ignore[method-assign]
+
+    def once() -> dict[str, Any]:
+        del engine._generations._captured
+        raise Broken
+
+    engine.on_step(fails)
+
+
+def a_callback_begins_a_step(engine: Engine) -> None:
+    engine.on_step(lambda report: engine(batches()[0]) if report.step == LOUD else None)
+
+
+def weights_are_kept_in_part(engine: Engine) -> None:
+    def accepts(group: Group) -> None:
+        raise Broken
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.suppress(Broken),
+        engine.gathered("blocks.1", modify=True),
+    ):
+        engine.model.get_parameter("blocks.1.0.weight").data.mul_(2)
+        patch.setattr(Group, "accept_changes", accepts)  # comes when they are written
+
+
+@pytest.mark.parametrize(
+    ("act", "before"),
+    [
+        (a_callback_fails, 0),
+        (a_callback_makes_the_commit_fail, 0),
+        (a_callback_begins_a_step, 0),
+        (weights_are_kept_in_part, LOUD),
+    ],
+)
+def test_a_wrong_guess_goes_back_to_what_is_there_and_not_further(
+    act: Callable[[Engine], None], before: int, tmp_path: Path
+) -> None:
+    """What comes before the step that is clipped leaves the state uncommitted, or did."""
+
+    def play(engine: Engine) -> dict[str, torch.Tensor]:
+        for step, x in enumerate(batches()):
+            if step == before:
+                act(engine)
+            engine.backward(loss_of(engine(x * (100 if step == LOUD else 1))))
+            with contextlib.suppress(Broken):
+                engine.step()
+        return engine.state_dict()
+
+    memory = TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=20.0)
+    with Engine(Net(), memory, AdamWConfig(lr=1e-2), update="step", max_grad_norm=SOMETIMES) as engine:
+        expected = play(engine)
+    with engine_on(tmp_path, SOMETIMES, update="speculative") as engine:
+        for name, weight in play(engine).items():
+            assert torch.equal(weight, expected[name]), name
+        assert engine.step_count == STEPS
+    with engine_on(tmp_path, SOMETIMES, resume="must") as engine:
+        assert engine.step_count == STEPS
 
 
 class Recomputing(Net):

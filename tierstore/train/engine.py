@@ -70,7 +70,7 @@ class Engine:
         process_group: the ranks; None is the default group, if there is one.
         device_mesh: instead, for hybrid sharding: one dimension (shard) or two (replicate, shard).
         registered: objects with a state_dict that are part of every generation, restored before this returns.
-        overlap: False waits for every update and commit inside `step()`: the serial baseline.
+        overlap: False waits for every update and commit inside `step()`, as under "step": the serial baseline.
         tracer: gets a span for all that the engine does; None keeps none.
         clock: seconds, for reports and measured rates.
         backend: makes the system calls of the store; a seam for tests, which give one that fails or records.
@@ -297,9 +297,11 @@ class Engine:
         parts.stepper.check()
         with self._order.unbroken():
             report = self._finish_step()
-        for callback in self._callbacks:
-            callback(report)
-        self._generations.commit(parts.driver.last_round)
+        failure = self._tell(report)
+        if not self._order.is_broken:  # by a step that a callback has begun
+            self._generations.commit(parts.driver.last_round)
+        if failure is not None:
+            raise failure
         if not self._options.overlap:
             self.flush()
         parts.access.prefetch_start()
@@ -325,6 +327,15 @@ class Engine:
         )
         self._loss_scale.update(is_finite)
         return report
+
+    def _tell(self, report: StepReport) -> BaseException | None:
+        """Call what `on_step` was given. Returns what one of them raised: the step is done all the same."""
+        try:
+            for callback in self._callbacks:
+                callback(report)
+        except BaseException as error:
+            return error
+        return None
 
     def _apply(self) -> tuple[float | None, bool]:
         """Decide the updates of the step. Returns the norm, and whether it was finite."""
@@ -398,7 +409,10 @@ class Engine:
         self._generations.register(name, value)
 
     def on_step(self, callback: Callable[[StepReport], None]) -> None:
-        """Call this inside every `step()`, before that step's commit is published."""
+        """Call this inside every `step()`, before that step's commit is published.
+
+        What it raises comes out of `step()`, whose step is done and committed all the same.
+        """
         self._callbacks.append(callback)
 
     def flush(self) -> None:

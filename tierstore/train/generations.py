@@ -105,6 +105,7 @@ class Generations:
         if self._waiting is not None and not self._parts.driver.has_begun:
             self._parts.runtime.post(self._parts.store.commits.begin, *self._waiting)
             self._waiting = None
+            self._parts.driver.can_redo = True
 
     def forget(self) -> None:
         """The store goes on from what waits to be published: it cannot be any more."""

@@ -76,6 +76,8 @@ class RoundDriver:
         self._round: Round | None = None
         self.speculation = Speculation()
         self.is_speculating = False
+        self.can_redo = False
+        """Whether the state is that of a generation which is committed, or on its way: what a redo begins from."""
         self.last_round: Round | None = None
         self.gradient_set = 0
         """Which of the store's gradients the round in progress applies."""
@@ -128,7 +130,8 @@ class RoundDriver:
         self.schedule = self._schedule
         if self._guesses_unasked and (recomputes or not self._is_whole_step):
             self.schedule = UpdateSchedule.FORWARD
-        self.is_speculating = self.schedule is UpdateSchedule.SPECULATIVE and self.speculation.should_try()
+        may_guess = self.schedule is UpdateSchedule.SPECULATIVE and self.can_redo
+        self.is_speculating = may_guess and self.speculation.should_try()
         from_device = self.schedule is UpdateSchedule.BACKWARD or self.is_speculating
         trainable = [i for i, group in enumerate(self._store.groups) if group.trainable]
         need = [*completed, *reversed(trainable)] if from_device else [*visits, *trainable]
@@ -192,6 +195,7 @@ class RoundDriver:
         round_.used = used or Reached()
         decided = self._runtime.call(self._decide, round_, updates, is_redo)
         self._round = None  # not before: a round that nobody decides would wait for ever
+        self.can_redo = False
         self._is_whole_step = False  # what callbacks call is a step of its own
         if self.schedule is UpdateSchedule.STEP:
             self._runtime.call(self._store.updates.round_ended, decided)

@@ -111,6 +111,7 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
     parts.access.release_all()
     names = [spec.name for group in parts.groups.groups for spec in group.spec.parameters]
     pieces = (Piece(name, 0, state[name].detach().reshape(-1)) for name in names)
+    parts.driver.can_redo = False
     fill(parts.store, parts.runtime, parts.groups, pieces, keep=True)
     parts.access.settle()
     for group in parts.groups.groups:  # what somebody holds a view of has stayed on the device
@@ -236,6 +237,7 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
     changed = [parts.groups.groups[index] for index in groups]
     if wrong := [sentence for group in changed for sentence in group.take_back()]:
         raise ConfigError(wrong[0])
+    parts.driver.can_redo = False
     for group in changed:
         fill(parts.store, parts.runtime, parts.groups, pieces(group), keep=True, only={group.index})
         group.accept_changes()
