@@ -19,7 +19,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tierstore.config import TierConfig, format_size
-from tierstore.errors import BudgetError, ConfigError, FormatError, StorageError, StorageFull, TierstoreError
+from tierstore.errors import (
+    BudgetError,
+    ConfigError,
+    FormatError,
+    GraphError,
+    StorageError,
+    StorageFull,
+    TierstoreError,
+)
 from tierstore.train.engine import Engine
 
 WAY = Way(width=96)
@@ -218,6 +226,7 @@ class TestOptions:
             ({"update": "speculative", "commit_every": 2}, "it needs commit_every=1 and a store"),
             ({"update": "speculative", "durability": "none"}, "it needs commit_every=1 and a store"),
             ({"update": "speculative", "nvme": []}, "needs a store: give nvme a directory"),
+            ({"update": "delayed", "overlap": False}, "leave overlap=False out"),
             ({"resume": "must", "nvme": []}, "there is no generation in memory"),
             ({"registered": {"data": 3}}, "cannot register 'data': int has no state_dict and load_state_dict"),
             ({"device": "tpu"}, "device must be 'cpu', 'cuda' or 'cuda:N', not 'tpu'"),
@@ -389,3 +398,34 @@ class TestKinds:
                 engine.backward(engine(torch.ones(1, 4)).sum())
                 engine.step()
                 assert not torch.equal(engine.state_dict()["0.weight"], before)
+
+
+class InPlace(nn.Module):
+    """Changes what a layer has saved of its own, or what the next one has saved."""
+
+    def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.change = change
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](x).exp()
+        second = self.blocks[1](first)
+        self.change(first)
+        return cast(torch.Tensor, second.sum() + first.sum())
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "change", [lambda y: y.mul_(10), lambda y: y[0].zero_(), lambda y: y.detach().add_(1), lambda y: y.relu_()]
+)
+def test_what_backward_needs_is_not_changed_in_place(change: Callable[[torch.Tensor], Any], update: str) -> None:
+    """Plain torch refuses it; where there are hooks for saved tensors it does not look."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        InPlace(change)(torch.ones(2, 4)).backward()
+    tiers = TierConfig(gpu_memory="1MiB", cpu_memory="16MiB", nvme=())
+    with (
+        Engine(InPlace(change), tiers, update=update) as engine,
+        pytest.raises(GraphError, match=r"shape \(2, 4\) that backward needs was changed in place"),
+    ):
+        engine.backward(engine(torch.ones(2, 4)))

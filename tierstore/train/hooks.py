@@ -136,12 +136,20 @@ class ModelHooks:
     def _pack(self, tensor: torch.Tensor) -> Any:
         group = self._by_storage.get(tensor.untyped_storage()._cdata)
         if group is None:
-            return tensor.detach()  # itself would be held by the node that it holds, if that has made it
+            # Itself would be held by the node that it holds, if that has made it. Both have one counter of versions,
+            # which torch does not look at where there are hooks.
+            return tensor.detach(), tensor._version
         return SavedView(group, self._tokens[group], self._step, tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, SavedView):
-            tensor: torch.Tensor = packed
+            tensor: torch.Tensor
+            tensor, version = packed
+            if tensor._version != version:
+                raise GraphError(
+                    f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it was "
+                    "saved, as by y.mul_(2) or y[0] = 0; make another one, as y = y * 2, or change a clone()"
+                )
             return tensor
         group = self._groups[packed.group]
         if packed.step != self._step and group.spec.trainable:

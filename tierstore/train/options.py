@@ -112,6 +112,8 @@ def _schedule_for(
     if wish is UpdateSchedule.SPECULATIVE and not can_go_back:
         missing = "commit_every=1 and a store" if has_store else "a store: give nvme a directory"
         raise ConfigError(f"update='speculative' goes back to the committed slot: it needs {missing}")
+    if wish is UpdateSchedule.DELAYED and not overlap:
+        raise ConfigError("update='delayed' has updates overlap with the next step: leave overlap=False out")
     if wish is UpdateSchedule.AUTO:
         wish = usual(needs_norm=needs_whole_backward, can_go_back=can_go_back)
     return wish if overlap else UpdateSchedule.STEP
