@@ -107,6 +107,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
      "TierConfig.bandwidth: give the file that tierstore probe --json wrote, or a BandwidthTable (got 3)"),
     (lambda: TierConfig(nvme=["/mnt", ""]), "TierConfig.nvme.1: an empty path is not a directory"),
     (lambda: TierConfig(nvme=["/a", "/a/"]), "TierConfig: a directory is listed twice in nvme"),
+    (
+        lambda: TierConfig(nvme=["/a/b", "/a"]),
+        "TierConfig: a directory in nvme lies in another one, which holds nothing but a store",
+    ),
     (lambda: TierConfig(device="tpu"), "TierConfig: device must be 'cpu', 'cuda' or 'cuda:N', not 'tpu'"),
     (lambda: TierConfig(codec="zip"), "TierConfig.codec: must be 'none', 'lz4', 'lz4-bitshuffle', "
      "'zstd-bitshuffle' or 'auto' (got 'zip')"),

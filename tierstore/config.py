@@ -251,8 +251,11 @@ class TierConfig(_Model):
     def _check(self) -> TierConfig:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
-        if len({os.path.abspath(path) for path in self.nvme}) != len(self.nvme):
+        stores = [Path(os.path.abspath(path)) for path in self.nvme]
+        if len(set(stores)) != len(stores):
             raise ValueError("a directory is listed twice in nvme")
+        if any(inner != outer and inner.is_relative_to(outer) for inner in stores for outer in stores):
+            raise ValueError("a directory in nvme lies in another one, which holds nothing but a store")
         return self
 
     @property

@@ -82,7 +82,7 @@ def compare(options: CodecOptions, tell: Callable[[str, float], None] = lambda w
     Raises:
         ConfigError, FormatError, StorageError: nothing to try, or files that cannot be read.
     """
-    check_outputs(json=options.json)
+    check_outputs([options.path], json=options.json)
     samples = read_samples(options.path, options.sample)
     tried = []
     for number, sample in enumerate(samples):

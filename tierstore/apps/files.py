@@ -47,7 +47,7 @@ def write_text(path: Path, text: str, option: str) -> None:
         StorageError: it cannot be written.
     """
     is_pipe = path.exists() and not path.is_file()  # or a device; that of this process's output leads to no name
-    target = path if is_pipe else path.resolve()  # a link stays one
+    target = path if is_pipe else Path(os.path.realpath(path))  # a link stays one
     new = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
         if is_pipe or not os.access(target.parent, os.W_OK):

@@ -1,4 +1,4 @@
-"""The files that a command writes at its end, checked before its work begins.
+"""The files that a command writes at its end, checked before its work begins: they can be written, and spoil nothing.
 
 Scope: paths by the option that names them. Not here: what `train` writes (`apps/outputs.py`), the writing.
 """
@@ -6,21 +6,30 @@ Scope: paths by the option that names them. Not here: what `train` writes (`apps
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from tierstore.errors import ConfigError
+from tierstore.io.backend import Backend
+from tierstore.store.commit import Manifests
+
+_CHECKPOINTS = (".safetensors", ".index.json", ".pt", ".pth", ".bin", ".ckpt")
 
 
-def check_outputs(**files: Path | None) -> None:
+def check_outputs(taken: Iterable[Path | None] = (), **files: Path | None) -> None:
     """Every file can be written, and the pictures drawn, so that no work is lost for want of a directory.
 
+    Nor is any written over: a checkpoint, what is in a store, what the command itself reads.
+
     Args:
+        taken: what the command reads, or makes besides.
         files: by the name of the option; `plot` is a picture.
 
     Raises:
         ConfigError: names the option and the path; nothing was written.
     """
-    seen: dict[Path, str] = {}
+    ours = {os.path.realpath(path) for path in taken if path is not None}
+    seen: dict[str, str] = {}
     for field, path in files.items():
         if path is None:
             continue
@@ -28,7 +37,15 @@ def check_outputs(**files: Path | None) -> None:
         if path.is_dir():
             raise ConfigError(f"cannot write --{name} {path}: it is a directory; give the name of a file")
         check_writable(name, path)
-        other = seen.setdefault(path.resolve(), name)
+        place = os.path.realpath(path)
+        if place in ours:
+            raise ConfigError(f"--{name} {path} is what this command itself reads or makes: name another file")
+        if place.endswith(_CHECKPOINTS):
+            raise ConfigError(f"--{name} {path} has the name of a checkpoint: name another file")
+        refuse_store(name, path, Path(place).parent)
+        if path.exists() and not path.is_file():
+            continue  # /dev/null takes everything
+        other = seen.setdefault(place, name)
         if other != name:
             raise ConfigError(f"--{other} and --{name} would both write {path}: name two files")
     if (plot := files.get("plot")) is not None:
@@ -44,7 +61,19 @@ def check_writable(name: str, path: Path) -> None:
     Raises:
         ConfigError: names the option and the path.
     """
+    if os.path.islink(os.path.realpath(path)):
+        raise ConfigError(f"cannot write --{name} {path}: the link leads back to itself")
     parent = path.absolute().parent
     is_writable = os.access(path, os.W_OK) if path.exists() else parent.is_dir() and os.access(parent, os.W_OK)
     if not is_writable:
         raise ConfigError(f"cannot write --{name} {path}: its directory is missing or not writable")
+
+
+def refuse_store(name: str, path: Path, directory: Path) -> None:
+    """A store holds nothing else.
+
+    Raises:
+        ConfigError: the directory is one; names the option and the path.
+    """
+    if directory.is_dir() and Manifests(directory, Backend()).numbers():
+        raise ConfigError(f"--{name} {path} lies in a store, {directory}, which holds nothing else; name another place")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.apps.options import TrainOptions
-from tierstore.apps.output_files import check_outputs, check_writable
+from tierstore.apps.output_files import check_outputs, check_writable, refuse_store
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_errors
@@ -42,8 +42,9 @@ def check_paths(options: TrainOptions, *, writes: bool = True) -> None:
     if options.export is not None:
         _check_directory("export", options.export)
         check_writable("export", options.export)
-    check_outputs(json=options.json)
-    check_outputs(trace=options.trace)  # apart: both may be /dev/null
+        refuse_store("export", options.export, options.export)
+    taken = (options.export, options.config, options.checkpoint, options.data, options.bandwidth)
+    check_outputs(taken, json=options.json, trace=options.trace)
     for name in ("export", "json", "trace"):
         path = getattr(options, name)
         for store in options.nvme:

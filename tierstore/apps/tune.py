@@ -109,7 +109,8 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
     Raises:
         BudgetError, ConfigError, FormatError, StorageError: a file, a budget or the model cannot be used.
     """
-    check_outputs(save_record=options.save_record, write=options.write, plot=options.plot, json=options.json)
+    files = {name: getattr(options, name) for name in ("save_record", "write", "plot", "json")}
+    check_outputs([options.record, options.train.config, options.train.bandwidth], **files)
     found = _recorded(options, say)
     seen = [rates()]
     record = found if isinstance(found, StepRecord) else calibrated_to(found, _as_recorded(options.train), seen[0])

@@ -32,7 +32,7 @@ def inspect(
         from tierstore.apps.files import write_object
         from tierstore.apps.output_files import check_outputs
 
-        check_outputs(json=json, plot=plot)
+        check_outputs(paths, json=json, plot=plot)
         content = app.look(paths)
         if json is not None:
             write_object(json, app.as_json(content), "--json")
@@ -61,7 +61,7 @@ def verify(
         from tierstore.apps.files import write_object
         from tierstore.apps.output_files import check_outputs
 
-        check_outputs(json=json)
+        check_outputs(paths, json=json)
         console = Console()
         verdict = app.run_verify(paths, memory, console, timeout_s=timeout)
         if verdict.damages:

@@ -67,7 +67,7 @@ def pack(
         options = PackOptions(
             tuple(destinations), shards=shards, memory_bytes=memory, chunk_bytes=chunk, overwrite=overwrite
         )
-        check_outputs(json=json)
+        check_outputs([source, *destinations], json=json)
         with interruptible(_INTERRUPTED):
             summary = run_pack(source, options, codec, read_rate, console, timeout_s=timeout)
         show_pack(summary, console)
@@ -105,7 +105,7 @@ def unpack(
         *packs, destination = sources
         if not packs:
             raise ConfigError("give a pack and a destination: tierstore unpack SRC DST")
-        check_outputs(json=json)
+        check_outputs(sources, json=json)
         console = Console()
         with interruptible(_INTERRUPTED):
             options = UnpackOptions(destination, shard_size, memory)

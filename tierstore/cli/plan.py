@@ -125,8 +125,9 @@ def plan(
         from tierstore.apps.plan_picture import draw
         from tierstore.apps.plan_report import as_json, heading, sentences, tables
 
-        check_outputs(json=json, plot=plot)
-        found = run(PlanOptions(**values))
+        options = PlanOptions(**values)
+        check_outputs([options.config, options.bandwidth], json=json, plot=plot)
+        found = run(options)
         if json is not None:
             write_object(json, as_json(found), "--json")
         if plot is not None:
@@ -153,8 +154,10 @@ def _translate(
 
     from tierstore.apps.deepspeed import translate
     from tierstore.apps.files import write_object
+    from tierstore.apps.output_files import check_outputs
     from tierstore.plan.strategies import USABLE
 
+    check_outputs([path], write=write)
     budgets = {
         "gpu_memory": None if gpu_memory is None else int(USABLE * gpu_memory),
         "cpu_memory": None if cpu_memory is None else int(USABLE * cpu_memory * nodes / ranks),

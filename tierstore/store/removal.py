@@ -8,6 +8,7 @@ Owner: a `StoreLock` for as long as files are removed.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,7 @@ def _count(first: Path, backend: Backend) -> int | None:
 
 def _look(path: Path, backend: Backend) -> StoreDirectory:
     if path.is_symlink():
-        raise ConfigError(f"{path} is a link to {path.resolve()}; give that directory")
+        raise ConfigError(f"{path} is a link to {os.path.realpath(path)}; give that directory")
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory")
     names = [name for name in backend.names(path) if not is_a_lock(name)]  # `StoreLock` takes its own away

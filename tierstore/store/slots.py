@@ -8,6 +8,7 @@ Owner: the loop thread changes records; worker threads run `read_here` and `_wri
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -218,7 +219,8 @@ class SlotPack:
         needed = {(self._places[i].disk, record.slot) for i, record in enumerate(records) if record is not None}
         for position, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
             if path.is_symlink():  # it would be written to
-                raise FormatError(f"{path} is a link, which no store makes: it leads to {path.resolve()}; remove it")
+                leads_to = os.path.realpath(path)
+                raise FormatError(f"{path} is a link, which no store makes: it leads to {leads_to}; remove it")
             is_needed = divmod(position, self._slots) in needed
             if not path.exists():
                 if is_needed:

@@ -1,0 +1,84 @@
+"""What a command writes at its end spoils nothing: no checkpoint, no store, nothing that it reads itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from tierstore.apps.output_files import check_outputs
+from tierstore.cli import app
+from tierstore.config import TierConfig
+from tierstore.errors import ConfigError
+from tierstore.train.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint, its pack, a store, a model's configuration, and links to the first two."""
+    monkeypatch.chdir(tmp_path)
+    save_file({"h.0.w": torch.ones(10, 10)}, "model")
+    save_file({"h.0.w": torch.ones(10, 10)}, "m.safetensors")
+    assert CliRunner().invoke(app, ["pack", "m.safetensors", "p.safetensors"]).exit_code == 0
+    Path("p.safetensors").rename("p")
+    with Engine(torch.nn.Linear(8, 8), TierConfig(gpu_memory="1MiB", cpu_memory="16MiB", nvme=["store"])) as engine:
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+    Path("config").write_text('{"model_type": "gpt2"}')
+    Path("link").symlink_to("p")
+    Path("other").symlink_to("m.safetensors")
+    Path("loop").symlink_to("loop")
+    return tmp_path
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("verify p --json p", "--json p is what this command itself reads or makes"),
+        ("verify link --json p", "is what this command itself reads or makes"),
+        ("inspect p --json link", "is what this command itself reads or makes"),
+        ("codecs model --json model", "is what this command itself reads or makes"),
+        ("plan --config config --json config", "is what this command itself reads or makes"),
+        ("plan --deepspeed config --write config", "is what this command itself reads or makes"),
+        ("pack m.safetensors new.safetensors --json m.safetensors", "is what this command itself reads or makes"),
+        ("pack m.safetensors new.safetensors --json new.safetensors", "is what this command itself reads or makes"),
+        ("unpack p new --json new", "is what this command itself reads or makes"),
+        ("verify p --json m.safetensors", "--json m.safetensors has the name of a checkpoint"),
+        ("verify p --json other", "--json other has the name of a checkpoint"),
+        ("verify p --json model.safetensors.index.json", "has the name of a checkpoint"),
+        ("verify store --json store/manifest-000000000001.json", "lies in a store, "),
+        ("simulate step --json store/new", "lies in a store, "),
+        ("train --config config --trace config", "is what this command itself reads or makes"),
+        ("train --json both --trace both", "--json and --trace would both write both"),
+        ("train --export new --json new", "is what this command itself reads or makes"),
+        ("train --export store", "lies in a store, "),
+        ("train --nvme new --trace store/weights.a.safetensors", "has the name of a checkpoint"),
+        ("train --trace loop", "cannot write --trace loop"),
+        ("delete loop", "loop is a link to "),
+    ],
+)
+def test_nothing_is_written_over(there: Path, arguments: str, said: str) -> None:
+    before = content(there)
+    result = CliRunner().invoke(app, arguments.split(), env={"COLUMNS": "200"})
+    print(result.output)
+    assert said in result.output
+    assert result.exit_code == 2, result.exception
+    assert content(there) == before
+
+
+def test_what_takes_everything_may_be_named_twice(tmp_path: Path) -> None:
+    check_outputs(json=Path(os.devnull), trace=Path(os.devnull))
+    (tmp_path / "old").write_text("of the run before")
+    check_outputs([tmp_path / "other"], json=tmp_path / "old", trace=tmp_path / "new")
+    with pytest.raises(ConfigError, match="name two files"):
+        check_outputs(json=tmp_path / "old", trace=tmp_path / ".." / tmp_path.name / "old")
