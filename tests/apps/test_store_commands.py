@@ -17,6 +17,7 @@ from rich.console import Console
 from runs import next_token_loss, tiny, tokens
 from typer.testing import CliRunner
 
+from tierstore.apps import verify
 from tierstore.apps.verify import advised
 from tierstore.cli import app
 from tierstore.config import Codec, Tier, TierConfig
@@ -67,6 +68,26 @@ def test_the_last_generation_is_shown_and_verified(tmp_path: Path, codec: Codec)
 
     result = run.invoke(app, ["verify", paths[0]])
     assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("seen", "exit_code", "said"),
+    [
+        ([(1, 1), (0, 2)], 0, "all as written"),  # the first was overwritten while it was read
+        ([(1, 2)], 1, "1 damaged"),
+        ([(1, -2), (1, -1), (1, 0), (1, 1)], 1, "is written faster than it can be read: verify it when the run"),
+    ],
+)
+def test_a_generation_that_is_overwritten_meanwhile_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[tuple[int, int]], exit_code: int, said: str
+) -> None:
+    """`seen`: how much of a generation is damaged, and its number; the last one of this store is 2."""
+    store([tmp_path], Codec.NONE)
+    damage = verify.Damage(tmp_path, 0, 1, "h", ("w",), "damaged")
+    found = iter([(verify.Verdict("store", 1, 1, 1.0, (damage,) * count), number) for count, number in seen])
+    monkeypatch.setattr(verify, "_verify_last", lambda *_: next(found))
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)], env={"COLUMNS": "200"})
+    assert (result.exit_code, said in " ".join(result.output.split())) == (exit_code, True), result.output
 
 
 async def put(tmp_path: Path, **options: Any) -> None:

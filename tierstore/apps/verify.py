@@ -27,7 +27,7 @@ from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import open_archive
 from tierstore.archive.reading import Damage, verify
 from tierstore.config import TierConfig, format_size
-from tierstore.errors import ChecksumMismatch, FormatError, StorageError, TierstoreError
+from tierstore.errors import ChecksumMismatch, FormatError, StorageError, StoreLocked, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.watch import Attended
 from tierstore.pack.layout import quoted
@@ -35,6 +35,7 @@ from tierstore.store.commit import Manifests
 from tierstore.store.verification import CommittedChunk, committed_chunks
 
 _STORE_TIMEOUT_S = TierConfig().timeout_s
+_TIMES = 3  # that a store is read whose run goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ def run_verify(
 
     Raises:
         FormatError, StorageError: what is there is neither, or its table cannot be read.
+        StoreLocked: a run changes the store meanwhile.
         Timeout: a disk does not answer.
     """
     with Attended("verify", timeout_s) as attended:
@@ -95,6 +97,21 @@ def run_verify(
 
 
 def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console, attended: Attended) -> Verdict:
+    """The last generation. What a run writes meanwhile looks damaged, so then it is another one's turn."""
+    numbers = Manifests(paths[0], attended.backend).numbers
+    for _ in range(_TIMES):
+        verdict, number = _verify_last(paths, memory_bytes, console, attended)
+        if not verdict.damages or number in attended.call(numbers)[:1]:
+            return verdict
+    raise StoreLocked(
+        f"the store {paths[0]} is written faster than it can be read: verify it when the run has ended"
+    )
+
+
+def _verify_last(
+    paths: Sequence[Path], memory_bytes: int, console: Console, attended: Attended
+) -> tuple[Verdict, int]:
+    """And its number."""
     generation, chunks = attended.call(committed_chunks, paths)
     total = sum(padded(chunk.stored_bytes) for chunk in chunks)
     start = time.perf_counter()
@@ -103,7 +120,7 @@ def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console, at
             _damages, chunks, flow.room(memory_bytes, _largest(chunks)), advance, attended.backend
         )
     what = f"store {paths[0]}, generation {generation.number}"
-    return Verdict(what, len(chunks), total, time.perf_counter() - start, tuple(damages))
+    return Verdict(what, len(chunks), total, time.perf_counter() - start, tuple(damages)), generation.number
 
 
 def _largest(chunks: Sequence[CommittedChunk]) -> int:
