@@ -330,6 +330,23 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_auto.py",
     ),
     Mutation(
+        "no guess on what is not committed", "train/rounds.py RoundDriver.begin", " and self.can_redo",
+        "train/test_auto.py::test_a_wrong_guess_goes_back_to_what_is_there_and_not_further", "",
+    ),
+    Mutation(
+        "weights that are set are not committed yet", "train/whole.py keep_changes", "parts.driver.can_redo = False",
+        "train/test_auto.py::test_a_wrong_guess_goes_back_to_what_is_there_and_not_further",
+    ),
+    Mutation(
+        "a callback's failure does not undo the step", "train/engine.py Engine._tell", "return error",
+        "train/test_clean.py", "raise",
+    ),
+    Mutation(
+        "what was changed in place is no saved tensor any more", "train/hooks.py ModelHooks._unpack",
+        "tensor._version != version",
+        "train/test_bad_input.py::test_what_backward_needs_is_not_changed_in_place", "False",
+    ),
+    Mutation(
         "weights of a chunk that is updated in part are copied", "store/updates.py UpdatePipeline._apply",
         "if storage is not None and is_whole", "train/test_must_work.py", "if storage is not None",
     ),
