@@ -349,7 +349,7 @@ class TestDamage:
     def test_a_truncated_pack_that_the_generation_does_not_need(self, folder: Path, expected: list[State]) -> None:
         path = folder / "store0" / "state.a.safetensors"
         os.truncate(path, 100)
-        assert "remove it: this generation does not need it" in refuse(WAY, folder, FormatError)
+        assert "remove that file: nothing needs it" in refuse(WAY, folder, FormatError)
         path.unlink()
         assert check_resumes(WAY, folder, expected) == 3
 

@@ -94,9 +94,13 @@ def _header_length(prefix: bytes, file_bytes: int, source: str) -> int:
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         if prefix.startswith(b"PK"):
-            raise FormatError(f"{source} is a zip file, as torch.save makes them, not safetensors")
+            raise FormatError(
+                f"{source} is a zip file, as torch.save makes them, not safetensors; "
+                "`tierstore pack` reads it if its name ends in .pt"
+            )
         raise FormatError(
-            f"{source} is no safetensors file: a header of {length} B is over the limit of {MAX_HEADER_BYTES} B"
+            f"{source} does not begin as a safetensors file: a header of {length} B is over the limit of "
+            f"{MAX_HEADER_BYTES} B"
         )
     if 8 + length > file_bytes:
         raise Truncated(f"{source}: the header ends at byte {8 + length}, but the file has {file_bytes} B")

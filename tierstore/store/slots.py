@@ -229,7 +229,7 @@ class SlotPack:
             if (size := path.stat().st_size) != layout.file_bytes:
                 advice = "restore it from a copy"
                 if not is_needed:
-                    advice = "if the directories are those of this store, remove it: this generation does not need it"
+                    advice = "if the directories are those of this store, remove that file: nothing needs it"
                 raise FormatError(
                     f"the store is damaged: {path} has {size} B, expected {layout.file_bytes} B; {advice}"
                 )
