@@ -34,12 +34,14 @@ def test_a_slow_dtype_is_told_with_its_factor(dtype: Precision) -> None:
 
 
 def test_a_dtype_that_is_fast_enough_is_not() -> None:
-    assert slow_products_notes(Precision.BF16, "cpu", clock(*[1.9] * IN_A_ROW, *[0.5] * IN_A_ROW)) == []
+    assert slow_products_notes(Precision.BF16, "cpu", clock(*([1.9] * IN_A_ROW + [0.5] * IN_A_ROW) * 2)) == []
 
 
 def test_products_that_others_disturb_are_timed_again() -> None:
-    disturbed, quiet = [9.0] * IN_A_ROW, [0.5] * IN_A_ROW
+    disturbed, quiet, slow = [9.0] * IN_A_ROW, [0.5] * IN_A_ROW, [6.0] * IN_A_ROW
     assert slow_products_notes(Precision.BF16, "cpu", clock(*(disturbed + quiet) * 2, *quiet, *disturbed)) == []
+    times = arithmetic._TIMES - 1
+    assert slow_products_notes(Precision.BF16, "cpu", clock(*slow, *disturbed, *(slow + quiet) * times)) != []
 
 
 @pytest.mark.parametrize(("dtype", "device"), [(Precision.FP32, "cpu"), (Precision.BF16, "cuda")])

@@ -27,9 +27,13 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file({"h.0.w": torch.ones(10, 10)}, "m.safetensors")
     assert CliRunner().invoke(app, ["pack", "m.safetensors", "p.safetensors"]).exit_code == 0
     Path("p.safetensors").rename("p")
-    with Engine(torch.nn.Linear(8, 8), TierConfig(gpu_memory="1MiB", cpu_memory="16MiB", nvme=["store"])) as engine:
+    tiers = TierConfig(gpu_memory="1MiB", cpu_memory="16MiB", nvme=["store", "second"])
+    with Engine(torch.nn.Linear(8, 8), tiers) as engine:
         engine.backward(engine(torch.ones(1, 8)).sum())
         engine.step()
+    Path("folder").mkdir()
+    save_file({"h.0.w": torch.ones(10, 10)}, "folder/model.safetensors")
+    Path("folder/config.json").write_text('{"model_type": "gpt2"}')
     Path("config").write_text('{"model_type": "gpt2"}')
     Path("link").symlink_to("p")
     Path("other").symlink_to("m.safetensors")
@@ -62,6 +66,9 @@ def content(folder: Path) -> dict[Path, bytes]:
         ("train --json both --trace both", "--json and --trace would both write both"),
         ("train --export new --json new", "is what this command itself reads or makes"),
         ("train --export store", "lies in a store, "),
+        ("pack folder new --json folder/config.json", "is what this command itself reads or makes"),
+        ("simulate step --json second/new", "lies in a store, "),
+        ("verify p --json M.SAFETENSORS", "has the name of a checkpoint"),
         ("train --nvme new --trace store/weights.a.safetensors", "has the name of a checkpoint"),
         ("train --trace loop", "cannot write --trace loop"),
         ("delete loop", "loop is a link to "),

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tierstore.config import AdamWConfig, TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError
+from tierstore.train import whole
 from tierstore.train.budgets import settled, usual
 from tierstore.train.engine import Engine
 from tierstore.train.groups import Group
@@ -250,6 +251,17 @@ def weights_are_kept_in_part(engine: Engine) -> None:
         patch.setattr(Group, "accept_changes", accepts)  # comes when they are written
 
 
+def weights_are_loaded_in_part(engine: Engine) -> None:
+    def reloads(*arguments: Any) -> None:
+        raise Broken
+
+    state = {name: value * 2 for name, value in engine.state_dict().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole, "_reload", reloads)  # comes when they are written
+        with pytest.raises(Broken):
+            engine.load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("act", "before"),
     [
@@ -257,6 +269,7 @@ def weights_are_kept_in_part(engine: Engine) -> None:
         (a_callback_makes_the_commit_fail, 0),
         (a_callback_begins_a_step, 0),
         (weights_are_kept_in_part, LOUD),
+        (weights_are_loaded_in_part, LOUD),
     ],
 )
 def test_a_wrong_guess_goes_back_to_what_is_there_and_not_further(

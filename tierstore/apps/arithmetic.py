@@ -27,9 +27,9 @@ def slow_products_notes(dtype: Precision, device: str, clock: Callable[[], float
     if device != "cpu" or dtype is Precision.FP32:
         return []
     own_s = fp32_s = math.inf
-    for _ in range(_TIMES):  # in turns: other processes may disturb a few products of either, but not all of one
+    for times in range(_TIMES):  # in turns: other processes may disturb some products of either, but not all of one
         own_s, fp32_s = min(own_s, _seconds(dtype, clock)), min(fp32_s, _seconds(Precision.FP32, clock))
-        if (factor := own_s / fp32_s) < _MANY:
+        if (factor := own_s / fp32_s) < _MANY and times:
             return []
     return [f"torch takes {factor:.0f} times as long for products in {dtype.value} on this CPU as in fp32: "
             "--dtype fp32 is faster"]  # fmt: skip

@@ -10,9 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tierstore.errors import ConfigError
-from tierstore.io.backend import Backend
-from tierstore.store.commit import Manifests
+from tierstore.store.commit import holds_data
 
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+              "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
+              "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")  # fmt: skip
+"""What transformers and tokenizers read beside weights."""
 _CHECKPOINTS = (".safetensors", ".index.json", ".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -38,9 +41,10 @@ def check_outputs(taken: Iterable[Path | None] = (), **files: Path | None) -> No
             raise ConfigError(f"cannot write --{name} {path}: it is a directory; give the name of a file")
         check_writable(name, path)
         place = os.path.realpath(path)
-        if place in ours:
+        is_beside = os.path.basename(place) in COMPANIONS and os.path.dirname(place) in ours
+        if place in ours or is_beside:
             raise ConfigError(f"--{name} {path} is what this command itself reads or makes: name another file")
-        if place.endswith(_CHECKPOINTS):
+        if place.lower().endswith(_CHECKPOINTS):
             raise ConfigError(f"--{name} {path} has the name of a checkpoint: name another file")
         refuse_store(name, path, Path(place).parent)
         if path.exists() and not path.is_file():
@@ -75,5 +79,5 @@ def refuse_store(name: str, path: Path, directory: Path) -> None:
     Raises:
         ConfigError: the directory is one; names the option and the path.
     """
-    if directory.is_dir() and Manifests(directory, Backend()).numbers():
+    if directory.is_dir() and any(map(holds_data, os.listdir(directory))):
         raise ConfigError(f"--{name} {path} lies in a store, {directory}, which holds nothing else; name another place")

@@ -13,17 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.apps.options import TrainOptions
-from tierstore.apps.output_files import check_outputs, check_writable, refuse_store
+from tierstore.apps.output_files import COMPANIONS, check_outputs, check_writable, refuse_store
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.files import why_not_writable
 from tierstore.store.commit import Manifests
-
-# What transformers and tokenizers read beside the weights.
-_COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-               "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
-               "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")  # fmt: skip
 
 
 def check_paths(options: TrainOptions, *, writes: bool = True) -> None:
@@ -89,7 +84,7 @@ def copy_companions(source: Path, directory: Path) -> None:
     Raises:
         StorageError: the system refused.
     """
-    for name in _COMPANIONS:
+    for name in COMPANIONS:
         if (source / name).is_file() and not (directory / name).exists():
             with storage_errors(f"copy to {directory}", source / name):
                 shutil.copyfile(source / name, directory / name)

@@ -297,11 +297,9 @@ class Engine:
         parts.stepper.check()
         with self._order.unbroken():
             report = self._finish_step()
-        failure = self._tell(report)
-        if not self._order.is_broken:  # by a step that a callback has begun
-            self._generations.commit(parts.driver.last_round)
-        if failure is not None:
-            raise failure
+        for callback in self._callbacks:
+            callback(report)
+        self._generations.commit(parts.driver.last_round)
         if not self._options.overlap:
             self.flush()
         parts.access.prefetch_start()
@@ -327,15 +325,6 @@ class Engine:
         )
         self._loss_scale.update(is_finite)
         return report
-
-    def _tell(self, report: StepReport) -> BaseException | None:
-        """Call what `on_step` was given. Returns what one of them raised: the step is done all the same."""
-        try:
-            for callback in self._callbacks:
-                callback(report)
-        except BaseException as error:
-            return error
-        return None
 
     def _apply(self) -> tuple[float | None, bool]:
         """Decide the updates of the step. Returns the norm, and whether it was finite."""
@@ -411,7 +400,7 @@ class Engine:
     def on_step(self, callback: Callable[[StepReport], None]) -> None:
         """Call this inside every `step()`, before that step's commit is published.
 
-        What it raises comes out of `step()`, whose step is done and committed all the same.
+        What it raises comes out of `step()`. The step is done, and is committed with the next one.
         """
         self._callbacks.append(callback)
 
