@@ -25,7 +25,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     save_file({"h.0.w": torch.ones(10, 10)}, "model")
     save_file({"h.0.w": torch.ones(10, 10)}, "m.safetensors")
-    assert CliRunner().invoke(app, ["pack", "m.safetensors", "p.safetensors"]).exit_code == 0
+    assert CliRunner().invoke(app, ["pack", "m.safetensors", "p.safetensors", "--memory", "1TiB"]).exit_code == 0
     Path("p.safetensors").rename("p")
     tiers = TierConfig(gpu_memory="1MiB", cpu_memory="16MiB", nvme=["store", "second"])
     with Engine(torch.nn.Linear(8, 8), tiers) as engine:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tierstore.errors import ConfigError
-from tierstore.store.commit import holds_data
+from tierstore.store.names import holds_data
 
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
               "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",

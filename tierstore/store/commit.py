@@ -36,15 +36,11 @@ from tierstore.pack.checked import number_of, object_of, text_of
 from tierstore.pack.strict_json import parse_json
 from tierstore.store.manifest import Captured, captured_text, manifest_text, read_generation, read_manifest
 from tierstore.store.manifest import Generation as Generation  # for those who publish and read them
+from tierstore.store.names import IDENTITY, LOCK, MANIFEST, PACK, SMALL, UNFINISHED, holds_data, is_of_a_store
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-_MANIFEST = re.compile(r"manifest-(?P<number>\d{12})\.json")
-_SMALL = re.compile(r"(manifest|captured)-(?P<number>\d{12})\.(json|safetensors)(\.tmp)?")
-_PACK = re.compile(r"(weights|state|gradients1?|spilled1?|put-\d+)\.[ab]\.safetensors")
-_LOCK, _UNFINISHED, _IDENTITY = "lock", "unfinished", "identity"
-_LOCKS = re.compile(r"lock(\.\d+)?")
 _MOST_IDENTITY_BYTES = 1000
 _SPARE_BYTES = 2**20  # a file that is a little too long is read, and is damaged
 PER_RANK = ("registered", "buffers", "random")
@@ -70,7 +66,7 @@ class StoreLock(ForkAware):
         Raises:
             StoreLocked: another process, or another engine of this one, has one; nothing is locked any more.
         """
-        name = _LOCK if self._member is None else f"{_LOCK}.{self._member}"
+        name = LOCK if self._member is None else f"{LOCK}.{self._member}"
         try:
             for directory in directories:
                 path = directory / name
@@ -84,7 +80,7 @@ class StoreLock(ForkAware):
 
     def _refuse_members(self, directory: Path) -> None:
         """Ranks of another run may go on writing after their leader's death."""
-        for path in directory.glob(f"{_LOCK}.*"):
+        for path in directory.glob(f"{LOCK}.*"):
             os.close(self._lock(path))
             path.unlink(missing_ok=True)
 
@@ -170,25 +166,6 @@ def _unusable(path: Path, error: OSError | StorageError) -> StorageError:
     return kind(f"cannot use {path} as a store: {getattr(cause, 'strerror', None) or error}")
 
 
-def is_of_a_store(name: str) -> bool:
-    """Whether a store gives this name to a file."""
-    return name in (_UNFINISHED, _IDENTITY) or is_a_lock(name) or holds_data(name)
-
-
-def holds_data(name: str) -> bool:
-    """Whether it is the name of a pack, or of what makes a generation."""
-    return any(pattern.fullmatch(name) for pattern in (_SMALL, _PACK))
-
-
-def is_a_lock(name: str) -> bool:
-    return _LOCKS.fullmatch(name) is not None
-
-
-def marks_a_store(name: str) -> bool:
-    """Whether nobody but a store gives this name to a file."""
-    return name == _UNFINISHED or _MANIFEST.fullmatch(name) is not None
-
-
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Which directory of which store a directory is; a file in each of a striped store, made before any pack.
@@ -203,7 +180,7 @@ class Identity:
 
 def identity_of(directory: Path) -> Identity | None:
     """None: a store of one directory, or made by an older release, or the file is damaged."""
-    path = directory / _IDENTITY
+    path = directory / IDENTITY
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -219,14 +196,14 @@ def _identify(directories: Sequence[Path], backend: Backend) -> None:
     store = secrets.token_hex(16)
     for number, directory in enumerate(directories if len(directories) > 1 else ()):
         identity = Identity(store, number, len(directories))
-        backend.write_file(directory / _IDENTITY, json.dumps(asdict(identity)).encode(), 0o600)
+        backend.write_file(directory / IDENTITY, json.dumps(asdict(identity)).encode(), 0o600)
         backend.sync_directory(directory)
 
 
 def mark_unfinished(directories: Sequence[Path], backend: Backend) -> None:
     """What packs these directories hold is needed by no generation, unless there is a manifest."""
     for directory in directories:
-        backend.make_empty(directory / _UNFINISHED)
+        backend.make_empty(directory / UNFINISHED)
         backend.sync_directory(directory)
 
 
@@ -244,7 +221,7 @@ def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> 
     for directory in directories:
         names = backend.names(directory)
         for name in names:
-            if _MANIFEST.fullmatch(name) or (_UNFINISHED not in names and _PACK.fullmatch(name)):
+            if MANIFEST.fullmatch(name) or (UNFINISHED not in names and PACK.fullmatch(name)):
                 raise ConfigError(
                     f"{directory} holds {name} of a store, but {directories[0]} is given as its first directory and "
                     "holds no generation; give all directories of the store in their order, or remove it"
@@ -252,7 +229,7 @@ def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> 
     mark_unfinished(directories, backend)  # before any pack, which nobody could tell from those of another store
     for directory in directories:
         for name in backend.names(directory):
-            if holds_data(name) or name == _IDENTITY:  # of one that had other directories
+            if holds_data(name) or name == IDENTITY:  # of one that had other directories
                 backend.remove(directory / name)
     _identify(directories, backend)
 
@@ -263,10 +240,10 @@ def end_store_making(directories: Sequence[Path], backend: Backend | None = None
     Directories that hold a generation belong together, which they say from now on: an older release did not write it.
     """
     backend = backend or Backend()
-    names = [_UNFINISHED]  # last: what is marked can be removed
+    names = [UNFINISHED]  # last: what is marked can be removed
     known = [identity_of(directory) for directory in directories]
     if not Manifests(directories[0], backend).numbers():
-        names.insert(0, _IDENTITY)
+        names.insert(0, IDENTITY)
     elif None in known or len({one.store for one in known if one}) > 1:
         _identify(directories, backend)
     for directory in directories:
@@ -291,7 +268,7 @@ class Manifests:
     def numbers(self) -> list[int]:
         """Numbers of the committed generations that are still there, newest first; none without the directory."""
         try:
-            return self._numbers(_MANIFEST)
+            return self._numbers(MANIFEST)
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
                 return []  # what can be made there is seen when it is made
@@ -304,14 +281,14 @@ class Manifests:
     def _remove(self, numbers: Collection[int]) -> None:
         """Remove the files of these generations, the manifests first."""
         for name in reversed(self._backend.names(self.directory)):
-            match = _SMALL.fullmatch(name)
+            match = SMALL.fullmatch(name)
             if match and int(match["number"]) in numbers:
                 self._backend.remove(self.directory / name)
 
     def _remove_all_but_two(self, last: int) -> None:
         """Keep this generation and the one before it, if there is one."""
         kept = [number for number in self.numbers() if number <= last][:2]
-        self._remove(set(self._numbers(_SMALL)) - set(kept))
+        self._remove(set(self._numbers(SMALL)) - set(kept))
 
     async def capture(self, number: int, captured: Any) -> Captured:
         """Write what a generation captures, durably: it may be there before the chunks are.

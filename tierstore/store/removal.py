@@ -16,17 +16,8 @@ from pathlib import Path
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.runtime import Runtime
-from tierstore.store.commit import (
-    Manifests,
-    StoreLock,
-    end_store_making,
-    holds_data,
-    identity_of,
-    is_a_lock,
-    is_of_a_store,
-    mark_unfinished,
-    marks_a_store,
-)
+from tierstore.store.commit import Manifests, StoreLock, end_store_making, identity_of, mark_unfinished
+from tierstore.store.names import holds_data, is_a_lock, is_of_a_store, marks_a_store
 
 
 @dataclass(frozen=True, slots=True)
