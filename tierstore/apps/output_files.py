@@ -79,5 +79,5 @@ def refuse_store(name: str, path: Path, directory: Path) -> None:
     Raises:
         ConfigError: the directory is one; names the option and the path.
     """
-    if directory.is_dir() and any(map(holds_data, os.listdir(directory))):
+    if os.access(directory, os.R_OK) and directory.is_dir() and any(map(holds_data, os.listdir(directory))):
         raise ConfigError(f"--{name} {path} lies in a store, {directory}, which holds nothing else; name another place")
