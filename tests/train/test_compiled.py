@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from runs import disk, smallest_budgets, tiny, tokens, train, train_plain, worst_difference
+from torch import nn
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
+import tierstore
 from tierstore.errors import ConfigError
 from tierstore.train.engine import Engine
 
@@ -41,6 +44,36 @@ def test_every_block_may_be_compiled_in_place(backend: str, tmp_path: Path) -> N
     tiers = disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu)
     found = train(model, batches, tiers, update="forward", max_grad_norm=1.0)
     assert worst_difference(found.losses, expected.losses) < 1e-5
+
+
+@torch._dynamo.disable(recursive=False)
+def uncompiled(inside: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return inside(x)
+
+
+class PartlyCompiled(nn.Module):
+    """A block that calls what is not compiled, and saves its weights and what it computes for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + uncompiled(self.inside, x)
+
+
+def test_what_a_compiled_block_calls_uncompiled_compiles_no_hook(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    model = nn.Sequential(PartlyCompiled(), PartlyCompiled())
+    for block in model:
+        block.compile(backend="eager")
+    with Engine(model, disk(tmp_path)) as engine:
+        engine.backward(engine(torch.randn(2, 8)).sum())
+        engine.step()
+    compiled = {Path(found.co_filename) for found in get_compilation_metrics() if found.co_filename}
+    assert Path(__file__) in compiled
+    assert not [file for file in compiled if file.is_relative_to(Path(tierstore.__file__).parent)]
 
 
 def test_a_compiled_model_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ Owner: the training side.
 handle, and unpacking it brings the group back. So backward needs no hook on the outputs of a module: in-place
 operations, dictionaries as outputs, skipped and twice-called modules all come out right. What a recomputation saves
 past these hooks is a view, and a group with a view is not dropped. Elsewhere nothing may be saved past them: autograd
-saves a parameter as itself, which nobody sees.
+saves a parameter as itself, which nobody sees. What runs uncompiled within a compiled block saves, too: `torch.compile`
+would take up what is called then, once for each shape (`not_compiled`, which costs a call nothing, as `disable` does).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.decorators import skip as not_compiled
 
 from tierstore.errors import GraphError
 from tierstore.train.access import DeviceAccess
@@ -36,6 +38,7 @@ class SavedView:
 
     __slots__ = ("dtype", "group", "offset", "shape", "step", "stride", "token")
 
+    @not_compiled
     def __init__(self, group: int, token: object, step: int, tensor: torch.Tensor) -> None:
         self.group = group
         self.step = step
@@ -133,6 +136,7 @@ class ModelHooks:
 
         return enter, leave
 
+    @not_compiled
     def _pack(self, tensor: torch.Tensor) -> Any:
         group = self._by_storage.get(tensor.untyped_storage()._cdata)
         if group is None:
@@ -141,6 +145,7 @@ class ModelHooks:
             return tensor.detach(), tensor._version
         return SavedView(group, self._tokens[group], self._step, tensor)
 
+    @not_compiled
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, SavedView):
             tensor: torch.Tensor
