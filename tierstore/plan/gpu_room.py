@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from tierstore.plan.placement import Placement, Request
 
 COMPANY_BYTES = 2 * 2**20
-"""Of small groups' gradients, handed over at once: see [Note: company] in `train/backward.py`. With it the engine takes
+"""Of small groups' gradients, handed over at once: see [Note: company] in `train/handover.py`. With it the engine takes
 0.71 to 0.83 of the time: `tierstore bench step --heat cost`, 2 cores, three runs each in turns, 2026-11-25."""
 
 

@@ -1,8 +1,9 @@
 """Gradients as autograd makes them: counted per group, and handed to the store when a group is complete.
 
-Scope: accumulate-grad hooks, counting, back-pressure on device memory.
-Not here: copying and norms (`store/gradients.py`), what follows from a complete gradient (`engine.py`).
-Owner: the training side; `_accept` runs on the loop.
+Scope: accumulate-grad hooks, counting, what is kept for the next micro-batch.
+Not here: the way to the store (`handover.py`), reductions (`reduction.py`), what follows from a complete gradient
+    (`engine.py`).
+Owner: the training side.
 
 [Note: complete] A group is complete when every parameter that the loss reaches has got its gradient. What autograd
 says of its graph does not show what reentrant checkpointing will recompute: how many gradients came from there is known
@@ -16,33 +17,26 @@ equal to rounding to what one reduction gives.
 the next one adds is added there, if there is room for it beside the largest group's: a GPU does that far faster than
 the link takes gradients away. Autograd may give several parameters views of one storage, so none is added to in place,
 and what is kept holds no more memory than it takes. `settle` hands it over before anybody else looks for it.
-
-[Note: company] A small group's gradient waits for others, so that a crossing to the loop, a task and a job of a worker
-serve several. It is handed over before whatever else crosses, so nobody waits for one that waits. Where the loop is
-late it takes all that there is by then.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import sys
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 
 from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
-from tierstore.plan.gpu_room import COMPANY_BYTES
 from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.pieces import Piece
 from tierstore.train.graph import KnownLeaves
 from tierstore.train.groups import Group, ModelGroups
+from tierstore.train.handover import Handover
 from tierstore.train.reduction import Bucket, Reductions
 
 
@@ -65,14 +59,6 @@ class _Collected:
     reached: int = 0
     fired: int = 0
     is_taken: bool = False
-
-
-class _Handed(NamedTuple):
-    """What the store is to take; `then` is called when it was told, if the group may be updated now."""
-
-    group: Group
-    arrival: Arrival
-    then: Callable[[], None] | None
 
 
 class GradientCollector:
@@ -110,27 +96,21 @@ class GradientCollector:
         self._forwards = 1
         self._waiting: set[int] = set()
         self._gathering: dict[int, Group] = {}  # some of their gradients have come and were not handed over
-        self._handed: deque[_Handed] = deque()
-        self._company_bytes = min(COMPANY_BYTES, capacity_bytes // 2)
         self._largest_bytes = max((self._device_bytes[g.index] for g in self._groups if g.spec.trainable), default=0)
         self._kept: dict[int, dict[int, torch.Tensor]] = {}
         self._kept_until: Mark = Reached()
-        self._begun_bytes = 0
-        self._done_bytes = 0
-        self.peak_bytes = 0
-        self._accepting: dict[int, asyncio.Task[None]] = {}
+        running = {} if reductions is None else reductions.running
+        self._handover = Handover(runtime, self._device_bytes, capacity_bytes, running)
         self._is_collecting = False
         self.touched: set[str] = set() if reductions is None else reductions.touched
         self.is_final = True
         self.is_streaming = False
         self.completed: list[int] = []
         """Groups in the order in which the last backward completed them."""
-        self.store: Gradients | None = None
         self.on_complete: Callable[[int], Callable[[], None] | None] = lambda group: None
         if reductions is not None:
-            self._accepting = reductions.running
             reductions.on_complete = lambda group: self.on_complete(group)
-            reductions.on_done = self._count_done
+            reductions.on_done = self._handover.count_done
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, group, position))  # type: ignore[no-untyped-call]
             for group in self._groups
@@ -180,7 +160,7 @@ class GradientCollector:
                     "build the model with that, and make another engine"
                 )
         self._is_collecting = True
-        self.store = store
+        self._handover.store = store
         self.is_final = is_final
         self.completed = []
         self.is_streaming = is_streaming and is_final
@@ -217,7 +197,7 @@ class GradientCollector:
                 self._recomputed[index] = collected.fired - collected.reached
         if self._kept:
             self._kept_until = self._device.record()
-        self._runtime.call(self._accepted)
+        self._handover.wait()
         if self._reductions is not None and self.is_final:
             self._reductions.learn_order(self.completed)
 
@@ -226,11 +206,11 @@ class GradientCollector:
         if self._kept:
             for group in [self._groups[index] for index in self._kept]:
                 self._hand_over(group, self._pieces(group), None, self._kept_until)
-            self._runtime.call(self._accepted)
+            self._handover.wait()
 
     def forget(self) -> None:
         """The step is over, or given up, with what is kept."""
-        self._done_bytes += self._kept_bytes
+        self._handover.count_done(self._kept_bytes)
         self._let_go()
         self.touched.clear()
         if self._reductions is not None:
@@ -299,11 +279,7 @@ class GradientCollector:
             if held_bytes > self._capacity_bytes:
                 self._hand_over(other, self._pieces(other), None)
                 held_bytes -= self._device_bytes[other.index]
-        self._begun_bytes += group_bytes
-        over_bytes = self._begun_bytes - self._done_bytes - self._capacity_bytes
-        if over_bytes > 0:
-            self._runtime.call(self._drained, self._begun_bytes - self._capacity_bytes)
-        self.peak_bytes = max(self.peak_bytes, self._begun_bytes - self._done_bytes)
+        self._handover.make_room(group_bytes)
 
     def _take(self, group: Group) -> None:
         """A group is complete, or what has come of it is to be."""
@@ -341,6 +317,11 @@ class GradientCollector:
         self._collected = [_Collected() for _ in self._groups]
 
     @property
+    def peak_bytes(self) -> int:
+        """The most that gradients have taken on the device."""
+        return self._handover.peak_bytes
+
+    @property
     def keeps(self) -> bool:
         """Whether gradients are kept that the store does not know of."""
         return bool(self._kept)
@@ -366,7 +347,7 @@ class GradientCollector:
         """What has come at any rank after its group was taken. See [Note: complete]."""
         late = [index for index, collected in enumerate(self._collected) if collected.bucket is not None]
         order = reductions.late_order(late)
-        self._runtime.post(reductions.begin, self.store, order)
+        self._runtime.post(reductions.begin, self._handover.store, order)
         for index in order:
             self._take(self._groups[index])
 
@@ -387,47 +368,6 @@ class GradientCollector:
     def _hand_over(
         self, group: Group, pieces: list[Piece], then: Callable[[], None] | None, after: Mark | None = None
     ) -> None:
-        """See [Note: company]. None: they are valid after what is queued now."""
+        """Have the store take what came of a group; None: it is valid after what is queued now."""
         arrival = Arrival(group.index, pieces, after or self._device.record(), self.is_final, then is not None)
-        self._handed.append(_Handed(group, arrival, then))
-        waiting_bytes = sum(self._device_bytes[one.group.index] for one in list(self._handed))
-        post = self._runtime.post_with_next if waiting_bytes < self._company_bytes else self._runtime.post
-        post(self._start_accept)
-
-    # --- on the loop thread -------------------------------------------------------------------------------------
-
-    def _start_accept(self) -> None:
-        handed = []
-        while self._handed:
-            handed.append(self._handed.popleft())
-        if (store := self.store) is None or not handed:
-            return
-        nbytes = sum(self._device_bytes[one.group.index] for one in handed if one.arrival.pieces)
-        accepted = store.accept([one.arrival for one in handed])
-        before = {task for one in handed if (task := self._accepting.get(one.group.index)) is not None}
-        others = f" and {len(handed) - 1} more" if len(handed) > 1 else ""
-        name = f"gradient of {handed[0].group.spec.name}{others}"
-        task = self._runtime.spawn(self._accept(accepted, nbytes, before), name)
-        self._accepting |= {one.group.index: task for one in handed}
-        for one in handed:
-            if one.then is not None:
-                one.then()  # the update may begin with the first chunk that has arrived
-
-    async def _accept(self, work: Coroutine[Any, Any, None], nbytes: int, before: set[asyncio.Task[None]]) -> None:
-        await work
-        self._count_done(nbytes)
-        for task in before:
-            await asyncio.shield(task)
-
-    def _count_done(self, nbytes: int) -> None:
-        self._done_bytes += nbytes
-
-    async def _accepted(self) -> None:
-        for task in dict.fromkeys(self._accepting.values()):
-            await asyncio.shield(task)
-
-    async def _drained(self, done_bytes: int) -> None:
-        for task in dict.fromkeys(self._accepting.values()):
-            if self._done_bytes >= done_bytes:
-                return
-            await asyncio.shield(task)
+        self._handover.give(group, arrival, then)

@@ -1,0 +1,118 @@
+"""Gradients on their way to the store: some cross together, and on the device are no more than it has room for.
+
+Scope: crossing to the loop, the tasks that wait for the store, back-pressure on device memory.
+Not here: which gradients, and when (`backward.py`); copying and norms (`store/gradients.py`).
+Owner: the training side; what is told to the store runs on the loop.
+
+[Note: company] A small group's gradient waits for others, so that a crossing to the loop, a task and a job of a worker
+serve several. It is handed over before whatever else crosses, so nobody waits for one that waits. Where the loop is
+late it takes all that there is by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+from tierstore.io.runtime import Runtime
+from tierstore.plan.gpu_room import COMPANY_BYTES
+from tierstore.store.gradients import Arrival, Gradients
+from tierstore.train.groups import Group
+
+
+class _Handed(NamedTuple):
+    group: Group
+    arrival: Arrival
+    then: Callable[[], None] | None
+
+
+class Handover:
+    """Hands gradients over to the store.
+
+    Args:
+        device_bytes: of the gradient of each group.
+        capacity_bytes: device memory for gradients that are complete or being made.
+        running: the last task of each group, which others may add to.
+
+    Attributes:
+        store: takes the gradients of this step.
+        peak_bytes: the most that they have taken on the device.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        device_bytes: Sequence[int],
+        capacity_bytes: int,
+        running: dict[int, asyncio.Task[None]],
+    ) -> None:
+        self._runtime = runtime
+        self._device_bytes = device_bytes
+        self._capacity_bytes = capacity_bytes
+        self._company_bytes = min(COMPANY_BYTES, capacity_bytes // 2)
+        self._running = running
+        self._handed: deque[_Handed] = deque()
+        self._begun_bytes = 0
+        self._done_bytes = 0
+        self.store: Gradients | None = None
+        self.peak_bytes = 0
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait until a gradient that begins to be made fits the device beside those that are there."""
+        self._begun_bytes += nbytes
+        over_bytes = self._begun_bytes - self._capacity_bytes
+        if over_bytes > self._done_bytes:
+            self._runtime.call(self._drained, over_bytes)
+        self.peak_bytes = max(self.peak_bytes, self._begun_bytes - self._done_bytes)
+
+    def count_done(self, nbytes: int) -> None:
+        """Of what room was made for, so much is not on the device any more."""
+        self._done_bytes += nbytes
+
+    def give(self, group: Group, arrival: Arrival, then: Callable[[], None] | None) -> None:
+        """Have the store take what came of a group. `then` is called when it was told. See [Note: company]."""
+        self._handed.append(_Handed(group, arrival, then))
+        waiting_bytes = sum(self._device_bytes[one.group.index] for one in list(self._handed))
+        post = self._runtime.post_with_next if waiting_bytes < self._company_bytes else self._runtime.post
+        post(self._start_accept)
+
+    def wait(self) -> None:
+        """Wait until all that was given is with the store."""
+        self._runtime.call(self._accepted)
+
+    # --- on the loop thread -------------------------------------------------------------------------------------
+
+    def _start_accept(self) -> None:
+        handed = []
+        while self._handed:
+            handed.append(self._handed.popleft())
+        if (store := self.store) is None or not handed:
+            return
+        nbytes = sum(self._device_bytes[one.group.index] for one in handed if one.arrival.pieces)
+        accepted = store.accept([one.arrival for one in handed])
+        before = {task for one in handed if (task := self._running.get(one.group.index)) is not None}
+        others = f" and {len(handed) - 1} more" if len(handed) > 1 else ""
+        name = f"gradient of {handed[0].group.spec.name}{others}"
+        task = self._runtime.spawn(self._accept(accepted, nbytes, before), name)
+        self._running |= {one.group.index: task for one in handed}
+        for one in handed:
+            if one.then is not None:
+                one.then()  # the update may begin with the first chunk that has arrived
+
+    async def _accept(self, work: Coroutine[Any, Any, None], nbytes: int, before: set[asyncio.Task[None]]) -> None:
+        await work
+        self.count_done(nbytes)
+        for task in before:
+            await asyncio.shield(task)
+
+    async def _accepted(self) -> None:
+        for task in dict.fromkeys(self._running.values()):
+            await asyncio.shield(task)
+
+    async def _drained(self, done_bytes: int) -> None:
+        for task in dict.fromkeys(self._running.values()):
+            if self._done_bytes >= done_bytes:
+                return
+            await asyncio.shield(task)
