@@ -230,6 +230,10 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_zero_models.py::test_gradients_that_come_late_at_one_rank_are_added",
     ),
     # The generations of training.
+    Mutation(
+        "a change is committed with the step before it", "train/generations.py Generations.commit_change",
+        "self.publish()", "train/test_changed_weights.py::test_a_change_is_committed_with_the_step_before_it",
+    ),
     never(
         "checksum of a chunk", "store/slots.py SlotPack.check_digest", "if found != record.checksum:",
         "store/test_recovery.py::TestDamage",

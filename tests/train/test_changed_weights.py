@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,23 @@ def test_a_parameter_that_is_given_new_data_keeps_it_and_is_still_trained(tmp_pa
         assert not after.eq(0.5).all()
         with run.engine.gathered([NAME]):
             assert torch.equal(parameter, after)
+
+
+@pytest.mark.parametrize("how", ["gathered", "load_state_dict"])
+def test_a_change_is_committed_with_the_step_before_it(how: str, tmp_path: Path) -> None:
+    with opened(Way(commit_every=5), tmp_path) as run:
+        run.until(2)
+        if how == "gathered":
+            with run.engine.gathered([NAME], modify=True), torch.no_grad():
+                run.engine.model.get_parameter(NAME).fill_(0.5)
+        else:
+            state = run.engine.state_dict()
+            run.engine.load_state_dict(state | {NAME: torch.full_like(state[NAME], 0.5)})
+        run.engine._parts.runtime.call(run.engine._parts.store.flush)  # what is committed, and nothing more
+        shutil.copytree(tmp_path, tmp_path / "killed", ignore=shutil.ignore_patterns("lock"))
+    with opened(WAY, tmp_path / "killed") as run:
+        assert run.engine.step_count == 2
+        assert run.engine.state_dict()[NAME].eq(0.5).all()
 
 
 @pytest.mark.parametrize("new", [torch.zeros(3), torch.zeros(128, 32, dtype=torch.bfloat16)], ids=["shape", "dtype"])

@@ -380,6 +380,15 @@ def test_a_backward_past_the_engine_is_refused(is_first: bool, tmp_path: Path) -
         engine.step()
 
 
+def test_sparse_gradients_are_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(4, 8, sparse=True), nn.Linear(8, 8))
+    with (
+        Engine(model, disk(tmp_path)) as engine,
+        pytest.raises(GraphError, match=r"gradient of 0\.weight is sparse"),
+    ):
+        engine.backward(engine(torch.tensor([1])).sum())
+
+
 def test_what_is_no_loss_breaks_nothing(tmp_path: Path) -> None:
     x = batches(1)[0]
     with tight_engine(tmp_path) as engine:

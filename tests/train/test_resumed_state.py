@@ -12,7 +12,7 @@ from resuming import Way, opened
 from runs import disk
 from torch import nn
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, GraphError
 from tierstore.train.engine import Engine
 
 WAY = Way()
@@ -84,6 +84,53 @@ def test_buffers_that_have_grown_and_extra_states_are_resumed(tmp_path: Path) ->
         assert model.norm[1].queue.shape == (3,)
         assert model.norm[1].calls == 3
         run.until(4)
+
+
+class Other(nn.Module):
+    """A buffer that becomes one of another dtype, or one that `copy_` cannot write."""
+
+    def __init__(self, start: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("seen", start)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen * 0.5 + torch.arange(4.0)
+        return x
+
+
+@pytest.mark.parametrize(
+    "start", [torch.zeros(4, dtype=torch.int64), torch.zeros(1).expand(4)], ids=["dtype", "expanded"]
+)
+def test_buffers_of_another_kind_are_resumed(start: torch.Tensor, tmp_path: Path) -> None:
+    seen = []
+    for _ in range(2):
+        model: Any = WAY.model()
+        model.norm = nn.Sequential(model.norm, Other(start))
+        with opened(WAY, tmp_path, model=model) as run:
+            seen.append(model.norm[1].seen.clone())
+            run.step()
+            seen.append(model.norm[1].seen.clone())
+    assert torch.equal(seen[1], seen[2])
+    assert seen[1].dtype == seen[2].dtype
+
+
+@pytest.mark.parametrize("before", [torch.zeros(2), None], ids=["lost", "added"])
+def test_a_buffer_that_comes_or_goes_is_refused_before_a_store_depends_on_it(
+    before: torch.Tensor | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    def model() -> Any:
+        made = WAY.model()
+        made.register_buffer("mean", before)
+        return made
+
+    with opened(WAY, tmp_path, model=model()) as run:
+        run.engine.model.mean = torch.ones(2) if before is None else None
+        with pytest.raises(GraphError, match=f"'mean' was {request.node.callspec.id} while training"):
+            run.step()
+        run.engine.model.mean = before
+        run.step()
+    with opened(WAY, tmp_path, model=model()) as run:
+        assert run.engine.step_count == 2
 
 
 def test_a_module_may_have_any_name(tmp_path: Path) -> None:

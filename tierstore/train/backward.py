@@ -222,7 +222,16 @@ class GradientCollector:
             return
         parameter.grad = None
         if not self._is_collecting:
-            raise GraphError("loss.backward() was called; call engine.backward(loss)")
+            raise GraphError(
+                f"a gradient of {group.spec.parameters[position].name} came past the engine: call "
+                "engine.backward(loss), not loss.backward(); while another engine's loss goes through this model, "
+                "freeze its parameters by requires_grad_(False)"
+            )
+        if gradient.layout is not torch.strided:
+            raise GraphError(
+                f"the gradient of {group.spec.parameters[position].name} is sparse, as of nn.Embedding(sparse=True), "
+                "which Adam does not take; make it without"
+            )
         is_late = collected.is_taken and self._reductions is not None and self._reductions.is_first
         if collected.is_taken and not is_late and (self.is_streaming or self._reductions is not None):
             advice = "" if self._reductions is not None else "; use update='forward' for models that do that"

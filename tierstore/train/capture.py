@@ -204,7 +204,9 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Put back what `module_state` gave, also in buffers that had grown; a store that is older has no extra states.
+    """Put back what `module_state` gave; buffers had another shape or dtype then, perhaps.
+
+    A store that is older has no extra states.
 
     Raises:
         FormatError: the model has other buffers.
@@ -216,8 +218,8 @@ def load_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, buffer in buffers.items():
             value = with_tensors(values[name])
-            if value.shape != buffer.shape:
-                buffer.data = torch.empty(value.shape, dtype=buffer.dtype, device=buffer.device)
+            if (value.shape, value.dtype) != (buffer.shape, buffer.dtype) or not buffer.is_contiguous():
+                buffer.data = torch.empty(value.shape, dtype=value.dtype, device=buffer.device)
             buffer.copy_(value)
     load_extra_states(model, {name: with_tensors(values[name]) for name in extra & values.keys()})
 

@@ -465,7 +465,7 @@ class Engine:
                     self._order.refuse_within_step("gathered(modify=True)")
                     parts.groups.refuse_newcomers(self.model)
                     whole.keep_changes(parts, groups)
-                    self._generations.commit(None)
+                    self._generations.commit_change()
                 else:  # what a block around this one modifies is kept there
                     whole.refuse_changes(parts, [group for group in groups if not self._modified[group]])
             finally:
@@ -511,7 +511,7 @@ class Engine:
         self._generations.leave_newer()
         self.flush()
         whole.load_state_dict(self._open_parts(), self.model, state_dict)
-        self._generations.commit(None)
+        self._generations.commit_change()
 
     def export(self, directory: str | os.PathLike[str]) -> None:
         """Write the weights as ordinary sharded safetensors with an index, streaming, atomically."""
