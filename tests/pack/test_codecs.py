@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 import threading
 import time
@@ -47,20 +46,6 @@ def test_round_trip(codec: ChunkCodec, data: bytes) -> None:
     out = np.zeros(len(data), np.uint8)
     codec.decode(stored[:used], out)
     assert out.tobytes() == data
-
-
-def test_a_codec_draws_no_random_numbers() -> None:
-    """In a process of its own: only the first use of blosc2 imports it, which draws."""
-    lines = (
-        "import random, numpy, sys",
-        "from tierstore.config import Codec",
-        "from tierstore.pack.codecs import codec_for",
-        "before = random.getstate(), str(numpy.random.get_state())",
-        "codec_for(Codec.LZ4_BITSHUFFLE, 4).encode(numpy.zeros(64, numpy.uint8), numpy.zeros(4096, numpy.uint8))",
-        "assert 'blosc2' in sys.modules",
-        "assert before == (random.getstate(), str(numpy.random.get_state()))",
-    )
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=60)
 
 
 def test_codec_for_gives_the_codec_that_was_named() -> None:

@@ -15,7 +15,6 @@ unless `set_releasegil(True)` was called in the process (done below), and then r
 from __future__ import annotations
 
 import functools
-import random
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -144,10 +143,8 @@ _WAYS = {
 @functools.cache
 def _library() -> Any:
     """blosc2, imported when it is first used: that takes half a second, and many runs never do."""
-    state = random.getstate()
     import blosc2
 
-    random.setstate(state)  # which the import draws from: what a run draws does not depend on its codec
     blosc2.set_releasegil(True)  # of the whole process: blosc2 has no other way, see [Note: GIL]
     return blosc2
 

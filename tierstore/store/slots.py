@@ -32,7 +32,6 @@ from tierstore.trace import Tracer
 Bytes = npt.NDArray[np.uint8]
 SLOT_NAMES = "ab"
 _READ, _WRITE = "read", "write"
-_ADVICE = "restore it from a copy, or go back one with resume='previous'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +224,14 @@ class SlotPack:
             is_needed = divmod(position, self._slots) in needed
             if not path.exists():
                 if is_needed:
-                    raise FormatError(f"the store is damaged: {path} is missing; {_ADVICE}")
+                    advice = "restore it from a copy, or go back one with resume='previous'"
+                    raise FormatError(f"the store is damaged: {path} is missing; {advice}")
                 continue
             if (size := path.stat().st_size) != layout.file_bytes:
                 is_striped = len(self.paths()) > self._slots
-                advice = f"give the directories in their first order, or {_ADVICE}" if is_striped else _ADVICE
+                advice = "restore it from a copy"
+                if is_striped:
+                    advice = f"give the directories in the order in which the store was made, or {advice}"
                 if not is_needed:
                     advice = "if the directories are those of this store, remove that file: nothing needs it"
                 raise FormatError(

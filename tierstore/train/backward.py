@@ -229,8 +229,8 @@ class GradientCollector:
             )
         if gradient.layout is not torch.strided:
             raise GraphError(
-                f"the gradient of {group.spec.parameters[position].name} is sparse, as of nn.Embedding(sparse=True), "
-                "which Adam does not take; make it without"
+                f"the gradient of {group.spec.parameters[position].name} is sparse, which Adam does not take; "
+                "make the module with sparse=False"
             )
         is_late = collected.is_taken and self._reductions is not None and self._reductions.is_first
         if collected.is_taken and not is_late and (self.is_streaming or self._reductions is not None):

@@ -214,11 +214,16 @@ def load_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
     buffers, extra = persistent_buffers(model), {name for name, _ in _with_extra_state(model)}
     if buffers.keys() != values.keys() - extra:
         name = min(buffers.keys() ^ (values.keys() - extra))
-        raise FormatError(f"the store holds other buffers than the model: {name!r} is only in one of them")
+        where = "model" if name in buffers else "store"
+        raise FormatError(
+            f"the store holds other buffers than the model: {name!r} is only in the {where}; one that came or went while "
+            "training must be there, or not, as in the end, before the engine is made; its values do not matter"
+        )
     with torch.no_grad():
         for name, buffer in buffers.items():
             value = with_tensors(values[name])
-            if (value.shape, value.dtype) != (buffer.shape, buffer.dtype) or not buffer.is_contiguous():
+            is_expanded = any(size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride()))
+            if is_expanded or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
                 buffer.data = torch.empty(value.shape, dtype=value.dtype, device=buffer.device)
             buffer.copy_(value)
     load_extra_states(model, {name: with_tensors(values[name]) for name in extra & values.keys()})

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from tierstore.config import UpdateSchedule
-from tierstore.errors import GraphError
 from tierstore.store.gradients import Gradients
 from tierstore.store.rounds import Round
 from tierstore.train import capture
@@ -59,7 +58,6 @@ class Generations:
         self.gradient_set = 0
         if parts.driver.schedule is UpdateSchedule.DELAYED:
             self._collect_in(0)
-        self._buffers = set(capture.persistent_buffers(model))
         self._to_restore: dict[str, Any] = {}
         self._waiting: tuple[Round | None, dict[str, Any], Gradients | None] | None = None
         self._is_previous = False
@@ -132,17 +130,7 @@ class Generations:
         self._registered[name] = value
         self._restore_registered(name)
 
-    def _refuse_other_buffers(self) -> None:
-        if others := capture.persistent_buffers(self._model).keys() ^ self._buffers:
-            name = min(others)
-            raise GraphError(
-                f"the buffer {name!r} was {'lost' if name in self._buffers else 'added'} while training, so a run that "
-                "begins like this one could not go on from its store; register it when the module is made, or with "
-                "persistent=False"
-            )
-
     def _captured(self) -> dict[str, Any]:
-        self._refuse_other_buffers()
         optimizer = self._parts.stepper.optimizer
         state = {
             "step": self.step_count,

@@ -8,8 +8,7 @@ Owner: the training side.
 handle, and unpacking it brings the group back. So backward needs no hook on the outputs of a module: in-place
 operations, dictionaries as outputs, skipped and twice-called modules all come out right. What a recomputation saves
 past these hooks is a view, and a group with a view is not dropped. Elsewhere nothing may be saved past them: autograd
-saves a parameter as itself, which nobody sees. What runs uncompiled within a compiled block saves, too: `torch.compile`
-would take up what is called then, once for each shape (`not_compiled`, which costs a call nothing, as `disable` does).
+saves a parameter as itself, which nobody sees.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.decorators import skip as not_compiled
 
 from tierstore.errors import GraphError
 from tierstore.train.access import DeviceAccess
@@ -38,7 +36,6 @@ class SavedView:
 
     __slots__ = ("dtype", "group", "offset", "shape", "step", "stride", "token")
 
-    @not_compiled
     def __init__(self, group: int, token: object, step: int, tensor: torch.Tensor) -> None:
         self.group = group
         self.step = step
@@ -60,6 +57,10 @@ class ModelHooks:
         self._idle_references = max(self._references(group.index) for group in groups.groups)
         self._watchers = 0
         self._step = 0
+        for called_by_autograd in (ModelHooks._pack, ModelHooks._unpack, SavedView.__init__):
+            # What runs uncompiled in a compiled block saves, too: `torch.compile` would compile these for each shape.
+            # Unlike `disable` this costs a call nothing. Here and not above: the import takes seconds.
+            torch._dynamo.decorators.skip(called_by_autograd)
         self.refuse_outside: Callable[[], None] = lambda: None
         """Called when a module is called outside of `watching`."""
         self._handles = []
@@ -136,7 +137,6 @@ class ModelHooks:
 
         return enter, leave
 
-    @not_compiled
     def _pack(self, tensor: torch.Tensor) -> Any:
         group = self._by_storage.get(tensor.untyped_storage()._cdata)
         if group is None:
@@ -145,7 +145,6 @@ class ModelHooks:
             return tensor.detach(), tensor._version
         return SavedView(group, self._tokens[group], self._step, tensor)
 
-    @not_compiled
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, SavedView):
             tensor: torch.Tensor
