@@ -29,7 +29,8 @@ def test_one_of_three_is_named(tmp_path: Path) -> None:
 
 def test_a_stopped_rank(tmp_path: Path) -> None:
     first, _ = outcomes_of(2, lose, str(tmp_path / "store"), STEPS, 117, signal.SIGSTOP, TIMEOUT_S, grace_s=1.0)
-    assert first.value["told"].startswith("RankLost: rank 0 of 2 waited for the ")
+    # Which wait ends first is open: that of the computing thread or that of the loop, of a commit under way.
+    assert first.value["told"].startswith("RankLost: rank 0 of 2 waited for ")
     assert "rank 1 does not answer" in first.value["told"]
     assert first.value["raised_s"] <= TIMEOUT_S + 1  # which counts from the forward before the wait
     assert first.value["closed_s"] <= 2 * TIMEOUT_S

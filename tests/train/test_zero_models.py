@@ -217,7 +217,7 @@ def test_what_is_wrong_at_one_rank_ends_the_making_at_all(what: str, expected: s
     ("what", "told", "own"),
     [
         ("loader", "RankLost: rank 0 of 2 waited for the weights of", "ArithmeticError: a bad file"),
-        ("forward", "RankLost: rank 0 of 2 waited for the", "ArithmeticError: a bad layer"),
+        ("forward", "RankLost: rank 0 of 2 waited for ", "ArithmeticError: a bad layer"),
         ("full later", "", "StorageFull: write of"),
         ("other blocks", "GraphError: rank 0 wants the weights of", "GraphError: rank 1 wants the weights of"),
         ("unsynced", "StorageError: rank 1: fdatasync of", ""),
