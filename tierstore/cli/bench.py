@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import Debug, directory, size, told
+from tierstore.cli.common import Debug, directory, size_option, told
 from tierstore.cli.interrupts import interruptible
 
 
@@ -22,15 +22,16 @@ def bench(
         typer.Option(metavar="NAME", help="deepspeed, fio, torch or safetensors; repeat it [default: all of a case]."),
     ] = None,
     peer_python: Annotated[
-        Path, typer.Option(metavar="PYTHON", help="The interpreter that has the peers [default: this one].")
+        Path,
+        typer.Option(
+            metavar="PYTHON", show_default=False, help="The interpreter that has the peers [default: this one]."
+        ),
     ] = Path(sys.executable),
     nvme: Annotated[
-        Path, typer.Option(parser=directory, metavar="DIR", help="A directory on the disk to measure [default: this].")
+        Path, typer.Option(parser=directory, metavar="DIR", help="A directory on the disk to measure.")
     ] = Path(),
     rounds: Annotated[int, typer.Option(metavar="N", help="Rounds that count; one more warms up.")] = 5,
-    size_: Annotated[
-        int, typer.Option("--size", parser=size, metavar="SIZE", help="Of the file of disk, the checkpoint of load.")
-    ] = 2**32,
+    size: Annotated[int, size_option("Of the file of disk, the checkpoint of load [default: 4GiB].")] = 2**32,
     params: Annotated[int, typer.Option(metavar="N", help="Of adam.")] = 2**26,
     steps: Annotated[int, typer.Option(metavar="N", help="Of step in a round, after one that does not count.")] = 2,
     curve: Annotated[bool, typer.Option("--curve", help="Only the curve of step over CPU budgets.")] = False,
@@ -54,7 +55,7 @@ def bench(
 
     with told(debug):
         options = BenchOptions(
-            peer=tuple(peer or ()), peer_python=peer_python, nvme=nvme, rounds=rounds, size=size_, params=params,
+            peer=tuple(peer or ()), peer_python=peer_python, nvme=nvme, rounds=rounds, size=size, params=params,
             steps=steps, curve=curve, large=large, heat=heat, dtype=dtype, device=device, json=json, markdown=markdown,
         )  # fmt: skip
         cases = cases_of(case, device)
