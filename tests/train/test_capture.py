@@ -175,6 +175,19 @@ def test_registered_before_and_after_the_engine_was_made(tmp_path: Path) -> None
         assert later.state["tensor"].tolist() == [1, 1, 1]
 
 
+def test_registered_too_late(tmp_path: Path) -> None:
+    """Not silently set back to an earlier step."""
+    with opened(WAY, tmp_path, registered={"late": Holder()}) as run:
+        run.until(2)
+    late = Holder()
+    with opened(WAY, tmp_path, registered={}) as run:
+        run.step()
+        with pytest.raises(ConfigError, match=r"'late' is registered after step 3, .* state after step 2, from"):
+            run.engine.register("late", late)
+        run.engine.register("new", late)
+    assert late.state["list"] == [0]
+
+
 def test_what_one_run_does_not_register_the_next_one_still_finds(tmp_path: Path) -> None:
     first = Holder()
     with opened(WAY, tmp_path, registered={"data": first}) as run:

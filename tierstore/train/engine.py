@@ -394,7 +394,11 @@ class Engine:
         return self._generations.step_count
 
     def register(self, name: str, value: capture.Stateful) -> None:
-        """Make an object part of every generation; on resume it gets its state now."""
+        """Make an object part of every generation; on resume it gets its state now.
+
+        Raises:
+            ConfigError: it is no such object; or a resumed run has gone on without it.
+        """
         self._generations.register(name, value)
 
     def on_step(self, callback: Callable[[StepReport], None]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from tierstore.config import UpdateSchedule
+from tierstore.errors import ConfigError
 from tierstore.store.gradients import Gradients
 from tierstore.store.rounds import Round
 from tierstore.train import capture
@@ -61,6 +62,7 @@ class Generations:
         self._to_restore: dict[str, Any] = {}
         self._waiting: tuple[Round | None, dict[str, Any], Gradients | None] | None = None
         self._is_previous = False
+        self._resumed_at = 0
 
     @property
     def gradients(self) -> Gradients:
@@ -125,8 +127,17 @@ class Generations:
     # --- what is captured ---------------------------------------------------------------------------------------
 
     def register(self, name: str, value: capture.Stateful) -> None:
-        """Make an object part of every generation; on resume it gets its state now."""
+        """Make an object part of every generation; on resume it gets its state now.
+
+        Raises:
+            ConfigError: a resumed run has gone on, and the state of this one is that of the step before.
+        """
         capture.check_stateful(name, value, self._model)
+        if name in self._to_restore and self.step_count > self._resumed_at:
+            raise ConfigError(
+                f"{name!r} is registered after step {self.step_count}, and would get its state after step "
+                f"{self._resumed_at}, from which the run was resumed: register it before the first step"
+            )
         self._registered[name] = value
         self._restore_registered(name)
 
@@ -161,7 +172,7 @@ class Generations:
             FormatError: of other buffers, or of random states that the generators do not know.
         """
         self._is_previous = is_previous
-        self.step_count = captured["step"]
+        self.step_count = self._resumed_at = captured["step"]
         self._parts.stepper.steps.update(captured["steps"])
         self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
         self._parts.stepper.optimizer.restore(captured["optimizer"])
