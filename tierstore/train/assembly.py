@@ -280,7 +280,8 @@ def _hook_up(
     hooks = ModelHooks(model, groups, access)
 
     def is_free(group: int) -> bool:
-        return not hooks.is_saved(group) and not groups.groups[group].is_viewed()
+        weights = groups.groups[group]
+        return not (weights.saved_views() or weights.is_viewed())
 
     collector = GradientCollector(groups, runtime, device, store.placement.gpu_gradient_bytes, is_free, reductions)
 

@@ -366,7 +366,7 @@ class GradientCollector:
         for position, gradient in sorted(gradients.items()):
             spec = group.spec.parameters[position]
             # Flat here, in the thread and the stream that made it: a gradient that is not contiguous is copied.
-            flat = gradient.reshape(-1)
+            flat = gradient if gradient.dim() == 1 else gradient.reshape(-1)
             pieces.append(Piece(spec.start, flat, spec.name not in self.touched))
             self.touched.add(spec.name)
         gradients.clear()

@@ -12,6 +12,7 @@ moves.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class Group:
     Attributes:
         idle_uses: how many references the storage has while nobody but the parameters looks at it.
         versions: of the parameters, as their values are known.
+        token: what is saved for backward refers to it, and so is counted. Not in a weak set, whose callback in Python
+            would swallow an interrupt by the keyboard.
     """
 
     index: int
@@ -44,10 +47,19 @@ class Group:
     idle_uses: int = 0
     classes: list[type] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    token: object = field(default_factory=object)
+
+    def __post_init__(self) -> None:
+        self._idle_references = 0
+        self._idle_references = self.saved_views()
+
+    def saved_views(self) -> int:
+        """How many views of the weights are saved for backward, which brings them back to use one."""
+        return sys.getrefcount(self.token) - self._idle_references
 
     def is_viewed(self) -> bool:
-        """Whether somebody holds a view of the weights, so that they must stay."""
-        return torch._C._storage_Use_Count(self.storage._cdata) > self.idle_uses
+        """Whether somebody else holds a view of the weights, so that they must stay."""
+        return torch._C._storage_Use_Count(self.storage._cdata) > self.idle_uses + self.saved_views()
 
     def bind(self, device: ComputeDevice) -> None:
         """Make the parameters views of the group's storage, and leave that empty. Their old data goes."""

@@ -5,16 +5,15 @@ Not here: what happens then (`access.py`), gradients (`backward.py`).
 Owner: the training side.
 
 [Note: backward by saved tensors] What backward needs of a group are the views that forward saved. Each is packed into a
-handle, and unpacking it brings the group back. So backward needs no hook on the outputs of a module: in-place
-operations, dictionaries as outputs, skipped and twice-called modules all come out right. What a recomputation saves
-past these hooks is a view, and a group with a view is not dropped. Elsewhere nothing may be saved past them: autograd
-saves a parameter as itself, which nobody sees.
+handle that does not keep the group, and unpacking it brings the group back. So backward needs no hook on the outputs of
+a module: in-place operations, dictionaries as outputs, skipped and twice-called modules all come out right. What a
+recomputation saves past these hooks is a view, and a group with a view is not dropped. Elsewhere nothing may be saved
+past them: autograd saves a parameter as itself, which nobody sees.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,38 +22,32 @@ from torch import nn
 
 from tierstore.errors import GraphError
 from tierstore.train.access import DeviceAccess
-from tierstore.train.groups import ModelGroups
+from tierstore.train.groups import Group, ModelGroups
 
 
 class SavedView:
     """A view of a group's storage that autograd saved.
 
     Attributes:
-        token: one object per group: the number of its references tells whether views are left. Not a weak set of the
-            views, whose callback in Python would swallow an interrupt by the keyboard.
+        view: of the storage, whatever that holds meanwhile.
+        token: of the group, which counts by it how many there are.
     """
 
-    __slots__ = ("dtype", "group", "offset", "shape", "step", "stride", "token")
+    __slots__ = ("group", "step", "token", "view")
 
-    def __init__(self, group: int, token: object, step: int, tensor: torch.Tensor) -> None:
+    def __init__(self, group: Group, step: int, view: torch.Tensor) -> None:
         self.group = group
         self.step = step
-        self.token = token
-        self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset()
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
+        self.token = group.token
+        self.view = view
 
 
 class ModelHooks:
     """Installs the hooks on a model, and removes them."""
 
     def __init__(self, model: nn.Module, groups: ModelGroups, access: DeviceAccess) -> None:
-        self._groups = groups.groups
         self._gate = access.gate
-        self._by_storage = {group.storage._cdata: group.index for group in groups.groups}
-        self._tokens = [object() for _ in groups.groups]
-        self._idle_references = max(self._references(group.index) for group in groups.groups)
+        self._by_storage = {group.storage._cdata: group for group in groups.groups}
         self._watchers = 0
         self._step = 0
         for called_by_autograd in (ModelHooks._pack, ModelHooks._unpack, SavedView.__init__):
@@ -75,13 +68,6 @@ class ModelHooks:
             handle.remove()
         self._handles.clear()
         self.refuse_outside = lambda: None  # graphs hold this; see [Note: let go]
-
-    def is_saved(self, group: int) -> bool:
-        """Whether backward still has views of this group to unpack."""
-        return self._references(group) > self._idle_references
-
-    def _references(self, group: int) -> int:
-        return sys.getrefcount(self._tokens[group])
 
     def step_ended(self) -> None:
         """The weights change: what was saved so far is of no use any more."""
@@ -139,11 +125,10 @@ class ModelHooks:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         group = self._by_storage.get(tensor.untyped_storage()._cdata)
-        if group is None:
-            # Itself would be held by the node that it holds, if that has made it. Both have one counter of versions,
-            # which torch does not look at where there are hooks.
-            return tensor.detach(), tensor._version
-        return SavedView(group, self._tokens[group], self._step, tensor)
+        # Itself would be held by the node that it holds, if that has made it. Both have one counter of versions, which
+        # torch does not look at where there are hooks.
+        same = tensor.detach()
+        return (same, tensor._version) if group is None else SavedView(group, self._step, same)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, SavedView):
@@ -155,12 +140,11 @@ class ModelHooks:
                     "saved, as by y.mul_(2) or y[0] = 0; make another one, as y = y * 2, or change a clone()"
                 )
             return tensor
-        group = self._groups[packed.group]
+        group = packed.group
         if packed.step != self._step and group.spec.trainable:
             raise GraphError(
                 f"backward needs the weights of {group.spec.name} as they were before engine.step(); "
                 "call engine.backward(loss) before the step"
             )
-        self._gate.access.visit(packed.group)
-        alias = torch.empty(0, dtype=packed.dtype, device=group.storage.device)
-        return alias.set_(group.storage, packed.offset, packed.shape, packed.stride)
+        self._gate.access.visit(group.index)
+        return packed.view.detach()  # not itself: what is unpacked keeps the group, and what is saved does not
