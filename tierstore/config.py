@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, runtime_checkable
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from tierstore.errors import ConfigError
 
@@ -90,7 +90,8 @@ def format_decimal(size_bytes: float) -> str:
 
 _USUAL_BYTES = 2**30
 Size = Annotated[int, BeforeValidator(parse_size)]
-Directory = Annotated[Path, BeforeValidator(_directory)]
+Directory = Annotated[Path, BeforeValidator(_directory), AfterValidator(Path.absolute)]
+"""The same one also when the process goes to another directory later."""
 Rates = Annotated[Path | MeasuredRates, BeforeValidator(_rates)]
 
 E = TypeVar("E", bound=enum.Enum)
@@ -251,7 +252,7 @@ class TierConfig(_Model):
     def _check(self) -> TierConfig:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
-        stores = [Path(os.path.abspath(path)) for path in self.nvme]
+        stores = [Path(os.path.realpath(path)) for path in self.nvme]
         if len(set(stores)) != len(stores):
             raise ValueError("a directory is listed twice in nvme")
         if any(inner != outer and inner.is_relative_to(outer) for inner in stores for outer in stores):

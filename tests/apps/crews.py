@@ -43,7 +43,7 @@ def all_fail(rank: int, ranks: int) -> str:
 
 
 def differ(rank: int, ranks: int) -> str:
-    return _sentence(rank, ranks, lambda crew: crew.check_same("steps", 3 + rank))
+    return _sentence(rank, ranks, lambda crew: crew.check_same("options", {"data": None, "steps": 3 + rank}))
 
 
 def one_is_lost(rank: int, ranks: int) -> str:

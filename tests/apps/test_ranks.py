@@ -161,7 +161,7 @@ def test_two_ranks_train_lose_one_go_on_and_are_interrupted(folder: Path, own_th
     [
         (one_fails, ["rank 1: no space left", ""]),
         (all_fail, ["no such file", ""]),
-        (differ, ["rank 1 has other steps than rank 0: 4 there, 3 at rank 0", ""]),
+        (differ, ["steps is 4 at rank 1 and 3 at rank 0; give all ranks the same", ""]),
         (one_is_lost, ["rank 0 stops, for rank 1 has failed", "rank 1: no space left"]),
     ],
 )

@@ -197,6 +197,7 @@ def test_engines_of_some_ranks() -> None:
         ("model", "ConfigError: rank 0 trains another model: parameter enter.bias"),
         ("options", "ConfigError: commit_every is 3 at rank 1"),
         ("schedule", "ConfigError: update is 'step' at rank 1 and 'forward' at rank 0"),
+        ("groups", "ConfigError: lr of parameter_groups[0] is 0.25 at rank 1 and 0.5 at rank 0"),
         ("no store", "ConfigError: nvme is 'not given' at rank 1 and 'given' at rank 0"),
         ("budget", "BudgetError: cpu_memory of 1 B is too small"),
         ("directory", "StorageError: cannot use"),
@@ -238,6 +239,24 @@ def test_an_error_at_one_rank_reaches_all(what: str, told: str, own: str, tmp_pa
     assert resumed[0]["begun_at"] <= first["steps"]
     assert [rank["error"] for rank in resumed] == ["", ""]
     assert resumed[0]["norm"] == resumed[1]["norm"]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("rate", "ConfigError: lr of parameter_groups[0] is 0.5 at rank 1 and 0.001 at rank 0"),
+        ("rate of replicas", "ConfigError: lr of parameter_groups[0] is 0.5 at rank 1 and 0.001 at rank 0"),
+        ("forgets", "ConfigError: the number of zero_grad() in this step is 1 at rank 1 and 0 at rank 0"),
+        ("gradient", "GraphError: rank 0 is at the gradient of enter.weight and rank 1 at the gradient norm"),
+        ("gradients", "GraphError: rank 0 is at the gradient of enter.weight and rank 1 at the gradient of head"),
+    ],
+)
+def test_ranks_that_are_not_as_one_are_told(what: str, said: str, tmp_path: Path) -> None:
+    """At once, all of them, and not given what belongs to something else."""
+    for told in run_ranks(2, zero_models.wrong, what, str(tmp_path)):
+        assert told["error"].startswith(said)
+        assert told["steps"] == 2
+        assert told["seconds"] < zero_models.TIMEOUT_S / 2
 
 
 def test_weights_come_from_the_first_rank(tmp_path: Path) -> None:

@@ -475,9 +475,14 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
             memory["cpu_memory"] = "1MiB"  # little enough that state is read back
     elif what.startswith("resume"):
         options["resume"] = what.partition(" ")[2]
+    model = make(kind, seed=seed)
+    if what == "groups":
+        options["parameter_groups"] = [{"params": list(model.parameters()), "lr": 0.25 if is_odd else 0.5}]
+    elif what == "rate of replicas":
+        options["zero"], memory, nvme = 0, {"gpu_memory": "64MiB", "cpu_memory": "64MiB"}, []
     begin = time.monotonic()
     try:
-        with Engine(make(kind, seed=seed), TierConfig(nvme=nvme, timeout_s=TIMEOUT_S, **memory), **options) as engine:
+        with Engine(model, TierConfig(nvme=nvme, timeout_s=TIMEOUT_S, **memory), **options) as engine:
             told["begun_at"] = engine.step_count
             for step, batch in enumerate(must.batches(4)):
                 begin = time.monotonic()
@@ -489,6 +494,8 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
                     loss_of(engine, parts(batch, ranks)[rank])
                     break
                 engine.backward(loss_of(engine, parts(batch, ranks)[rank]))
+                if step == 2:
+                    _be_odd(engine, what, is_odd=is_odd)
                 engine.step()
                 told["steps"] += 1
             told["norm"] = engine.state_dict()["enter.weight"].norm().item()
@@ -497,6 +504,22 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
     told["seconds"] = time.monotonic() - begin
     told["files"] = sorted(os.listdir(nvme[0])) if nvme and os.path.isdir(nvme[0]) else []
     return told
+
+
+def _be_odd(engine: Engine, what: str, *, is_odd: bool) -> None:
+    """Between backward and step something is not as at the others."""
+    names = ["enter.weight", "head.weight"]
+    if what.startswith("rate") and is_odd:
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+    elif what == "gradients":
+        for name in reversed(names) if is_odd else names:
+            engine.gradient(name)
+    elif what == "gradient" and not is_odd:
+        engine.gradient(names[0])
+    elif what == "forgets":
+        if is_odd:
+            engine.zero_grad()
+        engine.backward(loss_of(engine, must.batches(1)[0]))
 
 
 def _raise(*_: Any) -> None:

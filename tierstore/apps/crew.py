@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from tierstore.apps.launch import Launch
 from tierstore.errors import ConfigError, RankLost, TierstoreError
 from tierstore.store.team import attempt, outcome, results
-from tierstore.train.ranks import Ranks
+from tierstore.train.ranks import Ranks, refuse_different
 
 T = TypeVar("T")
 _TIMEOUT_S = 300.0
@@ -88,16 +88,13 @@ class Crew:
         results(self.exchange(what, outcome(None, failure)), failure)
         return result  # type: ignore[return-value]
 
-    def check_same(self, what: str, mine: object) -> None:
+    def check_same(self, what: str, mine: Mapping[str, object]) -> None:
         """Refuse ranks that were given different things.
 
         Raises:
-            ConfigError: at all of them.
+            ConfigError: at all of them, with the first difference.
         """
-        told = self.exchange(what, repr(mine))
-        for rank, text in enumerate(told):
-            if text != told[0]:
-                raise ConfigError(f"rank {rank} has other {what} than rank 0: {text} there, {told[0]} at rank 0")
+        refuse_different(self.exchange(what, mine))
 
     def sentence(self, error: TierstoreError) -> str:
         """What this rank says of its failure; empty if another one says it. See [Note: one voice]."""

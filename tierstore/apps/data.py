@@ -21,6 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from tierstore.apps.stopping import STOPS
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 
@@ -262,7 +263,7 @@ class Batches:
 def _ignore_stops(worker: int) -> None:
     # A stop may reach the whole process group: a worker that died of it would fail the step in flight.
     del worker
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 
 

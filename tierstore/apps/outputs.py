@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tierstore.apps.options import TrainOptions
@@ -62,7 +63,10 @@ def export(engine: Any, configuration: Any, checkpoint: Path | None, directory: 
     engine.export(directory)
     if not writes:
         return
-    configuration.save_pretrained(directory)
+    with storage_errors("write to", directory), TemporaryDirectory(dir=directory) as made:
+        configuration.save_pretrained(made)
+        for path in Path(made).iterdir():  # whole, or as it was
+            os.replace(path, directory / path.name)
     if checkpoint is not None:
         copy_companions(checkpoint, directory)
 

@@ -1,6 +1,6 @@
 """Ctrl-C as a wish: the step in flight ends and is committed before the program does.
 
-Scope: the handlers of SIGINT and SIGTERM while a command runs.
+Scope: the handlers of SIGINT, SIGTERM and SIGHUP while a command runs.
 Not here: what stopping means (`apps/train.py`).
 Owner: the main thread, for the duration of a `with` block; elsewhere nothing is installed.
 
@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOW_CURSOR = b"\x1b[?25h"  # the live line hides it
 
 
 class StopRequest:
-    """Keeps the first SIGINT or SIGTERM for a loop to see; a second one, or one outside the loop, acts at once.
+    """Keeps the first signal for a loop to see; a second one, or one outside the loop, acts at once.
 
     Args:
         leave: ends the process with this exit code; a seam for tests. See [Note: leaving at once].
@@ -45,8 +46,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
+            for number in STOPS:
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

@@ -91,7 +91,7 @@ def train(
         names = [one.name for one in fields(options) if one.name not in _OF_A_RANK]
         crew.check_same("options", {name: getattr(options, name) for name in names})
         parts = crew.all_succeed("the model and the text", prepare)
-        crew.check_same("training text", parts.corpus.fingerprint)
+        crew.check_same("training text", {"the fingerprint of the training text": parts.corpus.fingerprint})
         stack.callback(parts.batches.close)
         tracer = Tracer(time.perf_counter, enabled=options.trace is not None and crew.leads)
         engine = stack.enter_context(make_engine(**engine_arguments(options, parts, tracer, crew)))

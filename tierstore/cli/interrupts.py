@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM during a command that leaves nothing behind: it cleans up, says a sentence and ends.
+"""Ctrl-C, SIGTERM and SIGHUP during a command that leaves nothing behind: it cleans up, says a sentence and ends.
 
-Scope: one exception for both signals, one exit code each. Not here: `train`, which ends its step first
+Scope: one exception for all three signals, one exit code each. Not here: `train`, which ends its step first
     (`apps/stopping.py`).
 Owner: the main thread, for the duration of a `with` block; elsewhere nothing is installed.
 
@@ -19,17 +19,17 @@ from types import FrameType
 
 import typer
 
-from tierstore.apps.stopping import say_at_once
+from tierstore.apps.stopping import STOPS, say_at_once
 from tierstore.cli.common import say
 from tierstore.errors import Abandoned
 
 
 @contextlib.contextmanager
 def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) -> Iterator[None]:
-    """In here both signals raise KeyboardInterrupt; it ends as `last_words` and exit code 130 or 143.
+    """In here they raise KeyboardInterrupt; it ends as `last_words` and exit code 130, 143 or 129.
 
     What comes after the first one does not disturb the cleaning up: a second Ctrl-C says that it is under way, and only
-    a third one ends the process as it is. Another SIGTERM changes nothing.
+    a third one ends the process as it is. Another of the others changes nothing.
     """
     seen: list[int] = []
     repeated = 0
@@ -51,7 +51,7 @@ def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) ->
 
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPS:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, or a job in the background
                 previous[number] = signal.signal(number, handle)
     try:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.alignment import ALIGNMENT
-from tierstore.config import Tier, format_size
+from tierstore.config import Tier
 from tierstore.errors import BudgetError
 from tierstore.plan import gpu_room
 from tierstore.plan.placement import Grid, Kind, Placement, Pools, Request
@@ -84,7 +84,7 @@ def place(request: Request) -> Placement:
 def too_small(request: Request, budgets: Sequence[tuple[str, int, int]]) -> str:
     """What to tell of budgets that are too small: by name, what there is and the smallest that fits."""
     short = [
-        f"{name} of {have} B is too small for this model: the smallest that fits is {need} B ({format_size(need)})"
+        f"{name} of {have} B is too small for this model: the smallest that fits is {need} B ({-(-need // 1024)} KiB)"
         for name, have, need in budgets
     ]
     is_cpu_short = any(name == "cpu_memory" for name, _, _ in budgets)

@@ -165,6 +165,7 @@ def assemble(
         # Before the store is made and takes the weights: what is wrong with the options must not cost them.
         stepper = AdamStepper(groups, TieredOptimizer(_option_groups(model, groups, parameter_groups), config, step))
         prepare(stepper.optimizer)
+        partition.check_same(stepper.members() | stepper.options())
         codecs, pieces = codecs_of(tiers, generation, pieces, specs, partition, runtime, clock)
         is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())
         grid = generation.layout["chunk_elements"] if generation is not None else None

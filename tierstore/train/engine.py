@@ -115,6 +115,7 @@ class Engine:
         self._loss_scale = LossScale.of(loss_scale, model)
         self._is_closed = False
         self._blocks = 0  # of gathered() that have begun and not ended
+        self._zeroed = 0  # how often the gradients of this step were forgotten
         self._modified: Counter[int] = Counter()  # groups that those with modify=True hold
         tiers = with_rates(tiers)
         scheduler: Any = None
@@ -202,7 +203,7 @@ class Engine:
         if not parts.driver.has_begun:
             raise ConfigError("backward() needs a forward through the engine before it, in the same step")
         check_loss(loss)
-        parts.stepper.check()  # gradients may be applied as they arrive
+        parts.stepper.options()  # gradients may be applied as they arrive
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
         scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
@@ -241,6 +242,7 @@ class Engine:
             parts.runtime.call(self._generations.gradients.discard, groups)
             parts.collector.forget()
             self._order.has_final_backward = False
+            self._zeroed += 1
 
     def train_step(
         self,
@@ -311,8 +313,9 @@ class Engine:
         with self._meters.phase("update"):
             norm, is_finite = self._apply()
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        # What a scheduler looks for, also one that others step: the step went past optimizer.step().
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if (scheduler := self._generations.scheduler) is not None and is_finite:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for; the step went past optimizer.step()
             scheduler.step()
         self._generations.step_count += 1
         parts.depth.step_ended(self._meters.computing_s)
@@ -335,7 +338,9 @@ class Engine:
         touched = set(parts.collector.touched)
         partials = parts.runtime.call(self._generations.gradients.take_partials)
         specs = [group.spec for group in parts.groups.groups]
-        square_sum, depth = parts.partition.square_sum(specs, partials, parts.depth.wanted)
+        options = parts.stepper.options() | {"the number of zero_grad() in this step": self._zeroed}
+        self._zeroed = 0
+        square_sum, depth = parts.partition.square_sum(specs, partials, parts.depth.wanted, options)
         parts.depth.agree(depth)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
         is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
@@ -493,7 +498,7 @@ class Engine:
         part = parts.runtime.call(self._generations.gradients.read, group.index, begin, max(begin, end))
         if spec.name not in parts.collector.touched:
             part[:] = 0  # the update of the step before may be still to come, and its gradient there
-        flat = parts.partition.joined(part)
+        flat = parts.partition.joined(f"the gradient of {name}", part)
         return torch.from_numpy(to_float(group.spec.dtype, flat)).reshape(spec.shape)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -64,12 +64,20 @@ class TieredOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's.
+        """As torch's, of what `state_dict` gave.
 
         Raises:
-            ConfigError: the groups were others, or had other members; nothing was changed.
+            ConfigError: the groups were others, or had other members, or it is of another optimizer; nothing was
+                changed.
         """
-        self._check_groups(state_dict["param_groups"])
+        groups = state_dict["param_groups"]
+        self._check_groups(groups)
+        absent = sorted({name for group in groups for name in AdamWConfig.model_fields if name not in group})
+        if absent or state_dict["state"]:
+            what = f"it has no {absent[0]}" if absent else "it has moments, which are in the store here"
+            raise ConfigError(
+                f"the state is that of another optimizer: {what}; set options in param_groups, for moments begin anew"
+            )
         super().load_state_dict(state_dict)
 
     def restore(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -181,14 +189,30 @@ class AdamStepper:
             options["param_names"] = [groups.names[parameter] for parameter in trained]
             self._option_group.update(dict.fromkeys(options["param_names"], index))
 
+    def members(self) -> dict[str, object]:
+        """The index of each parameter's group, by what it is."""
+        found: dict[str, object] = {"the number of parameter groups": len(self.optimizer.param_groups)}
+        return found | {f"the parameter group of {name}": self._option_group.get(name) for name in self.steps}
+
     def check(self) -> None:
         """Refuse hyper-parameters that were set since to what has no sense.
 
         Raises:
             ConfigError: names one.
         """
-        for group in self.optimizer.param_groups:
-            checked_options({name: group[name] for name in AdamWConfig.model_fields})
+        self.options()
+
+    def options(self) -> dict[str, object]:
+        """What an update would use now, by what it is: the same at all ranks, or their weights drift apart.
+
+        Raises:
+            ConfigError: as `check`.
+        """
+        return {
+            f"{name} of parameter_groups[{index}]": value
+            for index, group in enumerate(self.optimizer.param_groups)
+            for name, value in checked_options({name: group[name] for name in AdamWConfig.model_fields})
+        }
 
     def updates(self, group: int, touched: Container[str], gradient_scale: float) -> tuple[ParameterUpdate, ...]:
         """What the touched parameters of a group get; the learning rate and its kin are copied now.

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +35,7 @@ from tierstore.plan.placement import BLOCK
 from tierstore.store.layout import GroupSpec, check_same_model, fingerprint, shard
 from tierstore.store.team import Alone, Team, attempt, outcome, results
 from tierstore.train.filling import PIECE_ELEMENTS, Piece
-from tierstore.train.ranks import Ranks
+from tierstore.train.ranks import Ranks, refuse_different
 
 T = TypeVar("T")
 Partials = npt.NDArray[np.float64]
@@ -157,13 +156,7 @@ class Partition:
         Raises:
             ConfigError: at all of them, with the first difference.
         """
-        told = self.exchange("the options of the engine", {"zero": self.stage} | dict(options))
-        for rank, theirs in enumerate(told):
-            for name, value in theirs.items():
-                if value != told[0][name]:
-                    here, there = (one.value if isinstance(one, Enum) else one for one in (value, told[0][name]))
-                    said = f"{name} is {here!r} at rank {rank} and {there!r} at rank 0"
-                    raise ConfigError(f"{said}; give all ranks the same")
+        refuse_different(self.exchange("the options of the engine", {"zero": self.stage} | dict(options)))
 
     def check_same_model(self, groups: Sequence[GroupSpec]) -> None:
         """Refuse ranks that train different models, with the first difference.
@@ -193,30 +186,44 @@ class Partition:
         self._team = _RankTeam(self.ranks, self._teams, members)
         return self._team
 
-    def square_sum(self, groups: Sequence[GroupSpec], partials: Sequence[Partials], depth: int) -> tuple[float, int]:
+    def square_sum(
+        self, groups: Sequence[GroupSpec], partials: Sequence[Partials], depth: int, options: Mapping[str, object]
+    ) -> tuple[float, int]:
         """The squared global norm, and the depth that rank 0 has computed.
 
         Partial sums of all ranks are added by their position in the model: the same bits for every number of ranks
         that reduce gradients to the same bits.
-        """
-        if not self.keeps_all:
-            partials, depth = self._all_partials(groups, partials, depth)
-        return (float(np.cumsum(np.concatenate(partials))[-1]) if partials else 0.0), depth
 
-    def _all_partials(
-        self, groups: Sequence[GroupSpec], partials: Sequence[Partials], depth: int
-    ) -> tuple[list[Partials], int]:
-        parts = [spec.device_elements // self.count // BLOCK for spec in groups]
+        Args:
+            options: of this step's update.
+
+        Raises:
+            ConfigError: at all ranks: they have different options.
+        """
+        told = self.exchange("the gradient norm", (self._own_partials(groups, partials), depth, options))
+        refuse_different([options for _, _, options in told])
+        if not self.keeps_all:
+            partials = self._all_partials(groups, [told[rank][0] for rank in self.shards])
+        return (float(np.cumsum(np.concatenate(partials))[-1]) if partials else 0.0), told[0][1]
+
+    def _own_partials(self, groups: Sequence[GroupSpec], partials: Sequence[Partials]) -> Partials:
+        """Those that other ranks need, one group behind the other."""
+        parts = [] if self.keeps_all else self._partial_counts(groups)
         mine = np.zeros(sum(parts))
         starts = np.cumsum([0, *parts])
         for start, own in zip(starts, partials):
             mine[start : start + len(own)] = own
-        found = self.exchange("the gradient norm", (mine, depth))
-        ranks = [found[rank][0] for rank in self.shards]
+        return mine
+
+    def _all_partials(self, groups: Sequence[GroupSpec], ranks: Sequence[Partials]) -> list[Partials]:
+        parts = self._partial_counts(groups)
         return [
             np.concatenate([rank[start : start + part] for rank in ranks])[: -(-spec.size // BLOCK)]
-            for spec, start, part in zip(groups, starts, parts)
-        ], found[0][1]
+            for spec, start, part in zip(groups, np.cumsum([0, *parts]), parts)
+        ]
+
+    def _partial_counts(self, groups: Sequence[GroupSpec]) -> list[int]:
+        return [spec.device_elements // self.count // BLOCK for spec in groups]
 
     def from_first(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """The pieces of rank 0 at every rank; the others' own are let go."""
@@ -240,11 +247,11 @@ class Partition:
                 distributed.broadcast(values.view(torch.uint8), self.ranks.members[0], group=self._control)
             yield Piece(name, offset, values)
 
-    def joined(self, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def joined(self, what: str, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The parts of all ranks, one behind the other."""
         if self.keeps_all:
             return part
-        found = self.exchange("parts of a gradient", part)
+        found = self.exchange(what, part)
         return np.concatenate([found[rank] for rank in self.shards])
 
     def same_buffers(self, buffers: Iterable[torch.Tensor]) -> None:

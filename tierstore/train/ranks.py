@@ -16,8 +16,9 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store, _new_process_group_helper, _world
 
-from tierstore.errors import ConfigError, RankLost
+from tierstore.errors import ConfigError, GraphError, RankLost
 
 T = TypeVar("T")
 _BEAT_S = 0.25
@@ -133,11 +134,18 @@ class Ranks:
 
         Raises:
             RankLost: one does not; `what` says what was waited for.
+            GraphError: at all of them: one gives something else than this.
         """
         found: list[Any] = [None] * self.count
         with self.waiting(what):
-            distributed.all_gather_object(found, mine, group=group or self.group)
-        return found
+            distributed.all_gather_object(found, (what, mine), group=group or self.group)
+        first = found[0][0]
+        for rank, (told, _) in enumerate(found):
+            if told != first:
+                raise GraphError(
+                    f"rank 0 is at {first} and rank {rank} at {told}: all ranks make the same calls, in the same order"
+                )
+        return [given for _, given in found]
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -197,6 +205,23 @@ class Ranks:
                 self._store.set(str(self.rank), f"{count} {waits}")
             if self._stopped.wait(_BEAT_S):
                 return
+
+
+def refuse_different(told: Sequence[Mapping[str, object]]) -> None:
+    """Refuse what is not the same at all ranks.
+
+    Args:
+        told: by rank, what each was given, by name.
+
+    Raises:
+        ConfigError: with the first difference.
+    """
+    for rank, theirs in enumerate(told):
+        for name, value in theirs.items():
+            if value != told[0][name]:
+                here, there = (one.value if isinstance(one, Enum) else one for one in (value, told[0][name]))
+                said = f"{name} is {here!r} at rank {rank} and {there!r} at rank 0"
+                raise ConfigError(f"{said}; give all ranks the same")
 
 
 def is_nccl(group: Any, device: torch.device) -> bool:
