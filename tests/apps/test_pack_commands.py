@@ -78,8 +78,10 @@ def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str) -> None:
     assert (out / "config.json").is_file()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("command", ["pack", "unpack"])
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [("pack", signal.SIGTERM), ("pack", signal.SIGINT), ("unpack", signal.SIGHUP), ("unpack", signal.SIGINT)],
+)
 def test_a_signal_is_one_sentence_and_leaves_nothing(
     command: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from tierstore.apps import train as application
 from tierstore.apps.options import FreedMemory, Precision, TrainOptions
 from tierstore.apps.recipe import parameter_groups
 from tierstore.apps.report import Reporter
-from tierstore.apps.stopping import StopRequest
+from tierstore.apps.stopping import STOPS, StopRequest
 from tierstore.config import Durability, MicroBatchSchedule, Resume
 from tierstore.errors import ConfigError, StorageError, StorageFull
 
@@ -45,9 +46,11 @@ def plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """A test that breaks the handlers of signals does not break the others."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    nohup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    before = {number: signal.getsignal(number) for number in STOPS}
     yield
     assert {number: signal.getsignal(number) for number in before} == before
+    signal.signal(signal.SIGHUP, nohup)
 
 
 @pytest.fixture
@@ -215,7 +218,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert [step for step, _ in losses].count(killed_at) == 2  # once before the kill, once after, and equal
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_ends_the_run_after_a_committed_step(
     options: Callable[..., TrainOptions], number: signal.Signals
 ) -> None:
@@ -228,6 +231,14 @@ def test_a_signal_ends_the_run_after_a_committed_step(
     assert outcome.stopped_by is number
     assert (outcome.totals.last_step, store["step"]) == (2, 2)
     assert engine.calls[-2:] == ["flush", "close"]
+
+
+def test_a_terminal_that_goes_ends_nothing_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequest(leave=_killed) as stop, stop.wished("all"):
+        signal.raise_signal(signal.SIGHUP)
+    assert stop.signal_number is None
+    assert signal.signal(signal.SIGHUP, signal.SIG_DFL) is signal.SIG_IGN
 
 
 def test_a_second_interrupt_acts_at_once(
@@ -450,6 +461,24 @@ def test_an_export_that_fails_says_what_is_left(
     changes: dict[str, Any] = {} if nvme else {"nvme": ()}
     with pytest.raises(StorageError, match=f"no room; the {says}"):
         run(options(steps=1, export=tmp_path / "out", **changes))
+
+
+def test_a_full_disk_leaves_the_configuration_as_it_was(
+    options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(self: Any, directory: Path) -> None:
+        (Path(directory) / "config.json").write_text("")
+        raise OSError(errno.ENOSPC, "full")
+
+    chosen = options(steps=1, export=tmp_path / "out")
+    run(chosen)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert "config.json" in before
+    monkeypatch.setattr(FakeEngine, "export", lambda self, directory: None)
+    monkeypatch.setattr("transformers.PretrainedConfig.save_pretrained", fill)
+    with pytest.raises(StorageError, match=r"ENOSPC.*; the store holds the trained weights: make room"):
+        run(options(steps=1, export=tmp_path / "out", resume=Resume.AUTO))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 @pytest.mark.parametrize(("free_bytes", "is_told"), [(100, True), (10**12, False)])

@@ -515,3 +515,20 @@ def test_a_block_that_only_the_first_micro_batch_reaches(update: str, clip: floa
 
         found = run(by_engine)
     assert worst_difference(found, expected) < 1e-5
+
+
+def test_a_relative_directory_is_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run may have a store of the same name where the process goes."""
+    for name in "ab":
+        (tmp_path / name / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a")
+    with Engine(tiny(), disk(Path("run"), gpu_memory="4MiB", cpu_memory="4MiB"), update="forward") as engine:
+        for step, batch in enumerate(tokens(3)):
+            engine.backward(next_token_loss(engine, batch))
+            engine.step()
+            if step == 0:
+                monkeypatch.chdir(tmp_path / "b")
+    assert not list((tmp_path / "b" / "run").iterdir())
+    tiers = disk(tmp_path / "a" / "run", gpu_memory="4MiB", cpu_memory="4MiB")
+    with Engine(tiny(), tiers, update="forward", resume="must") as engine:
+        assert engine.step_count == 3

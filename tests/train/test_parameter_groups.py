@@ -79,6 +79,24 @@ def two_groups(model: nn.Module, moved: str | None = None) -> list[dict[str, Any
     return [{"params": found[False]}, {"params": found[True], "weight_decay": 0.0}]
 
 
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model = WAY.model()
+    other = torch.optim.AdamW(model.parameters())
+    made_no_step = other.state_dict()
+    model.get_parameter("norm.weight").grad = torch.ones(model.get_parameter("norm.weight").shape)
+    other.step()
+    with opened(WAY, tmp_path, model=WAY.model()) as run:
+        own = run.engine.optimizer.state_dict()
+        for state, said in (
+            (made_no_step, "it has no decoupled; set options in param_groups"),
+            (own | {"state": other.state_dict()["state"]}, "it has moments, which are in the store here"),
+        ):
+            with pytest.raises(ConfigError, match=f"the state is that of another optimizer: {said}"):
+                run.engine.optimizer.load_state_dict(state)
+        assert run.engine.optimizer.state_dict() == own
+        run.until(1)
+
+
 class TestMembers:
     """Of groups that are loaded are those of now."""
 

@@ -63,7 +63,7 @@ def export(engine: Any, configuration: Any, checkpoint: Path | None, directory: 
     engine.export(directory)
     if not writes:
         return
-    with storage_errors("write to", directory), TemporaryDirectory(dir=directory) as made:
+    with storage_errors("write", directory / "config.json"), TemporaryDirectory(dir=directory) as made:
         configuration.save_pretrained(made)
         for path in Path(made).iterdir():  # whole, or as it was
             os.replace(path, directory / path.name)

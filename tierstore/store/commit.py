@@ -117,7 +117,7 @@ def _take(path: Path, descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
-        own = ", which is this one: close the engine or store that has it"
+        own = ", which is this one: close the engine or store that has it, which ends with the process if nobody can"
         what = own if owner == str(os.getpid()) else "; stop it"
         raise StoreLocked(
             f"the store {path.parent} is in use by process {owner}{what}, or choose another directory"
@@ -222,9 +222,10 @@ def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> 
         names = backend.names(directory)
         for name in names:
             if MANIFEST.fullmatch(name) or (UNFINISHED not in names and PACK.fullmatch(name)):
+                first = "it" if directory == directories[0] else directories[0]
                 raise ConfigError(
-                    f"{directory} holds {name} of a store, but {directories[0]} is given as its first directory and "
-                    "holds no generation; give all directories of the store in their order, or remove it"
+                    f"{directory} holds {name} of a store, but {first} is given as its first directory and holds no "
+                    "generation; give all directories of that store in their order, or others"
                 )
     mark_unfinished(directories, backend)  # before any pack, which nobody could tell from those of another store
     for directory in directories:
