@@ -74,6 +74,7 @@ HANGS = "store/test_bounded_time.py::test_any_hang_of_a_tensor_store_is_told_and
 POWER_CUT = "store/test_power_cut.py"
 OVERWRITTEN = "store/test_power_cut.py::test_no_chunk_that_the_last_generation_needs_is_written"
 ARCHIVE_CUT = "archive/test_power_cut.py"
+AROUND = "train/test_around_the_loop.py"
 BROKEN_OFF = "train/test_clean.py::TestAnExceptionInTheMiddleOfAStep"
 TENSORS_CUT = "store/test_tensors_faults.py::test_killed_anywhere_the_last_generation_and_the_one_before_are_whole"
 
@@ -349,6 +350,23 @@ MUTATIONS: Sequence[Mutation] = (
         "what was changed in place is no saved tensor any more", "train/hooks.py ModelHooks._unpack",
         "tensor._version != version",
         "train/test_bad_input.py::test_what_backward_needs_is_not_changed_in_place", "False",
+    ),
+    Mutation(
+        "what is unpacked keeps its group", "train/hooks.py ModelHooks._unpack", "packed.view.detach()",
+        f"{AROUND}::test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not", "packed.view",
+    ),
+    Mutation(
+        "what is saved does not", "train/groups.py Group.is_viewed", " + self.saved_views()",
+        f"{AROUND}::test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not", "",
+    ),
+    Mutation(
+        "ranks that are elsewhere are told", "train/ranks.py Ranks.exchange", "if told != first",
+        "train/test_zero_models.py::test_ranks_that_are_not_as_one_are_told", "if False",
+    ),
+    Mutation(
+        "and those with other rates", "train/partition.py Partition.square_sum",
+        "refuse_different([options for _, _, options in told])",
+        "train/test_zero_models.py::test_ranks_that_are_not_as_one_are_told",
     ),
     Mutation(
         "weights of a chunk that is updated in part are copied", "store/updates.py UpdatePipeline._apply",

@@ -532,3 +532,18 @@ def test_a_relative_directory_is_that_of_the_beginning(tmp_path: Path, monkeypat
     tiers = disk(tmp_path / "a" / "run", gpu_memory="4MiB", cpu_memory="4MiB")
     with Engine(tiny(), tiers, update="forward", resume="must") as engine:
         assert engine.step_count == 3
+
+
+def test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not(tmp_path: Path) -> None:
+    with opened(tmp_path) as engine, engine.gathered("norm"):
+        group, spec = engine._parts.groups.locate("norm.weight")
+        hooks, parameter = engine._parts.hooks, engine.model.get_parameter(spec.name)
+        packed = [hooks._pack(parameter), hooks._pack(parameter.view(-1, 1))]
+        assert (group.saved_views(), group.is_viewed()) == (2, False)
+        unpacked = hooks._unpack(packed[1])
+        assert torch.equal(unpacked.flatten(), parameter)
+        assert (group.saved_views(), group.is_viewed()) == (2, True)
+        del unpacked
+        assert not group.is_viewed()
+        packed.clear()
+        assert group.saved_views() == 0

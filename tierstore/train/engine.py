@@ -203,7 +203,7 @@ class Engine:
         if not parts.driver.has_begun:
             raise ConfigError("backward() needs a forward through the engine before it, in the same step")
         check_loss(loss)
-        parts.stepper.options()  # gradients may be applied as they arrive
+        parts.stepper.check()  # gradients may be applied as they arrive
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
         scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
