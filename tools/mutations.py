@@ -356,7 +356,7 @@ MUTATIONS: Sequence[Mutation] = (
         f"{AROUND}::test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not", "packed.view",
     ),
     Mutation(
-        "what is saved does not", "train/groups.py Group.is_viewed", " + self.saved_views()",
+        "what is saved does not", "train/groups.py Group._other_uses", " - self.saved_views()",
         f"{AROUND}::test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not", "",
     ),
     Mutation(

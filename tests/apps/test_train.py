@@ -6,6 +6,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -239,6 +241,29 @@ def test_a_terminal_that_goes_ends_nothing_under_nohup() -> None:
         signal.raise_signal(signal.SIGHUP)
     assert stop.signal_number is None
     assert signal.signal(signal.SIGHUP, signal.SIG_DFL) is signal.SIG_IGN
+
+
+ON_A_TERMINAL = """
+import signal, sys, threading
+from tierstore.apps.stopping import StopRequest
+
+with StopRequest() as stop, stop.wished("all"):
+    print("ready", flush=True)
+    while stop.signal_number is None:
+        threading.Event().wait(0.01)
+    print("said to nobody", flush=True)
+sys.exit(128 + stop.signal_number)
+"""
+
+
+def test_what_is_said_to_a_terminal_that_has_gone_is_no_error() -> None:
+    ours, theirs = os.openpty()
+    with subprocess.Popen([sys.executable, "-c", ON_A_TERMINAL], stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        assert os.read(ours, 100).startswith(b"ready")
+        os.close(ours)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == 128 + signal.SIGHUP
 
 
 def test_a_second_interrupt_acts_at_once(

@@ -241,3 +241,15 @@ def meet_once(rank: int, ranks: int, timeout_s: float) -> str:
     with pytest.raises(RankLost) as lost:
         alive.subgroup()
     return str(lost.value)
+
+
+def norm_of_wide(rank: int, ranks: int, options: dict[str, Any]) -> float | None:
+    """The norm that a step tells of a model whose groups have several blocks of partial sums; all see one batch."""
+    if nodes := options.pop("nodes", 0):
+        options["device_mesh"] = init_device_mesh("cpu", (nodes, ranks // nodes), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(600, 300))
+    tiers = TierConfig(gpu_memory="64MiB", cpu_memory="64MiB", timeout_s=20.0)
+    with Engine(model, tiers, update="step", **options) as engine:
+        engine.backward(engine(torch.ones(2, 600)).square().mean())
+        return engine.step().grad_norm

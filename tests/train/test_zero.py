@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
-from sharing import look, step_inside, train, view
+from sharing import look, norm_of_wide, step_inside, train, view
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -72,6 +72,14 @@ def test_a_view_that_somebody_holds_of_weights_shows_them(zero: int, memory: str
     with_view, without = (run_ranks(2, view, memory, holds_view, **options) for holds_view in (True, False))
     assert [losses for losses, _ in with_view] == [losses for losses, _ in without]
     assert all(shows for _, shows in with_view)
+
+
+def test_groups_of_many_blocks_have_one_norm_in_all_stages() -> None:
+    """The first one, too, and where nobody has a part."""
+    stages = [run_ranks(2, norm_of_wide, options) for options in ({"zero": 0}, {"zero": 1}, {"zero": 3}, {"nodes": 2})]
+    alone = norm_of_wide(0, 1, {})
+    assert all(np.isclose(norm, alone, rtol=1e-6, atol=0) for stage in stages for norm in stage)
+    assert len({norm for stage in stages for norm in stage}) == 1
 
 
 def test_a_step_inside_of_gathered_is_the_same_at_each_rank() -> None:

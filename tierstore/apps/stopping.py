@@ -43,6 +43,7 @@ class StopRequest:
         self._is_announced = False
         self._last_words = "interrupted before training began"
         self._previous: dict[signal.Signals, Any] = {}
+        self._terminal = Terminal()
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -82,6 +83,8 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         wish = signal.Signals(number)
+        if wish is signal.SIGHUP:
+            self._terminal.let_go()
         if self._can_wait and self.signal_number is None:
             self.signal_number = wish
             if self._is_alone:
@@ -95,6 +98,21 @@ class StopRequest:
                     os.write(1, _SHOW_CURSOR)
             say_at_once(self._last_words)
         self._leave(128 + number)
+
+
+class Terminal:
+    """What a process says to its terminal, until that is gone: from then on writing there would be an error."""
+
+    def __init__(self) -> None:
+        self._descriptors = [number for number in (1, 2) if os.isatty(number)]
+
+    def let_go(self) -> None:
+        """It has gone: nothing more is said there."""
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for number in self._descriptors:
+                os.dup2(nowhere, number)
+            os.close(nowhere)
 
 
 def say_at_once(sentence: str) -> None:

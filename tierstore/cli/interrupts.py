@@ -19,7 +19,7 @@ from types import FrameType
 
 import typer
 
-from tierstore.apps.stopping import STOPS, say_at_once
+from tierstore.apps.stopping import STOPS, Terminal, say_at_once
 from tierstore.cli.common import say
 from tierstore.errors import Abandoned
 
@@ -33,10 +33,13 @@ def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) ->
     """
     seen: list[int] = []
     repeated = 0
+    terminal = Terminal()
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal repeated
         del frame
+        if number == signal.SIGHUP:
+            terminal.let_go()
         if not seen:
             seen.append(number)
             raise KeyboardInterrupt

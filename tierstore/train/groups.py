@@ -59,7 +59,11 @@ class Group:
 
     def is_viewed(self) -> bool:
         """Whether somebody else holds a view of the weights, so that they must stay."""
-        return torch._C._storage_Use_Count(self.storage._cdata) > self.idle_uses + self.saved_views()
+        # Twice: between the two numbers another thread may let go of what was saved.
+        return self._other_uses() > 0 and self._other_uses() > 0
+
+    def _other_uses(self) -> int:
+        return torch._C._storage_Use_Count(self.storage._cdata) - self.idle_uses - self.saved_views()
 
     def bind(self, device: ComputeDevice) -> None:
         """Make the parameters views of the group's storage, and leave that empty. Their old data goes."""

@@ -208,10 +208,11 @@ class Partition:
 
     def _own_partials(self, groups: Sequence[GroupSpec], partials: Sequence[Partials]) -> Partials:
         """Those that other ranks need, one group behind the other."""
-        parts = [] if self.keeps_all else self._partial_counts(groups)
+        if self.keeps_all:
+            return np.zeros(0)
+        parts = self._partial_counts(groups)
         mine = np.zeros(sum(parts))
-        starts = np.cumsum([0, *parts])
-        for start, own in zip(starts, partials):
+        for start, own in zip(np.cumsum([0, *parts]), partials):
             mine[start : start + len(own)] = own
         return mine
 

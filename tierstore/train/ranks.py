@@ -134,7 +134,7 @@ class Ranks:
 
         Raises:
             RankLost: one does not; `what` says what was waited for.
-            GraphError: at all of them: one gives something else than this.
+            GraphError: at all that came: one gives something else than this.
         """
         found: list[Any] = [None] * self.count
         with self.waiting(what):
@@ -218,8 +218,8 @@ def refuse_different(told: Sequence[Mapping[str, object]]) -> None:
     """
     for rank, theirs in enumerate(told):
         for name, value in theirs.items():
-            if value != told[0][name]:
-                here, there = (one.value if isinstance(one, Enum) else one for one in (value, told[0][name]))
+            if value != told[0].get(name):
+                here, there = (one.value if isinstance(one, Enum) else one for one in (value, told[0].get(name)))
                 said = f"{name} is {here!r} at rank {rank} and {there!r} at rank 0"
                 raise ConfigError(f"{said}; give all ranks the same")
 
