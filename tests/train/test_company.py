@@ -31,9 +31,9 @@ class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.before = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(20))
+        self.before = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
         self.large = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.Tanh(), nn.Linear(8 * WIDTH, WIDTH))
-        self.after = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(20))
+        self.after = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in (*self.before, self.large, *self.after):

@@ -149,8 +149,10 @@ def test_micro_batches_that_are_announced_write_fewer_gradients(
     assert spilled[0] < spilled[1]
 
 
-@pytest.mark.parametrize("update", ["step", "forward", "backward"])
-@pytest.mark.parametrize("more", [0, 3, 40])
+@pytest.mark.parametrize(
+    ("update", "more"),
+    [("step", 0), ("forward", 0), ("backward", 0), ("step", 3), ("backward", 3), ("forward", 40), ("backward", 40)],
+)
 def test_gradients_that_are_kept_are_written_once(tmp_path_factory: Any, update: str, more: int) -> None:
     """`more`: groups that the GPU tier has room for beside all weights."""
     passes = 4

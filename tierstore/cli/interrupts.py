@@ -29,7 +29,7 @@ def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) ->
     """In here they raise KeyboardInterrupt; it ends as `last_words` and exit code 130, 143 or 129.
 
     What comes after the first one does not disturb the cleaning up: a second Ctrl-C says that it is under way, and only
-    a third one ends the process as it is. Another of the others changes nothing.
+    a third one ends the process as it is. Another SIGTERM or SIGHUP changes nothing.
     """
     seen: list[int] = []
     repeated = 0
