@@ -17,6 +17,7 @@ from runs import Ways, disk, next_token_loss, smallest_budgets, tiny, tokens, tr
 from torch import nn
 
 from tierstore.config import AdamWConfig, TierConfig
+from tierstore.errors import ConfigError
 from tierstore.plan.costs import StepPattern
 from tierstore.plan.gpu_room import kept_gradients
 from tierstore.train.backward import GradientCollector
@@ -216,6 +217,8 @@ def test_a_block_that_the_step_has_not_reached_has_no_gradient() -> None:
                 engine.backward(engine(torch.ones(4, 8), way).sum())
                 assert bool(engine.gradient("layers.2.weight").any()) == (2 in way)
                 engine.step()
+                with pytest.raises(ConfigError, match=r"layers\.2\.weight has no gradient: there was no backward"):
+                    engine.gradient("layers.2.weight")
 
 
 def test_what_is_kept_is_forgotten_with_the_rest() -> None:

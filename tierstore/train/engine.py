@@ -487,13 +487,15 @@ class Engine:
         Shapes: as the parameter.
 
         Raises:
-            ConfigError: it was applied as it arrived.
+            ConfigError: it was applied as it arrived, or by `step()`.
         """
         parts = self._open_parts()
+        group, spec = parts.groups.locate(name)
+        if not self._order.has_backward:
+            raise ConfigError(f"{name} has no gradient: there was no backward since the last step()")
         if not parts.driver.is_speculating:  # that keeps them until it knows
             self._order.refuse_after_backward("gradient()")
         parts.collector.settle()
-        group, spec = parts.groups.locate(name)
         begin, end = group.spec.kept_part(spec.start, spec.stop)
         part = parts.runtime.call(self._generations.gradients.read, group.index, begin, max(begin, end))
         if spec.name not in parts.collector.touched:
