@@ -213,6 +213,10 @@ MUTATIONS: Sequence[Mutation] = (
         "acquired copies are not evicted", "store/copies.py DeviceTier.pin", "self._idle.pop(copy, None)",
         "store/test_tensors.py",
     ),
+    Mutation(
+        "weights in memory do not come from the disk", "train/depth.py DepthChooser._rate", "own * self._disk_share",
+        "train/test_depth.py::test_weights_in_memory_do_not", "own",
+    ),
     # The order of streams.
     Mutation(
         "memory goes after the kernels that use it", "train/access.py DeviceAccess._move",

@@ -164,7 +164,8 @@ class ModelGroups:
             ahead += module._modules.values()
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in known and parameter.numel():
-                    name = next(name for name, other in model.named_parameters() if other is parameter)
+                    named = (name for name, other in model.named_parameters() if other is parameter)
+                    name = next(named, f"of a {type(module).__name__}")
                     raise GraphError(
                         f"parameter {name} came into the model after the engine was made, and would be neither trained "
                         "nor kept: build the model with it, and make another engine; "
