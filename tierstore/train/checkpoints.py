@@ -4,15 +4,17 @@ Scope: a checkpoint as a source of a model's parameters; writing one whole or no
 Not here: files and their tensors (`checkpoint_files.py`), which name goes where (`conversion.py`), headers (`pack/`).
 Owner: a `CheckpointSource` holds no file between streams; `write_checkpoint` owns a subdirectory while it runs.
 
-[Note: publishing] Everything is written and synced in a subdirectory first, then renamed. A reader prefers the single
-file to an index. With an old single file, the new index therefore goes in before that is removed, and with a new single
-file the old index is removed after it: a kill in between leaves one whole checkpoint. Only where shards replace shards
-is the old index removed first, for their names may be the same; a kill there leaves no index, never one that mixes.
+[Note: publishing] Everything is written and synced in a subdirectory first, then renamed, shards to names that nothing
+has there. A reader prefers the single file to an index. With an old single file, the new index therefore goes in before
+that is removed, and with a new single file the old index is removed after it; an index replaces another one at once. So
+a kill or an error at any moment leaves one whole checkpoint. What else a kill leaves is named by the two indexes in the
+subdirectory, the new one until it is renamed and a copy of the old one: the next write removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -37,6 +39,7 @@ from tierstore.train.filling import PIECE_ELEMENTS, Piece
 
 MAX_SHARD_BYTES = 5 * 10**9
 _UNFINISHED = ".checkpoint-unfinished"
+_OLD_INDEX = "old-" + INDEX
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SHOWN = 5
 _QUANTIZED = "quantized weights cannot be trained"
@@ -212,16 +215,15 @@ def write_checkpoint(
     Raises:
         ConfigError: a name stands twice, or a dtype has no name in safetensors; nothing was changed.
         FormatError: the pieces of a tensor are not as many elements as its shape, or of another dtype; likewise.
-        StorageFull, StorageError: likewise, unless it happened while renaming: see [Note: publishing].
+        StorageFull, StorageError: likewise, or all was written and something old is left: see [Note: publishing].
     """
     target, backend = Path(directory), Backend() if backend is None else backend
     shards = _shards(list(tensors), max_shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-    ]  # fmt: skip
     unfinished = target / _UNFINISHED
+    _clear_leftovers(unfinished, target, backend)
     _make_anew(unfinished, backend)
     try:
+        names = [SINGLE] if len(shards) == 1 else _new_names(target, len(shards))
         for name, shard in zip(names, shards, strict=True):
             _write_shard(unfinished / name, shard, backend)
         if len(shards) > 1:
@@ -230,9 +232,44 @@ def write_checkpoint(
             index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
             with _File(unfinished / INDEX, 0, backend) as file:
                 file.write(json.dumps(index, indent=2, ensure_ascii=False).encode())
-        _publish(unfinished, target, names, backend)
-    finally:
+        replaced = _publish(unfinished, target, names, backend)
+    except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    backend.sync_directory(target)  # what ends this, or what follows, leaves the subdirectory: it tells the next write
+    for name in replaced:
+        if (target / name).exists():
+            backend.remove(target / name)
+    backend.sync_directory(target)
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _new_names(target: Path, count: int) -> list[str]:
+    """Names of shards that nothing has; those that everybody uses, where the directory holds no shards."""
+    for number in itertools.count():
+        stem = f"model-{number:08x}" if number else "model"
+        names = [f"{stem}-{shard:05d}-of-{count:05d}.safetensors" for shard in range(1, count + 1)]
+        if not any(os.path.lexists(target / name) for name in names):
+            return names
+    raise AssertionError("unreachable")
+
+
+def _clear_leftovers(unfinished: Path, target: Path, backend: Backend) -> None:
+    """See [Note: publishing]."""
+    if unfinished.is_symlink():
+        return
+    renamed = {name for name in _named(unfinished / INDEX) if not (unfinished / name).exists()}
+    replaced = _named(unfinished / _OLD_INDEX) if (target / INDEX).exists() else set()
+    for name in (renamed | replaced) - _named(target / INDEX):
+        if (target / name).is_file():
+            backend.remove(target / name)
+
+
+def _named(index: Path) -> set[str]:
+    """The shards that an index names; none if there is none that can be read."""
+    with contextlib.suppress(FormatError):
+        return weight_files(index) if index.is_file() else set()
+    return set()
 
 
 def _make_anew(directory: Path, backend: Backend) -> None:
@@ -323,26 +360,25 @@ class _File:
             os.close(self._descriptor)
 
 
-def _publish(unfinished: Path, target: Path, names: Sequence[str], backend: Backend) -> None:
-    """See [Note: publishing]."""
-    is_single = list(names) == [SINGLE]
-    stale: set[str] = set()
-    if (target / INDEX).exists():
-        with contextlib.suppress(FormatError):  # of an index that cannot be read, no shard is known
-            stale = weight_files(target / INDEX) - set(names)
-        if not is_single:
-            backend.remove(target / INDEX)
-            backend.sync_directory(target)
-    for name in names:
-        backend.replace(unfinished / name, target / name)
-    backend.sync_directory(target)
-    if is_single:
-        old = [INDEX, *sorted(stale)]
-    else:
-        backend.replace(unfinished / INDEX, target / INDEX)
+def _take_back(path: Path, index: Path) -> None:
+    if index.exists():  # else it has its place, and names this
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            path.unlink(missing_ok=True)
+
+
+def _publish(unfinished: Path, target: Path, names: Sequence[str], backend: Backend) -> list[str]:
+    """See [Note: publishing]. Returns what is to be removed then, in this order."""
+    stale = sorted(_named(target / INDEX) - set(names))
+    if list(names) == [SINGLE]:
+        backend.replace(unfinished / SINGLE, target / SINGLE)
+        return [*stale, INDEX]
+    if stale:
+        shutil.copyfile(target / INDEX, unfinished / _OLD_INDEX)
+    with contextlib.ExitStack() as undo:
+        for name in names:
+            undo.callback(_take_back, target / name, unfinished / INDEX)
+            backend.replace(unfinished / name, target / name)
         backend.sync_directory(target)
-        old = [SINGLE, *sorted(stale)]
-    for name in old:
-        if (target / name).exists():
-            backend.remove(target / name)
-    backend.sync_directory(target)
+        backend.replace(unfinished / INDEX, target / INDEX)
+        undo.pop_all()
+    return [SINGLE, *stale]
