@@ -169,6 +169,7 @@ def test_debug_shows_where_it_was_raised(asked: list[Any]) -> None:
             "stopped by SIGINT after step 3 of 9; nothing is kept with --durability none",
         ),
         ([], "stopped by SIGINT after step 3 of 9; nothing is kept without --nvme"),
+        (["--export", "out"], "stopped by SIGINT after step 3 of 9; nothing is kept without --nvme but out"),
     ],
 )
 def test_a_stopped_run_says_what_is_kept(asked: list[Any], nvme: list[str], sentence: str) -> None:

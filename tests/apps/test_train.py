@@ -235,6 +235,44 @@ def test_a_signal_ends_the_run_after_a_committed_step(
     assert engine.calls[-2:] == ["flush", "close"]
 
 
+@pytest.mark.parametrize(("nvme", "is_exported"), [({}, False), ({"nvme": ()}, True)])
+def test_a_stopped_run_exports_where_nothing_else_is_kept(
+    options: Callable[..., TrainOptions], nvme: dict[str, Any], is_exported: bool, tmp_path: Path
+) -> None:
+    chosen = options(export=tmp_path / "out", **nvme)
+    outcome, engine, _ = run(chosen, before_commit=lambda step: os.kill(os.getpid(), signal.SIGINT))
+    assert (outcome.stopped_by, outcome.totals.last_step) == (signal.SIGINT, 1)
+    assert (engine.calls[-3:] == ["apply pending", "export out", "close"]) == is_exported
+    assert ("export out" in engine.calls) == is_exported
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_during_the_export_waits_for_its_end(
+    signals: int,
+    options: Callable[..., TrainOptions],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    export = FakeEngine.export
+
+    def interrupted(self: FakeEngine, directory: Path) -> None:
+        for _ in range(signals):
+            signal.raise_signal(signal.SIGTERM)
+        export(self, directory)
+
+    monkeypatch.setattr(FakeEngine, "export", interrupted)
+    with contextlib.nullcontext() if signals == 1 else pytest.raises(Killed, match="143"):
+        outcome, engine, said = run(options(steps=1, nvme=(), export=tmp_path / "out"))
+        assert outcome.stopped_by is None
+        assert engine.calls[-2:] == ["export out", "close"]
+        assert "exported to" in said
+    told = ["stopping after the export; Ctrl-C again stops at once", "interrupted at once; nothing is kept without"]
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tierstore:")]
+    assert len(errors) == signals
+    assert all(words in line for words, line in zip(told, errors))
+
+
 def test_a_terminal_that_goes_ends_nothing_under_nohup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopRequest(leave=_killed) as stop, stop.wished("all"):

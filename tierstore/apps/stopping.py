@@ -42,6 +42,7 @@ class StopRequest:
         self._can_wait = False
         self._is_announced = False
         self._last_words = "interrupted before training began"
+        self._until = "this step"
         self._previous: dict[signal.Signals, Any] = {}
         self._terminal = Terminal()
 
@@ -60,9 +61,13 @@ class StopRequest:
         self._previous = {}
 
     @contextlib.contextmanager
-    def wished(self, kept: str) -> Iterator[None]:
-        """In here a first signal is a wish; `kept` says what remains when the process ends at once, here or later."""
-        self._last_words = f"interrupted at once; {kept}"
+    def wished(self, kept: str, until: str = "this step") -> Iterator[None]:
+        """In here a first signal is a wish; `kept` says what remains when the process ends at once, here or later.
+
+        Args:
+            until: what is done before a wish is heard.
+        """
+        self._last_words, self._until = f"interrupted at once; {kept}", until
         self._can_wait = True
         try:
             yield
@@ -74,7 +79,7 @@ class StopRequest:
 
     def announce(self) -> None:
         """Say, once, that a wish was heard."""
-        words = _line("stopping after this step; Ctrl-C again stops at once")
+        words = _line(f"stopping after {self._until}; Ctrl-C again stops at once")
         with contextlib.suppress(OSError):
             if self._speaks and not self._is_announced:
                 self._is_announced = True  # from here on to the call no handler runs

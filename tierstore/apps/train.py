@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -173,24 +174,33 @@ class _Run:
         return sum(parameter.numel() for parameter in self._parts.model.parameters())
 
     def run(self) -> Outcome:
-        """All steps up to the last one, or up to a signal, which leaves out what comes after them."""
+        """All steps up to the last one, or up to a signal, which leaves out what comes after them.
+
+        But for the export, where nothing else is kept of the steps.
+        """
         if self._log is not None:
             self._engine.flush()  # a line without a generation would be that of another run
             self._log.begin()
         self._engine.on_step(self._step_ended)
-        kept = self._options.why_nothing_is_kept or "the store holds the last committed step: go on with --resume auto"
+        options = self._options
+        kept = options.why_nothing_is_kept or "the store holds the last committed step: go on with --resume auto"
         with self._stop.wished(kept):
             self._totals.held_out_before = self._held_out_loss()
-            self._loop(self._options.steps)
+            self._loop(options.steps)
             self._totals.last_step = self._engine.step_count
-            if self._engine.step_count < self._options.steps:
-                return Outcome(self._totals, self._stopped_by)
-            if self._totals.steps or self._options.resume is not Resume.PREVIOUS:  # which changes nothing by itself
+            stopped_by = self._stopped_by if self._engine.step_count < options.steps else None
+            if stopped_by is not None and (options.export is None or not options.why_nothing_is_kept):
+                return Outcome(self._totals, stopped_by)
+            if self._totals.steps or options.resume is not Resume.PREVIOUS:  # which changes nothing by itself
                 self._engine.apply_pending()
-            if self._totals.steps:
+            if self._totals.steps and stopped_by is None:
                 self._totals.held_out_after = self._held_out_loss()
-        self._finish()
-        return Outcome(self._totals)
+        if stopped_by is None:
+            self._summarize()
+        if options.export is not None:
+            with self._stop.wished(kept, until="the export"):
+                self._export(options.export)
+        return Outcome(self._totals, stopped_by)
 
     def _loop(self, last: int) -> None:
         self._reporter.start(self._engine.step_count, last)
@@ -211,25 +221,27 @@ class _Run:
             self._reporter.stop()
         self._totals.wall_s = time.perf_counter() - started_s
 
-    def _finish(self) -> None:
-        """The table and the export of a run that reached its end."""
-        options, reporter = self._options, self._reporter
+    def _summarize(self) -> None:
+        """The table of a run that reached its end."""
         if self._totals.steps:
             self._totals.peak_rss_bytes = peak_resident_bytes()
-            reporter.summary(self._totals)
+            self._reporter.summary(self._totals)
         else:
-            reporter.say(f"nothing to train: step {self._engine.step_count} of {options.steps} is done already")
-        if options.export is not None:
-            try:
-                outputs.export(
-                    self._engine, self._parts.configuration, options.checkpoint, options.export, writes=self._crew.leads
-                )
-            except StorageError as error:
-                what = "the store holds the trained weights: make room, and repeat the command with --resume auto"
-                if options.why_nothing_is_kept:
-                    what = f"the trained weights are lost: {options.why_nothing_is_kept}"
-                raise StorageError(f"{error}; {what}") from error
-            reporter.say(f"exported to {options.export}")
+            done = f"step {self._engine.step_count} of {self._options.steps}"
+            self._reporter.say(f"nothing to train: {done} is done already")
+
+    def _export(self, directory: Path) -> None:
+        options = self._options
+        try:
+            outputs.export(
+                self._engine, self._parts.configuration, options.checkpoint, directory, writes=self._crew.leads
+            )
+        except StorageError as error:
+            what = "the store holds the trained weights: make room, and repeat the command with --resume auto"
+            if options.why_nothing_is_kept:
+                what = f"the trained weights are lost: {options.why_nothing_is_kept}"
+            raise StorageError(f"{error}; {what}") from error
+        self._reporter.say(f"exported to {directory}")
 
     def _step(self) -> Any:
         self._losses.clear()
