@@ -296,7 +296,8 @@ sys.exit(128 + stop.signal_number)
 
 def test_what_is_said_to_a_terminal_that_has_gone_is_no_error() -> None:
     ours, theirs = os.openpty()
-    with subprocess.Popen([sys.executable, "-c", ON_A_TERMINAL], stdin=theirs, stdout=theirs, stderr=theirs) as process:
+    command, on_it = [sys.executable, "-c", ON_A_TERMINAL], dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    with subprocess.Popen(command, **on_it, start_new_session=True) as process:  # which no other hang-up reaches
         os.close(theirs)
         assert os.read(ours, 100).startswith(b"ready")
         os.close(ours)
