@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from tierstore.errors import ConfigError, StorageError
+from tierstore.whole_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +45,7 @@ def check_name(path: str | os.PathLike[str]) -> str:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Writes a PNG or an SVG file, as its name ends.
+    """Writes a PNG or an SVG file, as its name ends: all of it, or what was there before stays.
 
     Raises:
         ConfigError: it ends otherwise.
@@ -52,6 +53,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """
     ending = check_name(path)
     try:
-        figure.savefig(path, format=ending.removeprefix("."))
+        with whole_file(path) as file:
+            figure.savefig(file, format=ending.removeprefix("."))
     except OSError as error:
         raise StorageError(f"cannot write the plot {os.fspath(path)}: {error.strerror or error}") from error

@@ -8,6 +8,7 @@ Owner: whoever builds the tracer; recording threads share it.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierstore.errors import StorageError
+from tierstore.whole_file import whole_file
 
 _PROCESS = 1
 
@@ -117,13 +119,13 @@ class Tracer:
             }  # fmt: skip
 
     def to_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace as JSON, event by event: no second copy of it in memory.
+        """Write the trace as JSON, event by event: no second copy of it in memory. Whole, or what was there stays.
 
         Raises:
             StorageError: the file cannot be written.
         """
         try:
-            with open(path, "w", encoding="utf-8") as file:
+            with whole_file(path) as binary, io.TextIOWrapper(binary, encoding="utf-8") as file:
                 file.write('{"displayTimeUnit":"ms","traceEvents":[')
                 for index, event in enumerate(self.chrome_events()):
                     file.write(",\n" if index else "\n")

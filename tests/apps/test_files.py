@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tierstore.apps.files import write_text
 from tierstore.errors import StorageError
+from tierstore.plots import new_figure, save_figure
+from tierstore.trace import Tracer
 
 
+def as_text(path: Path) -> None:
+    write_text(path, "four rounds", "--json")
+
+
+def as_picture(path: Path) -> None:
+    save_figure(new_figure(1, 1), path)
+
+
+def as_trace(path: Path) -> None:
+    Tracer(time.perf_counter).to_chrome(path)
+
+
+@pytest.mark.parametrize("write", [as_text, as_picture, as_trace])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_what_ends_the_writing_leaves_the_file_that_was_there(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "rounds.json"
-    write_text(path, "three rounds", "--json")
+    path = tmp_path / "rounds.png"
+    path.write_bytes(b"three rounds")
 
-    def cut_short(self: Path, text: str, encoding: str) -> None:
-        self.write_bytes(text.encode(encoding)[:4])
-        raise error
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            super().write(bytes(data)[:4])
+            raise error
 
-    monkeypatch.setattr(Path, "write_text", cut_short)
-    told = StorageError if isinstance(error, OSError) else type(error)
-    with pytest.raises(told):
-        write_text(path, "four rounds", "--json")
+    monkeypatch.setattr("tierstore.whole_file.open", Full, raising=False)
+    with pytest.raises(StorageError if isinstance(error, OSError) else type(error)):
+        write(path)
     assert path.read_bytes() == b"three rounds"
+    assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.undo()
+    write(path)
+    assert path.read_bytes() != b"three rounds"
     assert list(tmp_path.iterdir()) == [path]
 
 

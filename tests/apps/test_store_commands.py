@@ -41,13 +41,26 @@ def store(directories: list[Path], codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.LZ4_BITSHUFFLE])
-def test_the_last_generation_is_shown_and_verified(tmp_path: Path, codec: Codec) -> None:
+def test_the_last_generation_is_shown_and_verified(
+    tmp_path: Path, codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
     directories = [tmp_path / "a", tmp_path / "b"]
     store(directories, codec)
     run = CliRunner()
     paths = [str(path) for path in directories]
-    result = run.invoke(app, ["verify", *paths, "--memory", "1TiB"])
+    verifying = ["verify", "--memory", "1TiB"]
+    result = run.invoke(app, [*verifying, *paths])
     assert (result.exit_code, "all as written" in result.output) == (0, True), result.output
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tierstore.whole_file.open", full, raising=False)
+        for command, told in ((verifying, "all as written"), (["inspect"], "blocks.0.up.weight")):
+            result = run.invoke(app, [*command, *paths, "--json", str(tmp_path / "j")], env={"COLUMNS": "200"})
+            assert (result.exit_code, told in result.output) == (1, True), result.output
+            assert "cannot write --json" in result.output
 
     result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env={"COLUMNS": "200"})
     told = json.loads((tmp_path / "j").read_text())

@@ -7,13 +7,12 @@ Not here: what the objects mean.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.pack.strict_json import parse_json
+from tierstore.whole_file import whole_file
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
@@ -46,19 +45,8 @@ def write_text(path: Path, text: str, option: str) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    is_pipe = path.exists() and not path.is_file()  # or a device; that of this process's output leads to no name
-    target = path if is_pipe else Path(os.path.realpath(path))  # a link stays one
-    new = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
-        if is_pipe or not os.access(target.parent, os.W_OK):
-            target.write_text(text, encoding="utf-8")  # a pipe, or a directory that takes no new file
-            return
-        try:
-            new.write_text(text, encoding="utf-8")
-            if target.exists():
-                shutil.copymode(target, new)
-            new.replace(target)
-        finally:
-            new.unlink(missing_ok=True)
+        with whole_file(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise StorageError(f"cannot write {option} {path}: {error.strerror}") from error

@@ -34,11 +34,11 @@ def inspect(
 
         check_outputs(paths, json=json, plot=plot)
         content = app.look(paths)
+        Console().print(app.tree(content, tensors=tensors))
         if json is not None:
             write_object(json, app.as_json(content), "--json")
         if plot is not None:
             app.draw(content, plot)
-        Console().print(app.tree(content, tensors=tensors))
 
 
 def verify(
@@ -67,8 +67,9 @@ def verify(
         if verdict.damages:
             console.print(app.damage_table(verdict))
             say(str(verdict))
+        else:
+            show(console, str(verdict))
         if json is not None:
             write_object(json, verdict.as_json(), "--json")
         if verdict.damages:
             raise typer.Exit(1)
-        show(console, str(verdict))

@@ -128,16 +128,16 @@ def plan(
         options = PlanOptions(**values)
         check_outputs([options.config, options.bandwidth], json=json, plot=plot)
         found = run(options)
-        if json is not None:
-            write_object(json, as_json(found), "--json")
-        if plot is not None:
-            draw(found, plot)
         console = Console(highlight=False)
         console.print(heading(found.situation))
         for table in tables(found):
             console.print(table)
         for sentence in sentences(found):
             console.print(f"* {sentence}")
+        if json is not None:
+            write_object(json, as_json(found), "--json")
+        if plot is not None:
+            draw(found, plot)
 
 
 def _refuse_options_of_a_plan(context: typer.Context) -> None:
