@@ -200,12 +200,26 @@ def test_what_came_into_the_model_later_is_refused_and_not_left_untrained(tmp_pa
             run.step()
         with pytest.raises(GraphError, match="came into the model"), run.engine.gathered("", modify=True):
             pass
+        with pytest.raises(GraphError, match="came into the model"), torch.no_grad():
+            run.step()
+        with pytest.raises(GraphError, match="came into the model"):
+            run.engine.load_state_dict(run.engine.state_dict())
         assert torch.equal(run.engine.state_dict()[NAME], before)
         for name, parameter in parameters.items():
             owner, _, own = name.rpartition(".")
             run.engine.model.get_submodule(owner)._parameters[own] = parameter
         run.step()
         assert not torch.equal(run.engine.state_dict()[NAME], before)
+
+
+def test_nor_does_anything_come_between_micro_batches(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        batch = torch.zeros(1, 8, dtype=torch.int64)
+        with run.engine.no_sync():
+            run.engine.backward(run.engine(batch).mean())
+        newcomer(run.engine.model)
+        with pytest.raises(GraphError, match="came into the model"):
+            run.engine(batch)
 
 
 def test_a_write_out_of_place_is_told_how_it_is_kept(tmp_path: Path) -> None:

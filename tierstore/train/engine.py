@@ -169,8 +169,8 @@ class Engine:
         self._order.refuse_after_backward("another forward")
         if torch.is_grad_enabled() and any(self._modified.values()):
             raise ConfigError("weights are being changed by gathered(modify=True); train after it")
+        parts.groups.refuse_newcomers(self.model)
         if torch.is_grad_enabled() and not parts.driver.has_begun:
-            parts.groups.refuse_newcomers(self.model)
             self._generations.leave_newer()
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
             parts.collector.expect(count)
@@ -515,10 +515,13 @@ class Engine:
         Raises:
             ConfigError: in the middle of a step.
             FormatError: a tensor is missing or has another shape; nothing was changed.
+            GraphError: the model has a parameter that is not the engine's; likewise.
+            GraphError: the model has a parameter that is not the engine's; likewise.
         """
         self._order.refuse_within_step("load_state_dict")
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"load_state_dict() takes tensors by name, not {type(state_dict).__name__}")
+        self._open_parts().groups.refuse_newcomers(self.model)  # which would keep their values
         self._generations.leave_newer()
         self.flush()
         whole.load_state_dict(self._open_parts(), self.model, state_dict)
