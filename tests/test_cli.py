@@ -173,7 +173,7 @@ def test_debug_shows_where_it_was_raised(asked: list[Any]) -> None:
     ],
 )
 def test_a_stopped_run_says_what_is_kept(asked: list[Any], nvme: list[str], sentence: str) -> None:
-    asked.append(Outcome(Totals(last_step=3), signal.SIGINT))
+    asked.append(Outcome(Totals(last_step=3, steps=3), signal.SIGINT))
     result = _train("--steps", "9", *nvme)
     assert (result.exit_code, result.stderr) == (130, f"tierstore: {sentence}\n")
     asked[:] = [Outcome(Totals(last_step=3), signal.SIGTERM)]

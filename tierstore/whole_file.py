@@ -27,9 +27,10 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with open(target, "wb") as file:  # a pipe, or a directory that takes no new file
             yield file
         return
-    new = target.with_name(f".{target.name}.{os.getpid()}.new")
+    new = target.with_name(f".{target.name[:32]}.{os.getpid()}.new")
+    new.unlink(missing_ok=True)
     try:
-        with open(new, "wb") as file:
+        with open(new, "xb") as file:
             yield file
         if target.exists():
             shutil.copymode(target, new)

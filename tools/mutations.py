@@ -639,6 +639,25 @@ MUTATIONS: Sequence[Mutation] = (
         "state on the GPU is committed", "store/updates.py UpdatePipeline.write_resident",
         "[self._on_gpu.save(group, chunk, self._packs[1], index)]", ON_GPU, "[]",
     ),
+    Mutation(
+        "an error takes back what has its name already", "train/checkpoints.py _publish",
+        "undo.callback(_take_back, target / name, unfinished / INDEX)",
+        "train/test_checkpoints.py::test_what_ends_a_write_leaves_the_old_checkpoint_or_the_new_one", "pass",
+    ),
+    Mutation(
+        "a write removes what a killed one has left", "train/checkpoints.py _write",
+        "_clear_leftovers(unfinished, target, backend)",
+        "train/test_checkpoints.py::test_what_ends_a_write_leaves_the_old_checkpoint_or_the_new_one", "pass",
+    ),
+    Mutation(
+        "a new checkpoint is durable before the old one goes", "train/checkpoints.py _write",
+        "backend.sync_directory(target)  # what ends this",
+        "train/test_checkpoints.py::test_a_power_cut_leaves_the_old_checkpoint_or_the_new_one", "# what ends this",
+    ),
+    Mutation(
+        "only shards are leftovers", "train/checkpoints.py _clear_leftovers", "set(filter(_SHARD.fullmatch, renamed))",
+        "train/test_checkpoints.py::test_what_is_no_shard_of_ours_is_not_taken_for_a_leftover", "renamed",
+    ),
     # What is broken off.
     Mutation(
         "a round that nobody knows of is taken back", "train/rounds.py RoundDriver.begin", "self._round = None",

@@ -246,6 +246,19 @@ def test_a_stopped_run_exports_where_nothing_else_is_kept(
     assert ("export out" in engine.calls) == is_exported
 
 
+def test_a_run_that_was_stopped_before_its_first_step_exports_nothing(
+    options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def batches(*_: Any) -> Iterator[torch.Tensor]:
+        os.kill(os.getpid(), signal.SIGINT)
+        yield torch.ones(2, 16, dtype=torch.int64)
+
+    monkeypatch.setattr(application, "held_out_batches", batches)
+    outcome, engine, _ = run(options(nvme=(), export=tmp_path / "out"))
+    assert (outcome.stopped_by, outcome.totals.last_step) == (signal.SIGINT, 0)
+    assert "export out" not in engine.calls
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_during_the_export_waits_for_its_end(
     signals: int,

@@ -435,6 +435,25 @@ def test_what_a_killed_write_left_is_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
 
 
+def test_of_two_writers_the_second_is_refused(tmp_path: Path) -> None:
+    def pieces() -> Iterator[torch.Tensor]:
+        with pytest.raises(ConfigError, match="another process writes to"):
+            write_checkpoint(tmp_path, outs({"a": torch.zeros(3)}))
+        yield torch.ones(3)
+
+    write_checkpoint(tmp_path, [TensorOut("a", (3,), torch.float32, pieces())])
+    assert read_back(tmp_path) == {"a": 1.0}
+
+
+def test_what_is_no_shard_of_ours_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    left, lora = tmp_path / ".checkpoint-unfinished", tmp_path / "lora.safetensors"
+    left.mkdir()
+    lora.write_bytes(b"of somebody")
+    (left / INDEX).write_text(json.dumps({"weight_map": {"a": lora.name}}), encoding="utf-8")
+    write_checkpoint(tmp_path, outs({"a": torch.ones(3)}))
+    assert lora.read_bytes() == b"of somebody"
+
+
 @pytest.mark.parametrize("target", ["there", "absent", "a file"])
 def test_a_link_in_its_place_is_not_followed(target: str, tmp_path: Path) -> None:
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"

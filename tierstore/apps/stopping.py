@@ -61,13 +61,9 @@ class StopRequest:
         self._previous = {}
 
     @contextlib.contextmanager
-    def wished(self, kept: str, until: str = "this step") -> Iterator[None]:
-        """In here a first signal is a wish; `kept` says what remains when the process ends at once, here or later.
-
-        Args:
-            until: what is done before a wish is heard.
-        """
-        self._last_words, self._until = f"interrupted at once; {kept}", until
+    def wished(self, kept: str) -> Iterator[None]:
+        """In here a first signal is a wish; `kept` says what remains when the process ends at once, here or later."""
+        self.expect("this step", kept)
         self._can_wait = True
         try:
             yield
@@ -76,6 +72,10 @@ class StopRequest:
             self._can_wait = not self._is_alone
             raise
         self._can_wait = False
+
+    def expect(self, until: str, kept: str) -> None:
+        """From here on `until` is done before a wish is heard, and `kept` remains when the process ends at once."""
+        self._until, self._last_words = until, f"interrupted at once; {kept}"
 
     def announce(self) -> None:
         """Say, once, that a wish was heard."""

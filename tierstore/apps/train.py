@@ -189,17 +189,22 @@ class _Run:
             self._loop(options.steps)
             self._totals.last_step = self._engine.step_count
             stopped_by = self._stopped_by if self._engine.step_count < options.steps else None
-            if stopped_by is not None and (options.export is None or not options.why_nothing_is_kept):
+            is_kept = not options.why_nothing_is_kept or not self._totals.steps
+            if stopped_by is not None and (options.export is None or is_kept):
                 return Outcome(self._totals, stopped_by)
             if self._totals.steps or options.resume is not Resume.PREVIOUS:  # which changes nothing by itself
                 self._engine.apply_pending()
-            if self._totals.steps and stopped_by is None:
+            if stopped_by is not None:
+                self._reporter.say(f"exporting what was trained, for {options.why_nothing_is_kept}; Ctrl-C ends that")
+            elif self._totals.steps:
                 self._totals.held_out_after = self._held_out_loss()
-        if stopped_by is None:
-            self._summarize()
-        if options.export is not None:
-            with self._stop.wished(kept, until="the export"):
+            if options.export is not None:
+                self._stop.expect("the export", kept)
+            if stopped_by is None:
+                self._summarize()
+            if options.export is not None:
                 self._export(options.export)
+                self._stop.expect("the export", f"what was trained is in {options.export}")
         return Outcome(self._totals, stopped_by)
 
     def _loop(self, last: int) -> None:

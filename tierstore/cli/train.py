@@ -181,7 +181,7 @@ def _run_training(options: TrainOptions, launch: Launch, stop: StopRequest) -> N
         if outcome.stopped_by is not None and crew.leads:
             step = outcome.totals.last_step
             kept = options.why_nothing_is_kept or "it is committed: go on with --resume auto"
-            if options.why_nothing_is_kept and options.export is not None:
+            if options.why_nothing_is_kept and options.export is not None and outcome.totals.steps:
                 kept += f" but {options.export}"
             say(f"stopped by {outcome.stopped_by.name} after step {step} of {options.steps}; {kept}")
     if outcome.stopped_by is not None:

@@ -14,6 +14,7 @@ subdirectory, the new one until it is renamed and a copy of the old one: the nex
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tierstore.archive.sources import INDEX, SINGLE, weight_files
+from tierstore.archive.sources import INDEX, SINGLE, small_file, weight_files
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.pack.layout import TensorEntry, build_header, tensor_bytes
@@ -40,6 +41,7 @@ from tierstore.train.filling import PIECE_ELEMENTS, Piece
 MAX_SHARD_BYTES = 5 * 10**9
 _UNFINISHED = ".checkpoint-unfinished"
 _OLD_INDEX = "old-" + INDEX
+_SHARD = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SHOWN = 5
 _QUANTIZED = "quantized weights cannot be trained"
@@ -213,12 +215,19 @@ def write_checkpoint(
         max_shard_bytes: a tensor that is larger gets a shard of its own.
 
     Raises:
-        ConfigError: a name stands twice, or a dtype has no name in safetensors; nothing was changed.
+        ConfigError: a name stands twice, a dtype has no name in safetensors, or another process writes there; nothing
+            was changed.
         FormatError: the pieces of a tensor are not as many elements as its shape, or of another dtype; likewise.
         StorageFull, StorageError: likewise, or all was written and something old is left: see [Note: publishing].
     """
     target, backend = Path(directory), Backend() if backend is None else backend
     shards = _shards(list(tensors), max_shard_bytes)
+    backend.make_directories(target)
+    with _locked(target):
+        _write(target, shards, backend)
+
+
+def _write(target: Path, shards: Sequence[Sequence[TensorOut]], backend: Backend) -> None:
     unfinished = target / _UNFINISHED
     _clear_leftovers(unfinished, target, backend)
     _make_anew(unfinished, backend)
@@ -234,14 +243,32 @@ def write_checkpoint(
                 file.write(json.dumps(index, indent=2, ensure_ascii=False).encode())
         replaced = _publish(unfinished, target, names, backend)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if (unfinished / INDEX).exists() or not (unfinished / _OLD_INDEX).exists():  # else the new one has its place
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
     backend.sync_directory(target)  # what ends this, or what follows, leaves the subdirectory: it tells the next write
     for name in replaced:
-        if (target / name).exists():
+        if (target / name).is_file():
             backend.remove(target / name)
     backend.sync_directory(target)
     shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One write at a time: each would take what the other has not finished for leftovers."""
+    with storage_errors("lock", directory):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process writes to {directory}; wait for it, or give another one") from None
+        except OSError:  # of a file system that locks no directories
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _new_names(target: Path, count: int) -> list[str]:
@@ -258,9 +285,10 @@ def _clear_leftovers(unfinished: Path, target: Path, backend: Backend) -> None:
     """See [Note: publishing]."""
     if unfinished.is_symlink():
         return
+    current = _named(target / INDEX)
     renamed = {name for name in _named(unfinished / INDEX) if not (unfinished / name).exists()}
-    replaced = _named(unfinished / _OLD_INDEX) if (target / INDEX).exists() else set()
-    for name in (renamed | replaced) - _named(target / INDEX):
+    replaced = _named(unfinished / _OLD_INDEX) if current else set()
+    for name in (set(filter(_SHARD.fullmatch, renamed)) | replaced) - current:
         if (target / name).is_file():
             backend.remove(target / name)
 
@@ -373,7 +401,9 @@ def _publish(unfinished: Path, target: Path, names: Sequence[str], backend: Back
         backend.replace(unfinished / SINGLE, target / SINGLE)
         return [*stale, INDEX]
     if stale:
-        shutil.copyfile(target / INDEX, unfinished / _OLD_INDEX)
+        content = small_file(target / INDEX)
+        with _File(unfinished / _OLD_INDEX, 0, backend) as file:
+            file.write(content)
     with contextlib.ExitStack() as undo:
         for name in names:
             undo.callback(_take_back, target / name, unfinished / INDEX)
