@@ -130,6 +130,7 @@ def test_a_lost_loop_that_nobody_waited_for_is_told_by_close() -> None:
 
 def test_a_deadline_tells_the_call_the_file_and_the_stacks(tmp_path: Path) -> None:
     backend, pool = FaultyBackend(HANG, kinds=("fsync",)), WorkerPool("disk", 1)
+    is_hanging = threading.Event()
 
     async def both() -> None:
         await asyncio.gather(
@@ -138,6 +139,7 @@ def test_a_deadline_tells_the_call_the_file_and_the_stacks(tmp_path: Path) -> No
         )
 
     def hang(name: str, path: Path) -> None:
+        is_hanging.set()
         assert backend.goes_on.wait(30)
 
     with Runtime("test") as runtime:
@@ -145,7 +147,7 @@ def test_a_deadline_tells_the_call_the_file_and_the_stacks(tmp_path: Path) -> No
             runtime.describe(description)
 
         def ends_within(limit_s: float, call: object) -> bool:
-            return not (backend.is_hung.wait(30) and pool._running)
+            return not (backend.is_hung.wait(30) and is_hanging.wait(30))
 
         runtime._ends_within = ends_within  # type: ignore[method-assign]
         with pytest.raises(Timeout) as caught:
