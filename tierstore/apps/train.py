@@ -189,8 +189,8 @@ class _Run:
             self._loop(options.steps)
             self._totals.last_step = self._engine.step_count
             stopped_by = self._stopped_by if self._engine.step_count < options.steps else None
-            is_kept = not options.why_nothing_is_kept or not self._totals.steps
-            if stopped_by is not None and (options.export is None or is_kept):
+            would_be_lost = bool(options.why_nothing_is_kept and self._totals.steps)
+            if stopped_by is not None and not (would_be_lost and options.export is not None):
                 return Outcome(self._totals, stopped_by)
             if self._totals.steps or options.resume is not Resume.PREVIOUS:  # which changes nothing by itself
                 self._engine.apply_pending()

@@ -273,12 +273,9 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _new_names(target: Path, count: int) -> list[str]:
     """Names of shards that nothing has; those that everybody uses, where the directory holds no shards."""
-    for number in itertools.count():
-        stem = f"model-{number:08x}" if number else "model"
-        names = [f"{stem}-{shard:05d}-of-{count:05d}.safetensors" for shard in range(1, count + 1)]
-        if not any(os.path.lexists(target / name) for name in names):
-            return names
-    raise AssertionError("unreachable")
+    stems = itertools.chain(["model"], (f"model-{number:08x}" for number in itertools.count(1)))
+    tries = ([f"{stem}-{shard:05d}-of-{count:05d}.safetensors" for shard in range(1, count + 1)] for stem in stems)
+    return next(names for names in tries if not any(os.path.lexists(target / name) for name in names))
 
 
 def _clear_leftovers(unfinished: Path, target: Path, backend: Backend) -> None:

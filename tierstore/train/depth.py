@@ -23,8 +23,9 @@ from tierstore.train.partition import Partition
 DRIFT = 1.5
 """The depth is computed again when a measured rate or compute time has changed by this factor."""
 _IN_MEMORY = 2
-"""Of weights that all come from memory: the next group, and one more for a thread that is late. Of 99 small groups 14
-are fetched in a step: with 1 compute waited for 7 of them, 2.2 ms each, with 2 for 2 (two cores, 2026-11-27)."""
+"""Of weights that all come from memory: the next group, and one more for a thread that is late. In a step of `tierstore
+bench step --heat cost` 14 of 99 small groups are fetched: with 1 compute waited for 7 of them, 2.2 ms each, with 2 for
+2 (machine B of README, 2026-11-27)."""
 
 
 class DepthChooser:

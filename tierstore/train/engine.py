@@ -516,7 +516,6 @@ class Engine:
             ConfigError: in the middle of a step.
             FormatError: a tensor is missing or has another shape; nothing was changed.
             GraphError: the model has a parameter that is not the engine's; likewise.
-            GraphError: the model has a parameter that is not the engine's; likewise.
         """
         self._order.refuse_within_step("load_state_dict")
         if not isinstance(state_dict, Mapping):
