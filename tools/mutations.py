@@ -352,12 +352,12 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "what was changed in place is no saved tensor any more", "train/hooks.py ModelHooks._unpack",
-        "tensor._version != version",
+        "same._version != moment",
         "train/test_bad_input.py::test_what_backward_needs_is_not_changed_in_place", "False",
     ),
     Mutation(
-        "what is unpacked keeps its group", "train/hooks.py ModelHooks._unpack", "packed.view.detach()",
-        f"{AROUND}::test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not", "packed.view",
+        "what is unpacked keeps its group", "train/hooks.py ModelHooks._unpack", "return same.detach()",
+        f"{AROUND}::test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not", "return same",
     ),
     Mutation(
         "what is saved does not", "train/groups.py Group._other_uses", " - self.saved_views()",
@@ -591,9 +591,9 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a gradient that is kept has memory of its own", "train/backward.py GradientCollector._add",
-        "collected.gradients[position] = collected.gradients[position] + gradient",
+        "gradients[position] = gradients[position] + gradient",
         "train/test_kept.py::test_gradients_that_share_their_memory_are_not_added_to_each_other",
-        "collected.gradients[position].add_(gradient)",
+        "gradients[position].add_(gradient)",
     ),
     Mutation(
         "gradients that are kept count against the room", "train/backward.py GradientCollector._make_room",

@@ -56,12 +56,12 @@ class ResidencyPolicy:
         self._visited = len(set(order))
         self._ranked = _rank(order, len(sizes))
 
-    def is_settled(self, position: int, present: Container[int], demand: int | None = None) -> bool:
+    def is_settled(self, position: int, present: set[int], demand: int | None = None) -> bool:
         """Whether everything that `decide` would load is `present`: on the device, or on its way there."""
         ranked = self._ranked[position % len(self.order)]
-        first = 1 if demand is None or demand == ranked[0] else 0
-        ahead = ranked[first : min(first + self.depth, self._visited)]
-        return (ranked[0] if demand is None else demand) in present and all(group in present for group in ahead)
+        if demand is None or demand == ranked[0]:
+            return present.issuperset(ranked[: min(1 + self.depth, self._visited)])
+        return demand in present and present.issuperset(ranked[: min(self.depth, self._visited)])
 
     def decide(
         self,

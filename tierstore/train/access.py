@@ -27,7 +27,7 @@ from tierstore.plan.residency import Decision, ResidencyPolicy
 from tierstore.store.training import TrainingStore
 from tierstore.train.gathering import Gathers
 from tierstore.train.groups import Group
-from tierstore.train.guard import Gate, hide, show
+from tierstore.train.guard import Gate, guard, hide, show
 from tierstore.train.moves import GroupMoves, Move
 
 
@@ -97,7 +97,7 @@ class DeviceAccess:
         """Called in forward before a group is needed; it may let others of the training side go first."""
         self.gate = Gate(self)
         for group in groups:
-            hide(group, self.gate)
+            guard(group, self.gate)
 
     # --- passes -------------------------------------------------------------------------------------------------
 
@@ -281,6 +281,8 @@ class DeviceAccess:
         """How far to fetch ahead: not before the order is known, and not over an update that makes weights stale."""
         if not self.is_recorded or self._holds_all:
             return 0
+        if len(set(self.order[position : position + self.depth + 1])) > self.depth:
+            return self.depth  # all of it in this step
         count, seen = len(self.order), {self.order[position]}
         for place in range(position + 1, position + count):
             group = self.order[place % count]
@@ -333,7 +335,7 @@ class DeviceAccess:
     def _begin_move(self, move: Move) -> None:
         """Twice is fine."""
         for group in move.dropped:
-            hide(self._groups[group], self.gate)
+            hide(self._groups[group])
             self._held.discard(group)
             self._stale.discard(group)
             self._ready.discard(group)
@@ -416,6 +418,6 @@ class DeviceAccess:
     def _guard(self, group: int) -> None:
         """Between passes nobody reads a group unseen, also one that is still on the device: its update may be due."""
         if not self._users[group]:
-            hide(self._groups[group], self.gate)
+            hide(self._groups[group])
             if group == self._current:
                 self._current = None

@@ -240,34 +240,35 @@ class GradientCollector:
                 f"{'updated' if self.is_streaming else 'reduced'}: the model recomputed something else than in the "
                 f"step before{advice}"
             )
-        self._add(group, position, gradient)
+        self._add(group, collected, position, gradient)
         del gradient  # the last reference is that of who copies it
         collected.fired += 1
         collected.missing.discard(position)
         if not collected.missing and collected.fired >= self._needed(group) and not is_late:
             self._waiting.add(group.index)
-        for index in sorted(self._waiting) if self._waiting else ():
-            if not self.is_streaming or self._is_free(index):
-                self._take(self._groups[index])
+        if self._waiting:
+            for index in sorted(self._waiting):
+                if not self.is_streaming or self._is_free(index):
+                    self._take(self._groups[index])
 
-    def _add(self, group: Group, position: int, gradient: torch.Tensor) -> None:
-        collected = self._collected[group.index]
+    def _add(self, group: Group, collected: _Collected, position: int, gradient: torch.Tensor) -> None:
         if self._reductions is not None:
             if collected.bucket is None:
                 self._make_room(group)
                 collected.bucket = self._reductions.bucket(group)
             collected.bucket.add(position, gradient)
             return
-        if position in collected.gradients and group.spec.parameters[position].name in self.touched:
+        gradients = collected.gradients
+        if position in gradients:
+            if group.spec.parameters[position].name not in self.touched:
+                gradients[position] = gradients[position] + gradient
+                return
             # Added one by one to what the store has, as torch does: a + (b + c) is not (a + b) + c.
             self._hand_over(group, self._pieces(group), None)
-        if not collected.gradients:
+        if not gradients:
             self._make_room(group)
             self._gathering[group.index] = group
-        if position in collected.gradients:
-            collected.gradients[position] = collected.gradients[position] + gradient
-        else:
-            collected.gradients[position] = gradient
+        gradients[position] = gradient
 
     def _needed(self, group: Group) -> int:
         """How many gradients make a group complete."""
@@ -363,12 +364,13 @@ class GradientCollector:
     def _pieces(self, group: Group) -> list[Piece]:
         """What came of a group and was not handed over."""
         gradients, pieces = self._collected[group.index].gradients, []
-        for position, gradient in sorted(gradients.items()):
-            spec = group.spec.parameters[position]
+        specs, touched = group.spec.parameters, self.touched
+        for position in sorted(gradients):
+            gradient, spec = gradients[position], specs[position]
             # Flat here, in the thread and the stream that made it: a gradient that is not contiguous is copied.
             flat = gradient if gradient.dim() == 1 else gradient.reshape(-1)
-            pieces.append(Piece(spec.start, flat, spec.name not in self.touched))
-            self.touched.add(spec.name)
+            pieces.append(Piece(spec.start, flat, spec.name not in touched))
+            touched.add(spec.name)
         gradients.clear()
         self._gathering.pop(group.index, None)
         self._kept.pop(group.index, None)

@@ -36,6 +36,7 @@ class Group:
 
     Attributes:
         idle_uses: how many references the storage has while nobody but the parameters looks at it.
+        classes: of the parameters, and `hidden_classes` while they are hidden (`guard.py`).
         versions: of the parameters, as their values are known.
         token: what is saved for backward refers to it, and so is counted. Not in a weak set, whose callback in Python
             would swallow an interrupt by the keyboard.
@@ -47,6 +48,7 @@ class Group:
     storage: torch.UntypedStorage
     idle_uses: int = 0
     classes: list[type] = field(default_factory=list)
+    hidden_classes: list[type] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     token: object = field(default_factory=object)
 

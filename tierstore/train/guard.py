@@ -55,11 +55,18 @@ class Gate:
         self._access = None
 
 
-def hide(group: Group, gate: Gate) -> None:
-    """From now on reading a parameter of this group acquires the group, or raises by name. Twice is fine."""
-    for parameter, kind in zip(group.parameters, group.classes):
-        parameter.__class__ = _offloaded(kind)
+def guard(group: Group, gate: Gate) -> None:
+    """For good: whoever reads a parameter of this group while it is hidden is sent to the gate. It is hidden now."""
+    group.hidden_classes = [_offloaded(kind) for kind in group.classes]
+    for parameter in group.parameters:
         parameter._tierstore_access = (gate, group.index)  # type: ignore[attr-defined]
+    hide(group)
+
+
+def hide(group: Group) -> None:
+    """From now on reading a parameter of this group acquires the group, or raises by name. Twice is fine."""
+    for parameter, kind in zip(group.parameters, group.hidden_classes):
+        parameter.__class__ = kind
 
 
 def show(group: Group) -> None:

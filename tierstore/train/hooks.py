@@ -24,22 +24,10 @@ from tierstore.errors import GraphError
 from tierstore.train.access import DeviceAccess
 from tierstore.train.groups import Group, ModelGroups
 
-
-class SavedView:
-    """A view of a group's storage that autograd saved.
-
-    Attributes:
-        view: of the storage, whatever that holds meanwhile.
-        token: of the group, which counts by it how many there are.
-    """
-
-    __slots__ = ("group", "step", "token", "view")
-
-    def __init__(self, group: Group, step: int, view: torch.Tensor) -> None:
-        self.group = group
-        self.step = step
-        self.token = group.token
-        self.view = view
+_Packed = tuple[Group | None, int, object, torch.Tensor]
+"""What autograd saved, some dozens of times per group and pass: the group whose storage it is a view of, the number of
+the step, the group's token, which counts by it how many there are, and the view, whatever the storage holds meanwhile.
+Of anything else: None, the version that it had, None, and the tensor."""
 
 
 class ModelHooks:
@@ -50,7 +38,7 @@ class ModelHooks:
         self._by_storage = {group.storage._cdata: group for group in groups.groups}
         self._watchers = 0
         self._step = 0
-        for called_by_autograd in (ModelHooks._pack, ModelHooks._unpack, SavedView.__init__):
+        for called_by_autograd in (ModelHooks._pack, ModelHooks._unpack):
             # What runs uncompiled in a compiled block saves, too: `torch.compile` would compile these for each shape.
             # Unlike `disable` this costs a call nothing. Here and not above: the import takes seconds.
             torch._dynamo.decorators.skip(called_by_autograd)
@@ -123,28 +111,27 @@ class ModelHooks:
 
         return enter, leave
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
         group = self._by_storage.get(tensor.untyped_storage()._cdata)
-        # Itself would be held by the node that it holds, if that has made it. Both have one counter of versions, which
-        # torch does not look at where there are hooks.
-        same = tensor.detach()
-        return (same, tensor._version) if group is None else SavedView(group, self._step, same)
+        # Not itself, which would be held by the node that it holds, if that has made it. Both have one counter of
+        # versions, which torch does not look at where there are hooks.
+        if group is None:
+            return None, tensor._version, None, tensor.detach()
+        return group, self._step, group.token, tensor.detach()
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, SavedView):
-            tensor: torch.Tensor
-            tensor, version = packed
-            if tensor._version != version:
+    def _unpack(self, packed: _Packed) -> torch.Tensor:
+        group, moment, _, same = packed
+        if group is None:
+            if same._version != moment:
                 raise GraphError(
-                    f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it was "
+                    f"a tensor of shape {tuple(same.shape)} that backward needs was changed in place after it was "
                     "saved, as by y.mul_(2) or y[0] = 0; make another one, as y = y * 2, or change a clone()"
                 )
-            return tensor
-        group = packed.group
-        if packed.step != self._step and group.spec.trainable:
+            return same
+        if moment != self._step and group.spec.trainable:
             raise GraphError(
                 f"backward needs the weights of {group.spec.name} as they were before engine.step(); "
                 "call engine.backward(loss) before the step"
             )
         self._gate.access.visit(group.index)
-        return packed.view.detach()  # not itself: what is unpacked keeps the group, and what is saved does not
+        return same.detach()  # not itself: what is unpacked keeps the group, and what is saved does not
