@@ -16,8 +16,7 @@ from checkpoints import read_safetensors, small_checkpoint, write_safetensors
 from typer.testing import CliRunner
 
 import tierstore
-from tierstore.archive.publish import PARTIAL
-from tierstore.archive.sources import INDEX
+from tierstore.archive.sources import INDEX, PARTIAL
 from tierstore.cli import app
 from tierstore.errors import ConfigError
 from tierstore.io.backend import BlockFile
@@ -105,6 +104,15 @@ def test_a_signal_is_one_sentence_and_leaves_nothing(
     assert all(name.endswith(PARTIAL) for name in seen)
     assert not (tmp_path / "out").exists()
     assert signal.signal(number, before) is usual
+
+
+@pytest.mark.parametrize("command", ["pack", "unpack", "verify", "inspect"])
+def test_a_file_that_was_not_finished_is_told_as_one(command: str, tmp_path: Path) -> None:
+    left = tmp_path / f"model.safetensors{PARTIAL}"
+    left.write_bytes(bytes(4096))
+    arguments = [command, left, *([tmp_path / "out"] if command in ("pack", "unpack") else [])]
+    result = run(*arguments, code=1)
+    assert f"{left.name} is not finished; if nobody writes it now" in " ".join(result.stderr.split())
 
 
 def test_names_are_no_markup(tmp_path: Path) -> None:

@@ -122,8 +122,9 @@ def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
     (tmp_path / "count").mkdir()
     run(tmp_path / "a", (tmp_path / "count" / "p",), FaultyBackend(), shards=2)
     count = calls_of(tmp_path / "b", (tmp_path / "count" / "p",), shards=2, overwrite=True)
+    whole = sorted(path.name for path in (tmp_path / "count" / "p").iterdir())
     seen = set()
-    for at in range(1, count, 2):
+    for at in range(count):
         destination = tmp_path / str(at)
         run(tmp_path / "a", (destination,), FaultyBackend(), shards=2)
         with contextlib.suppress(Killed):
@@ -133,6 +134,8 @@ def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
         found = read_safetensors(*(file.path for file in files))
         assert found in (old, new)
         seen.add(found == new)
+        run(tmp_path / "b", (destination,), FaultyBackend(), shards=2, overwrite=True)
+        assert sorted(path.name for path in destination.iterdir()) == whole, f"killed at call {at}"
     assert seen == {False, True}
 
 

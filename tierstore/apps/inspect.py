@@ -18,6 +18,7 @@ from rich.tree import Tree
 
 from tierstore.apps.verify import is_store
 from tierstore.archive.opening import ArchiveFile, open_archive
+from tierstore.archive.sources import refuse_unfinished
 from tierstore.config import format_size
 from tierstore.errors import FormatError
 from tierstore.pack.archive import ARCHIVE_KEY
@@ -74,6 +75,7 @@ def look(paths: Sequence[Path]) -> Content:
     """
     if is_store(paths[0]):
         return _store(paths)
+    refuse_unfinished(paths[0])
     if paths[0].is_file() and ARCHIVE_KEY not in (header := read_header(paths[0])).metadata:
         tensors = tuple(Row(entry.name, entry.dtype, entry.shape) for entry in header.tensors.values())
         size = header.file_bytes - header.data_start

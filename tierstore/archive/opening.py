@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.archive.index import check_index
-from tierstore.archive.sources import INDEX, SINGLE, small_file
+from tierstore.archive.sources import INDEX, SINGLE, refuse_unfinished, small_file
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import storage_errors
 from tierstore.pack.archive import Archive, ArchiveChunk, ArchiveGroup, read_archive
@@ -72,6 +72,7 @@ def open_archive(paths: Sequence[Path]) -> list[ArchiveFile]:
     first = paths[0]
     if not first.exists():
         raise StorageError(f"there is no {first}")
+    refuse_unfinished(first)
     if first.is_dir() and not (first / SINGLE).is_file():
         files = _indexed(first, paths)
     else:

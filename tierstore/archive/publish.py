@@ -6,8 +6,9 @@ Owner: a `Publication` holds a lock on each of its temporary files until it is c
 
 [Note: publication] Everything is written as `NAME.partial` and fsynced. One file is then renamed. Of several, the index
 is written as `INDEX.partial`, fsynced with its name, the files are renamed, the directories fsynced, and the index is
-renamed last: without it there is no checkpoint. A killed writer leaves `.partial` files, which carry no lock any more,
-and perhaps files that `INDEX.partial` names and `INDEX` does not: the next writer into the directory removes both.
+renamed last: without it there is no checkpoint. One that replaces another is kept as `old-INDEX.partial` first, until
+the files that only it names are removed. A killed writer leaves `.partial` files, which carry no lock any more, and
+perhaps files that one of these two names and `INDEX` does not: the next writer into the directory removes all of them.
 Names of files of a pack hold the identity of their content, so files of two packs never meet. Nothing else is ever
 removed or written over but, with `overwrite`, the checkpoint in the first directory: one that stands in another
 directory is refused.
@@ -24,12 +25,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tierstore.archive.sources import INDEX, SINGLE, weight_files
+from tierstore.archive.sources import INDEX, PARTIAL, SINGLE, small_file, weight_files
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, StorageError, StorageFull, TierstoreError
 from tierstore.io.backend import Backend, storage_errors
 
-PARTIAL = ".partial"
+_OLD_INDEX = f"old-{INDEX}{PARTIAL}"
 _OF_A_PACK = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 _LEFTOVER = re.compile(rf"(model-\d{{5}}-of-\d{{5}}\.safetensors|{re.escape(SINGLE)}){re.escape(PARTIAL)}")
 
@@ -97,7 +98,7 @@ class Publication(contextlib.ExitStack):
                 self._remove_indexed(self.single.parent / INDEX)
             return [self.single]
         first = self.directories[0]
-        old = self._named(first / INDEX)
+        old, old_index = self._named(first / INDEX), first / _OLD_INDEX
         finals = [self._directory(number) / name for number, name in enumerate(names)]
         with self._backend.calling("inspection", first):
             for final in finals:
@@ -106,6 +107,9 @@ class Publication(contextlib.ExitStack):
         with contextlib.ExitStack() as undo:
             undo.callback(self._discard, _partial(first / INDEX))
             self._write(_partial(first / INDEX), index)
+            if old - set(finals):
+                undo.callback(self._discard, old_index)
+                self._write(old_index, small_file(first / INDEX))
             for temporary, final in zip(self.temporaries, finals):
                 if final not in old:
                     undo.callback(self._discard, final)
@@ -117,6 +121,7 @@ class Publication(contextlib.ExitStack):
         self._backend.sync_directory(first)
         for path in {*old, first / SINGLE} - set(finals):
             self._remove(path)
+        self._remove(old_index)
         return finals
 
     def _refuse_existing(self) -> None:
@@ -147,12 +152,13 @@ class Publication(contextlib.ExitStack):
     def _clear_leftovers(self) -> None:
         """See [Note: publication]."""
         first = self.directories[0]
-        if self.single is None and os.path.lexists(_partial(first / INDEX)):  # a link is one, wherever it leads
-            for path in self._named(_partial(first / INDEX)) - self._named(first / INDEX):
-                self._remove(path)
-            self._remove(_partial(first / INDEX))
         if self.single is not None:
             return
+        for index in (_partial(first / INDEX), first / _OLD_INDEX):
+            if os.path.lexists(index):  # a link is one, wherever it leads
+                for path in self._named(index) - self._named(first / INDEX):
+                    self._remove(path)
+                self._remove(index)
         for directory in self.directories:
             for name in self._backend.names(directory):
                 path = directory / name

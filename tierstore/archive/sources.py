@@ -24,6 +24,7 @@ from tierstore.pack.validate import Header, read_header
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+PARTIAL = ".partial"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _DISTRIBUTED = ".metadata"
@@ -76,6 +77,7 @@ def open_source(path: Path) -> Source:
     """
     if not path.exists():
         raise StorageError(f"there is no {path}")
+    refuse_unfinished(path)
     if path.is_dir():
         return _directory(path)
     if path.suffix in TORCH_SUFFIXES:
@@ -171,6 +173,16 @@ def weight_files(path: Path) -> set[str]:
 
 def _config(directory: Path) -> Mapping[str, Any] | None:
     return _json(directory / CONFIG) if (directory / CONFIG).is_file() else None
+
+
+def refuse_unfinished(path: Path) -> None:
+    """Of a file that somebody writes, or that one who was killed has left.
+
+    Raises:
+        FormatError: it is such a file.
+    """
+    if path.name.endswith(PARTIAL):
+        raise FormatError(f"{path} is not finished; if nobody writes it now, write it again")
 
 
 def small_file(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
