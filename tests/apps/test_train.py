@@ -553,9 +553,30 @@ def test_a_full_disk_leaves_the_configuration_as_it_was(
     assert "config.json" in before
     monkeypatch.setattr(FakeEngine, "export", lambda self, directory: None)
     monkeypatch.setattr("transformers.PretrainedConfig.save_pretrained", fill)
-    with pytest.raises(StorageError, match=r"ENOSPC.*; the store holds the trained weights: make room"):
+    with pytest.raises(StorageError, match=r"ENOSPC.*; the weights are in .*, what belongs beside them is not$"):
         run(options(steps=1, export=tmp_path / "out", resume=Resume.AUTO))
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_what_a_kill_left_of_a_configuration_is_gone_after_the_next_export(
+    options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: Any, directory: Path) -> None:
+        (Path(directory) / "config.json").write_text("")
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    run(options(steps=1, export=out))
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "export", lambda self, directory: None)
+        patch.setattr("transformers.PretrainedConfig.save_pretrained", interrupt)
+        patch.setattr("shutil.rmtree", lambda path, ignore_errors: None)  # a kill removes nothing
+        with pytest.raises(KeyboardInterrupt):
+            run(options(steps=1, export=out, resume=Resume.AUTO))
+    assert {path.name for path in out.iterdir()} > before.keys()
+    run(options(steps=1, export=out, resume=Resume.AUTO))
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 @pytest.mark.parametrize(("free_bytes", "is_told"), [(100, True), (10**12, False)])

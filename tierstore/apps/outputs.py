@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from tierstore.apps.options import TrainOptions
 from tierstore.apps.output_files import COMPANIONS, check_outputs, check_writable, refuse_store
 from tierstore.config import format_size
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, StorageError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.files import why_not_writable
 from tierstore.store.commit import Manifests
+
+_UNFINISHED = ".config-unfinished"
 
 
 def check_paths(options: TrainOptions, *, writes: bool = True) -> None:
@@ -55,20 +56,32 @@ def holds_a_run(options: TrainOptions) -> bool:
     return bool(Manifests(options.nvme[0], Backend()).numbers())
 
 
-def export(engine: Any, configuration: Any, checkpoint: Path | None, directory: Path, *, writes: bool = True) -> None:
-    """Writes weights and configuration, and copies what else `checkpoint` has for generation and its tokenizer.
+def complete_export(configuration: Any, checkpoint: Path | None, directory: Path) -> None:
+    """Writes the configuration beside exported weights, and copies what else `checkpoint` has for generation and its
+    tokenizer.
 
-    All ranks call it; the one that `writes` does so.
+    Raises:
+        StorageError: the system refused; says that the weights are there.
     """
-    engine.export(directory)
-    if not writes:
-        return
-    with storage_errors("write", directory / "config.json"), TemporaryDirectory(dir=directory) as made:
+    try:
+        with storage_errors("write", directory / "config.json"):
+            _write_configuration(configuration, directory)
+        if checkpoint is not None:
+            copy_companions(checkpoint, directory)
+    except StorageError as error:
+        raise StorageError(f"{error}; the weights are in {directory}, what belongs beside them is not") from error
+
+
+def _write_configuration(configuration: Any, directory: Path) -> None:
+    made = directory / _UNFINISHED
+    shutil.rmtree(made, ignore_errors=True)  # of one that was killed
+    made.mkdir()
+    try:
         configuration.save_pretrained(made)
-        for path in Path(made).iterdir():  # whole, or as it was
+        for path in made.iterdir():  # whole, or as it was
             os.replace(path, directory / path.name)
-    if checkpoint is not None:
-        copy_companions(checkpoint, directory)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def little_room(directory: Path, nbytes: int) -> list[str]:

@@ -238,14 +238,14 @@ class _Run:
     def _export(self, directory: Path) -> None:
         options = self._options
         try:
-            outputs.export(
-                self._engine, self._parts.configuration, options.checkpoint, directory, writes=self._crew.leads
-            )
+            self._engine.export(directory)
         except StorageError as error:
             what = "the store holds the trained weights: make room, and repeat the command with --resume auto"
             if options.why_nothing_is_kept:
                 what = f"the trained weights are lost: {options.why_nothing_is_kept}"
             raise StorageError(f"{error}; {what}") from error
+        if self._crew.leads:
+            outputs.complete_export(self._parts.configuration, options.checkpoint, directory)
         self._reporter.say(f"exported to {directory}")
 
     def _step(self) -> Any:
