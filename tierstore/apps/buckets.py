@@ -101,11 +101,10 @@ def parse_layers(text: str) -> tuple[Layer, ...]:
 
 
 def simulate(options: SweepOptions) -> Outcome:
-    """Runs the timeline at every size, and writes the files that are asked for.
+    """Runs the timeline at every size.
 
     Raises:
-        ConfigError: a plot is asked for, and there is no matplotlib.
-        StorageError: a file cannot be written.
+        ConfigError: a file that is asked for could not be written, or a plot, for there is no matplotlib.
     """
     check_outputs(json=options.json, plot=options.plot)
     gradients = backward(options.layers, options.before_s)
@@ -128,12 +127,19 @@ def simulate(options: SweepOptions) -> Outcome:
     if options.plot is not None:
         caps = candidate_caps(sizes)
         curve = _rows(options, gradients, sorted({*caps[:: -(-len(caps) // _MOST_POINTS)], *asked, *sizes_worth}))
-    outcome = Outcome(rows, best, near, options.before_s + sum(layer.compute_s for layer in options.layers), curve)
+    return Outcome(rows, best, near, options.before_s + sum(layer.compute_s for layer in options.layers), curve)
+
+
+def save(options: SweepOptions, outcome: Outcome) -> None:
+    """Writes the files that are asked for.
+
+    Raises:
+        StorageError: one cannot be written.
+    """
     if options.json is not None:
         write_object(options.json, as_json(options, outcome), "--json")
     if options.plot is not None:
         draw(options, outcome, options.plot)
-    return outcome
 
 
 def _rows(options: SweepOptions, gradients: Sequence[Gradient], caps: Sequence[int]) -> tuple[SweepRow, ...]:

@@ -77,7 +77,7 @@ class Tried:
 
 
 def compare(options: CodecOptions, tell: Callable[[str, float], None] = lambda what, done: None) -> list[Tried]:
-    """Tries every codec on every kind and dtype, and writes the JSON that was asked for.
+    """Tries every codec on every kind and dtype.
 
     Raises:
         ConfigError, FormatError, StorageError: nothing to try, or files that cannot be read.
@@ -88,9 +88,17 @@ def compare(options: CodecOptions, tell: Callable[[str, float], None] = lambda w
     for number, sample in enumerate(samples):
         tell(f"{sample.kind.value} {sample.dtype}", number / len(samples))
         tried.append(_try(sample, options.conditions))
+    return tried
+
+
+def save(options: CodecOptions, tried: list[Tried]) -> None:
+    """Writes the JSON that is asked for.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     if options.json is not None:
         write_object(options.json, as_json(options, tried), "--json")
-    return tried
 
 
 def _try(sample: Sample, conditions: Conditions | None) -> Tried:

@@ -31,7 +31,7 @@ def codecs(
     """What each codec makes of your own weights and optimizer state: ratio, rates, and the disks on which it pays."""
     from rich.console import Console
 
-    from tierstore.apps.codecs import CodecOptions, as_table, compare, legend, sentences
+    from tierstore.apps.codecs import CodecOptions, as_table, compare, legend, save, sentences
     from tierstore.apps.probe_report import progress
 
     with told():
@@ -42,3 +42,4 @@ def codecs(
         console.print(as_table(options, tried))
         for sentence in (legend(options, tried), *sentences(tried)):
             show(console, sentence)
+        save(options, tried)

@@ -110,7 +110,7 @@ def unpack(
         with interruptible(_INTERRUPTED):
             options = UnpackOptions(destination, shard_size, memory)
             written, seconds = run_unpack(packs, options, console, timeout_s=timeout)
-        if json is not None:
-            write_object(json, {"files": [str(path) for path in written], "seconds": seconds}, "--json")
         for path in written:
             show(console, str(path))
+        if json is not None:
+            write_object(json, {"files": [str(path) for path in written], "seconds": seconds}, "--json")

@@ -115,7 +115,7 @@ def buckets(
     """Step time against the size of gradient buckets, on any interconnect, from the bucket timeline."""
     from rich.console import Console
 
-    from tierstore.apps.buckets import SweepOptions, as_table, parse_layers
+    from tierstore.apps.buckets import SweepOptions, as_table, parse_layers, save
     from tierstore.apps.buckets import simulate as run
     from tierstore.plan.cost_model import CostModel
 
@@ -126,4 +126,6 @@ def buckets(
             bucket=tuple(map(parse_size, bucket or ())), in_flight=in_flight,
             first_bucket=None if first_bucket is None else parse_size(first_bucket), plot=plot, json=json,
         )  # fmt: skip
-        Console().print(as_table(options, run(options)))
+        outcome = run(options)
+        Console().print(as_table(options, outcome))
+        save(options, outcome)

@@ -52,7 +52,8 @@ def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
     ]
     table: list[Row] = []
     for figure, what in (("bf16", "bf16 in and out"), ("fp32", "fp32")):
-        work, moved = f"Adam, {what}, {options.params / 2**20:g}M parameters", bytes_per_parameter(figure)
+        count = f"{options.params:,}" if options.params % 2**20 else f"{options.params >> 20}M"
+        work, moved = f"Adam, {what}, {count} parameters", bytes_per_parameter(figure)
         for name, result in results.items():
             if name != _MEMORY:
                 table.append(row_of(
