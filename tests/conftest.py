@@ -10,6 +10,7 @@ import asyncio
 import functools
 import gc
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,14 +133,19 @@ async def _other_tasks() -> list[str]:
 
 
 @pytest.fixture
-def disk_path(tmp_path: Path) -> Path:
-    """An empty directory on a filesystem that takes O_DIRECT, for tests that need it; skips elsewhere."""
-    try:
-        os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
-    except OSError:
-        pytest.skip(f"no O_DIRECT in {tmp_path}")
-    (tmp_path / "probe").unlink()
-    return tmp_path
+def disk_path() -> Iterator[Path]:
+    """An empty directory on a disk that takes O_DIRECT, for tests that need it; skips elsewhere.
+
+    Other temporary files may be in memory, where there is no page cache to pass by, and where nothing takes time.
+    """
+    with tempfile.TemporaryDirectory(prefix="tierstore-test-", dir="/var/tmp") as made:
+        path = Path(made)
+        try:
+            os.close(os.open(path / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+        except OSError:
+            pytest.skip(f"no O_DIRECT in {path}")
+        (path / "probe").unlink()
+        yield path
 
 
 @pytest.fixture(scope="module")
