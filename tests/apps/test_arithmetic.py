@@ -34,7 +34,7 @@ def test_a_slow_dtype_is_told_with_its_factor(dtype: Precision) -> None:
 
 
 def test_a_dtype_that_is_fast_enough_is_not() -> None:
-    assert slow_products_notes(Precision.BF16, "cpu", clock(*([1.9] * IN_A_ROW + [0.5] * IN_A_ROW) * 2)) == []
+    assert slow_products_notes(Precision.BF16, "cpu", clock(*([1.2] * IN_A_ROW + [0.5] * IN_A_ROW) * 2)) == []
 
 
 def test_products_that_others_disturb_are_timed_again() -> None:

@@ -25,9 +25,9 @@ from tierstore.train.access import DeviceAccess
 from tierstore.train.groups import Group, ModelGroups
 
 _Packed = tuple[Group | None, int, object, torch.Tensor]
-"""What autograd saved, some dozens of times per group and pass: the group whose storage it is a view of, the number of
-the step, the group's token, which counts by it how many there are, and the view, whatever the storage holds meanwhile.
-Of anything else: None, the version that it had, None, and the tensor."""
+"""What is kept of a saved tensor. Of a view of a group's storage: the group, the number of the step, the group's token,
+which counts by it how many there are, and the view, whatever the storage holds meanwhile. Of anything else: None, its
+version, None, and the tensor itself. A tuple and no class, for a group has a dozen of them in each pass."""
 
 
 class ModelHooks:
