@@ -498,11 +498,23 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "options are checked before gradients are applied", "train/engine.py Engine.backward",
-        "parts.stepper.check()", "train/test_out_of_turn.py",
+        "self._applied_with = parts.stepper.options()", "train/test_out_of_turn.py",
     ),
     Mutation(
-        "options are checked before a step is decided", "train/engine.py Engine.step", "parts.stepper.check()",
-        "train/test_out_of_turn.py",
+        "options are checked before a step is decided", "train/engine.py Engine.step",
+        "options = parts.stepper.options()", "train/test_out_of_turn.py", "options = self._applied_with",
+    ),
+    Mutation(
+        "what was applied with other options is refused", "train/engine.py Engine.step",
+        "parts.driver.refuse_late(late[0])", "train/test_late_options.py",
+    ),
+    Mutation(
+        "what was guessed with other options is redone", "train/engine.py Engine._apply", " and not is_late",
+        "train/test_late_options.py", "",
+    ),
+    Mutation(
+        "where options come late nothing is applied before", "train/rounds.py RoundDriver.begin",
+        " and not self._options_come_late", "train/test_late_options.py", "",
     ),
     never(
         "a gradient has its parameter's size", "train/cpu_adam.py CPUAdam._check",
@@ -541,16 +553,16 @@ MUTATIONS: Sequence[Mutation] = (
         ARCHIVE_CUT,
     ),
     Mutation(
-        "names before their index", "archive/publish.py Publication.commit",
+        "names before their index", "archive/publish.py Publication._commit",
         "self._backend.sync_directory(directory)", ARCHIVE_CUT,
     ),
     Mutation(
-        "the index before the end", "archive/publish.py Publication.commit", "self._backend.sync_directory(first)",
+        "the index before the end", "archive/publish.py Publication._commit", "self._backend.sync_directory(first)",
         ARCHIVE_CUT,
     ),
     Mutation(
-        "the name of a single file", "archive/publish.py Publication.commit",
-        "self._backend.sync_directory(self.single.parent)", ARCHIVE_CUT,
+        "the name of a single file", "archive/publish.py Publication._commit_one",
+        "self._backend.sync_directory(single.parent)", ARCHIVE_CUT,
     ),
     Mutation(
         "work that was given up stops", "io/backend.py Backend._noted", "self._refusal is not None",

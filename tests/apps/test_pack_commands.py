@@ -115,6 +115,12 @@ def test_a_file_that_was_not_finished_is_told_as_one(command: str, tmp_path: Pat
     assert f"{left.name} is not finished; if nobody writes it now" in " ".join(result.stderr.split())
 
 
+def test_a_directory_may_be_called_as_one(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    run("pack", tmp_path / "a", tmp_path / f"p{PARTIAL}", "--shards", 2, "--memory", "1TiB")
+    run("verify", tmp_path / f"p{PARTIAL}")
+
+
 def test_names_are_no_markup(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "a", {"[/x].0.w": ("U8", (5000,), bytes(5000))})
     pack = tmp_path / "q[" / "z].safetensors"

@@ -553,7 +553,7 @@ def test_a_full_disk_leaves_the_configuration_as_it_was(
     assert "config.json" in before
     monkeypatch.setattr(FakeEngine, "export", lambda self, directory: None)
     monkeypatch.setattr("transformers.PretrainedConfig.save_pretrained", fill)
-    with pytest.raises(StorageError, match=r"ENOSPC.*; the weights are in .*, what belongs beside them is not$"):
+    with pytest.raises(StorageError, match=r"ENOSPC.*; the trained weights are in .*, not all that belongs"):
         run(options(steps=1, export=tmp_path / "out", resume=Resume.AUTO))
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from faults import EIO, ENOSPC, Fault, FaultyBackend
 from tierstore.archive.opening import open_archive
 from tierstore.archive.packing import PackOptions, pack
 from tierstore.archive.reading import verify
-from tierstore.archive.sources import INDEX, open_source
+from tierstore.archive.sources import INDEX, SINGLE, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.errors import ConfigError, StorageError, TierstoreError
 
@@ -137,6 +138,50 @@ def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
         run(tmp_path / "b", (destination,), FaultyBackend(), shards=2, overwrite=True)
         assert sorted(path.name for path in destination.iterdir()) == whole, f"killed at call {at}"
     assert seen == {False, True}
+
+
+def test_a_single_file_over_shards_is_all_or_nothing_and_leaves_none_of_them(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a", blocks=1)
+    new = small_checkpoint(tmp_path / "b", blocks=2)
+    count = 0
+    for at in range(10**6):
+        folder = tmp_path / str(at)
+        run(tmp_path / "a", (folder,), FaultyBackend(), shards=2)
+        backend = KillingBackend(at=at)
+        with contextlib.suppress(Killed):
+            run(tmp_path / "b", (folder / SINGLE,), backend, overwrite=True)
+            count = len(backend.calls)
+        assert not verify(open_archive([folder]), MEMORY)
+        run(tmp_path / "b", (folder / SINGLE,), FaultyBackend(), overwrite=True)
+        assert [path.name for path in folder.iterdir()] == [SINGLE], f"killed at call {at}"
+        assert read_safetensors(folder / SINGLE) == new
+        if count:
+            break
+    assert count > 10
+
+
+def test_a_single_file_that_an_index_names_is_what_was_written(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a", blocks=1)
+    new = small_checkpoint(tmp_path / "b", blocks=2)
+    run(tmp_path / "a", (tmp_path / "p" / SINGLE,), FaultyBackend())
+    (tmp_path / "p" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(new, SINGLE)}))
+    run(tmp_path / "b", (tmp_path / "p" / SINGLE,), FaultyBackend(), overwrite=True)
+    assert [path.name for path in (tmp_path / "p").iterdir()] == [SINGLE]
+    assert read_safetensors(tmp_path / "p" / SINGLE) == new
+
+
+@pytest.mark.parametrize("index", [None, "not json"])
+def test_an_old_index_without_one_that_is_read_removes_nothing(index: str | None, tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a", blocks=1)
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "mine.safetensors").write_bytes(b"mine")
+    if index is not None:
+        (tmp_path / "p" / INDEX).write_text(index)
+    (tmp_path / "p" / f"old-{INDEX}.partial").write_text(json.dumps({"weight_map": {"a": "mine.safetensors"}}))
+    run(tmp_path / "a", (tmp_path / "p",), FaultyBackend(), shards=2, overwrite=index is not None)
+    names = [path.name for path in (tmp_path / "p").iterdir()]
+    assert len(names) == 4
+    assert "mine.safetensors" in names
 
 
 def test_an_unpacking_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -545,5 +545,9 @@ def test_what_is_unpacked_keeps_its_group_and_what_is_saved_does_not(tmp_path: P
         assert (group.saved_views(), group.is_viewed()) == (2, True)
         del unpacked
         assert not group.is_viewed()
+        hooks.step_ended()
+        with pytest.raises(GraphError, match="as they were before"):  # whose frames are kept with it
+            hooks._unpack(packed[1])
+        assert (group.saved_views(), group.is_viewed()) == (2, False)
         packed.clear()
         assert group.saved_views() == 0

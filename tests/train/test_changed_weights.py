@@ -38,6 +38,18 @@ def test_a_parameter_that_is_given_new_data_keeps_it_and_is_still_trained(tmp_pa
             assert torch.equal(parameter, after)
 
 
+def test_a_parameter_that_is_swapped_keeps_the_way_to_its_weights(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.step()
+        parameter = run.engine.model.get_parameter(NAME)
+        with run.engine.gathered([NAME], modify=True):
+            torch.utils.swap_tensors(parameter, nn.Parameter(torch.full_like(parameter, 0.5)))
+        assert run.engine.state_dict()[NAME].eq(0.5).all()
+        run.step()
+        with pytest.raises(GraphError, match=f"{re.escape(NAME)} was read while it is not on the device"):
+            parameter.sum()
+
+
 @pytest.mark.parametrize("how", ["gathered", "load_state_dict"])
 def test_a_change_is_committed_with_the_step_before_it(how: str, tmp_path: Path) -> None:
     with opened(Way(commit_every=5), tmp_path) as run:

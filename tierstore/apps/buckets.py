@@ -104,7 +104,7 @@ def simulate(options: SweepOptions) -> Outcome:
     """Runs the timeline at every size.
 
     Raises:
-        ConfigError: a file that is asked for could not be written, or a plot, for there is no matplotlib.
+        ConfigError: a file that is asked for cannot be written, or there is no matplotlib for the plot.
     """
     check_outputs(json=options.json, plot=options.plot)
     gradients = backward(options.layers, options.before_s)

@@ -7,20 +7,22 @@ Owner: nothing is kept between calls.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tierstore.apps.options import TrainOptions
 from tierstore.apps.output_files import COMPANIONS, check_outputs, check_writable, refuse_store
 from tierstore.config import format_size
-from tierstore.errors import ConfigError, StorageError
+from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.files import why_not_writable
 from tierstore.store.commit import Manifests
 
-_UNFINISHED = ".config-unfinished"
+_UNFINISHED = ".companions-unfinished"
 
 
 def check_paths(options: TrainOptions, *, writes: bool = True) -> None:
@@ -56,29 +58,28 @@ def holds_a_run(options: TrainOptions) -> bool:
     return bool(Manifests(options.nvme[0], Backend()).numbers())
 
 
-def complete_export(configuration: Any, checkpoint: Path | None, directory: Path) -> None:
-    """Writes the configuration beside exported weights, and copies what else `checkpoint` has for generation and its
-    tokenizer.
+def write_configuration(configuration: Any, directory: Path) -> None:
+    """Writes the configuration beside exported weights.
 
     Raises:
-        StorageError: the system refused; says that the weights are there.
+        StorageError: the system refused.
     """
-    try:
-        with storage_errors("write", directory / "config.json"):
-            _write_configuration(configuration, directory)
-        if checkpoint is not None:
-            copy_companions(checkpoint, directory)
-    except StorageError as error:
-        raise StorageError(f"{error}; the weights are in {directory}, what belongs beside them is not") from error
-
-
-def _write_configuration(configuration: Any, directory: Path) -> None:
-    made = directory / _UNFINISHED
-    shutil.rmtree(made, ignore_errors=True)  # of one that was killed
-    made.mkdir()
-    try:
+    with storage_errors("write", directory / "config.json"), _whole(directory) as made:
         configuration.save_pretrained(made)
-        for path in made.iterdir():  # whole, or as it was
+
+
+@contextlib.contextmanager
+def _whole(directory: Path) -> Iterator[Path]:
+    """A directory whose files come into this one when the block ends without an error, each whole or not at all."""
+    made = directory / _UNFINISHED
+    with storage_errors("making", made):
+        if made.is_symlink() or made.is_file():
+            made.unlink()
+        shutil.rmtree(made, ignore_errors=True)  # of one that was killed
+        made.mkdir()
+    try:
+        yield made
+        for path in made.iterdir():
             os.replace(path, directory / path.name)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -101,10 +102,10 @@ def copy_companions(source: Path, directory: Path) -> None:
     Raises:
         StorageError: the system refused.
     """
-    for name in COMPANIONS:
-        if (source / name).is_file() and not (directory / name).exists():
-            with storage_errors(f"copy to {directory}", source / name):
-                shutil.copyfile(source / name, directory / name)
+    missing = [name for name in COMPANIONS if (source / name).is_file() and not (directory / name).exists()]
+    for name in missing:
+        with storage_errors(f"copy to {directory}", source / name), _whole(directory) as made:
+            shutil.copyfile(source / name, made / name)
 
 
 def _check_directory(name: str, path: Path) -> None:

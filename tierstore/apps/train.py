@@ -236,16 +236,21 @@ class _Run:
             self._reporter.say(f"nothing to train: {done} is done already")
 
     def _export(self, directory: Path) -> None:
-        options = self._options
+        options, has_weights = self._options, False
         try:
             self._engine.export(directory)
+            has_weights = True
+            if self._crew.leads:
+                outputs.write_configuration(self._parts.configuration, directory)
+                if options.checkpoint is not None:
+                    outputs.copy_companions(options.checkpoint, directory)
         except StorageError as error:
             what = "the store holds the trained weights: make room, and repeat the command with --resume auto"
-            if options.why_nothing_is_kept:
+            if has_weights:
+                what = f"the trained weights are in {directory}, not all that belongs beside them is"
+            elif options.why_nothing_is_kept:
                 what = f"the trained weights are lost: {options.why_nothing_is_kept}"
             raise StorageError(f"{error}; {what}") from error
-        if self._crew.leads:
-            outputs.complete_export(self._parts.configuration, options.checkpoint, directory)
         self._reporter.say(f"exported to {directory}")
 
     def _step(self) -> Any:

@@ -4,11 +4,13 @@ Scope: temporary names, room on the disks, leftovers of a killed writer, renames
 Not here: what the files hold (`packing.py`, `unpacking.py`).
 Owner: a `Publication` holds a lock on each of its temporary files until it is closed.
 
-[Note: publication] Everything is written as `NAME.partial` and fsynced. One file is then renamed. Of several, the index
-is written as `INDEX.partial`, fsynced with its name, the files are renamed, the directories fsynced, and the index is
-renamed last: without it there is no checkpoint. One that replaces another is kept as `old-INDEX.partial` first, until
-the files that only it names are removed. A killed writer leaves `.partial` files, which carry no lock any more, and
-perhaps files that one of these two names and `INDEX` does not: the next writer into the directory removes all of them.
+[Note: publication] Everything is written as `NAME.partial` and fsynced. One file is then renamed. Of several, the
+index is written as `INDEX.partial`, fsynced with its name, the files are renamed, the directories fsynced, and the
+index is renamed last: without it there is no checkpoint. An index that is replaced is kept as `old-INDEX.partial`
+until the files that it alone names are removed; beside a single file, which is read first, it is removed after them. A
+killed writer leaves `.partial` files, which carry no lock any more, and perhaps files that `INDEX` does not name, but
+`INDEX.partial` does or, beside an `INDEX`, `old-INDEX.partial`. The next writer of a whole checkpoint into the
+directory removes them. Leftovers are looked for, and files renamed, by one writer at a time.
 Names of files of a pack hold the identity of their content, so files of two packs never meet. Nothing else is ever
 removed or written over but, with `overwrite`, the checkpoint in the first directory: one that stands in another
 directory is refused.
@@ -22,7 +24,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tierstore.archive.sources import INDEX, PARTIAL, SINGLE, small_file, weight_files
@@ -72,7 +74,8 @@ class Publication(contextlib.ExitStack):
             self._refuse_existing()
         for directory in self.directories:
             self._make_directory(directory)
-        self._clear_leftovers()
+        with self._turn():
+            self._clear_leftovers()
         with self._backend.calling("room on the disk", self.directories[0]):
             check_room(dict(zip(self.temporaries, sizes)))
         for path, size in zip(self.temporaries, sizes):
@@ -91,12 +94,19 @@ class Publication(contextlib.ExitStack):
         Returns:
             The files.
         """
-        if self.single is not None:
-            self._backend.replace(self.temporaries[0], self.single)
-            self._backend.sync_directory(self.single.parent)
-            if self.single.name == SINGLE:
-                self._remove_indexed(self.single.parent / INDEX)
-            return [self.single]
+        with self._turn():
+            return self._commit(names, index) if self.single is None else self._commit_one(self.single)
+
+    def _commit_one(self, single: Path) -> list[Path]:
+        self._backend.replace(self.temporaries[0], single)
+        self._backend.sync_directory(single.parent)
+        if single.name == SINGLE:
+            index = single.parent / INDEX
+            for path in [*(self._named(index) - {single}), index]:
+                self._remove(path)
+        return [single]
+
+    def _commit(self, names: Sequence[str], index: bytes) -> list[Path]:
         first = self.directories[0]
         old, old_index = self._named(first / INDEX), first / _OLD_INDEX
         finals = [self._directory(number) / name for number, name in enumerate(names)]
@@ -152,13 +162,15 @@ class Publication(contextlib.ExitStack):
     def _clear_leftovers(self) -> None:
         """See [Note: publication]."""
         first = self.directories[0]
-        if self.single is not None:
+        if self.single is not None and self.single.name != SINGLE:
             return
-        for index in (_partial(first / INDEX), first / _OLD_INDEX):
-            if os.path.lexists(index):  # a link is one, wherever it leads
-                for path in self._named(index) - self._named(first / INDEX):
-                    self._remove(path)
-                self._remove(index)
+        current = self._named(first / INDEX)
+        unpublished = self._named(_partial(first / INDEX))
+        replaced = self._named(first / _OLD_INDEX) - {first / SINGLE} if current else set()
+        for index, named in ((_partial(first / INDEX), unpublished), (first / _OLD_INDEX, replaced)):
+            for path in named - current:
+                self._remove(path)
+            self._remove(index)  # a link is one, wherever it leads
         for directory in self.directories:
             for name in self._backend.names(directory):
                 path = directory / name
@@ -175,16 +187,25 @@ class Publication(contextlib.ExitStack):
         ours = {directory / name for directory in self.directories for name in names if _OF_A_PACK.fullmatch(name)}
         return ours | {index.parent / name for name in names}
 
-    def _remove_indexed(self, index: Path) -> None:
-        for path in [index, *self._named(index)] if index.exists() else []:
-            self._remove(path)
-
     def _lock(self, path: Path) -> None:
         with self._backend.calling("lock", path):
             descriptor = _lock(path)
         if descriptor is None:
             raise ConfigError(f"another process writes {path}; wait for it, or give another destination")
         self.callback(os.close, descriptor)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One writer into the first directory at a time. Blocks: until the one before has renamed its files."""
+        first = self.directories[0]
+        with self._backend.calling("lock", first):
+            descriptor = os.open(first, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):  # of a file system that locks no directories
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def _is_abandoned(self, path: Path) -> bool:
         with self._backend.calling("lock", path):

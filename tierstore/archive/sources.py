@@ -176,12 +176,12 @@ def _config(directory: Path) -> Mapping[str, Any] | None:
 
 
 def refuse_unfinished(path: Path) -> None:
-    """Of a file that somebody writes, or that one who was killed has left.
+    """Refuse a file that somebody is writing, or did not finish.
 
     Raises:
-        FormatError: it is such a file.
+        FormatError: it is one, by its name.
     """
-    if path.name.endswith(PARTIAL):
+    if path.name.endswith(PARTIAL) and path.is_file():
         raise FormatError(f"{path} is not finished; if nobody writes it now, write it again")
 
 

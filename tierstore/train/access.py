@@ -98,6 +98,7 @@ class DeviceAccess:
         self.gate = Gate(self)
         for group in groups:
             guard(group, self.gate)
+            hide(group)
 
     # --- passes -------------------------------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ def assemble(
         _move_buffers(model, device)  # not before: a source of weights fills those that the model had
         in_memory = all(partition.exchange("what updates need", store.placement.updates_in_memory))
         schedule = settled(options.schedule, device.kind, in_memory=in_memory) if options.is_auto else options.schedule
-        driver = RoundDriver(schedule, store, runtime, guesses_unasked=options.is_auto)
+        driver = RoundDriver(schedule, store, runtime, is_unasked=options.is_auto)
         return _hook_up(
             model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, partition, generation,
             not_on_gpu,

@@ -154,11 +154,12 @@ class GradientCollector:
             is_streaming: a group may be updated as soon as it is complete.
         """
         for frozen in (group for group in self._groups if not group.spec.trainable):
-            if any(parameter.requires_grad for parameter in frozen.parameters):
-                raise GraphError(
-                    f"a parameter of {frozen.spec.name} was frozen when the engine was made, and needs a gradient now; "
-                    "build the model with that, and make another engine"
-                )
+            for spec, parameter in zip(frozen.spec.parameters, frozen.parameters):
+                if parameter.requires_grad:
+                    raise GraphError(
+                        f"parameter {spec.name} was frozen when the engine was made, and needs a gradient now; what is "
+                        "to be trained later needs one then: freeze it by requires_grad_(False) when the engine is made"
+                    )
         self._is_collecting = True
         self._handover.store = store
         self.is_final = is_final

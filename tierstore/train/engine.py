@@ -116,6 +116,7 @@ class Engine:
         self._is_closed = False
         self._blocks = 0  # of gathered() that have begun and not ended
         self._zeroed = 0  # how often the gradients of this step were forgotten
+        self._applied_with: dict[str, object] = {}  # options of the optimizer, in the last backward
         self._modified: Counter[int] = Counter()  # groups that those with modify=True hold
         tiers = with_rates(tiers)
         scheduler: Any = None
@@ -203,7 +204,7 @@ class Engine:
         if not parts.driver.has_begun:
             raise ConfigError("backward() needs a forward through the engine before it, in the same step")
         check_loss(loss)
-        parts.stepper.check()  # gradients may be applied as they arrive
+        self._applied_with = parts.stepper.options()  # gradients may be applied as they arrive
         parts.driver.backward_begins()
         is_streaming = parts.driver.is_streaming
         scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
@@ -291,14 +292,18 @@ class Engine:
         Returns:
             What the step did; it is on its way to disk, `flush` waits for it.
         Raises:
+            ConfigError: a learning rate or its kin was set after backward had applied gradients with what it was.
             TierstoreError: also failures of work that earlier steps left running; the last generation is untouched.
         """
         parts = self._whole_parts()
         if not (parts.driver.has_begun and self._order.has_backward):
             raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
-        parts.stepper.check()
+        options = parts.stepper.options()
+        late = [name for name, value in options.items() if value != self._applied_with[name]]
+        if late and self._order.has_final_backward:
+            parts.driver.refuse_late(late[0])
         with self._order.unbroken():
-            report = self._finish_step()
+            report = self._finish_step(options, is_late=bool(late))
         for callback in self._callbacks:
             callback(report)
         self._generations.commit(parts.driver.last_round)
@@ -307,11 +312,11 @@ class Engine:
         parts.access.prefetch_start()
         return report
 
-    def _finish_step(self) -> StepReport:
+    def _finish_step(self, options: dict[str, object], *, is_late: bool) -> StepReport:
         """What is done together or not at all: the updates of a step, the scheduler, the count."""
         parts = self._parts
         with self._meters.phase("update"):
-            norm, is_finite = self._apply()
+            norm, is_finite = self._apply(options, is_late=is_late)
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         # What a scheduler looks for, also one that others step: the step went past optimizer.step().
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -329,8 +334,12 @@ class Engine:
         self._loss_scale.update(is_finite)
         return report
 
-    def _apply(self) -> tuple[float | None, bool]:
-        """Decide the updates of the step. Returns the norm, and whether it was finite."""
+    def _apply(self, options: dict[str, object], *, is_late: bool) -> tuple[float | None, bool]:
+        """Decide the updates of the step. Returns the norm, and whether it was finite.
+
+        Args:
+            options: of the optimizer, which `is_late` says were others in backward.
+        """
         parts = self._parts
         self._generations.forget()  # from here on the store goes on from what waits to be committed
         self._order.has_backward = self._order.has_final_backward = False
@@ -338,7 +347,7 @@ class Engine:
         touched = set(parts.collector.touched)
         partials = parts.runtime.call(self._generations.gradients.take_partials)
         specs = [group.spec for group in parts.groups.groups]
-        options = parts.stepper.options() | {"the number of zero_grad() in this step": self._zeroed}
+        options = options | {"the number of zero_grad() in this step": self._zeroed}
         self._zeroed = 0
         square_sum, depth = parts.partition.square_sum(specs, partials, parts.depth.wanted, options)
         parts.depth.agree(depth)
@@ -348,7 +357,7 @@ class Engine:
         now = arrived
         if parts.driver.schedule is UpdateSchedule.DELAYED:
             now = self._generations.turn_over(arrived)
-        self._decide(now, is_plain=clip == 1.0 and is_finite)
+        self._decide(now, is_plain=clip == 1.0 and is_finite and not is_late)
         parts.collector.forget()
         return (norm if touched else None), is_finite
 

@@ -56,11 +56,10 @@ class Gate:
 
 
 def guard(group: Group, gate: Gate) -> None:
-    """For good: whoever reads a parameter of this group while it is hidden is sent to the gate. It is hidden now."""
+    """Whoever reads a parameter of this group while it is hidden is sent to the gate, from now on. Twice is fine."""
     group.hidden_classes = [_offloaded(kind) for kind in group.classes]
     for parameter in group.parameters:
         parameter._tierstore_access = (gate, group.index)  # type: ignore[attr-defined]
-    hide(group)
 
 
 def hide(group: Group) -> None:

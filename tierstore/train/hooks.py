@@ -120,7 +120,7 @@ class ModelHooks:
         return group, self._step, group.token, tensor.detach()
 
     def _unpack(self, packed: _Packed) -> torch.Tensor:
-        group, moment, _, same = packed
+        group, moment, same = packed[0], packed[1], packed[3]  # not the token: who holds that would be counted, too
         if group is None:
             if same._version != moment:
                 raise GraphError(

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tierstore.config import UpdateSchedule
 from tierstore.device.streams import Mark, Reached
-from tierstore.errors import ClosedError
+from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.runtime import Runtime
 from tierstore.store.rounds import ParameterUpdate, Round
 from tierstore.store.training import TrainingStore
@@ -59,15 +59,17 @@ class RoundDriver:
     """The round of the step in progress.
 
     Args:
-        guesses_unasked: nobody asked for speculation, which then keeps to steps that nobody can interrupt: it would
-            refuse calls between backward and step().
+        is_unasked: nobody asked for the schedule. Then speculation keeps to steps that nobody can interrupt, for it
+            would refuse calls between backward and step(); and a loop that sets learning rates there shall go on.
     """
 
     def __init__(
-        self, schedule: UpdateSchedule, store: TrainingStore, runtime: Runtime, *, guesses_unasked: bool = False
+        self, schedule: UpdateSchedule, store: TrainingStore, runtime: Runtime, *, is_unasked: bool = False
     ) -> None:
         self._schedule = schedule
-        self._guesses_unasked = guesses_unasked and schedule is UpdateSchedule.SPECULATIVE
+        self._is_unasked = is_unasked
+        self._guesses_unasked = is_unasked and schedule is UpdateSchedule.SPECULATIVE
+        self._options_come_late = False
         self._is_whole_step = False
         self.schedule = UpdateSchedule.FORWARD if self._guesses_unasked else schedule
         """The one in force: of the round in progress, else of the last one."""
@@ -136,7 +138,7 @@ class RoundDriver:
         trainable = [i for i, group in enumerate(self._store.groups) if group.trainable]
         need = [*completed, *reversed(trainable)] if from_device else [*visits, *trainable]
         wanted = [group for group in dict.fromkeys(need) if group in trainable]
-        self.is_streaming = from_device and knows_graph
+        self.is_streaming = from_device and knows_graph and not self._options_come_late
         round_ = Round(
             wanted,
             self._store.gradients[self.gradient_set],
@@ -167,6 +169,21 @@ class RoundDriver:
             round_.is_void = True
             round_.allow_through()
             self._store.updates.decide(round_, {})
+
+    def refuse_late(self, option: str) -> None:
+        """An option of the optimizer was set between the last backward and `step()`.
+
+        A speculation is redone. A schedule that nobody asked for applies nothing before `step()` from now on.
+
+        Raises:
+            ConfigError: gradients were applied with what it was, for good.
+        """
+        if self.is_streaming and not self.is_speculating:
+            raise ConfigError(
+                f"{option} was set after backward() had applied gradients with what it was before: set it before "
+                "backward(), or give update='forward'"
+            )
+        self._options_come_late = self._is_unasked
 
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[], None] | None:
         """What the loop does when the gradient of this group is with the store; None: nothing, until `decide`."""

@@ -30,6 +30,7 @@ from tierstore.train.assembly import Assembly
 from tierstore.train.checkpoints import TensorOut, write_checkpoint
 from tierstore.train.filling import Piece, fill
 from tierstore.train.groups import Group
+from tierstore.train.guard import guard
 
 
 def masters(
@@ -198,6 +199,7 @@ def _undo_changes(parts: Assembly, index: int) -> None:
     group = parts.groups.groups[index]
     is_changed = any(group.changed())
     group.take_back()
+    guard(group, parts.access.gate)
     if is_changed and not parts.partition.is_shared:  # the other ranks, which have a part of it, may know of no change
         _reload(parts, index)
     group.accept_changes()
@@ -235,7 +237,10 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
                 start += len(master)
 
     changed = [parts.groups.groups[index] for index in groups]
-    if wrong := [sentence for group in changed for sentence in group.take_back()]:
+    wrong = [sentence for group in changed for sentence in group.take_back()]
+    for group in changed:
+        guard(group, parts.access.gate)  # `torch.utils.swap_tensors` has taken that away
+    if wrong:
         raise ConfigError(wrong[0])
     parts.driver.can_redo = False
     for group in changed:
