@@ -509,7 +509,7 @@ MUTATIONS: Sequence[Mutation] = (
         "parts.driver.refuse_late(late[0])", "train/test_late_options.py",
     ),
     Mutation(
-        "what was guessed with other options is redone", "train/engine.py Engine._apply", " and not is_late",
+        "what was guessed with other options is redone", "train/engine.py Engine._apply", " and not late",
         "train/test_late_options.py", "",
     ),
     Mutation(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from tierstore.archive.packing import PackOptions, pack
 from tierstore.archive.reading import verify
 from tierstore.archive.sources import INDEX, SINGLE, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
-from tierstore.errors import ConfigError, StorageError, TierstoreError
+from tierstore.errors import ClosedError, ConfigError, StorageError, TierstoreError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 MEMORY = 2**40
@@ -194,6 +196,47 @@ def test_an_unpacking_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_what_another_has_made_meanwhile_is_not_replaced_unasked(tmp_path: Path) -> None:
+    """Its name was free when the first began, and it had other shards."""
+    old = small_checkpoint(tmp_path / "a", blocks=1)
+    small_checkpoint(tmp_path / "b", blocks=2)
+
+    class Late(FaultyBackend):
+        def _call_fdatasync(self, descriptor: int, path: Path) -> None:
+            if not (tmp_path / "p" / INDEX).exists():
+                run(tmp_path / "a", (tmp_path / "p",), FaultyBackend(), shards=3)
+            super()._call_fdatasync(descriptor, path)
+
+    with pytest.raises(ConfigError, match="is there already"):
+        run(tmp_path / "b", (tmp_path / "p",), Late(), shards=2)
+    files = open_archive([tmp_path / "p"])
+    assert not verify(files, MEMORY)
+    assert read_safetensors(*(file.path for file in files)) == old
+    assert len(list((tmp_path / "p").iterdir())) == 4
+
+
+def test_who_waits_for_another_writer_can_be_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_checkpoint(tmp_path / "a", blocks=1)
+    (tmp_path / "p").mkdir()
+    descriptor = os.open(tmp_path / "p", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    backend, naps = FaultyBackend(), []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            backend.refuse("the person left")
+
+    monkeypatch.setattr("tierstore.archive.publish.time.sleep", nap)
+    with pytest.raises(ClosedError, match="the person left"):
+        run(tmp_path / "a", (tmp_path / "p",), backend)
+    monkeypatch.setattr("tierstore.archive.publish._TURN_S", -1.0)
+    with pytest.raises(ConfigError, match="another process writes to"):
+        run(tmp_path / "a", (tmp_path / "p",), FaultyBackend())
+    os.close(descriptor)
+    run(tmp_path / "a", (tmp_path / "p",), FaultyBackend())
+
+
 def test_another_pack_that_runs_is_left_alone(tmp_path: Path) -> None:
     source = tmp_path / "a"
     small_checkpoint(source, blocks=1)
@@ -205,7 +248,7 @@ def test_another_pack_that_runs_is_left_alone(tmp_path: Path) -> None:
             goes_on.wait(30)
             super()._call_fdatasync(descriptor, path)
 
-    one = threading.Thread(target=run, args=(source, (tmp_path / "p",), Waiting()), kwargs={"shards": 2})
+    one = threading.Thread(target=run, args=(source, (tmp_path / "p",), Waiting()), kwargs={"shards": 2, "overwrite": True})
     one.start()
     begun.wait(30)
     with pytest.raises(ConfigError, match="another process writes"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import disk, next_token_loss, tiny, tokens
 
-from tierstore.config import AdamWConfig
+from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.train.engine import Engine
 
@@ -29,12 +29,13 @@ def late(step: int) -> float:
 
 
 def losses_of(
-    path: Path, rate: Callable[[int], float], first: int = 0, last: int = STEPS, **options: Any
-) -> tuple[list[float], list[Any]]:
+    path: Path, rate: Callable[[int], float], first: int = 0, last: int = STEPS, tiers: TierConfig | None = None,
+    **options: Any,
+) -> tuple[list[float], list[Any]]:  # fmt: skip
     """Losses and reported learning rates; the rate of a step is set after its backward."""
     losses, reported = [], []
     resume = "must" if first else "never"
-    with Engine(tiny(), disk(path), AdamWConfig(lr=1e-3), resume=resume, **options) as engine:
+    with Engine(tiny(), tiers or disk(path), AdamWConfig(lr=1e-3), resume=resume, **options) as engine:
         for step, batch in list(enumerate(tokens(last)))[first:]:
             loss = next_token_loss(engine, batch)
             engine.backward(loss)
@@ -57,6 +58,13 @@ def test_what_nobody_asked_for_waits_for_step(tmp_path: Path) -> None:
     assert losses_of(tmp_path / "auto", warm_up) == expected
     parts = [losses_of(tmp_path / "cut", warm_up, *steps) for steps in ((0, 4), (4, STEPS))]
     assert [a + b for a, b in zip(*parts)] == list(expected)
+
+
+@pytest.mark.parametrize("update", ["backward", "auto"])
+def test_what_the_gpu_updates_has_waited_anyway(update: str, tmp_path: Path) -> None:
+    tiers = TierConfig(gpu_memory="64MiB", cpu_memory="8MiB", state_on_gpu=True, timeout_s=20.0)
+    expected = losses_of(tmp_path, late, update="forward")
+    assert losses_of(tmp_path, late, update=update, tiers=tiers) == expected
 
 
 @pytest.mark.parametrize("update", ["backward", "auto"])

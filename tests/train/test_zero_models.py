@@ -245,6 +245,8 @@ def test_an_error_at_one_rank_reaches_all(what: str, told: str, own: str, tmp_pa
     ("what", "said"),
     [
         ("rate", "ConfigError: lr of parameter_groups[0] is 0.5 at rank 1 and 0.001 at rank 0"),
+        ("rate after backward", "ConfigError: lr of parameter_groups[0] is 0.5 at rank 1 and 0.001 at rank 0"),
+        ("all rates", "ConfigError: lr of parameter_groups[0] was set after backward() had applied"),
         ("rate of replicas", "ConfigError: lr of parameter_groups[0] is 0.5 at rank 1 and 0.001 at rank 0"),
         ("forgets", "ConfigError: the number of zero_grad() in this step is 1 at rank 1 and 0 at rank 0"),
         ("gradient", "GraphError: rank 0 is at the gradient of enter.weight and rank 1 at the gradient norm"),

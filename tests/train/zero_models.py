@@ -456,6 +456,8 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
         options["commit_every"] = 3
     elif what == "schedule" and is_odd:
         options["update"] = "step"
+    elif what in ("rate after backward", "all rates"):
+        options["update"] = "backward"
     elif what == "no store" and is_odd:
         nvme = []
     elif what == "stage" and is_odd:
@@ -509,7 +511,7 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
 def _be_odd(engine: Engine, what: str, *, is_odd: bool) -> None:
     """Between backward and step something is not as at the others."""
     names = ["enter.weight", "head.weight"]
-    if what.startswith("rate") and is_odd:
+    if what == "all rates" or (what.startswith("rate") and is_odd):
         engine.optimizer.param_groups[0]["lr"] = 0.5
     elif what == "gradients":
         for name in reversed(names) if is_odd else names:

@@ -23,6 +23,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from tierstore.errors import ConfigError, StorageError, StorageFull, TierstoreEr
 from tierstore.io.backend import Backend, storage_errors
 
 _OLD_INDEX = f"old-{INDEX}{PARTIAL}"
+_TURN_S, _POLL_S = 60.0, 0.02
 _OF_A_PACK = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 _LEFTOVER = re.compile(rf"(model-\d{{5}}-of-\d{{5}}\.safetensors|{re.escape(SINGLE)}){re.escape(PARTIAL)}")
 
@@ -70,11 +72,11 @@ class Publication(contextlib.ExitStack):
             ConfigError: the destination is there already, or another process writes it.
             StorageFull: a disk is too small; nothing was written.
         """
-        with self._backend.calling("inspection", self.directories[0]):
-            self._refuse_existing()
+        self._refuse_existing()
         for directory in self.directories:
             self._make_directory(directory)
         with self._turn():
+            self._refuse_existing()  # what the one before has made
             self._clear_leftovers()
         with self._backend.calling("room on the disk", self.directories[0]):
             check_room(dict(zip(self.temporaries, sizes)))
@@ -95,6 +97,7 @@ class Publication(contextlib.ExitStack):
             The files.
         """
         with self._turn():
+            self._refuse_existing()
             return self._commit(names, index) if self.single is None else self._commit_one(self.single)
 
     def _commit_one(self, single: Path) -> list[Path]:
@@ -135,6 +138,10 @@ class Publication(contextlib.ExitStack):
         return finals
 
     def _refuse_existing(self) -> None:
+        with self._backend.calling("inspection", self.directories[0]):
+            self._look_for_others()
+
+    def _look_for_others(self) -> None:
         first, *others = self.directories
         # A directory holds one checkpoint; files of other names may stand beside it.
         is_apart = self.single is not None and self.single.name != SINGLE
@@ -196,16 +203,34 @@ class Publication(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """One writer into the first directory at a time. Blocks: until the one before has renamed its files."""
-        first = self.directories[0]
+        """One writer into the first directory at a time; who exports into it, too (`train/checkpoints.py`).
+
+        Blocks: until the one before has renamed its files, for a minute at most.
+
+        Raises:
+            ConfigError: it takes longer.
+        """
+        first, until_s = self.directories[0], time.monotonic() + _TURN_S
         with self._backend.calling("lock", first):
             descriptor = os.open(first, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with contextlib.suppress(OSError):  # of a file system that locks no directories
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            while not self._has_lock(first, descriptor):
+                if time.monotonic() > until_s:
+                    raise ConfigError(f"another process writes to {first}; wait for it, or give another destination")
+                time.sleep(_POLL_S)
             yield
         finally:
             os.close(descriptor)
+
+    def _has_lock(self, path: Path, descriptor: int) -> bool:
+        with self._backend.calling("lock", path):  # each time: who is given up stops here
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:  # of a file system that locks no directories
+                return True
+        return True
 
     def _is_abandoned(self, path: Path) -> bool:
         with self._backend.calling("lock", path):

@@ -300,10 +300,10 @@ class Engine:
             raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
         options = parts.stepper.options()
         late = [name for name, value in options.items() if value != self._applied_with[name]]
-        if late and self._order.has_final_backward:
+        if late and not parts.partition.is_shared:  # else when all ranks know; here the step can go on
             parts.driver.refuse_late(late[0])
         with self._order.unbroken():
-            report = self._finish_step(options, is_late=bool(late))
+            report = self._finish_step(options, late)
         for callback in self._callbacks:
             callback(report)
         self._generations.commit(parts.driver.last_round)
@@ -312,11 +312,11 @@ class Engine:
         parts.access.prefetch_start()
         return report
 
-    def _finish_step(self, options: dict[str, object], *, is_late: bool) -> StepReport:
+    def _finish_step(self, options: dict[str, object], late: list[str]) -> StepReport:
         """What is done together or not at all: the updates of a step, the scheduler, the count."""
         parts = self._parts
         with self._meters.phase("update"):
-            norm, is_finite = self._apply(options, is_late=is_late)
+            norm, is_finite = self._apply(options, late)
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         # What a scheduler looks for, also one that others step: the step went past optimizer.step().
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -334,11 +334,12 @@ class Engine:
         self._loss_scale.update(is_finite)
         return report
 
-    def _apply(self, options: dict[str, object], *, is_late: bool) -> tuple[float | None, bool]:
+    def _apply(self, options: dict[str, object], late: list[str]) -> tuple[float | None, bool]:
         """Decide the updates of the step. Returns the norm, and whether it was finite.
 
         Args:
-            options: of the optimizer, which `is_late` says were others in backward.
+            options: of the optimizer.
+            late: those that were others in backward.
         """
         parts = self._parts
         self._generations.forget()  # from here on the store goes on from what waits to be committed
@@ -347,9 +348,14 @@ class Engine:
         touched = set(parts.collector.touched)
         partials = parts.runtime.call(self._generations.gradients.take_partials)
         specs = [group.spec for group in parts.groups.groups]
-        options = options | {"the number of zero_grad() in this step": self._zeroed}
+        options = options | {
+            "the number of zero_grad() in this step": self._zeroed,
+            "what was set between backward() and step()": late,
+        }
         self._zeroed = 0
         square_sum, depth = parts.partition.square_sum(specs, partials, parts.depth.wanted, options)
+        if late:
+            parts.driver.refuse_late(late[0])
         parts.depth.agree(depth)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
         is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
@@ -357,7 +363,7 @@ class Engine:
         now = arrived
         if parts.driver.schedule is UpdateSchedule.DELAYED:
             now = self._generations.turn_over(arrived)
-        self._decide(now, is_plain=clip == 1.0 and is_finite and not is_late)
+        self._decide(now, is_plain=clip == 1.0 and is_finite and not late)
         parts.collector.forget()
         return (norm if touched else None), is_finite
 

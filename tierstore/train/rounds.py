@@ -70,6 +70,7 @@ class RoundDriver:
         self._is_unasked = is_unasked
         self._guesses_unasked = is_unasked and schedule is UpdateSchedule.SPECULATIVE
         self._options_come_late = False
+        self._has_decided = False
         self._is_whole_step = False
         self.schedule = UpdateSchedule.FORWARD if self._guesses_unasked else schedule
         """The one in force: of the round in progress, else of the last one."""
@@ -138,6 +139,7 @@ class RoundDriver:
         trainable = [i for i, group in enumerate(self._store.groups) if group.trainable]
         need = [*completed, *reversed(trainable)] if from_device else [*visits, *trainable]
         wanted = [group for group in dict.fromkeys(need) if group in trainable]
+        self._has_decided = False
         self.is_streaming = from_device and knows_graph and not self._options_come_late
         round_ = Round(
             wanted,
@@ -178,10 +180,10 @@ class RoundDriver:
         Raises:
             ConfigError: gradients were applied with what it was, for good.
         """
-        if self.is_streaming and not self.is_speculating:
+        if self._has_decided and not self.is_speculating:
             raise ConfigError(
-                f"{option} was set after backward() had applied gradients with what it was before: set it before "
-                "backward(), or give update='forward'"
+                f"{option} was set after backward() had applied gradients with what it was before: set it back, and "
+                "from the next step on before backward(), or give update='forward'"
             )
         self._options_come_late = self._is_unasked
 
@@ -190,6 +192,7 @@ class RoundDriver:
         round_ = self._round
         if round_ is None or group in self._store.on_gpu:
             return None
+        self._has_decided = True
         return lambda: self._store.updates.decide_group(round_, group, updates)
 
     def backward_begins(self) -> None:
