@@ -248,7 +248,8 @@ def test_another_pack_that_runs_is_left_alone(tmp_path: Path) -> None:
             goes_on.wait(30)
             super()._call_fdatasync(descriptor, path)
 
-    one = threading.Thread(target=run, args=(source, (tmp_path / "p",), Waiting()), kwargs={"shards": 2, "overwrite": True})
+    options = {"shards": 2, "overwrite": True}
+    one = threading.Thread(target=run, args=(source, (tmp_path / "p",), Waiting()), kwargs=options)
     one.start()
     begun.wait(30)
     with pytest.raises(ConfigError, match="another process writes"):
