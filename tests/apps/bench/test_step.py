@@ -218,7 +218,9 @@ def test_our_own_steps_are_measured_and_predicted(tmp_path: Path) -> None:
     own = Result(Contestant("own", (), False), ready["ready"], [Answer(answers[-1]["seconds"], figures, 1)])
     options = TrainOptions(**step_worker.options_of_object(train, "test"))
     record = forecasts.computing(own, own, options, MACHINE)
-    assert record.forward_s + record.backward_s == pytest.approx(figures["computing_s"])
+    # Beside an update nothing takes less than alone: if steps of the trial did, the record is of their minute.
+    least_s = min(figures["computing_s"], figures["trial_computing_s"])
+    assert 0.95 * least_s < record.forward_s + record.backward_s < 1.001 * figures["computing_s"]
     assert forecasts.by_tune(record, options, MACHINE, 1) > figures["computing_s"] / 2
     # 6 flop a parameter and token, of 0.13M parameters and 16 tokens.
     assert (forecasts.by_plan(options, MACHINE) or 0) > 0.01
