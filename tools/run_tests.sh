@@ -29,8 +29,8 @@ if [ ${#failed[@]} -gt 0 ]; then say "failed so far: ${failed[*]}"; fi
 
 wait "$compiling" || true  # what does not compile fails in the tests
 status=0
-# What tests write, 3 GB at most, goes to memory where there is plenty: all take an eighth less. The package itself checks
-# what O_DIRECT asks for, and what a real disk must show is tested on one (`disk_path`). With TMPDIR=/tmp all is there.
+# What tests write, 3 GB at most, goes to memory where there is plenty: all take an eighth less. The package itself
+# checks what O_DIRECT asks for, and what a real disk must show is tested on one (`disk_path`). TMPDIR=/tmp: all is.
 room=$(df --output=avail -BG /dev/shm 2>/dev/null | tail -1 | tr -dc 0-9)
 if [ -z "${TMPDIR:-}" ] && [ "${room:-0}" -ge 8 ]; then
   TMPDIR=$(mktemp -d /dev/shm/tierstore-tests.XXXXXX)

@@ -19,7 +19,7 @@ from tierstore.apps.output_files import COMPANIONS, check_outputs, check_writabl
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_errors
-from tierstore.io.files import why_not_writable
+from tierstore.io.files import make_anew, why_not_writable
 from tierstore.store.commit import Manifests
 
 _UNFINISHED = ".companions-unfinished"
@@ -72,11 +72,7 @@ def write_configuration(configuration: Any, directory: Path) -> None:
 def _whole(directory: Path) -> Iterator[Path]:
     """A directory whose files come into this one when the block ends without an error, each whole or not at all."""
     made = directory / _UNFINISHED
-    with storage_errors("making", made):
-        if made.is_symlink() or made.is_file():
-            made.unlink()
-        shutil.rmtree(made, ignore_errors=True)  # of one that was killed
-        made.mkdir()
+    make_anew(made, Backend())
     try:
         yield made
         for path in made.iterdir():

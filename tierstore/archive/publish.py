@@ -32,6 +32,7 @@ from tierstore.archive.sources import INDEX, PARTIAL, SINGLE, small_file, weight
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, StorageError, StorageFull, TierstoreError
 from tierstore.io.backend import Backend, storage_errors
+from tierstore.io.files import takes_lock
 
 _OLD_INDEX = f"old-{INDEX}{PARTIAL}"
 _TURN_S, _POLL_S = 60.0, 0.02
@@ -224,13 +225,7 @@ class Publication(contextlib.ExitStack):
 
     def _has_lock(self, path: Path, descriptor: int) -> bool:
         with self._backend.calling("lock", path):  # each time: who is given up stops here
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            except OSError:  # of a file system that locks no directories
-                return True
-        return True
+            return takes_lock(descriptor)
 
     def _is_abandoned(self, path: Path) -> bool:
         with self._backend.calling("lock", path):

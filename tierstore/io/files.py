@@ -1,6 +1,6 @@
 """Small files: read whole by coroutines, replaced whole by threads.
 
-Scope: manifests, reports, indexes; whether a directory takes one.
+Scope: manifests, reports, indexes; whether a directory takes one; a directory to make some in, and its lock.
 Not here: chunks (see `io/backend.py`).
 Owner: no state; the caller sees to it that one writer at a time replaces a path.
 """
@@ -8,7 +8,9 @@ Owner: no state; the caller sees to it that one writer at a time replaces a path
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -59,6 +61,31 @@ def replace_file(path: Path, data: bytes, mode: int = 0o600, *, backend: Backend
 
 def _open_itself(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # and without waiting for a pipe
+
+
+def make_anew(directory: Path, backend: Backend) -> None:
+    """An empty directory of our own, whatever a killed write, or somebody, has left there: no link is followed.
+
+    Raises:
+        StorageError: it cannot be made, or what is there cannot be removed.
+    """
+    with storage_errors("making", directory):
+        if directory.is_symlink() or directory.is_file():
+            directory.unlink()
+        shutil.rmtree(directory, ignore_errors=True)
+    if not backend.make_directories(directory):
+        raise StorageError(f"{directory}, of a write that was killed, cannot be removed; remove it")
+
+
+def takes_lock(directory: int) -> bool:
+    """Whether this process has the lock of a directory now, by its descriptor; so it is where none can be locked."""
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # of a file system that locks no directories
+        return True
+    return True
 
 
 def why_not_writable(directory: Path) -> str | None:

@@ -14,7 +14,6 @@ subdirectory, the new one until it is renamed and a copy of the old one: the nex
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -30,8 +29,9 @@ import torch
 from torch import nn
 
 from tierstore.archive.sources import INDEX, SINGLE, small_file, weight_files
-from tierstore.errors import ConfigError, FormatError, StorageError
+from tierstore.errors import ConfigError, FormatError
 from tierstore.io.backend import Backend, storage_errors
+from tierstore.io.files import make_anew, takes_lock
 from tierstore.pack.layout import TensorEntry, build_header, tensor_bytes
 from tierstore.train.capture import persistent_buffers
 from tierstore.train.checkpoint_files import DTYPES, CheckpointFiles, Stored, stored_tensors
@@ -230,7 +230,7 @@ def write_checkpoint(
 def _write(target: Path, shards: Sequence[Sequence[TensorOut]], backend: Backend) -> None:
     unfinished = target / _UNFINISHED
     _clear_leftovers(unfinished, target, backend)
-    _make_anew(unfinished, backend)
+    make_anew(unfinished, backend)
     try:
         names = [SINGLE] if len(shards) == 1 else _new_names(target, len(shards))
         for name, shard in zip(names, shards, strict=True):
@@ -260,12 +260,8 @@ def _locked(directory: Path) -> Iterator[None]:
     with storage_errors("lock", directory):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process writes to {directory}; wait for it, or give another one") from None
-        except OSError:  # of a file system that locks no directories
-            pass
+        if not takes_lock(descriptor):
+            raise ConfigError(f"another process writes to {directory}; wait for it, or give another one")
         yield
     finally:
         os.close(descriptor)
@@ -295,16 +291,6 @@ def _named(index: Path) -> set[str]:
     with contextlib.suppress(FormatError):
         return weight_files(index) if index.is_file() else set()
     return set()
-
-
-def _make_anew(directory: Path, backend: Backend) -> None:
-    """An empty directory of our own, whatever a killed write, or somebody, has left there: no link is followed."""
-    with storage_errors("making", directory):
-        if directory.is_symlink() or directory.is_file():
-            directory.unlink()
-        shutil.rmtree(directory, ignore_errors=True)
-    if not backend.make_directories(directory):
-        raise StorageError(f"{directory}, of a write that was killed, cannot be removed; remove it")
 
 
 def _shards(tensors: Sequence[TensorOut], max_shard_bytes: int) -> list[list[TensorOut]]:

@@ -354,7 +354,7 @@ class Engine:
         }
         self._zeroed = 0
         square_sum, depth = parts.partition.square_sum(specs, partials, parts.depth.wanted, options)
-        if late:
+        if late:  # at all ranks, or it was refused by now
             parts.driver.refuse_late(late[0])
         parts.depth.agree(depth)
         norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
