@@ -205,7 +205,7 @@ def assigned(model: nn.Module) -> None:
 def test_what_came_into_the_model_later_is_refused_and_not_left_untrained(tmp_path: Path, change: object) -> None:
     with opened(WAY, tmp_path) as run:
         run.step()
-        before = run.engine.state_dict()[NAME]
+        whole = run.engine.state_dict()
         parameters = dict(run.engine.model.named_parameters())
         change(run.engine.model)  # type: ignore[operator]
         with pytest.raises(GraphError, match=r"parameter \S+ came into the model after the engine was made"):
@@ -215,13 +215,27 @@ def test_what_came_into_the_model_later_is_refused_and_not_left_untrained(tmp_pa
         with pytest.raises(GraphError, match="came into the model"), torch.no_grad():
             run.step()
         with pytest.raises(GraphError, match="came into the model"):
-            run.engine.load_state_dict(run.engine.state_dict())
-        assert torch.equal(run.engine.state_dict()[NAME], before)
+            run.engine.load_state_dict(whole)
+        with pytest.raises(GraphError, match="came into the model"):  # which values are meant, nobody can know
+            run.engine.state_dict()
+        with pytest.raises(GraphError, match="came into the model"):
+            run.engine.export(tmp_path / "exported")
         for name, parameter in parameters.items():
             owner, _, own = name.rpartition(".")
             run.engine.model.get_submodule(owner)._parameters[own] = parameter
+        assert torch.equal(run.engine.state_dict()[NAME], whole[NAME])
         run.step()
-        assert not torch.equal(run.engine.state_dict()[NAME], before)
+        assert not torch.equal(run.engine.state_dict()[NAME], whole[NAME])
+
+
+def test_a_module_that_is_kept_under_another_name_is_known_by_its_parameters(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.step()
+        before = run.engine.state_dict()[NAME]
+        model = run.engine.model
+        model.moved = model.blocks
+        del model.blocks
+        assert torch.equal(run.engine.state_dict()[NAME.replace("blocks", "moved")], before)
 
 
 def test_nor_does_anything_come_between_micro_batches(tmp_path: Path) -> None:

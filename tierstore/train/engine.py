@@ -519,8 +519,13 @@ class Engine:
         return torch.from_numpy(to_float(group.spec.dtype, flat)).reshape(spec.shape)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All weights in fp32 and the persistent buffers, in CPU memory; tied parameters under each of their names."""
+        """All weights in fp32 and the persistent buffers, in CPU memory; tied parameters under each of their names.
+
+        Raises:
+            GraphError: the model has a parameter that is not the engine's.
+        """
         self._order.refuse_after_backward("state_dict()")
+        self._open_parts().groups.refuse_newcomers(self.model)
         self.flush()
         return whole.state_dict(self._open_parts(), self.model)
 
@@ -542,10 +547,15 @@ class Engine:
         self._generations.commit_change()
 
     def export(self, directory: str | os.PathLike[str]) -> None:
-        """Write the weights as ordinary sharded safetensors with an index, streaming, atomically."""
+        """Write the weights as ordinary sharded safetensors with an index, streaming, atomically.
+
+        Raises:
+            GraphError: the model has a parameter that is not the engine's.
+        """
         self._order.refuse_after_backward("export()")
         if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
             raise ConfigError(f"export() takes a directory, not {directory!r}")
+        self._open_parts().groups.refuse_newcomers(self.model)
         self.flush()
         whole.export(self._open_parts(), self.model, Path(directory))
 

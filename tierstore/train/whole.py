@@ -83,8 +83,8 @@ def state_dict(parts: Assembly, model: nn.Module) -> dict[str, torch.Tensor]:
             by_name[spec.name] = torch.cat(list(masters(parts, group, spec.start, spec.stop))).reshape(spec.shape)
     result: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():  # the parameters themselves: nothing is read
-        if name in parts.groups.aliases:
-            result[name] = by_name[parts.groups.aliases[name]]
+        if isinstance(value, nn.Parameter) and value in parts.groups.names:  # whatever its module is called by now
+            result[name] = by_name[parts.groups.names[value]]
         elif isinstance(value, torch.Tensor):  # a buffer, or a parameter without elements
             result[name] = value.detach().cpu().clone()
         else:
