@@ -27,7 +27,7 @@ from tierstore.alignment import ALIGNMENT
 from tierstore.config import Tier
 from tierstore.errors import BudgetError
 from tierstore.plan import gpu_room
-from tierstore.plan.placement import Grid, Kind, Placement, Pools, Request
+from tierstore.plan.placement import Grid, GroupNeed, Kind, Placement, Pools, Request
 from tierstore.plan.working_set import FLOOR, WORKING, Comfort, Homes, chunk_elements_of, chunk_sizes, corners, pools_of
 
 
@@ -251,18 +251,28 @@ class _Filler:
                 return
 
     def _promote(self, tiers: tuple[Tier, ...], replaced: Callable[[Homes, tuple[Tier, ...]], Homes]) -> None:
-        """Moves one kind to CPU memory: at once, since the last group also saves the staging, or group by group."""
-        whole = replaced(self.homes, tuple(Tier.CPU if tier is Tier.NVME else tier for tier in tiers))
-        if self._spare_bytes(whole, self.comfort) >= 0:
-            self.homes = whole
-            return
-        for index, tier in enumerate(tiers):
-            if tier is not Tier.NVME:
-                continue
-            promoted = (*tiers[:index], Tier.CPU, *tiers[index + 1 :])
-            homes = replaced(self.homes, promoted)
-            if self._spare_bytes(homes, self.comfort) >= 0:
-                self.homes, tiers = homes, promoted
+        """Moves one kind to CPU memory: at once, since the last group also saves the staging, or as many groups of each
+        size as fit, which are few tries however many groups there are.
+        """
+        chosen: set[int] = set()
+
+        def with_others(others: Sequence[int]) -> Homes:
+            taken = chosen.union(others)
+            return replaced(self.homes, tuple(Tier.CPU if i in taken else tier for i, tier in enumerate(tiers)))
+
+        def is_too_much(others: Sequence[int]) -> bool:
+            return self._spare_bytes(with_others(others), self.comfort) < 0
+
+        on_nvme = [index for index, tier in enumerate(tiers) if tier is Tier.NVME]
+        by_size: dict[GroupNeed, list[int]] = {}
+        for index in on_nvme:
+            by_size.setdefault(replace(self.request.groups[index], name=""), []).append(index)
+        if not is_too_much(on_nvme):
+            chosen.update(on_nvme)
+        for alike in by_size.values():
+            parts = [alike[:count] for count in range(len(alike) + 1)]
+            chosen.update(parts[bisect.bisect_left(parts, True, lo=1, key=is_too_much) - 1])
+        self.homes = with_others(())
 
     def _keep_state(self) -> None:
         """Keeps leading chunks of state, of one group after the other: a static split, since a cyclic scan never hits
