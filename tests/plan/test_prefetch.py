@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tierstore.errors import BudgetError, ConfigError
+from tierstore.plan import prefetch
 from tierstore.plan.prefetch import recommend_depth, required_depth
-from tierstore.plan.simulate import Visit, simulate
+from tierstore.plan.simulate import Simulation, Visit, simulate
 
 
 def there_and_back(groups: int, nbytes: int, compute_s: float) -> tuple[Visit, ...]:
@@ -72,3 +73,16 @@ def test_a_group_larger_than_the_tier_is_refused() -> None:
         recommend_depth(there_and_back(3, 80, 0.1), 1000.0, 79)
     with pytest.raises(ConfigError, match="max_depth"):
         recommend_depth(there_and_back(3, 80, 0.1), 1000.0, 800, max_depth=0)
+
+
+def test_thousands_of_groups_take_no_square_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = there_and_back(2000, 80, 0.01)
+    asked: list[int] = []
+
+    def counted(order: tuple[Visit, ...], capacity: int, depth: int, rate: float, *, warm_up_steps: int) -> Simulation:
+        asked.append(depth)
+        return simulate(order, capacity, depth, rate, warm_up_steps=warm_up_steps)
+
+    monkeypatch.setattr(prefetch, "simulate", counted)
+    assert recommend_depth(order, 5000.0, 800) == 1
+    assert asked == [1]  # the link is always busy

@@ -11,6 +11,8 @@ from tierstore.errors import ConfigError
 from tierstore.plan.simulate import Simulation, Visit, simulate
 
 _ROUNDING_S = 1e-9  # of the clock
+_SAME = 1.01
+_MOST_VISITS = 10_000
 
 
 def required_depth(group_bytes: int, bytes_per_s: float, compute_s: float) -> int:
@@ -27,15 +29,18 @@ def required_depth(group_bytes: int, bytes_per_s: float, compute_s: float) -> in
 def recommend_depth(order: tuple[Visit, ...], bytes_per_s: float, capacity_bytes: int, max_depth: int = 8) -> int:
     """The smallest depth whose simulated stall is within 1 % of the best up to `max_depth`.
 
+    Of long orders fewer are tried, for it takes time, and a group more or less is a small part of them.
+
     Raises:
         BudgetError: a group alone exceeds the capacity.
     """
     if max_depth < 1:
         raise ConfigError(f"max_depth is at least 1, not {max_depth}")
     runs: dict[int, Simulation] = {}
-    for depth in range(1, max_depth + 1):
-        runs[depth] = simulate(order, capacity_bytes, depth, bytes_per_s)
-        if runs[depth].stall_s <= _ROUNDING_S:
-            break  # none has less
-    limit_s = 1.01 * min(run.stall_s for run in runs.values()) + _ROUNDING_S
+    for depth in range(1, 1 + min(max_depth, max(1, _MOST_VISITS // len(order)))):
+        # Nothing of a step before the last one matters to a steady step, and orders may be long.
+        run = runs[depth] = simulate(order, capacity_bytes, depth, bytes_per_s, warm_up_steps=1)
+        if run.stall_s <= _SAME * max(0.0, run.link_s - run.compute_s) + _ROUNDING_S:
+            break  # none has much less: what is fetched early is not fetched less often
+    limit_s = _SAME * min(run.stall_s for run in runs.values()) + _ROUNDING_S
     return next(depth for depth, run in runs.items() if run.stall_s <= limit_s)

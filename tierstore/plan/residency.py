@@ -6,12 +6,15 @@ Owner: the caller keeps what is resident, in use and loading; the policy only an
 
 [Note: rank] Seen from one position of the order, groups are ranked by their next use. The first is the group needed
 now, the next ones are the prefetch candidates, and the last is the victim (Belady, 1966: evict what is used farthest
-in the future, optimal when the order is known). So one ranking per position answers everything.
+in the future, optimal when the order is known). Only what is asked for is ranked: the whole ranking of every position
+would be the square of the groups, of which there may be thousands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+import bisect
+import itertools
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from tierstore.config import format_size
@@ -39,7 +42,7 @@ class ResidencyPolicy:
 
     Args:
         order: groups in the order in which one step visits them (forward, then backward); a group may appear often.
-        sizes: bytes of each group; groups that never appear in `order` count as used last.
+        sizes: bytes of each group; groups that never appear in `order` count as used last, by descending id.
         capacity_bytes: bytes that resident and loading groups may fill together.
         depth: distinct groups fetched ahead; 0 fetches on demand only.
     """
@@ -53,15 +56,36 @@ class ResidencyPolicy:
         self.sizes = sizes
         self.capacity_bytes = capacity_bytes
         self.depth = depth
-        self._visited = len(set(order))
-        self._ranked = _rank(order, len(sizes))
+        self._places: dict[int, list[int]] = {}  # of each group in the order
+        for place, group in enumerate(order):
+            self._places.setdefault(group, []).append(place)
+        self._nearest: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def is_settled(self, position: int, present: set[int], demand: int | None = None) -> bool:
         """Whether everything that `decide` would load is `present`: on the device, or on its way there."""
-        ranked = self._ranked[position % len(self.order)]
-        if demand is None or demand == ranked[0]:
-            return present.issuperset(ranked[: min(1 + self.depth, self._visited)])
-        return demand in present and present.issuperset(ranked[: min(self.depth, self._visited)])
+        ahead = self._ahead(position % len(self.order))
+        if demand is None or demand == ahead[0]:
+            return present.issuperset(ahead)
+        return demand in present and present.issuperset(ahead[: self.depth])
+
+    def _ahead(self, position: int) -> tuple[int, ...]:
+        """The group that is used at a position, and those that come next, as many as the depth."""
+        found = self._nearest.get((position, self.depth))
+        if found is None:
+            groups: dict[int, None] = {}
+            for group in itertools.chain(self.order[position:], self.order[:position]):
+                groups[group] = None
+                if len(groups) > self.depth:
+                    break
+            found = self._nearest[position, self.depth] = tuple(groups)
+        return found
+
+    def _distance(self, position: int, group: int) -> int:
+        """Visits until the next use of a group."""
+        if (places := self._places.get(group)) is None:
+            return len(self.order) + len(self.sizes) - group
+        later = bisect.bisect_left(places, position)
+        return places[later] - position if later < len(places) else places[0] + len(self.order) - position
 
     def decide(
         self,
@@ -86,40 +110,40 @@ class ResidencyPolicy:
         Raises:
             BudgetError: the demanded group and those in use exceed the capacity.
         """
-        ranked = self._ranked[position % len(self.order)]
-        needed = ranked[0] if demand is None else demand
+        position %= len(self.order)
+        ahead = self._ahead(position)
+        needed = ahead[0] if demand is None else demand
         present = set(resident)
         present.update(loading)
         free_bytes = self.capacity_bytes - sum([self.sizes[group] for group in present])
         evict: list[int] = []
         load: list[int] = []
-        if needed not in present:
-            evictable = (g for g in reversed(ranked) if g in present and g not in loading and g not in in_use)
-            victims = self._victims(self.sizes[needed] - free_bytes, evictable)
-            if victims is None:
-                self._check_fits(needed, [group for group in present if group in in_use])
-                return Decision(wait=tuple(group for group in ranked if group in loading and group not in in_use))
-            free_bytes += self._bytes(victims) - self.sizes[needed]
-            evict += victims
-            load.append(needed)
-        first = 1 if needed == ranked[0] else 0
-        for rank in range(first, min(first + self.depth, self._visited)):
-            candidate = ranked[rank]
-            if candidate in evict:
+        ranked: list[tuple[int, int]] = []  # what is present with its distance, farthest first, once it is asked for
+
+        def evictable(beyond: int) -> Iterator[int]:
+            if not ranked:
+                ranked.extend(sorted(((self._distance(position, group), group) for group in present), reverse=True))
+            for distance, group in ranked:
+                if distance <= beyond:
+                    return
+                if group not in loading and group not in evict and group != needed and group not in in_use:
+                    yield group
+
+        for group in (needed, *(ahead[1:] if needed == ahead[0] else ahead[: self.depth])):
+            if group in evict:
                 break
-            if candidate in present or candidate == needed:
+            if group in present or group in load:
                 continue
-            farther = ranked[:rank:-1]  # farthest first, down to the candidate's own next use
-            evictable = (
-                g for g in farther
-                if g in present and g not in loading and g not in evict and g != needed and g not in in_use
-            )  # fmt: skip
-            victims = self._victims(self.sizes[candidate] - free_bytes, evictable)
+            beyond = -1 if group == needed else self._distance(position, group)
+            victims = self._victims(self.sizes[group] - free_bytes, evictable(beyond))
+            if victims is None and group == needed:
+                self._check_fits(needed, [group for group in present if group in in_use])
+                return Decision(wait=tuple(g for _, g in reversed(ranked) if g in loading and g not in in_use))
             if victims is None:
                 break
-            free_bytes += self._bytes(victims) - self.sizes[candidate]
+            free_bytes += self._bytes(victims) - self.sizes[group]
             evict += victims
-            load.append(candidate)
+            load.append(group)
         return Decision(tuple(evict), tuple(load))
 
     def _check_fits(self, needed: int, in_use: Collection[int]) -> None:
@@ -154,18 +178,3 @@ class ResidencyPolicy:
     def _bytes(self, groups: Iterable[int]) -> int:
         return sum([self.sizes[group] for group in groups])
 
-
-def _rank(order: tuple[int, ...], groups: int) -> tuple[tuple[int, ...], ...]:
-    """Per position, all groups by next use, soonest first; those never used last, by descending id."""
-    unused = sorted(set(range(groups)) - set(order))
-    farthest_first = dict.fromkeys([*unused, *reversed(order)])
-    ranked: list[tuple[int, ...]] = []
-    # Walking back, the group at a position becomes the soonest used: it moves to the end of the dict. The first lap
-    # only fills in what lies beyond the end of the order.
-    for lap in range(2):
-        for group in reversed(order):
-            del farthest_first[group]
-            farthest_first[group] = None
-            if lap == 1:
-                ranked.append(tuple(reversed(farthest_first)))
-    return tuple(reversed(ranked))

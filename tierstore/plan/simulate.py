@@ -192,6 +192,8 @@ class _Run:
         self.now_s = 0.0
         self.free_s = [0.0] * len(links)  # when each link is through with what it was asked
         self.ready_s: dict[int, float] = {}  # when each present group is, or will be, resident
+        self.present: set[int] = set()  # its keys
+        self.present_bytes = 0
         self.left_s = 0.0  # time of the first link that other traffic has asked for, since the beginning
         self.served_s = 0.0
         self.due_s = [0.0] * len(order)  # of `left_s`, what must be served before this visit's next turn
@@ -206,7 +208,7 @@ class _Run:
         for position, visit in enumerate(self.order):
             asked_s = self.now_s
             self._make_resident(position)
-            peak_bytes = max(peak_bytes, sum(self.sizes[group] for group in self.ready_s))
+            peak_bytes = max(peak_bytes, self.present_bytes)
             stall_s += self.now_s - asked_s
             visit_s = visit.compute_s * self.compute_noise()
             self.spans.append(Span(Track.COMPUTE, visit.group, self.now_s, self.now_s + visit_s))
@@ -239,20 +241,23 @@ class _Run:
         if overdue_s > 0:
             self._other_traffic(overdue_s)
             self.now_s = max(self.now_s, self.free_s[0])
-        decision = self._decide(position)
-        while decision.wait:
-            self.now_s = min(self.ready_s[group] for group in decision.wait)
+        while not self.policy.is_settled(position, self.present):
             decision = self._decide(position)
-        for group in decision.evict:
-            del self.ready_s[group]
-        for group in decision.load:
-            self._fetch(group)
+            if decision.wait:
+                self.now_s = min(self.ready_s[group] for group in decision.wait)
+                continue
+            for group in decision.evict:
+                del self.ready_s[group]
+                self.present.discard(group)
+                self.present_bytes -= self.sizes[group]
+            for group in decision.load:
+                self._fetch(group)
+            break
         self.now_s = max(self.now_s, self.ready_s[self.order[position].group])
 
     def _decide(self, position: int) -> Decision:
-        resident = [group for group, ready_s in self.ready_s.items() if ready_s <= self.now_s]
-        loading = [group for group, ready_s in self.ready_s.items() if ready_s > self.now_s]
-        return self.policy.decide(position, resident, (), loading)
+        loading = {group for group, ready_s in self.ready_s.items() if ready_s > self.now_s}
+        return self.policy.decide(position, self.present - loading, (), loading)
 
     def _fetch(self, group: int) -> None:
         at_s = self.now_s
@@ -261,6 +266,8 @@ class _Run:
             at_s = self.free_s[index] = start_s + link.seconds(self.sizes[group]) * self.link_noise()
             self.spans.append(Span(Track.LINK, group, start_s, at_s, index))
         self.ready_s[group] = at_s
+        self.present.add(group)
+        self.present_bytes += self.sizes[group]
         self.loads[group] += 1
 
     def _other_traffic(self, seconds: float) -> None:
