@@ -18,7 +18,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.streams import Reached
-from tierstore.errors import BudgetError, ConfigError, GraphError, TierstoreError
+from tierstore.errors import BudgetError, ClosedError, ConfigError, GraphError, TierstoreError
 from tierstore.io.memory import Lease
 from tierstore.store.gradients import Arrival
 from tierstore.store.pieces import Piece
@@ -104,6 +104,89 @@ def test_what_would_meet_an_update_in_backward_is_refused(update: str, tmp_path:
                     act()
             engine.step()
         loss_of(engine(x))
+
+
+@pytest.mark.parametrize("update", [*STREAMING, *LATER])
+def test_weights_that_a_broken_backward_has_half_changed_are_not_given_away(update: str, tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    x = batches(1)[0]
+    engine = tight_engine(tmp_path / "store", update)
+    for _ in range(3):
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+    before = engine.state_dict()
+    engine.model.get_submodule("blocks.1").register_full_backward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(loss_of(engine(x)))
+    if update in LATER:  # nothing was changed
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    else:
+        for act in (engine.state_dict, partial(engine.export, tmp_path / "out"), engine.gathered("").__enter__):
+            with pytest.raises(ClosedError, match="broken off by KeyboardInterrupt"):
+                act()
+    with contextlib.suppress(TierstoreError):
+        engine.close()
+    with tight_engine(tmp_path / "store", update, resume="auto") as engine:
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+
+
+def test_where_they_are_all_that_is_left_it_is_told(tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    x = batches(1)[0]
+    with Engine(Net(), TierConfig(), AdamWConfig(), update="backward") as engine:
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+        engine.model.get_submodule("blocks.1").register_full_backward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss_of(engine(x)))
+        with pytest.warns(UserWarning, match="some weights are those of this step"):
+            engine.export(tmp_path / "out")
+
+
+@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"update": "forward"}])
+def test_a_train_step_that_failed_is_given_again(options: dict[str, Any], schedule: str, tmp_path: Path) -> None:
+    data = batches(9)
+
+    def run(name: str, fails: bool) -> tuple[list[float | None], dict[str, torch.Tensor]]:
+        def failing(output: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise ValueError("out of memory")
+            return loss_of(output)
+
+        norms: list[float | None] = []
+        with Engine(Net(), disk(tmp_path / name), AdamWConfig(lr=1e-2), **options) as engine:
+            for first in (0, 3, 6):
+                calls = 0
+                if fails:
+                    with pytest.raises(ValueError, match="out of memory"):
+                        engine.train_step(data[first : first + 3], failing, schedule)
+                norms.append(engine.train_step(data[first : first + 3], loss_of, schedule).grad_norm)
+            return norms, engine.state_dict()
+
+    (norms, found), (right_norms, right) = run("failing", True), run("right", False)
+    assert norms == right_norms
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dynamic_loss_scale_skips_a_step_whatever_the_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    x = batches(1)[0].to(dtype)
+    with pytest.raises(ConfigError, match="cannot know dynamic loss scaling in time"):
+        Engine(Net(), disk(tmp_path), AdamWConfig(), update="backward", loss_scale="dynamic")
+    with Engine(Net().to(dtype), disk(tmp_path), AdamWConfig(lr=1e-2), loss_scale="dynamic") as engine:
+        for step in range(5):
+            before = engine.state_dict()
+            engine.backward(loss_of(engine(x)).float() * (float("inf") if step == 3 else 1.0))
+            assert engine.step().skipped == (step == 3)
+            same = [torch.equal(value, before[name]) for name, value in engine.state_dict().items()]
+            assert all(same) == (step == 3)
 
 
 def test_a_gradient_that_is_used_up_is_not_zero(tmp_path: Path) -> None:

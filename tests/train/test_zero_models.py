@@ -241,6 +241,19 @@ def test_an_error_at_one_rank_reaches_all(what: str, told: str, own: str, tmp_pa
     assert resumed[0]["norm"] == resumed[1]["norm"]
 
 
+def test_a_generation_is_one_step_of_all_ranks(tmp_path: Path) -> None:
+    """A rank whose callback has failed leaves that commit out, and its next one is of a later step."""
+    first, last = run_ranks(2, zero_models.wrong, "callback", str(tmp_path))
+    said = "ConfigError: the ranks would commit different steps as one generation: step 3 at rank 0, step 4 at rank 1"
+    assert last["error"].startswith(said)
+    assert first["error"].startswith((said, "RankLost: rank 0 of 2 waited for what generation 4 captures"))
+    assert max(first["seconds"], last["seconds"]) < zero_models.TIMEOUT_S / 2
+    resumed = run_ranks(2, zero_models.wrong, "resume auto", str(tmp_path))
+    assert [(rank["error"], rank["begun_at"]) for rank in resumed] == [("", 2), ("", 2)]
+    right = run_ranks(2, zero_models.wrong, "nothing", str(tmp_path / "right"))
+    assert right[0]["norm"] != resumed[0]["norm"] == resumed[1]["norm"]  # it makes four steps more
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [

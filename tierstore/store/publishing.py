@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tierstore.errors import ConfigError
 from tierstore.io.memory import Lease
 from tierstore.plan.placement import Kind, Placement
 from tierstore.store.commit import PER_RANK, Generation
@@ -154,6 +155,7 @@ class Commits:
 
         with self._tracer.measure("commit", f"generation {number}"):
             everywhere = await all_succeed(team, f"what generation {number} captures", capture)
+            self._refuse_several_steps(everywhere)
             try:
                 durable = await all_succeed(team, f"the chunks of generation {number}", make_durable)
             except Exception:
@@ -166,6 +168,17 @@ class Commits:
         self.generation = number
         if number == 0 and leads(self._team):
             await asyncio.to_thread(self._files.end_making)
+
+    @staticmethod
+    def _refuse_several_steps(everywhere: Sequence[Mapping[str, Any]]) -> None:
+        """One generation is one step: a rank that left out a commit is a step ahead of the others from then on."""
+        steps = [captured.get("step") for captured in everywhere]
+        if len(set(steps)) > 1:
+            told = ", ".join(f"step {step} at rank {rank}" for rank, step in enumerate(steps))
+            raise ConfigError(
+                f"the ranks would commit different steps as one generation: {told}; a callback of on_step failed at "
+                "one of them, or they commit at different times; go on from the last generation"
+            )
 
     async def _chunks_at_rest(self, round_: Round | None, writes: Sequence[asyncio.Task[None]]) -> None:
         """Wait for the writes of a generation, and make them durable."""

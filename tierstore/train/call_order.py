@@ -8,6 +8,7 @@ Owner: the training side.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 from tierstore.errors import ClosedError, ConfigError
@@ -17,15 +18,20 @@ from tierstore.train.rounds import RoundDriver
 class CallOrder:
     """The calls of one engine.
 
+    Args:
+        can_resume: a generation on disk has the step before whole.
+
     Attributes:
         is_syncing: the next backward is the last one of its step (not in `no_sync`).
         has_backward, has_final_backward: the step in progress has had one, and the last one.
         is_broken: a step was left half done.
     """
 
-    def __init__(self, driver: RoundDriver) -> None:
+    def __init__(self, driver: RoundDriver, *, can_resume: bool) -> None:
         self._driver = driver
+        self._can_resume = can_resume
         self._broken_by: BaseException | None = None
+        self._keeps_weights = True
         self.is_syncing = True
         self.has_backward = self.has_final_backward = False
 
@@ -43,12 +49,16 @@ class CallOrder:
             self.is_syncing = before
 
     @contextlib.contextmanager
-    def unbroken(self) -> Iterator[None]:
-        """What is broken off in here leaves half a step behind: the engine goes no further."""
+    def unbroken(self, *, keeps_weights: bool = False) -> Iterator[None]:
+        """What is broken off in here leaves half a step behind: the engine goes no further.
+
+        Args:
+            keeps_weights: they are still those of the step before, and may be read.
+        """
         try:
             yield
         except BaseException as error:
-            self._broken_by = error
+            self._broken_by, self._keeps_weights = error, keeps_weights
             raise
 
     def refuse_broken(self) -> None:
@@ -77,7 +87,18 @@ class CallOrder:
 
         Raises:
             ConfigError: they do since the last backward.
+            ClosedError: a step that was broken off has changed some of them. Where they are all that is left, it is
+                a warning.
         """
+        if not self._keeps_weights and self._can_resume:
+            self.refuse_broken()
+        if not self._keeps_weights:
+            cause = type(self._broken_by).__name__
+            warnings.warn(
+                f"{what} after a step that was broken off by {cause}: some weights are those of this step, others "
+                "those of the step before",
+                stacklevel=3,
+            )
         if self.has_final_backward and self._driver.updates_in_backward:
             raise ConfigError(
                 f"{what} between engine.backward() and step() would meet weights that "

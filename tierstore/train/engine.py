@@ -104,15 +104,16 @@ class Engine:
         backend: Backend | None = None,
     ) -> None:
         check_kinds(model, tiers, optimizer, lr_scheduler, initialize, registered)
+        self._loss_scale = LossScale.of(loss_scale, model)
         options = options_of(
-            model, update, max_grad_norm, commit_every, durability, resume, overlap, has_store=bool(tiers.nvme)
-        )
+            model, update, max_grad_norm, commit_every, durability, resume, overlap,
+            may_skip=bool(self._loss_scale.growth_interval), has_store=bool(tiers.nvme),
+        )  # fmt: skip
         self.model = model
         self._options = options
         for name, value in (registered or {}).items():
             capture.check_stateful(name, value, model)
         self._callbacks: list[Callable[[StepReport], None]] = []
-        self._loss_scale = LossScale.of(loss_scale, model)
         self._is_closed = False
         self._blocks = 0  # of gathered() that have begun and not ended
         self._zeroed = 0  # how often the gradients of this step were forgotten
@@ -136,7 +137,7 @@ class Engine:
             parameter_groups, initialize, self.step, prepare, tracer or Tracer(clock, enabled=False), clock, backend,
         )  # fmt: skip
         self.optimizer.on_zero_grad = self.zero_grad
-        self._order = CallOrder(self._parts.driver)
+        self._order = CallOrder(self._parts.driver, can_resume=self._parts.store.files.is_durable)
         self._parts.hooks.refuse_outside = partial(self._order.refuse_after_backward, "a call of the model")
         self._generations = Generations(self._parts, model, self._loss_scale, registered or {}, commit_every)
         try:
@@ -212,7 +213,7 @@ class Engine:
         needed = parts.access.first_visits()
         parts.collector.begin(gradients, scaled, needed, is_final=is_final, is_streaming=is_streaming)
         parts.access.begin_backward()
-        with self._order.unbroken():
+        with self._order.unbroken(keeps_weights=not is_streaming):
             try:
                 with self._meters.phase("backward"):
                     with parts.hooks.watching():
@@ -284,6 +285,7 @@ class Engine:
         except BaseException:
             if not (self._order.has_final_backward or self._order.is_broken):
                 self._parts.driver.guess_nothing()
+                self.zero_grad()  # who catches this gives all micro-batches again
             raise
 
     def step(self) -> StepReport:

@@ -68,11 +68,13 @@ def options_of(
     resume: Resume | str,
     overlap: bool,
     *,
+    may_skip: bool,
     has_store: bool,
 ) -> Options:
     """The options for this model.
 
     Args:
+        may_skip: the loss scale is dynamic: a step whose gradients are not finite changes nothing.
         has_store: there is a directory on NVMe.
 
     Raises:
@@ -90,7 +92,9 @@ def options_of(
         raise ConfigError(f"max_grad_norm must be above 0, not {max_grad_norm!r}; None switches clipping off")
     can_go_back = has_store and commit_every == 1 and kept is Durability.COMMIT
     return Options(
-        schedule=_schedule_for(wish, max_grad_norm, model, overlap, can_go_back=can_go_back, has_store=has_store),
+        schedule=_schedule_for(
+            wish, max_grad_norm, model, overlap, may_skip=may_skip, can_go_back=can_go_back, has_store=has_store
+        ),
         durability=kept,
         resume=choice(Resume, "resume", resume),
         commit_every=commit_every,
@@ -101,13 +105,14 @@ def options_of(
 
 
 def _schedule_for(
-    wish: UpdateSchedule, max_grad_norm: float | None, model: nn.Module, overlap: bool, *, can_go_back: bool,
-    has_store: bool,
+    wish: UpdateSchedule, max_grad_norm: float | None, model: nn.Module, overlap: bool, *, may_skip: bool,
+    can_go_back: bool, has_store: bool,
 ) -> UpdateSchedule:  # fmt: skip
     is_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
-    needs_whole_backward = max_grad_norm is not None or is_half
+    needs_whole_backward = max_grad_norm is not None or is_half or may_skip
     if wish is UpdateSchedule.BACKWARD and needs_whole_backward:
-        reason = "clipping by the global norm" if max_grad_norm is not None else "fp16 loss scaling"
+        scaling = "fp16 loss scaling" if is_half else "dynamic loss scaling"
+        reason = "clipping by the global norm" if max_grad_norm is not None else scaling
         raise ConfigError(f"update='backward' cannot know {reason} in time; use 'forward' or 'speculative'")
     if wish is UpdateSchedule.SPECULATIVE and not can_go_back:
         missing = "commit_every=1 and a store" if has_store else "a store: give nvme a directory"
