@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import resuming
 import torch
 from resuming import Way, opened
 from torch import nn
@@ -181,7 +182,8 @@ def test_registered_too_late(tmp_path: Path) -> None:
         run.until(2)
     late = Holder()
     with opened(WAY, tmp_path, registered={}) as run:
-        run.step()
+        with pytest.warns(UserWarning, match="'late'"):
+            run.step()
         with pytest.raises(ConfigError, match=r"'late' is registered after step 3, .* state after step 2, from"):
             run.engine.register("late", late)
         run.engine.register("new", late)
@@ -193,12 +195,20 @@ def test_what_one_run_does_not_register_the_next_one_still_finds(tmp_path: Path)
     with opened(WAY, tmp_path, registered={"data": first}) as run:
         first.count()
         run.step()
-    with opened(WAY, tmp_path, registered={}) as run:
-        run.step()
+    with opened(WAY, tmp_path, registered={}, lr_scheduler=None) as run:
+        rate = run.engine.optimizer.param_groups[0]["lr"]
+        said = "without what was registered as 'data' and the learning-rate schedule .* stays as it was after step 1"
+        with pytest.warns(UserWarning, match=said) as warned:
+            run.step()
+        assert warned[0].filename == resuming.__file__  # where the loop is
+        run.step()  # once is enough
+        assert run.engine.optimizer.param_groups[0]["lr"] == rate
     holder = Holder()
     with opened(WAY, tmp_path, registered={"data": holder}) as run:
-        assert run.engine.step_count == 2
+        assert run.engine.step_count == 3
         assert holder.state["list"] == [1]
+        run.step()
+        assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(rate * 0.9)  # not 0.9 of the first one's
 
 
 def test_states_of_more_gpus_than_there_are_now(monkeypatch: pytest.MonkeyPatch) -> None:

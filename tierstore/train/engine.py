@@ -324,7 +324,7 @@ class Engine:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if (scheduler := self._generations.scheduler) is not None and is_finite:
             scheduler.step()
-        self._generations.step_count += 1
+        self._generations.count_step()
         parts.depth.step_ended(self._meters.computing_s)
         report = self._meters.report(
             step=self.step_count,

@@ -8,6 +8,7 @@ Owner: the training side.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
+from tierstore.pack.layout import listed
 from tierstore.store.gradients import Gradients
 from tierstore.store.rounds import Round
 from tierstore.train import capture
@@ -60,6 +62,7 @@ class Generations:
         if parts.driver.schedule is UpdateSchedule.DELAYED:
             self._collect_in(0)
         self._to_restore: dict[str, Any] = {}
+        self._left_schedule: Any = None  # of the run that is resumed, if this one has none
         self._waiting: tuple[Round | None, dict[str, Any], Gradients | None] | None = None
         self._is_previous = False
         self._resumed_at = 0
@@ -124,6 +127,18 @@ class Generations:
             self._is_previous = False
             self._parts.runtime.call(self._parts.store.go_back)
 
+    def count_step(self) -> None:
+        """One more is finished. The first one after a resume tells what it has gone on without."""
+        if self.step_count == self._resumed_at and (self._to_restore or self._left_schedule is not None):
+            left = [f"what was registered as {listed(list(self._to_restore))}"] if self._to_restore else []
+            left += ["the learning-rate schedule (give lr_scheduler)"] if self._left_schedule is not None else []
+            warnings.warn(
+                f"this run goes on without {' and '.join(left)} of the run that it has resumed: that stays as it was "
+                f"after step {self._resumed_at}",
+                stacklevel=4,  # who calls Engine.step()
+            )
+        self.step_count += 1
+
     # --- what is captured ---------------------------------------------------------------------------------------
 
     def register(self, name: str, value: capture.Stateful) -> None:
@@ -148,8 +163,8 @@ class Generations:
             "steps": self._parts.stepper.steps,
             "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
             "optimizer": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-            # What an earlier run registered, and this one has not yet, stays as it was.
+            # What an earlier run had, and this one has not, or not yet, stays as it was.
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else self._left_schedule,
             "registered": self._to_restore | {name: value.state_dict() for name, value in self._registered.items()},
             "buffers": capture.module_state(self._model),
             "pending": None,
@@ -176,7 +191,9 @@ class Generations:
         self._parts.stepper.steps.update(captured["steps"])
         self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
         self._parts.stepper.optimizer.restore(captured["optimizer"])
-        if self.scheduler is not None and captured["scheduler"] is not None:
+        if self.scheduler is None:
+            self._left_schedule = captured["scheduler"]
+        elif captured["scheduler"] is not None:
             self.scheduler.load_state_dict(capture.with_tensors(captured["scheduler"]))
         if (pending := captured["pending"]) is not None:
             touched = set(pending["touched"])
