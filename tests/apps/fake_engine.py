@@ -26,6 +26,7 @@ class FakeReport:
     peak_bytes: dict[str, int] = field(default_factory=lambda: {"gpu": 2**20, "cpu": 2**21})
     prefetch_depth: int = 2
     schedule: str = "forward"
+    loss: float | None = None
 
 
 @dataclass
@@ -78,18 +79,19 @@ class FakeEngine:
         self.calls.append("forward" if torch.is_grad_enabled() else "evaluate")
         return self._model(**batch)
 
-    def train_step(self, batches: Sequence[Any], loss_of: Callable[[Any], torch.Tensor], schedule: str) -> FakeReport:
+    def train_step(self, batches: Sequence[Any], schedule: str) -> FakeReport:
         self.calls.append(schedule)
+        losses = []
         for batch in batches:
-            loss = loss_of(self(**batch)) / len(batches)
+            losses.append(self(**batch).loss)
             self.calls.append("backward")
-            loss.backward()
-        return self.step()
+            (losses[-1] / len(batches)).backward()
+        return self.step(float(torch.stack(losses).detach().mean()))
 
     def on_step(self, callback: Callable[[Any], None]) -> None:
         self._callbacks.append(callback)
 
-    def step(self) -> FakeReport:
+    def step(self, loss: float | None = None) -> FakeReport:
         self.calls.append("step")
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self.arguments["max_grad_norm"] or 1e9)
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -97,7 +99,7 @@ class FakeEngine:
         self.optimizer.zero_grad()
         self._scheduler.step()
         self.step_count += 1
-        report = FakeReport(self.step_count, float(norm), rates)
+        report = FakeReport(self.step_count, float(norm), rates, loss=loss)
         for callback in self._callbacks:
             callback(report)
         self._before_commit(self.step_count)

@@ -175,6 +175,18 @@ def test_a_train_step_that_failed_is_given_again(options: dict[str, Any], schedu
     assert all(torch.equal(found[name], right[name]) for name in right)
 
 
+@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
+def test_a_train_step_reports_its_loss_also_to_callbacks(schedule: str, tmp_path: Path) -> None:
+    data, seen = batches(3), []
+    with torch.no_grad():
+        expected = sum(loss_of(Net()(x)).item() for x in data) / 3
+    with Engine(Net(), disk(tmp_path), AdamWConfig()) as engine:
+        engine.on_step(lambda report: seen.append(report.loss))
+        assert engine.train_step(data, loss_of, schedule).loss == seen[0] == pytest.approx(expected)
+        engine.backward(loss_of(engine(data[0])))
+        assert engine.step().loss is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dynamic_loss_scale_skips_a_step_whatever_the_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     x = batches(1)[0].to(dtype)

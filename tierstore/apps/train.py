@@ -123,7 +123,6 @@ class _Run:
         self._crew = crew
         self._agreed: signal.Signals | None = None
         self._device = torch.device(options.device)
-        self._losses: list[torch.Tensor] = []
         self._loss = float("nan")
         self._totals = Totals()
         self._tokens_per_step = options.accumulate * options.batch * (parts.sequence - 1)
@@ -254,17 +253,11 @@ class _Run:
         self._reporter.say(f"exported to {directory}")
 
     def _step(self) -> Any:
-        self._losses.clear()
         tokens = [
             self._parts.batches.next().to(self._device, non_blocking=True) for _ in range(self._options.accumulate)
         ]
         batches = [{"input_ids": one, "labels": one} for one in tokens]
-        return self._engine.train_step(batches, self._keep_loss, self._options.micro_batches.value)
-
-    def _keep_loss(self, output: Any) -> torch.Tensor:
-        loss: torch.Tensor = output.loss
-        self._losses.append(loss.detach())
-        return loss
+        return self._engine.train_step(batches, schedule=self._options.micro_batches.value)
 
     @property
     def _stopped_by(self) -> signal.Signals | None:
@@ -288,7 +281,7 @@ class _Run:
 
     def _step_ended(self, report: Any) -> None:
         """Inside every step, before its commit: its loss is known, and its line is written."""
-        self._loss = self._mean_of_all(float(torch.stack(self._losses).mean()))
+        self._loss = self._mean_of_all(report.loss)
         if self._log is not None:
             self._log.append(step_record(report, self._loss, self._tokens_per_step))
 

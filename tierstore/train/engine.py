@@ -116,6 +116,7 @@ class Engine:
         self._callbacks: list[Callable[[StepReport], None]] = []
         self._is_closed = False
         self._blocks = 0  # of gathered() that have begun and not ended
+        self._losses: list[torch.Tensor] = []  # of the micro-batches of this train_step
         self._zeroed = 0  # how often the gradients of this step were forgotten
         self._applied_with: dict[str, object] = {}  # options of the optimizer, in the last backward
         self._modified: Counter[int] = Counter()  # groups that those with modify=True hold
@@ -275,18 +276,27 @@ class Engine:
                         lambda: losses_side_by_side(self._watched_model, batches, take_loss, self._parts.access),
                         len(batches),
                     )
+                    self._losses += [loss.detach() for loss in losses]
                     self.backward(torch.stack(losses).sum() / len(batches))
                     return self.step()
                 for position, batch in enumerate(batches):
                     is_last = position == len(batches) - 1
                     with contextlib.nullcontext() if is_last else self.no_sync():
-                        self.backward(take_loss(called(self, batch)) / len(batches))
+                        self.backward(self._noted(take_loss(called(self, batch))) / len(batches))
                 return self.step()
         except BaseException:
             if not (self._order.has_final_backward or self._order.is_broken):
                 self._parts.driver.guess_nothing()
                 self.zero_grad()  # who catches this gives all micro-batches again
             raise
+        finally:
+            self._losses.clear()
+
+    def _noted(self, loss: torch.Tensor) -> torch.Tensor:
+        """The same, which no variable keeps: its graph ends with backward."""
+        if isinstance(loss, torch.Tensor):  # else backward says what it is
+            self._losses.append(loss.detach())
+        return loss
 
     def step(self) -> StepReport:
         """Apply the gradients, and commit the step in the background.
@@ -332,6 +342,7 @@ class Engine:
             loss_scale=self._loss_scale.scale,
             skipped=not is_finite,
             lr=rates,
+            loss=float(torch.stack([loss.reshape(()) for loss in self._losses]).mean()) if self._losses else None,
         )
         self._loss_scale.update(is_finite)
         return report

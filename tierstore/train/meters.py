@@ -55,8 +55,9 @@ class StepMeters:
         return max(self._seconds["forward"] + self._seconds["backward"] - waiting_s, 0.0)
 
     def report(
-        self, *, step: int, grad_norm: float | None, loss_scale: float, skipped: bool, lr: list[float]
-    ) -> StepReport:
+        self, *, step: int, grad_norm: float | None, loss_scale: float, skipped: bool, lr: list[float],
+        loss: float | None,
+    ) -> StepReport:  # fmt: skip
         """The step that ends now; the next one is counted from here."""
         now, links, stall_s = self._clock(), self._links(), self._parts.access.stall_s
         seconds = self._seconds | {"wait": stall_s - self._stall_s, "total": now - self._since}
@@ -66,7 +67,8 @@ class StepMeters:
         for link, nbytes in moved.items():
             self._parts.tracer.counter(link, "bytes per step", nbytes)
         depth, schedule = self._parts.access.depth, self._parts.driver.schedule.value
-        return StepReport(step, grad_norm, loss_scale, skipped, lr, seconds, moved, self._peaks(), depth, schedule)
+        peaks = self._peaks()
+        return StepReport(step, grad_norm, loss_scale, skipped, lr, seconds, moved, peaks, depth, schedule, loss)
 
     def totals(self) -> dict[str, Any]:
         """Since the engine was made."""

@@ -1,6 +1,6 @@
 """What a step reports.
 
-Scope: plain data. Not here: measuring it (`engine.py`).
+Scope: plain data. Not here: measuring it (`meters.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class StepReport:
         peak_bytes: largest use by tier so far (gpu, cpu).
         prefetch_depth: groups fetched ahead in the next step.
         schedule: the update schedule in force.
+        loss: mean of the losses of the micro-batches that `train_step` was given, at this rank; None in other loops,
+            which have their losses.
     """
 
     step: int
@@ -35,3 +37,4 @@ class StepReport:
     peak_bytes: dict[str, int]
     prefetch_depth: int
     schedule: str
+    loss: float | None = None
