@@ -201,6 +201,29 @@ def test_a_dynamic_loss_scale_skips_a_step_whatever_the_dtype(dtype: torch.dtype
             assert all(same) == (step == 3)
 
 
+@pytest.mark.parametrize("update", [*STREAMING, *LATER, "auto"])
+def test_a_gradient_that_is_set_after_backward_is_refused_and_not_used_a_step_later(
+    update: str, tmp_path: Path
+) -> None:
+    data = batches(5)
+
+    def run(name: str, sets: bool) -> dict[str, torch.Tensor]:
+        with tight_engine(tmp_path / name, update) as engine:
+            parameter = engine.model.get_parameter("blocks.1.0.weight")
+            for x in data:
+                engine.backward(loss_of(engine(x)))
+                if sets:
+                    parameter.grad = torch.full((16, 16), 100.0)
+                    with pytest.raises(ConfigError, match=r"the \.grad of blocks\.1\.0\.weight was set after"):
+                        engine.step()
+                    parameter.grad = None
+                engine.step()
+            return engine.state_dict()
+
+    found, expected = run("set", True), run("plain", False)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_a_gradient_that_is_used_up_is_not_zero(tmp_path: Path) -> None:
     x = batches(1)[0]
     with tight_engine(tmp_path, "backward") as engine:

@@ -320,5 +320,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (Preset, Precision, UpdateSchedule, Durability, FreedMemory)):
         return value.value
     if isinstance(value, tuple):
-        return [str(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+        return [_plain(item) for item in value]
+    return str(value.absolute()) if isinstance(value, Path) else value  # they are read from anywhere

@@ -157,8 +157,9 @@ class GradientCollector:
             for spec, parameter in zip(frozen.spec.parameters, frozen.parameters):
                 if parameter.requires_grad:
                     raise GraphError(
-                        f"parameter {spec.name} was frozen when the engine was made, and needs a gradient now; what is "
-                        "to be trained later needs one then: freeze it by requires_grad_(False) when the engine is made"
+                        f"parameter {spec.name} was frozen when the engine was made, and needs a gradient now; make "
+                        "the engine while it needs one, and freeze it after that, by requires_grad_(False), until it "
+                        "is to be trained"
                     )
         self._is_collecting = True
         self._handover.store = store

@@ -304,12 +304,14 @@ class Engine:
         Returns:
             What the step did; it is on its way to disk, `flush` waits for it.
         Raises:
-            ConfigError: a learning rate or its kin was set after backward had applied gradients with what it was.
+            ConfigError: a learning rate or its kin was set after backward had applied gradients with what it was; or
+                somebody has set the `.grad` of a parameter since.
             TierstoreError: also failures of work that earlier steps left running; the last generation is untouched.
         """
         parts = self._whole_parts()
         if not (parts.driver.has_begun and self._order.has_backward):
             raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
+        parts.groups.refuse_gradients()
         options = parts.stepper.options()
         late = [name for name, value in options.items() if value != self._applied_with[name]]
         if late and not parts.partition.is_shared:  # else when all ranks know; here the step can go on

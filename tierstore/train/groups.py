@@ -174,6 +174,20 @@ class ModelGroups:
                         "values alone are set by engine.load_state_dict(...)"
                     )
 
+    def refuse_gradients(self) -> None:
+        """A `.grad` that somebody has set after backward would come into the next step.
+
+        Raises:
+            ConfigError: names one.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            given = next((name for parameter, name in self.names.items() if parameter.grad is not None), None)
+        if given is not None:
+            raise ConfigError(
+                f"the .grad of {given} was set after engine.backward(), which has taken the gradients away, so this "
+                "step would not see it; add to the loss instead, or set it before engine.backward()"
+            )
+
     @functools.cached_property
     def _known_ids(self) -> set[int]:
         return {id(parameter) for parameter in self.names}  # a parameter's own hash is a function in Python
