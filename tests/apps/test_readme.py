@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from ranks import run_ranks
@@ -13,7 +14,7 @@ from readme_snippets import engine_of_ranks, reducer_of_ranks, run_snippet
 
 from tierstore.apps import presets
 from tierstore.apps.options import Precision
-from tierstore.config import TierConfig
+from tierstore.config import AdamWConfig, TierConfig
 from tierstore.train.engine import Engine
 
 TINY = {"vocab_size": 256, "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "bos_token_id": 0,
@@ -29,6 +30,38 @@ def test_the_loop_exports_a_model_that_can_be_loaded(disk_path: Path) -> None:
     run_snippet("save_pretrained", changes, {"model": model, "batches": batches})
     loaded = transformers.AutoModelForCausalLM.from_pretrained(disk_path / "out")
     assert torch.isfinite(loaded(input_ids=tokens, labels=tokens).loss)
+
+
+class Data:
+    """Batches, and how many were taken."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def next(self) -> dict[str, torch.Tensor]:
+        self.taken += 1
+        tokens = torch.full((2, 16), self.taken)
+        return {"input_ids": tokens, "labels": tokens}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+def test_a_loop_with_all_that_a_loop_has(disk_path: Path, capsys: Any) -> None:
+    for steps in (2, 4):
+        names: dict[str, Any] = {
+            "torch": torch, "Engine": Engine, "AdamWConfig": AdamWConfig, "data": Data(), "held_out": Data().next(),
+            "tiers": TierConfig(nvme=[disk_path / "store"]),
+            "model": presets.build(transformers.GPT2Config(**TINY), Precision.FP32),
+        }  # fmt: skip
+        run_snippet("warm_up", {"1000": str(steps), "% 100": "% 2"}, names)
+        assert names["data"].taken == 4 * steps
+        told = capsys.readouterr().out.splitlines()
+        assert [line.partition(":")[0].partition(" ")[0] for line in told] == [str(steps - 1), str(steps), "held"]
+        assert names["report"].lr == pytest.approx([3e-4 * steps / 100] * 2)
 
 
 def test_a_model_that_is_too_large_to_construct() -> None:
