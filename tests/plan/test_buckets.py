@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError
@@ -227,6 +227,7 @@ def test_sums(layers: tuple[Layer, ...], model: CostModel, cap: int, limit: int)
 
 
 @given(LAYERS, MODELS, CAPS, LIMITS, st.floats(0, 3))
+@example((Layer(1, 0), Layer(1, 1), Layer(0, 0)), CostModel(1, 217, cores=1.0), 1, 2, 0.1)  # two ready at one moment
 def test_nothing_gets_faster_by_a_worse_interconnect(
     layers: tuple[Layer, ...], model: CostModel, cap: int, limit: int, more: float
 ) -> None:

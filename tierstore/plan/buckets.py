@@ -20,6 +20,7 @@ from tierstore.errors import ConfigError
 from tierstore.plan.cost_model import CostModel
 
 _CAPS_PER_OCTAVE = 8
+_ROUNDING = 1e-12  # share of a time by which sums may miss it
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,8 @@ def _reached(computed_s: float, events: Sequence[BucketEvent], cores: float) -> 
     now_s, left_s = 0.0, computed_s
     for event in events:
         begin_s = max(event.start_s, now_s)
-        if left_s <= begin_s - now_s:
+        # What is ready as a collective starts is ready before it: an ulp too late would wait for its end on one core.
+        if left_s <= begin_s - now_s + _ROUNDING * begin_s:
             break
         left_s -= begin_s - now_s
         now_s = max(event.end_s, begin_s)
