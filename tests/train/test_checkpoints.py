@@ -18,6 +18,7 @@ from power_cuts import Disk, JournalBackend, images
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tierstore.archive.dtypes import TORCH_DTYPES
 from tierstore.archive.sources import INDEX, SINGLE
 from tierstore.errors import ConfigError, FormatError, StorageError, StorageFull
 from tierstore.io.backend import Backend
@@ -286,6 +287,32 @@ def test_dtypes_and_their_order(tmp_path: Path) -> None:
     assert torch.equal(found["shaped"], torch.tensor([[1, 1], [1, 2]], dtype=torch.float16))
 
 
+class Odd(nn.Module):
+    """A buffer of every dtype that a file can hold."""
+
+    def __init__(self, fill: int) -> None:
+        super().__init__()
+        for name, dtype in TORCH_DTYPES.items():
+            self.register_buffer(name, torch.full((48,), fill, dtype=torch.uint8).view(dtype).view(2, -1))
+
+
+def test_buffers_of_every_dtype_come_back(tmp_path: Path) -> None:
+    original, again = Odd(1), Odd(0)
+    write_checkpoint(tmp_path, outs(original.state_dict(), 1))
+    source = CheckpointSource(tmp_path, again)
+    assert not list(source.stream())
+    for found in (load_file(tmp_path / SINGLE), again.state_dict()):
+        assert {name: value.dtype for name, value in found.items()} == TORCH_DTYPES
+        for name, value in original.state_dict().items():
+            assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+def test_pairs_of_small_floats_are_no_weights(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, outs({"weight": torch.zeros(3, 5, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, 1))
+    with pytest.raises(FormatError, match=r"weight: F4 in the checkpoint, and quantized"):
+        CheckpointSource(tmp_path, nn.Linear(5, 3, bias=False)).names()
+
+
 def test_shards_and_index(tmp_path: Path) -> None:
     state = {name: torch.full((25,), float(place)) for place, name in enumerate("abcd")} | {"e": torch.zeros(90)}
     write_checkpoint(tmp_path, outs(state), max_shard_bytes=200)
@@ -300,7 +327,7 @@ def test_shards_and_index(tmp_path: Path) -> None:
     ("tensors", "error", "message"),
     [
         ([TensorOut("a", (2,), torch.float32, [torch.zeros(2)])] * 2, ConfigError, "'a' is to be written twice"),
-        ([TensorOut("a", (2,), torch.complex128, [])], ConfigError, "no dtype"),
+        ([TensorOut("a", (2,), torch.complex128, [])], FormatError, "cannot hold"),
         ([TensorOut("a", (2,), torch.float32, [torch.zeros(1)])], FormatError, "1 elements were given"),
         ([TensorOut("a", (2,), torch.float32, [torch.zeros(1), torch.zeros(2)])], FormatError, "3 elements"),
         (

@@ -17,22 +17,17 @@ import numpy as np
 import torch
 
 from tierstore.alignment import ALIGNMENT, padded
+from tierstore.archive.dtypes import TORCH_DTYPES, torch_dtype
 from tierstore.archive.sources import INDEX, SINGLE, weight_map
 from tierstore.errors import FormatError
 from tierstore.io.backend import Backend, BlockFile
 from tierstore.pack.validate import read_header
 from tierstore.train.filling import PIECE_ELEMENTS
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file; `begin` is in bytes from the start of the file."""
+    """A tensor in a file; `begin` is in bytes from the start of the file, `shape` as torch counts."""
 
     path: Path
     begin: int
@@ -101,13 +96,15 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 def _tensors_in(path: Path) -> dict[str, Stored]:
     header = read_header(path)
-    return {
-        name: Stored(path, header.data_start + entry.begin, entry.dtype, entry.shape)
-        for name, entry in header.tensors.items()
-    }
+    found = {}
+    for name, entry in header.tensors.items():
+        is_known = entry.dtype in TORCH_DTYPES  # the model may have no use for others
+        shape = torch_dtype(name, entry.dtype, entry.shape)[1] if is_known else entry.shape
+        found[name] = Stored(path, header.data_start + entry.begin, entry.dtype, shape)
+    return found
 
 
 def _dtype(stored: Stored) -> torch.dtype:
-    if stored.dtype not in DTYPES:
+    if stored.dtype not in TORCH_DTYPES:
         raise FormatError(f"{stored.path}: tensors of dtype {stored.dtype} cannot be read")
-    return DTYPES[stored.dtype]
+    return TORCH_DTYPES[stored.dtype]

@@ -28,13 +28,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from tierstore.archive.dtypes import TORCH_DTYPES, file_dtype
 from tierstore.archive.sources import INDEX, SINGLE, small_file, weight_files
 from tierstore.errors import ConfigError, FormatError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.files import make_anew, takes_lock
 from tierstore.pack.layout import TensorEntry, build_header, tensor_bytes
 from tierstore.train.capture import persistent_buffers
-from tierstore.train.checkpoint_files import DTYPES, CheckpointFiles, Stored, stored_tensors
+from tierstore.train.checkpoint_files import CheckpointFiles, Stored, stored_tensors
 from tierstore.train.conversion import Recipe, recipes
 from tierstore.train.filling import PIECE_ELEMENTS, Piece
 
@@ -42,7 +43,6 @@ MAX_SHARD_BYTES = 5 * 10**9
 _UNFINISHED = ".checkpoint-unfinished"
 _OLD_INDEX = "old-" + INDEX
 _SHARD = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SHOWN = 5
 _QUANTIZED = "quantized weights cannot be trained"
 
@@ -76,7 +76,7 @@ class CheckpointSource:
         self._buffers = persistent_buffers(model)
         tensors = {name: parameter for parameter, name in names.items()} | self._buffers
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self._floating = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
+        self._floating = {name for name, tensor in tensors.items() if _is_float(tensor.dtype)}
 
     @property
     def unexpected(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class CheckpointSource:
                     shape = None if values is None else list(values.shape)
                     if values is None or tuple(values.shape) != self._shapes[name]:
                         raise self._misfit([f"{name}: {shape} converted, {list(self._shapes[name])} in the model"])
-                    if name in self._floating and not values.is_floating_point():
+                    if name in self._floating and not _is_float(values.dtype):
                         raise self._misfit([f"{name}: {values.dtype} converted, and {_QUANTIZED}"])
                     yield from self._deliver(name, _cut(values.reshape(-1)))
 
@@ -136,7 +136,7 @@ class CheckpointSource:
                 if shape != wanted:
                     problems.append(f"{names[0]}: {list(shape)} in the checkpoint, {list(wanted)} in the model")
                 dtype = stored[recipe.sources[0]].dtype
-                if names[0] in self._floating and dtype in DTYPES and not DTYPES[dtype].is_floating_point:
+                if names[0] in self._floating and dtype in TORCH_DTYPES and not _is_float(TORCH_DTYPES[dtype]):
                     problems.append(f"{names[0]}: {dtype} in the checkpoint, and {_QUANTIZED}")
             filled.update(names)
         problems += [
@@ -167,6 +167,11 @@ class CheckpointSource:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         shown = "; ".join(problems[:_SHOWN])
         return FormatError(f"{self._directory} does not fit the model, {len(problems)} tensors: {shown}{more}")
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    """Whether torch converts it to other floats, which it does not with pairs of 4-bit ones."""
+    return dtype.is_floating_point and dtype is not torch.float4_e2m1fn_x2
 
 
 def _cut(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -215,9 +220,9 @@ def write_checkpoint(
         max_shard_bytes: a tensor that is larger gets a shard of its own.
 
     Raises:
-        ConfigError: a name stands twice, a dtype has no name in safetensors, or another process writes there; nothing
-            was changed.
-        FormatError: the pieces of a tensor are not as many elements as its shape, or of another dtype; likewise.
+        ConfigError: a name stands twice, or another process writes there; nothing was changed.
+        FormatError: a file cannot hold a dtype, or the pieces of a tensor are not as many elements as its shape, or of
+            another dtype; likewise.
         StorageFull, StorageError: likewise, or all was written and something old is left: see [Note: publishing].
     """
     target, backend = Path(directory), Backend() if backend is None else backend
@@ -311,16 +316,14 @@ def _shards(tensors: Sequence[TensorOut], max_shard_bytes: int) -> list[list[Ten
 
 
 def _nbytes(tensor: TensorOut) -> int:
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise ConfigError(f"tensor {tensor.name!r}: safetensors has no dtype for {tensor.dtype}")
-    return tensor_bytes(tensor.name, _DTYPE_NAMES[tensor.dtype], tensor.shape)
+    return tensor_bytes(tensor.name, *file_dtype(tensor.name, tensor.dtype, tensor.shape))
 
 
 def _write_shard(path: Path, shard: Sequence[TensorOut], backend: Backend) -> None:
     entries, position = [], 0
     for tensor in shard:
         end = position + _nbytes(tensor)
-        entries.append(TensorEntry(tensor.name, _DTYPE_NAMES[tensor.dtype], tensor.shape, position, end))
+        entries.append(TensorEntry(tensor.name, *file_dtype(tensor.name, tensor.dtype, tensor.shape), position, end))
         position = end
     header = build_header(entries, {"format": "pt"})
     with _File(path, len(header) + position, backend) as file:
