@@ -7,11 +7,11 @@ Owner: the record is immutable.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tierstore.apps.options import TrainOptions
+from tierstore.cores import available_cores
 from tierstore.errors import ConfigError
 
 
@@ -78,5 +78,5 @@ class Launch:
             raise ConfigError(f"{self.local_count} ranks cannot share --device {given.device}: give --device cuda, "
                               "and each takes the GPU of its local rank")  # fmt: skip
         if given.threads is None:
-            given = replace(given, threads=max(1, (os.cpu_count() or 1) // self.local_count))
+            given = replace(given, threads=max(1, available_cores() // self.local_count))
         return given

@@ -5,7 +5,6 @@ Scope: showing. Not here: finding (`apps/tune.py`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tierstore.apps.rate_names import uncertain
 from tierstore.apps.tune import Outcome
 from tierstore.config import Tier, TierConfig, UpdateSchedule, format_size
+from tierstore.cores import available_cores
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.costs import codec_pays
 from tierstore.plan.placement import Kind
@@ -102,7 +102,7 @@ def _codec(table: BandwidthTable) -> str:
     if not table.codecs:
         return "Codec: none; a bandwidth table of `tierstore probe` holds what would decide it."
     threads, disk = TierConfig().io_threads, table.shared_bytes_per_s
-    cores = min(threads, os.cpu_count() or 1)
+    cores = min(threads, available_cores())
     rates = [(one, cores * min(one.encode_bytes_per_s, one.decode_bytes_per_s)) for one in table.codecs]
     pays = [one for one, rate in rates if codec_pays(disk, one.ratio, rate, overlapped=True)]
     if pays:

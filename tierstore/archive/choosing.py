@@ -7,7 +7,6 @@ Owner: none; nothing is kept between calls.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -18,6 +17,7 @@ from tierstore.alignment import ALIGNMENT
 from tierstore.archive.gather import Content, OpenFiles
 from tierstore.archive.sources import Source, SourceTensor
 from tierstore.config import Codec
+from tierstore.cores import available_cores
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
@@ -61,7 +61,7 @@ def measure(
 
 def choose(measured: Mapping[str, Sequence[CodecRates]], read_bytes_per_s: float | None) -> dict[str, Choice]:
     """For each dtype, the codec that pays."""
-    cores = os.cpu_count() or 1
+    cores = available_cores()
     return {dtype: choose_for_archive(rates, read_bytes_per_s, cores) for dtype, rates in measured.items()}
 
 

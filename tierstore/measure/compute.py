@@ -8,7 +8,6 @@ Owner: the caller owns the memory that loads are made over.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore.config import Codec
+from tierstore.cores import available_cores
 from tierstore.io.memory import Bytes
 from tierstore.kernels.adam import BLOCK, AdamCoefficients, state_bytes_per_element, update
 from tierstore.kernels.digests import digest
@@ -35,7 +35,7 @@ _COEFFICIENTS = AdamCoefficients(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weig
 
 def cores() -> int:
     """Threads that compute, as the engine starts them."""
-    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    return min(MAX_THREADS, available_cores())
 
 
 def memory_copies(memory: Bytes) -> Load:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.config import Codec, TierConfig
+from tierstore.cores import available_cores
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.kernels.adam import AdamCoefficients, init_state, state_bytes_per_element, update
@@ -122,7 +122,7 @@ def _choose(
     disk_bytes_per_s: tuple[float, float],
     clock: Callable[[], float],
 ) -> Codecs:
-    cores = min(tiers.io_threads * len(tiers.nvme), os.cpu_count() or 1)
+    cores = min(tiers.io_threads * len(tiers.nvme), available_cores())
     conditions = Conditions(*disk_bytes_per_s, cores, is_overlapped=tiers.device != "cpu")
     largest = max(specs, key=lambda spec: spec.size)
     trained = max((spec for spec in specs if spec.trainable), key=lambda spec: spec.size, default=largest)

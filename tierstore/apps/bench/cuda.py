@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from tierstore.apps.bench.case import (
 from tierstore.apps.bench.serve import Missing, Round
 from tierstore.apps.options import Preset
 from tierstore.apps.preset_sizes import PRESET_FIELDS
+from tierstore.cores import available_cores
 
 _TESTS, _LINK = "pytest -m gpu", "link"
 _TESTS_TIMEOUT_S = 240.0
@@ -123,7 +123,7 @@ def _tests(options: dict[str, Any]) -> Iterator[Round]:
         raise Missing(f"no tests in {ROOT}: they come with the repository")
     # The warnings of other libraries here are theirs.
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default", *files]
-    if importlib.util.find_spec("xdist") and (cores := os.cpu_count() or 1) > 3:
+    if importlib.util.find_spec("xdist") and (cores := available_cores()) > 3:
         command += ["-p", "xdist", "-n", str(min(8, cores // 2))]
     begun_s, failure = time.perf_counter(), ""
     with tempfile.TemporaryFile("w+", errors="replace") as printed:

@@ -5,7 +5,6 @@ Scope: cells and files. Not here: what is measured (the cases).
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 import statistics
@@ -24,6 +23,7 @@ from tierstore.apps.bench.case import BenchOptions, Row
 from tierstore.apps.bench.run import Outcome
 from tierstore.apps.files import write_object, write_text
 from tierstore.config import format_size, parse_size
+from tierstore.cores import available_cores
 
 _MUCH_STOLEN = 0.02
 _COLUMNS = ("work", "contestant", "median (quartiles)", "of floor", "peak memory", "bar")
@@ -78,7 +78,7 @@ def context_of(case: str, options: BenchOptions, outcomes: Sequence[Outcome]) ->
     return {
         "machine": {
             "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": available_cores(),
             "memory_bytes": psutil.virtual_memory().total,
             "system": f"{platform.system()} {platform.release()}",
         },

@@ -1,0 +1,45 @@
+"""Cores are counted in one way: those that this process may run on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import tierstore
+from tierstore.apps.launch import Launch
+from tierstore.apps.options import TrainOptions
+from tierstore.cores import available_cores
+from tierstore.io.workers import WorkerPool
+from tierstore.measure.compute import cores
+
+
+def test_cores_that_other_processes_have_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
+    assert (available_cores(), cores()) == (3, 3)
+    assert Launch(local_count=3, count=3).options(TrainOptions(batch=3, zero=1)).threads == 1
+
+
+def test_an_engine_on_one_core_updates_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, int] = {}
+
+    class Told(WorkerPool):
+        def __init__(self, name: str, threads: int) -> None:
+            started[name] = threads
+            super().__init__(name, threads)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1})
+    monkeypatch.setattr("tierstore.store.training.WorkerPool", Told)
+    model = nn.Linear(3, 2)
+    with tierstore.Engine(model, tierstore.TierConfig(cpu_memory="64MiB"), tierstore.AdamWConfig()):
+        pass
+    assert started["tierstore-update"] == 1
+
+
+def test_nothing_else_counts_cores() -> None:
+    root = Path(tierstore.__file__).parent
+    counting = {str(path.relative_to(root)) for path in root.rglob("*.py") if "getaffinity" in path.read_text()}
+    assert counting == {"cores.py"}
+    assert not [path for path in root.rglob("*.py") if "cpu_count" in path.read_text()]
