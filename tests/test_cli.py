@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import runpy
 import signal
 import subprocess
@@ -158,6 +159,12 @@ def test_debug_shows_where_it_was_raised(asked: list[Any]) -> None:
     asked.append(StorageFull("full"))
     result = _train("--debug")
     assert isinstance(result.exception, StorageFull)
+
+
+def test_every_command_can_show_it() -> None:
+    commands = [*app.registered_commands, *(one for group in app.registered_groups if group.typer_instance
+                                            for one in group.typer_instance.registered_commands)]  # fmt: skip
+    assert all("debug" in inspect.signature(one.callback).parameters for one in commands if one.callback)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import show, size_option, told
+from tierstore.cli.common import Debug, show, size_option, told
 from tierstore.cli.interrupts import interruptible
 
 
@@ -27,6 +27,7 @@ def codecs(
     ] = False,
     sample: Annotated[int, size_option("To try of each kind and dtype [default: 64MiB].")] = 2**26,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
+    debug: Debug = False,
 ) -> None:
     """What each codec makes of your own weights and optimizer state: ratio, rates, and the disks on which it pays."""
     from rich.console import Console
@@ -34,7 +35,7 @@ def codecs(
     from tierstore.apps.codecs import CodecOptions, as_table, compare, legend, save, sentences
     from tierstore.apps.probe_report import progress
 
-    with told():
+    with told(debug):
         options = CodecOptions(path=path, disk=disk, cores=cores, overlapped=overlapped, sample=sample, json=json)
         console = Console()
         with interruptible("interrupted"), progress(console) as tell:
