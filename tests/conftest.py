@@ -23,7 +23,9 @@ import typer.testing
 from tierstore.garbage import loading
 from tierstore.io.runtime import Runtime
 
-hypothesis.settings.register_profile("long", max_examples=2000, stateful_step_count=100, deadline=None)
+hypothesis.settings.register_profile("default", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("default")
+hypothesis.settings.register_profile("long", max_examples=2000, stateful_step_count=100)
 JOIN_S = 5.0
 LONGEST = (
     "train/test_zero_models.py", "train/test_clean.py", "apps/test_for_real.py", "train/test_zero.py",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.config import AdamWConfig, Codec, TierConfig, format_decimal, format_size, parse_size
@@ -61,13 +61,11 @@ def test_sizes_as_sold(size: float, text: str) -> None:
     assert parse_size("10PB") == 10**16
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**62))
 def test_a_printed_size_is_read_back_within_its_digits(size: int) -> None:
     assert math.isclose(parse_size(format_size(size)), size, rel_tol=0.01)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=12) | st.from_regex(r"\s*\d{1,30}(\.\d{1,9})?\s*[kKmMgGtT]?i?[bB]?", fullmatch=True))
 def test_any_text_is_a_size_or_a_config_error(text: str) -> None:
     with contextlib.suppress(ConfigError):

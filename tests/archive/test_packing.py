@@ -62,7 +62,7 @@ def test_groups_stand_in_execution_order(tmp_path: Path) -> None:
     assert begins == sorted(begins)
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     names=st.lists(
         st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -69,7 +69,7 @@ operations = st.lists(
 
 
 @given(operations)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_any_sequence_keeps_the_pool_right(sequence: list[tuple[str, int]]) -> None:
     async def play() -> None:
         session = Session(make_pool())

@@ -150,7 +150,7 @@ def test_weights_are_the_rounded_master(dtype):
         np.testing.assert_array_equal(chunk.weights, narrow(dtype, master))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     dtype=st.sampled_from(DTYPES),
     elements=st.integers(1, 200),
@@ -247,7 +247,7 @@ def check_lossless(bits):
     np.testing.assert_array_equal(weights[~is_nan], away[~is_nan].astype(np.uint16))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(arrays(np.uint32, st.integers(1, 300), elements=st.integers(0, 2**32 - 1)))
 def test_bf16_and_residual_hold_any_fp32(bits):
     check_lossless(bits)
@@ -311,7 +311,7 @@ def test_fp16_weights_are_write_only_until_adopted():
     np.testing.assert_array_equal(chunk.read_master()[1::2], same.read_master()[1::2])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(arrays(np.uint32, st.integers(1, 100), elements=st.integers(0, 2**32 - 1)))
 def test_fp16_casts_are_those_of_torch(bits):
     master = bits.view(np.float32)

@@ -87,7 +87,7 @@ def _chunk(dtype: str, count: int, seed: int) -> tuple[Bytes, Bytes, Any, Bytes,
 _EDGES = st.sampled_from([1, 7, ELEMENTS - 1, ELEMENTS, ELEMENTS + 1, 2 * ELEMENTS, 65536, 65536 + 3 * ELEMENTS + 5])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from(["fp32", "bf16", "fp16"]),
     count=st.integers(1, 5 * ELEMENTS) | _EDGES,

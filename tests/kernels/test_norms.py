@@ -58,7 +58,7 @@ def test_order_of_addition_is_fixed():
     assert partials("fp32", random_tensor("fp32", BLOCK))[0] == total
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     dtype=st.sampled_from(list(TORCH)),
     edges=st.lists(st.integers(0, 2 * BLOCK + 1003), min_size=2, max_size=8, unique=True).map(sorted),
@@ -108,7 +108,7 @@ def test_accumulation_is_that_of_torch(dtype, elements):
     assert torch.equal(total, expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(dtype=st.sampled_from(list(TORCH)), data=st.data())
 def test_accumulation_is_that_of_torch_for_any_bits(dtype, data):
     size = data.draw(st.integers(1, 64))

@@ -36,7 +36,7 @@ def noise(size: int) -> np.ndarray:
 
 
 @each_codec
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(data=st.binary(max_size=300) | st.builds(lambda a, n: a * n, st.binary(max_size=4), st.integers(0, 500)))
 def test_round_trip(codec: ChunkCodec, data: bytes) -> None:
     stored = np.full(len(data) + 7, 0xEE, np.uint8)
@@ -117,7 +117,7 @@ def test_a_header_that_encode_does_not_write_is_refused(codec: Codec) -> None:
 
 
 @each_bitshuffle
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_hostile_frame_changes_nothing_beyond_the_destination(codec: Codec, data: st.DataObject) -> None:
     """Headers as they should be, and anything behind them: flipped, cut, random."""

@@ -187,7 +187,7 @@ def test_twenty_thousand_chunks_take_seconds_at_most() -> None:
     assert len(header.entries) == 80_000
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.lists(

@@ -244,7 +244,7 @@ NEARLY = st.dictionaries(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(NEARLY, st.integers(0, 12))
 def test_any_json_parses_or_raises(content: Any, data_bytes: int) -> None:
     text = json.dumps(content).encode()
@@ -253,7 +253,7 @@ def test_any_json_parses_or_raises(content: Any, data_bytes: int) -> None:
         assert_invariants(header)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.binary(max_size=60), st.integers(0, 80))
 def test_any_bytes_parse_or_raise(blob: bytes, file_bytes: int) -> None:
     outcome(blob, file_bytes)

@@ -74,7 +74,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_whatever_is_in_the_file_it_is_a_table_or_a_format_error(data: st.DataObject) -> None:
     value = json.loads(json.dumps(FULL.to_json()))

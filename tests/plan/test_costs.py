@@ -101,7 +101,7 @@ def test_nothing_trained_costs_no_division() -> None:
     assert step_traffic(placement((group("bf16", trainable=False),))).bytes_per_parameter == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     elements=st.integers(0, 9 * BLOCK),
     dtype=st.sampled_from(sorted(SIZES)),

@@ -56,7 +56,7 @@ def test_what_was_not_timed_is_not_known() -> None:
     assert computing_s([], "bf16", both) is None
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(noise=st.lists(st.floats(0.5, 2), min_size=len(SHAPES), max_size=len(SHAPES)), count=st.sampled_from(COUNTS))
 def test_more_work_is_never_quicker_whatever_the_noise(noise: list[float], count: str) -> None:
     work = block(768, 64)

@@ -33,7 +33,7 @@ def holds_all(placement: Placement) -> bool:
     return placement.gpu_weight_bytes >= weights_of(placement.groups)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(groups=groups_of, options=options_of, more=st.integers(0, 40 * MIB))
 def test_both_tiers_take_what_there_is_and_the_smallest_that_is_told_fits(
     groups: tuple[GroupNeed, ...], options: dict[str, object], more: int

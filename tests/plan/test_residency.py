@@ -78,7 +78,7 @@ def test_impossible_policies_are_refused(order: tuple[int, ...], sizes: tuple[in
         ResidencyPolicy(order, sizes, 10, depth)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_decision_is_always_possible(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 7))

@@ -124,7 +124,7 @@ def runs(draw: st.DrawFn) -> tuple[tuple[Visit, ...], int, Simulation]:
     return order, capacity, simulate(order, capacity, depth, links, warm_up_steps=warm_up)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(case=runs())
 def test_what_holds_for_every_order(case: tuple[tuple[Visit, ...], int, Simulation]) -> None:
     _, capacity, run = case
@@ -139,7 +139,7 @@ def test_what_holds_for_every_order(case: tuple[tuple[Visit, ...], int, Simulati
         assert all(after.start_s >= before.end_s - 1e-9 for before, after in itertools.pairwise(spans))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(case=runs())
 def test_a_group_is_on_the_device_before_it_is_computed(case: tuple[tuple[Visit, ...], int, Simulation]) -> None:
     order, _, run = case
@@ -151,7 +151,7 @@ def test_a_group_is_on_the_device_before_it_is_computed(case: tuple[tuple[Visit,
             assert all(fetch.end_s <= span.start_s + 1e-9 for fetch in before)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(case=runs())
 def test_a_run_repeats_exactly(case: tuple[tuple[Visit, ...], int, Simulation]) -> None:
     order, capacity, _ = case

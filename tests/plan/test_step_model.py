@@ -73,7 +73,7 @@ def test_bytes_are_those_of_the_plan(schedule: UpdateSchedule, cpu_memory: int) 
     assert found.written_bytes == pytest.approx(plan.written_bytes, rel=0.02)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     extra=st.integers(0, 64), schedule=st.sampled_from(EXACT), depth=st.integers(0, 8),
     seconds=st.sampled_from([0.0, 0.003, 0.05]), commit_every=st.integers(1, 2),

@@ -16,7 +16,7 @@ from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GroupNeed, Kind
 from tierstore.plan.tiers import place, smallest_budgets
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     groups=groups_of,
     options=options_of,
@@ -69,7 +69,7 @@ def test_where_cpu_memory_holds_not_all_weights_the_gpu_updates_fewer_groups() -
     assert 0 < counts[-1] < counts[1] < 12
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(groups=groups_of, options=options_of)
 def test_the_smallest_budgets_work_and_one_page_less_fails(
     groups: tuple[GroupNeed, ...], options: dict[str, object]

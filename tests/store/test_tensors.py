@@ -80,7 +80,7 @@ SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 TENSORS = st.lists(st.tuples(st.sampled_from(ALL_DTYPES), SHAPES), max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TENSORS, st.integers(1, 8))
 def test_layout_is_aligned_gapless_and_survives_description(
     tensors: list[tuple[torch.dtype, tuple[int, ...]]], pages: int

@@ -261,4 +261,4 @@ def check(tensors: dict[str, torch.Tensor], item: Item) -> None:
 
 TestStoreMachine = pytest.mark.usefixtures("no_leaks")(StoreMachine.TestCase)
 if settings.get_current_profile_name() != "long":
-    TestStoreMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    TestStoreMachine.settings = settings(max_examples=40, stateful_step_count=30)
