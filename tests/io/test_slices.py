@@ -26,14 +26,14 @@ def in_thread(function: Callable[[], T]) -> T:
 
 
 def asked() -> tuple[slices.Attributes | None, slices.Attributes | None]:
-    before = slices.attributes_of()
+    before = slices.attributes()
     slices.ask_for_short_slices()
-    return before, slices.attributes_of()
+    return before, slices.attributes()
 
 
 _RELEASE = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
 needs_slices = pytest.mark.skipif(
-    _RELEASE < (6, 12) or slices.attributes_of() is None, reason="Linux has slices since 6.12"
+    _RELEASE < (6, 12) or slices.attributes() is None, reason="Linux has slices since 6.12"
 )
 
 
@@ -54,7 +54,7 @@ def test_a_better_niceness_is_not_lost_to_what_the_thread_starts() -> None:
         except PermissionError:
             return None
         slices.ask_for_short_slices()
-        return in_thread(slices.attributes_of)
+        return in_thread(slices.attributes)
 
     if (found := in_thread(started)) is None:
         pytest.skip("who is not root may not be nicer to itself")
@@ -64,10 +64,10 @@ def test_a_better_niceness_is_not_lost_to_what_the_thread_starts() -> None:
 @needs_slices
 def test_the_loop_has_them_and_what_it_starts_does_not(runtime: Runtime) -> None:
     async def seen() -> list[slices.Attributes | None]:
-        return [slices.attributes_of(), in_thread(slices.attributes_of)]
+        return [slices.attributes(), in_thread(slices.attributes)]
 
     own, started = runtime.call(seen)
-    usual = slices.attributes_of()
+    usual = slices.attributes()
     assert own is not None
     assert started is not None
     assert usual is not None

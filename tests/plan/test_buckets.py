@@ -140,7 +140,6 @@ def test_nothing_to_reduce() -> None:
         (lambda: form_buckets([1], 0), "at least one byte"),
         (lambda: timeline(EQUAL, (), REFERENCE, max_in_flight=0), "in flight"),
         (lambda: timeline(EQUAL, (), REFERENCE, compute_s=0), "compute cannot end"),
-        (lambda: best_bucket_bytes(EQUAL, REFERENCE, caps_bytes=()), "no bucket size"),
         (lambda: CostModel(-1, 1), "alpha"),
         (lambda: CostModel(0, 0), "alpha"),
         (lambda: CostModel(math.inf, 1), "alpha"),
@@ -170,9 +169,8 @@ def test_the_sweep_shows_both_ends() -> None:
 
 
 def test_the_best_bucket_of_the_reference() -> None:
-    # Of all caps that make one layer a bucket the largest is that layer.
-    assert best_bucket_bytes(EQUAL, REFERENCE, caps_bytes=[layers * 25 * MB for layers in range(1, 49)]) == 25 * MB
-    assert best_bucket_bytes(EQUAL, REFERENCE) == 25 * MB  # the grid of candidates does not hold it
+    # Of all caps that make one layer a bucket the largest is that layer; the grid of candidates does not hold it.
+    assert best_bucket_bytes(EQUAL, REFERENCE) == 25 * MB
 
 
 def test_of_equally_good_buckets_the_larger() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from tierstore.errors import ConfigError
 from tierstore.train.deferred.program import PIECE_ELEMENTS
-from tierstore.train.materialize import ModuleSource, Source, deferred
+from tierstore.train.materialize import Source, deferred
 
 SEED = 5
 WORDS = 97
@@ -386,12 +386,3 @@ def test_memory_stays_far_below_the_model() -> None:
     print(f"\n{model_bytes / 2**20:.0f} MiB of parameters, resident memory grew by {growth / 2**20:.1f} MiB")
     assert elements * 4 == model_bytes
     assert growth < model_bytes // 5
-
-
-def test_module_source() -> None:
-    torch.manual_seed(SEED)
-    model = gpt2()
-    values = assembled(ModuleSource(model), model)
-    assert all(torch.equal(values[name], parameter.detach()) for name, parameter in model.named_parameters())
-    with pytest.raises(ConfigError, match="hold no values"):
-        ModuleSource(nn.Linear(2, 2, device="meta"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from runs import TinyModel, tiny
 from torch import nn
 
 from tierstore.errors import ConfigError
-from tierstore.train.materialize import ModuleSource
+from tierstore.train.filling import Piece, weights_of
 
 WAY = Way()
 
@@ -96,12 +96,25 @@ def test_a_meta_model_without_a_source_is_refused(tmp_path: Path) -> None:
         pass
 
 
+class OfModule:
+    """A source that a user wrote: the parameters of a module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def names(self) -> set[str]:
+        return {name for name, _ in self._model.named_parameters()}
+
+    def stream(self) -> Iterator[Piece]:
+        return weights_of(self._model)
+
+
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_module_is_a_source(is_own: bool, tmp_path: Path) -> None:
     """Also the very model that is trained, whose memory goes while the source is read."""
     model = WAY.model()
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
-    source = ModuleSource(model)
+    source = OfModule(model)
     if not is_own:
         with torch.device("meta"):
             model = WAY.model()

@@ -38,7 +38,7 @@ async def read_bytes(path: Path, *, most_bytes: int = 2**30, threads: Executor |
             return await file.read()
 
 
-def replace_file(path: Path, data: bytes, mode: int = 0o600, *, backend: Backend) -> None:
+def replace_file(path: Path, data: bytes, *, backend: Backend) -> None:
     """Replaces `path` so that, whatever happens, it holds either what it held or all of `data`; durable on return.
 
     Written to `<path>.tmp` (a leftover of that name is overwritten), fsynced, renamed, and the directory fsynced.
@@ -50,7 +50,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o600, *, backend: Backend
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        backend.write_file(temporary, data, mode)
+        backend.write_file(temporary, data, 0o600)
         backend.replace(temporary, path)
     except StorageError:
         with contextlib.suppress(StorageError):  # the first error is the one to tell

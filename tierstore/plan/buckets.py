@@ -274,26 +274,22 @@ def best_bucket_bytes(
     compute_s: float | None = None,
     max_in_flight: int = 1,
     first_cap_bytes: float | None = None,
-    caps_bytes: Sequence[int] | None = None,
     slack: float = 0.0,
 ) -> int:
-    """The cap whose simulated step is the shortest; of equally good ones the largest.
+    """The cap of `candidate_caps` whose simulated step is the shortest; of equally good ones the largest.
 
     Args:
         first_cap_bytes: of the first bucket, where it is fixed.
-        caps_bytes: to choose from; None is `candidate_caps`.
         slack: a step longer by this share is equally good.
     """
     sizes = [gradient.nbytes for gradient in gradients]
-    caps = tuple(caps_bytes) if caps_bytes is not None else candidate_caps(sizes)
-    if not caps:
-        raise ConfigError("there is no bucket size to choose from")
+    caps = candidate_caps(sizes)
     rows = sweep(
         gradients, model, caps, compute_s=compute_s, max_in_flight=max_in_flight, first_cap_bytes=first_cap_bytes
     )
     limit_s = min(row.seconds for row in rows) * (1 + slack) + 1e-12  # a picosecond for the rounding of sums
     best = max(cap for cap, row in zip(caps, rows) if row.seconds <= limit_s)
-    return best if caps_bytes is not None else _loosest(sizes, best, first_cap_bytes)
+    return _loosest(sizes, best, first_cap_bytes)
 
 
 def _loosest(sizes: Sequence[int], cap_bytes: int, first_cap_bytes: float | None) -> int:

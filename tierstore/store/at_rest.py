@@ -27,6 +27,7 @@ from tierstore.store.tasks import together
 from tierstore.store.trip_leases import TripLeases
 
 Floats = npt.NDArray[np.float32]
+_SOME_BYTES = 2**27
 
 
 class ChunksAtRest:
@@ -100,11 +101,11 @@ class ChunksAtRest:
                     if len(array):
                         await pack.read(index, array, Priority.DEMAND, record=generation.records[pack.kind][index])
 
-    async def read_some(self, limit_bytes: int = 2**27) -> None:
+    async def read_some(self) -> None:
         """Read chunks side by side, as loads and updates will: the first measure of the disk is taken meanwhile."""
         if self._packs:
             some = [key for key in self._index.all() if self._placement.trip_bytes(*key)]
-            count = limit_bytes // max((self._placement.trip_bytes(*key) for key in some), default=1)
+            count = _SOME_BYTES // max((self._placement.trip_bytes(*key) for key in some), default=1)
             await together(self._read_one(*key) for key in some[:count])
 
     async def _read_one(self, group: int, chunk: int) -> None:

@@ -1,6 +1,6 @@
 """Models larger than memory: built without their weights, whose values follow as a stream.
 
-Scope: `deferred`, and sources of parameter values: a put-off construction, an ordinary module.
+Scope: `deferred`, and what a source of parameter values is: a put-off construction is one.
 Not here: how a constructor is followed (`deferred/recording.py`); values from a checkpoint (`checkpoints.py`).
 Owner: none; a source can be streamed any number of times.
 """
@@ -23,7 +23,7 @@ from tierstore.train.deferred.program import Draw, Request, Reseed, View, walk
 from tierstore.train.deferred.recording import Recorder
 from tierstore.train.deferred.records import ADVICE
 from tierstore.train.deferred.watching import watching
-from tierstore.train.filling import Piece, weights_of
+from tierstore.train.filling import Piece
 
 CONSTANT_LIMIT_BYTES = 64 * 2**20
 
@@ -39,21 +39,6 @@ class Source(Protocol):
 
         Values have the parameter's dtype or the source's own; the receiver casts. A piece may be kept.
         """
-
-
-class ModuleSource:
-    """The parameters of an ordinarily constructed module."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        if absent := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
-            raise ConfigError(f"{len(absent)} parameters hold no values (meta device), first {absent[0]!r}")
-
-    def names(self) -> set[str]:
-        return {name for name, _ in self._model.named_parameters()}
-
-    def stream(self) -> Iterator[Piece]:
-        return weights_of(self._model)
 
 
 class DeferredSource:

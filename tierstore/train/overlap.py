@@ -178,15 +178,6 @@ class OverlapProfiler:
         finally:
             self._pauses.append(Pause(kind, begun_s, self._clock()))
 
-    def watched(self, hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """A comm hook whose time in the way of backward is counted: `register_comm_hook(state, watched(hook))`."""
-
-        def timed(state: Any, bucket: Any) -> Any:
-            with self.paused(PauseKind.HOOK):
-                return hook(state, bucket)
-
-        return timed
-
     def close(self) -> None:
         """Takes the hooks off the parameters. Twice is fine; what was recorded stays."""
         for handle in self._handles:
