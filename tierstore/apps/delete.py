@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tierstore.config import format_size
+from tierstore.pack.layout import listed
 from tierstore.store.removal import StoreDirectory
 
 
@@ -19,9 +20,7 @@ def summary(found: Sequence[StoreDirectory]) -> list[str]:
     for directory in found:
         lines.append(f"{directory.path}: {len(directory.files)} files, {format_size(directory.file_bytes)}")
         if directory.others:
-            more = f" and {len(directory.others) - 5} more" if len(directory.others) > 5 else ""
-            names = ", ".join(map(repr, directory.others[:5]))
-            lines.append(f"{directory.path}: no store made {names}{more}; that stays")
+            lines.append(f"{directory.path}: no store made {listed(directory.others)}; that stays")
     return lines
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tierstore.apps.outputs import copy_companions
+from tierstore.apps.plain import show_plain
 from tierstore.apps.progress import byte_bar
 from tierstore.archive import flow
 from tierstore.archive.choosing import choose, codec_named, measure
@@ -127,19 +128,17 @@ def show_pack(summary: PackSummary, console: Console) -> None:
                  format_size(row["stored_bytes"]), f"{row['ratio']:.3f}"]  # fmt: skip
         table.add_row(*cells)
 
-    def tell(line: object) -> None:
-        console.print(str(line), soft_wrap=True, markup=False, highlight=False)
-
-    tell(
+    show_plain(
+        console,
         f"{summary.source.kind} {summary.source.path}: {len(summary.source.tensors)} tensors in "
-        f"{len(groups)} groups, {format_size(content_bytes)} in {summary.seconds:.2f} s ({rate / 1e9:.2f} GB/s)"
+        f"{len(groups)} groups, {format_size(content_bytes)} in {summary.seconds:.2f} s ({rate / 1e9:.2f} GB/s)",
     )
     console.print(table)
-    tell(f"order {summary.packed.archives[0].order}")
+    show_plain(console, f"order {summary.packed.archives[0].order}")
     for dtype, choice in sorted(summary.choices.items()):
-        tell(f"{dtype} {choice.codec.value}: {choice.reason}")
+        show_plain(console, f"{dtype} {choice.codec.value}: {choice.reason}")
     for path in summary.packed.files:
-        tell(path)
+        show_plain(console, str(path))
 
 
 def pack_json(summary: PackSummary) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tierstore.apps.plain import show_plain
 from tierstore.apps.probe import Outcome
 from tierstore.apps.rate_names import NAMES, spreads_of, uncertain
 from tierstore.config import format_size
@@ -53,7 +54,7 @@ def show(console: Console, outcome: Outcome) -> None:
         if one.contests["read"].fio:
             console.print(_fio(one))
     for sentence in sentences(table):
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        show_plain(console, sentence)
 
 
 def sentences(table: BandwidthTable) -> list[str]:

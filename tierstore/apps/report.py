@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tierstore.apps.plain import show_plain
 from tierstore.config import format_size
 
 _LINE_INTERVAL_S = 5.0
@@ -97,7 +98,7 @@ class Reporter:
 
     def say(self, sentence: str) -> None:
         """One line of text, not interpreted."""
-        self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        show_plain(self.console, sentence)
 
     def placement(self, rows: Iterable[Any]) -> None:
         """Which kind of data lives on which tier."""

@@ -16,7 +16,7 @@ from tierstore.archive.sources import INDEX, SINGLE, refuse_unfinished, small_fi
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import storage_errors
 from tierstore.pack.archive import Archive, ArchiveChunk, ArchiveGroup, read_archive
-from tierstore.pack.layout import SEAL_KEY, build_header, quoted
+from tierstore.pack.layout import SEAL_KEY, build_header, listed, quoted
 from tierstore.pack.validate import Header, read_header
 
 
@@ -48,11 +48,9 @@ class PlacedChunk:
         return [entry.name for entry in self.group.tensors if entry.begin < end and entry.end > self.begin]
 
     def __str__(self) -> str:
-        names = self.tensors()
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return (
             f"the chunk at byte {self.chunk.offset} of {self.file.path} (group {self.group.name}: "
-            f"{', '.join(f'{quoted(name)}' for name in names[:3])}{more})"
+            f"{listed(self.tensors(), 3)})"
         )
 
 

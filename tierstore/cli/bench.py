@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from tierstore.apps.plain import show_plain
 from tierstore.cli.common import Debug, directory, size_option, told
 from tierstore.cli.interrupts import interruptible
 
@@ -62,7 +63,7 @@ def bench(
         check_room(options, cases)
         console = Console()
         for note in notes(options, cases):
-            console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+            show_plain(console, f"note: {note}")
         outcomes: list[Outcome] = []
 
         def keep(outcome: Outcome) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import Debug, show, size_option, told
+from tierstore.apps.plain import show_plain
+from tierstore.cli.common import Debug, size_option, told
 from tierstore.cli.interrupts import interruptible
 
 
@@ -42,5 +43,5 @@ def codecs(
             tried = compare(options, tell)
         console.print(as_table(options, tried))
         for sentence in (legend(options, tried), *sentences(tried)):
-            show(console, sentence)
+            show_plain(console, sentence)
         save(options, tried)

@@ -11,15 +11,12 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from tierstore.config import parse_size
 from tierstore.errors import BudgetError, ConfigError, TierstoreError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # What the engine calls its arguments, with their values or alone; not a part of a path, and not what a user wrote.
 _ARGUMENT = re.compile(
@@ -74,11 +71,6 @@ def say(sentence: str) -> None:
     """A sentence on the error stream, under tierstore's name."""
     if sentence:
         typer.echo(f"tierstore: {sentence}", err=True)
-
-
-def show(console: Console, sentence: str) -> None:
-    """A sentence on the console as it is, also where it is longer than a line."""
-    console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
 
 def _as_options(text: str) -> str:

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import Debug, directory, say, show, told
+from tierstore.apps.plain import show_plain
+from tierstore.cli.common import Debug, directory, say, told
 
 
 def delete(
@@ -40,7 +41,7 @@ def delete(
         check_outputs(json=json)
         console = Console()
         for line in app.summary(look(paths)):
-            show(console, line)
+            show_plain(console, line)
         if not yes:
             if not sys.stdin.isatty():
                 raise ConfigError("nobody is there to ask; give --yes to remove the store")

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import Debug, directory, say, show, size_option, told
+from tierstore.apps.plain import show_plain
+from tierstore.cli.common import Debug, directory, say, size_option, told
 
 _PATHS = typer.Argument(
     parser=directory, metavar="PATH...", help="A pack, a store, or all directories over which one is striped."
@@ -68,7 +69,7 @@ def verify(
             console.print(app.damage_table(verdict))
             say(str(verdict))
         else:
-            show(console, str(verdict))
+            show_plain(console, str(verdict))
         if json is not None:
             write_object(json, verdict.as_json(), "--json")
         if verdict.damages:

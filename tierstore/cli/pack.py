@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import Debug, directory, say, show, size_option, told
+from tierstore.apps.plain import show_plain
+from tierstore.cli.common import Debug, directory, say, size_option, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import Codec
 
@@ -111,6 +112,6 @@ def unpack(
             options = UnpackOptions(destination, shard_size, memory)
             written, seconds = run_unpack(packs, options, console, timeout_s=timeout)
         for path in written:
-            show(console, str(path))
+            show_plain(console, str(path))
         if json is not None:
             write_object(json, {"files": [str(path) for path in written], "seconds": seconds}, "--json")

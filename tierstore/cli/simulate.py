@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import Debug, show, told
+from tierstore.apps.plain import show_plain
+from tierstore.cli.common import Debug, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import parse_size
 
@@ -86,7 +87,7 @@ def step(
         rows = run(options)
         console = Console()
         console.print(as_table(options, rows))
-        show(console, as_text(options, rows, console.width))
+        show_plain(console, as_text(options, rows, console.width))
         console.print(verdict(options, rows), highlight=False, markup=False)
         save(options, rows)
 

@@ -121,6 +121,11 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(map(quoted, names[:most])) + more
 
 
+def some_of(problems: Sequence[str], most: int = 5) -> str:
+    """Problems as one sentence may tell them: not too many."""
+    return "; ".join([*problems[:most], f"and {len(problems) - most} more"] if len(problems) > most else problems)
+
+
 def tensor_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor.
 

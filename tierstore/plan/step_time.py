@@ -345,7 +345,7 @@ def _loads(job: Job, placement: Placement | None, layout: Layout) -> list[tuple[
     for group, size in enumerate(sizes):
         stays = (0, 0) if placement.is_updated_on_gpu(group) else (1, 0)
         loads.append(stays if size <= room else each_time)
-        room -= min(size, max(room, 0)) if size <= room else 0
+        room -= size if size <= room else 0
     return loads
 
 

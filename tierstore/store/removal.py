@@ -16,6 +16,7 @@ from pathlib import Path
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.runtime import Runtime
+from tierstore.pack.layout import listed
 from tierstore.store.commit import Manifests, StoreLock, end_store_making, identity_of, mark_unfinished
 from tierstore.store.names import holds_data, is_a_lock, is_of_a_store, marks_a_store
 
@@ -141,8 +142,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"it holds {', '.join(map(repr, names[:3]))}{more}" if names else "it is empty"
+    return f"it holds {listed(names, 3)}" if names else "it is empty"
 
 
 def remove(directories: Sequence[Path], backend: Backend | None = None) -> list[StoreDirectory]:

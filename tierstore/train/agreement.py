@@ -14,10 +14,10 @@ import torch
 from torch import distributed, nn
 
 from tierstore.errors import ConfigError
+from tierstore.pack.layout import some_of
 from tierstore.train.ranks import Ranks
 
 _BROADCAST_BYTES = 64 * 2**20  # of one broadcast: bounds the copy that it takes
-_SHOWN = 5
 
 
 def described(module: nn.Module) -> dict[str, str]:
@@ -38,8 +38,7 @@ def check_same(ranks: Ranks, lines: Mapping[str, str]) -> None:
         return
     everything = ranks.exchange("the comparison of models", dict(lines))
     found = [line for rank, theirs in enumerate(everything) for line in _differences(everything[0], theirs, rank)]
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    raise ConfigError(f"the ranks differ: {'; '.join(found[:_SHOWN])}{more}")
+    raise ConfigError(f"the ranks differ: {some_of(found)}")
 
 
 def broadcast_flat(ranks: Ranks, tensors: Sequence[torch.Tensor], what: str) -> None:

@@ -33,7 +33,7 @@ from tierstore.archive.sources import INDEX, SINGLE, small_file, weight_files
 from tierstore.errors import ConfigError, FormatError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.files import make_anew, takes_lock
-from tierstore.pack.layout import TensorEntry, build_header, tensor_bytes
+from tierstore.pack.layout import TensorEntry, build_header, some_of, tensor_bytes
 from tierstore.train.capture import persistent_buffers
 from tierstore.train.checkpoint_files import CheckpointFiles, Stored, stored_tensors
 from tierstore.train.conversion import Recipe, recipes
@@ -43,7 +43,6 @@ MAX_SHARD_BYTES = 5 * 10**9
 _UNFINISHED = ".checkpoint-unfinished"
 _OLD_INDEX = "old-" + INDEX
 _SHARD = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
-_SHOWN = 5
 _QUANTIZED = "quantized weights cannot be trained"
 
 
@@ -164,9 +163,7 @@ class CheckpointSource:
         return name in self._buffers and any(re.search(pattern, name) for pattern in patterns)
 
     def _misfit(self, problems: Sequence[str]) -> FormatError:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        shown = "; ".join(problems[:_SHOWN])
-        return FormatError(f"{self._directory} does not fit the model, {len(problems)} tensors: {shown}{more}")
+        return FormatError(f"{self._directory} does not fit the model, {len(problems)} tensors: {some_of(problems)}")
 
 
 def _is_float(dtype: torch.dtype) -> bool:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from tierstore.errors import GraphError
+from tierstore.pack.layout import some_of
 from tierstore.train.graph import leaves_of
 
 _UNKNOWN = 1 << 30  # gradients to come, while a static graph is being learnt
-_SHOWN = 5
 
 
 class Readiness:
@@ -136,10 +136,9 @@ class Readiness:
             text = "this backward left parameters out (find_unused=False)"
         lines = [
             f"{self.names[i]} got {self._expected[i] - self._left[i]} of {self._expected[i]} gradients"
-            for i in changed[:_SHOWN]
+            for i in changed
         ]
-        more = f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-        raise GraphError(f"{text}: {'; '.join(lines)}{more}")
+        raise GraphError(f"{text}: {some_of(lines)}")
 
     def last_order(self) -> list[int]:
         """Every parameter that got a gradient, once, by its last one."""

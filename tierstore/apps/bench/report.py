@@ -22,6 +22,7 @@ from rich.table import Table
 from tierstore.apps.bench.case import BenchOptions, Row
 from tierstore.apps.bench.run import Outcome
 from tierstore.apps.files import write_object, write_text
+from tierstore.apps.plain import show_plain
 from tierstore.config import format_size, parse_size
 from tierstore.cores import available_cores
 
@@ -42,9 +43,9 @@ def show(console: Console, outcome: Outcome) -> None:
         console.print(table)
         said = [f"{row.contestant}: {part}" for row in rows for part in (*map(str, row.bars), row.trouble) if part]
         for sentence in (*said, *_notes(rows)):
-            console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+            show_plain(console, sentence)
     for sentence in _stolen(outcome):
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        show_plain(console, sentence)
 
 
 def markdown(outcomes: Sequence[Outcome], context: dict[str, Any]) -> str:
