@@ -2,7 +2,7 @@
 
 Scope: classes, and what is told of an error that others raise. Messages say what, where, numbers with units, and what
     to do.
-Not here: mapping of `OSError` (see `io/backend.py`).
+Not here: what an `OSError` becomes (see `io/block_file.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Files of blocks: O_DIRECT where the filesystem takes it, buffered where it does not.
 
-Scope: opening, directories, durability calls, counters, and the one place where `OSError` becomes `StorageError`.
-Not here: transfers (see `block_file.py`); what the bytes mean; threads (every call here blocks its caller); small files
-    (see `files.py`).
+Scope: opening, directories, durability calls, counters.
+Not here: transfers, and what an `OSError` meant (see `block_file.py`); what the bytes mean; threads (every call here
+    blocks its caller); small files (see `files.py`).
 Owner: whoever opened a `BlockFile` closes it; counters take their own lock.
 
 Every system call goes through a method of `Backend` whose name starts with `_call`, so that a test can fail it.

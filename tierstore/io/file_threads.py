@@ -1,7 +1,7 @@
-"""The threads in which an event loop handles small files.
+"""Threads for small files, and for other work that blocks: a loop's, or one of somebody's own.
 
 Scope: one executor. Not here: chunks, whose threads have priorities (see `workers.py`).
-Owner: the loop whose default executor it is.
+Owner: who made it shuts it down.
 """
 
 from __future__ import annotations

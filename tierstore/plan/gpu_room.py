@@ -36,9 +36,13 @@ def gradient_room_bytes(request: Request) -> int:
 
 
 def gradient_bytes(request: Request) -> int:
-    """Room for the largest gradient; for two when a second one takes nothing that weights could use well (which is any,
-    where copies are within one memory); for several small ones when they all fit beside all weights, or no more than a
-    sixteenth of what does not hold those anyway.
+    """Room for gradients that are being made:
+
+    * for the largest, always;
+    * for two of that size, if the weights keep what they can use well: three times what is in use together, or all of
+      them if they have room beside one gradient and copies are within one memory;
+    * without other ranks, for several small ones, in a sixteenth of the tier at most: if all weights have room beside
+      the above they still must, and else they must keep what they can use well.
     """
     largest = gradient_room_bytes(request)
     all_weights = sum(need.device_bytes for need in request.groups)

@@ -82,7 +82,8 @@ class Phase:
 
     Attributes:
         waits_s: what nothing hides, by what it is.
-        slower: how many times as long computing takes beside a link's work, and that beside computing.
+        slower: two factors of each link: how many times as long computing takes beside its work, and its work beside
+            computing.
         syncing_s: what of the disks' seconds is syncs, which slow no core and are slowed by none.
     """
 

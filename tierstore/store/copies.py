@@ -1,7 +1,7 @@
 """What stands on the compute device: copies in use, entries at home there, and idle copies that make room.
 
 Scope: the GPU tier's budget; who may stay, who goes, who waits.
-Not here: how bytes get there (`routes.py`) and why (`tensors.py`).
+Not here: how bytes get there (`routes.py`) and why (`entries.py`).
 Owner: the loop thread.
 
 [Note: promised room] A copy is pinned while somebody has acquired it or it is at home here. The pinned copies never add

@@ -1,7 +1,8 @@
 """State and gradients that live on the GPU tier, of the groups that are updated there.
 
 Scope: where a chunk's are, and their way to and from memory from which they can be written.
-Not here: which groups they are (`plan/tiers.py`), the update (`updates.py`), gradients on their way (`gradients.py`).
+Not here: which groups they are (`plan/tiers.py`), the update (`gpu_updates.py`), gradients on their way
+    (`gradients.py`).
 Owner: the loop thread; workers copy.
 """
 

@@ -1,7 +1,7 @@
 """The places where the bytes of an extent can be, and copying from one to another.
 
 Scope: one transfer between two places, chunk by chunk.
-Not here: the layout of an extent (`extents.py`); which place is whose home and when it is given back (`tensors.py`);
+Not here: the layout of an extent (`extents.py`); which place is whose home and when it is given back (`entries.py`);
     budgets (`copies.py`).
 Owner: the loop thread owns places and leases; workers run the jobs of a transfer.
 """

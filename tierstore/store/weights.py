@@ -47,8 +47,10 @@ class Weights:
         storages: one per group, size 0 while it is not on the device.
         pack: chunks on NVMe; None without a store.
         resident: leases of the chunks that live in CPU memory, by (group, chunk).
-        settle: waits for a pending update of a chunk; True if that has put the new weights on the device itself.
         staging: memory that a chunk passes on its way from NVMe.
+
+    Attributes:
+        settle: waits for a pending update of a chunk; True if that has put the new weights on the device itself.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Scope: accumulate-grad hooks, counting, what is kept for the next micro-batch.
 Not here: the way to the store (`handover.py`), reductions (`reduction.py`), what follows from a complete gradient
-    (`engine.py`).
+    (`rounds.py`).
 Owner: the training side.
 
 [Note: complete] A group is complete when every parameter that the loss reaches has got its gradient. What autograd
@@ -68,6 +68,8 @@ class GradientCollector:
         capacity_bytes: device memory for gradients that are complete or being made.
         is_free: whether backward has no more use for a group's weights.
         reductions: with the other ranks, if there are any.
+
+    Attributes:
         on_complete: called on the loop when a group's gradient of a final micro-batch is with the store.
     """
 

@@ -2,7 +2,7 @@
 
 Scope: exact names, the base model's prefix, and the conversions that transformers makes on loading (fused experts and
 the like), by its own tables and operations.
-Not here: files (`checkpoints.py`).
+Not here: files (`checkpoint_files.py`).
 Owner: none; pure, except that a converted `Recipe` calls transformers when it is cooked.
 """
 

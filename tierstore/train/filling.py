@@ -1,7 +1,7 @@
 """Filling a new store with weights that arrive in pieces, without the whole model in memory.
 
 Scope: collecting pieces into chunks, a few chunks open at a time.
-Not here: where pieces come from (`materialize.py`, `checkpoints.py`), how a chunk is stored (`store/training.py`).
+Not here: where pieces come from (`materialize.py`, `checkpoints.py`), how a chunk is stored (`store/at_rest.py`).
 Owner: the thread that makes the engine.
 """
 
