@@ -106,13 +106,19 @@ class _Flow:
         arena = Arena(self._room.buffer_bytes)
         pool = arena.pool("chunks", self._room.buffer_bytes)
         workers = WorkerPool("archive", self._room.threads)
+        cancelled: asyncio.CancelledError | None = None
         try:
             await self._submit_all(items, pool, workers)
         finally:
             while self._jobs:
-                await asyncio.wait(self._jobs)
+                try:
+                    await asyncio.wait(self._jobs)
+                except asyncio.CancelledError as error:  # once more by the end of the loop
+                    cancelled = error
             workers.close(_CLOSE_S)
             arena.close()
+        if cancelled is not None:
+            raise cancelled
         if self._failure is not None:
             raise self._failure
 
