@@ -16,10 +16,12 @@ from faults import EIO, ENOSPC, Fault, FaultyBackend
 
 from tierstore.archive.opening import open_archive
 from tierstore.archive.packing import PackOptions, pack
+from tierstore.archive.publish import Publication
 from tierstore.archive.reading import verify
 from tierstore.archive.sources import INDEX, SINGLE, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.errors import ClosedError, ConfigError, StorageError, TierstoreError
+from tierstore.io.backend import Backend
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 MEMORY = 2**40
@@ -258,3 +260,18 @@ def test_another_pack_that_runs_is_left_alone(tmp_path: Path) -> None:
     goes_on.set()
     one.join()
     assert len(open_archive([tmp_path / "p"])) == 2
+
+
+@pytest.mark.parametrize("fault", [None, EIO], ids=["published", "failed after its rename"])
+def test_a_writer_that_ends_leaves_alone_what_the_next_one_has_begun(fault: Fault | None, tmp_path: Path) -> None:
+    """Its file has another name by then, or is gone, and the next one's has the one that it had."""
+    partial = tmp_path / f"{SINGLE}.partial"
+    with Publication(tmp_path / SINGLE, 1, Backend(), overwrite=True) as second:
+        with Publication(tmp_path / SINGLE, 1, FaultyBackend(fault, kinds=("fsync",)), overwrite=True) as first:
+            first.begin([10])
+            with contextlib.suppress(StorageError):
+                first.commit()
+            second.begin([20])
+        assert partial.stat().st_size == 20
+        second.commit()
+    assert [(path.name, path.stat().st_size) for path in tmp_path.iterdir()] == [(SINGLE, 20)]

@@ -82,8 +82,7 @@ class Publication(contextlib.ExitStack):
         with self._backend.calling("room on the disk", self.directories[0]):
             check_room(dict(zip(self.temporaries, sizes)))
         for path, size in zip(self.temporaries, sizes):
-            self._lock(path)
-            self.callback(self._discard, path)
+            self.callback(self._discard_ours, path, self._lock(path))
             self._backend.truncate(path, 0)
             if size:
                 self._backend.allocate(path, size)
@@ -195,12 +194,13 @@ class Publication(contextlib.ExitStack):
         ours = {directory / name for directory in self.directories for name in names if _OF_A_PACK.fullmatch(name)}
         return ours | {index.parent / name for name in names}
 
-    def _lock(self, path: Path) -> None:
+    def _lock(self, path: Path) -> int:
         with self._backend.calling("lock", path):
             descriptor = _lock(path)
         if descriptor is None:
             raise ConfigError(f"another process writes {path}; wait for it, or give another destination")
         self.callback(os.close, descriptor)
+        return descriptor
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -237,6 +237,14 @@ class Publication(contextlib.ExitStack):
     def _discard(self, path: Path) -> None:
         with contextlib.suppress(StorageError):  # the first error is the one to tell
             self._remove(path)
+
+    def _discard_ours(self, path: Path, descriptor: int) -> None:
+        """Once our file has another name, one of this name is that of the next writer."""
+        with contextlib.suppress(StorageError):
+            with self._backend.calling("inspection", path, is_ending=True):
+                is_ours = os.path.samestat(os.lstat(path), os.fstat(descriptor))
+            if is_ours:
+                self._backend.remove(path)
 
     def _remove(self, path: Path) -> None:
         if os.path.lexists(path):
