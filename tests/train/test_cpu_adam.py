@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import threading
+from concurrent.futures import Future, wait
 
 import pytest
 import torch
@@ -111,6 +113,39 @@ def test_a_failure_in_a_thread_is_raised(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         train(optimizer, parameters, 1)
     optimizer.close()
+
+
+def test_nothing_changes_any_more_after_an_interrupt(monkeypatch):
+    begun, goes_on, waits, ended = threading.Semaphore(0), threading.Event(), [], []
+
+    def update(*_):
+        begun.release()
+        assert goes_on.wait(30)
+        ended.append(threading.current_thread())
+
+    def interrupted(future, timeout=None):
+        for _ in range(2):
+            assert begun.acquire(timeout=30)
+        raise KeyboardInterrupt
+
+    def interrupted_too(futures):
+        waits.append(futures)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        goes_on.set()
+        return wait(futures)
+
+    optimizer, parameters = optimizer_of(parameters_of(torch.float32, shapes=((4,),) * 6), threads=2)
+    monkeypatch.setattr(cpu_adam, "update_views", update)
+    monkeypatch.setattr(Future, "result", interrupted)
+    monkeypatch.setattr(cpu_adam, "wait", interrupted_too, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        train(optimizer, parameters, 1)
+    ended_with_the_step = len(ended)
+    goes_on.set()
+    optimizer.close()
+    assert (ended_with_the_step, len(ended)) == (2, 2)
+    assert not any(optimizer.state[parameter]["step"] for parameter in parameters)
 
 
 def test_close_joins_and_a_later_step_works(monkeypatch):

@@ -8,10 +8,11 @@ Owner: the thread that calls `step()`; its threads work only while that call las
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -189,6 +190,7 @@ class CPUAdam(torch.optim.Optimizer):
         Raises:
             ConfigError: a gradient is not dense, or not of its parameter's dtype; a parameter is of another shape or
                 dtype than when its state was made. Nothing was changed.
+            KeyboardInterrupt: some weights were changed, others not, and nothing changes them any more.
         """
         loss = None
         if closure is not None:
@@ -295,8 +297,17 @@ class CPUAdam(torch.optim.Optimizer):
         if self._pool is None or self._pool_pid != os.getpid():  # the threads of a forked process are gone
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tierstore-adam")
             self._pool_pid = os.getpid()
-        for future in [self._pool.submit(_drain, pieces) for _ in range(self._threads)]:
-            future.result()
+        futures: list[Future[None]] = []
+        try:
+            futures.extend(self._pool.submit(_drain, pieces) for _ in range(self._threads))
+            for future in futures:
+                future.result()
+        except BaseException:
+            pieces.clear()
+            while not all(future.done() for future in futures):
+                with contextlib.suppress(KeyboardInterrupt):  # another one; the first is on its way
+                    wait(futures)
+            raise
         return None
 
 
