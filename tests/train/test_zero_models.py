@@ -183,6 +183,13 @@ def test_engines_one_after_another(tmp_path: Path) -> None:
             assert left[-1] <= left[2]  # what is made once for all was made by the first
 
 
+def test_an_engine_that_is_refused_at_once_leaves_no_thread() -> None:
+    for (no_device, *first), (lost, *second) in run_ranks(2, zero_models.refused_at_once):
+        assert "cuda:99" in no_device
+        assert lost == "a rank did not come"
+        assert first == second == [[]]
+
+
 def test_engines_of_some_ranks() -> None:
     """Groups of other ranks change nothing."""
     first, second, third = run_ranks(3, zero_models.of_some)

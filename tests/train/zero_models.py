@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -23,10 +24,11 @@ from torch.distributed.distributed_c10d import _world
 from torch.nn import functional
 
 from tierstore.config import AdamWConfig, TierConfig
-from tierstore.errors import BudgetError, TierstoreError
+from tierstore.errors import BudgetError, RankLost, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.train import assembly
 from tierstore.train.engine import Engine
+from tierstore.train.ranks import Ranks
 
 WIDTH = must.WIDTH = 192
 """Layers have more than two blocks of 65536 elements, so that every rank keeps a part of them."""
@@ -369,6 +371,26 @@ def _threads(at_most: int, wait_s: float = 2.0) -> int:
     while (count := len(os.listdir("/proc/self/task"))) > at_most and time.monotonic() < until_s:
         time.sleep(0.01)
     return count
+
+
+def refused_at_once(rank: int, ranks: int) -> list[tuple[str, list[str]]]:
+    """What an engine says that is refused before its rooms are made, and the threads that it leaves."""
+    told = []
+
+    def lose(ranks: Ranks, **options: Any) -> None:
+        if ranks._subgroups == 2:
+            raise RankLost("a rank did not come")
+        return subgroup(ranks, **options)
+
+    subgroup = Ranks.subgroup
+    for device, meets in (("cuda:99", subgroup), ("cpu", lose)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ranks, "subgroup", meets)
+            with pytest.raises(TierstoreError) as refusal:
+                Engine(make("Stack"), TierConfig(device=device, timeout_s=TIMEOUT_S), zero=3)
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("tierstore")]
+        told.append((str(refusal.value), names))
+    return told
 
 
 class OwnWay(nn.Module):

@@ -140,13 +140,14 @@ def assemble(
     Raises:
         TierstoreError: what was begun is taken down again.
     """
-    device = open_device(tiers.device, clock, tracer)
     backend = backend or Backend()
-    runtime = Runtime(timeout_s=tiers.timeout_s).start()
+    runtime = Runtime(timeout_s=tiers.timeout_s)
     runtime.describe(backend.in_flight)
     store: TrainingStore | None = None
     lock: StoreLock | None = None
     try:
+        device = open_device(tiers.device, clock, tracer)
+        runtime.start()
         shared = asdict(options) | tiers.model_dump(include=_SHARED_TIERS) | config.model_dump()
         shared["update"] = shared.pop("schedule")
         partition.check_same(shared | {"nvme": "given" if tiers.nvme else "not given"})

@@ -337,10 +337,13 @@ def partition_of(
     if ranks.count == 1:
         ranks.close()
         return Partition(stage, None)
-    if stage == 0 and tiers.nvme:
-        ranks.close()
-        raise ConfigError(
-            "zero=0 keeps everything at every rank, and a store keeps every byte once: use zero=1, which keeps the "
-            "optimizer state once, or give no nvme directory"
-        )
-    return Partition(stage, ranks, shards, replicas)
+    try:
+        if stage == 0 and tiers.nvme:
+            raise ConfigError(
+                "zero=0 keeps everything at every rank, and a store keeps every byte once: use zero=1, which keeps the "
+                "optimizer state once, or give no nvme directory"
+            )
+        return Partition(stage, ranks, shards, replicas)
+    except BaseException:
+        ranks.close()  # its heart
+        raise
