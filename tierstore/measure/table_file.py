@@ -14,6 +14,7 @@ from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.pack.strict_json import parse_json
 from tierstore.plan.bandwidth import REPORT, BandwidthTable
+from tierstore.whole_file import whole_file
 
 _MOST_BYTES = 2**24  # a table has kilobytes
 
@@ -51,13 +52,15 @@ def with_rates(tiers: TierConfig) -> TierConfig:
 
 
 def write_table(path: Path, table: BandwidthTable, report: Any = None) -> None:
-    """Writes a table, and a report that `read_table` does not look at.
+    """Writes a table, and a report that `read_table` does not look at: all of it, or what was there before stays.
 
     Raises:
         StorageError: the file cannot be written.
     """
     value = table.to_json() | ({} if report is None else {REPORT: report})
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     try:
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        with whole_file(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise StorageError(f"cannot write --json {path}: {error.strerror}") from error
