@@ -21,8 +21,8 @@ from tierstore.apps import verify
 from tierstore.apps.verify import advised
 from tierstore.cli import app
 from tierstore.config import Codec, Tier, TierConfig
-from tierstore.errors import ChecksumMismatch
-from tierstore.io import watch
+from tierstore.errors import ChecksumMismatch, Timeout
+from tierstore.io import files, watch
 from tierstore.store.verification import CommittedChunk, committed_chunks
 from tierstore.train.engine import Engine
 
@@ -193,6 +193,36 @@ def test_the_generation_that_is_whole_is_offered_and_no_other(tmp_path: Path) ->
 def test_what_is_not_of_the_store_is_told_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(ChecksumMismatch, match=r"^another file; pack again$"), advised([tmp_path / "store"], NOBODY):
         raise ChecksumMismatch("another file; pack again")
+
+
+@pytest.mark.parametrize("place", ["list 0", "list 1", "list 2", "read"])
+def test_a_manifest_that_the_disk_does_not_give_is_named_and_nothing_is_read_after_it(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store([tmp_path], Codec.NONE)
+    kind, _, at = place.partition(" ")
+    disk = FaultyBackend(HANG if kind == "list" else None, at=int(at or 0), kinds=("list",))
+    opened, before, really = list[str](), set(threading.enumerate()), files._open_itself
+
+    def opens(path: str, flags: int) -> int:
+        opened.append(Path(path).name)
+        if kind == "read":
+            disk.is_hung.set()
+            assert disk.goes_on.wait(60)
+        return really(path, flags)
+
+    monkeypatch.setattr(files, "_open_itself", opens)
+    monkeypatch.setattr(watch, "Backend", lambda: disk)
+    monkeypatch.setattr(watch.Watch, "begin", lambda self: disk.is_hung.is_set)
+    with pytest.raises(Timeout) as caught:
+        verify.run_verify([tmp_path], 2**40, NOBODY, timeout_s=0.1)
+    count = len(opened)
+    disk.goes_on.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+    stuck = "manifest-000000000002.json" if kind == "read" else ""
+    assert re.search(rf"\n  {kind}\w* of {tmp_path}/?{stuck}, for \d", str(caught.value)), caught.value
+    assert len(opened) == count
 
 
 def test_damage_is_told_without_advice_where_the_disk_does_not_answer(

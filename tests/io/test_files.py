@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 
@@ -22,7 +21,7 @@ def test_round_trip_and_mode(tmp_path: Path) -> None:
     replace_file(tmp_path / "manifest", b"one", backend=Backend())
     assert (tmp_path / "manifest").stat().st_mode & 0o777 == 0o600
     replace_file(tmp_path / "manifest", b"two", backend=Backend())
-    assert asyncio.run(read_bytes(tmp_path / "manifest")) == b"two"
+    assert read_bytes(tmp_path / "manifest", backend=Backend()) == b"two"
     assert [path.name for path in tmp_path.iterdir()] == ["manifest"]
 
 
@@ -36,7 +35,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_missing_file_names_itself(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"read of .*absent failed: .*ENOENT") as caught:
-        asyncio.run(read_bytes(tmp_path / "absent"))
+        read_bytes(tmp_path / "absent", backend=Backend())
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
@@ -44,7 +43,7 @@ def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "manifest").touch()
     os.truncate(tmp_path / "manifest", 2**38)
     with pytest.raises(FormatError, match="is damaged: it has 274877906944 B, and at most 1073741824 B are expected"):
-        asyncio.run(read_bytes(tmp_path / "manifest"))
+        read_bytes(tmp_path / "manifest", backend=Backend())
 
 
 @pytest.mark.parametrize("fault", [EIO, ENOSPC], ids=str)

@@ -6,7 +6,6 @@ Owner: files are only read; the store may be in use.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +60,7 @@ def read_samples(path: Path, limit_bytes: int) -> list[Sample]:
         raise ConfigError(f"{path} does not exist; give a store or a safetensors file")
     numbers = Manifests(path, Backend()).numbers() if path.is_dir() else []
     if numbers:
-        return _of_store(path, asyncio.run(Manifests(path, Backend()).read(numbers[0])), limit_bytes)
+        return _of_store(path, Manifests(path, Backend()).read_here(numbers[0]), limit_bytes)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise ConfigError(f"{path} holds no generation of a store and no safetensors file")

@@ -84,7 +84,7 @@ def run_verify(
         Timeout: a disk does not answer.
     """
     with Attended("verify", timeout_s) as attended:
-        if attended.call(is_store, paths[0]):
+        if attended.call(is_store, paths[0], attended.backend):
             return _verify_store(paths, memory_bytes, console, attended)
         files = attended.call(open_archive, paths)
         total = sum(file.header.file_bytes for file in files)
@@ -118,7 +118,7 @@ def _verify_last(
     paths: Sequence[Path], memory_bytes: int, console: Console, attended: Attended
 ) -> tuple[Verdict, int]:
     """And its number."""
-    generation, chunks = attended.call(committed_chunks, paths)
+    generation, chunks = attended.call(committed_chunks, paths, backend=attended.backend)
     total = sum(padded(chunk.stored_bytes) for chunk in chunks)
     start = time.perf_counter()
     with byte_bar(console, "verifying", total) as advance:
@@ -185,7 +185,7 @@ def _advice(paths: Sequence[Path], console: Console, attended: Attended) -> str:
     numbers = attended.call(Manifests(paths[0], attended.backend).numbers)
     for number, resume in zip(numbers, ("auto", "previous")):
         with contextlib.suppress(FormatError, StorageError):
-            _, chunks = attended.call(committed_chunks, paths, number)
+            _, chunks = attended.call(committed_chunks, paths, number, attended.backend)
             total = sum(padded(chunk.stored_bytes) for chunk in chunks)
             room = flow.Room(flow.THREADS, _largest(chunks))
             with byte_bar(console, f"damage was found: reading generation {number}", total) as advance:
@@ -195,9 +195,12 @@ def _advice(paths: Sequence[Path], console: Console, attended: Attended) -> str:
     return f"no generation of the store is whole ({len(numbers)} were read): restore it from a copy"
 
 
-def is_store(path: Path) -> bool:
+def is_store(path: Path, backend: Backend | None = None) -> bool:
     """Whether a directory holds a generation of a store."""
-    return path.is_dir() and bool(Manifests(path, Backend()).numbers())
+    backend = backend or Backend()
+    with backend.calling("inspection", path):
+        is_directory = path.is_dir()
+    return is_directory and bool(Manifests(path, backend).numbers())
 
 
 def damage_table(verdict: Verdict) -> Table:

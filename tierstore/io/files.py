@@ -1,4 +1,4 @@
-"""Small files: read whole by coroutines, replaced whole by threads.
+"""Small files: read whole and replaced whole, by threads.
 
 Scope: manifests, reports, indexes; whether a directory takes one; a directory to make some in, and its lock.
 Not here: chunks (see `io/backend.py`).
@@ -11,31 +11,28 @@ import contextlib
 import fcntl
 import os
 import shutil
-from concurrent.futures import Executor
 from pathlib import Path
-
-import aiofiles
 
 from tierstore.errors import FormatError, StorageError
 from tierstore.io.backend import Backend, storage_errors
 
 
-async def read_bytes(path: Path, *, most_bytes: int = 2**30, threads: Executor | None = None) -> bytes:
+def read_bytes(path: Path, *, most_bytes: int = 2**30, backend: Backend) -> bytes:
     """All bytes of a file, which may not be a link.
 
     Args:
         most_bytes: more, be they of holes, are not read: nobody vouches for the file.
-        threads: which read it; None: those of the loop.
+
+    Threads: any but a loop's: it waits for the disk.
 
     Raises:
         FormatError: there are more.
         StorageError: the system refused; `__cause__` is the `OSError` (`FileNotFoundError` if there is none).
     """
-    with storage_errors("read", path):
-        async with aiofiles.open(path, "rb", opener=_open_itself, executor=threads) as file:
-            if (size := os.fstat(file.fileno()).st_size) > most_bytes:
-                raise FormatError(f"{path} is damaged: it has {size} B, and at most {most_bytes} B are expected")
-            return await file.read()
+    with backend.calling("read", path), open(path, "rb", opener=_open_itself) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most_bytes:
+            raise FormatError(f"{path} is damaged: it has {size} B, and at most {most_bytes} B are expected")
+        return file.read()
 
 
 def replace_file(path: Path, data: bytes, *, backend: Backend) -> None:

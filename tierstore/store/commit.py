@@ -351,16 +351,20 @@ class Manifests:
         self._backend.sync_directory(self.directory)
 
     async def read(self, number: int) -> Generation:
-        """Read one generation.
+        """Read one generation, in one hop. Raises: as `read_here`."""
+        return await wrap(self.read_here)(number, executor=self._threads)
+
+    def read_here(self, number: int) -> Generation:
+        """Read one generation in this thread, which waits for the disk.
 
         Raises:
             FormatError: it is not a manifest of this version, or damaged.
         """
         path = self._manifest(number)
-        body = read_manifest(await read_bytes(path, threads=self._threads), number, str(path))
+        body = read_manifest(read_bytes(path, backend=self._backend), number, str(path))
         try:
             most_bytes = body["captured_bytes"] + _SPARE_BYTES
-            captured = await read_bytes(self._captured(number), most_bytes=most_bytes, threads=self._threads)
+            captured = read_bytes(self._captured(number), most_bytes=most_bytes, backend=self._backend)
         except StorageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise

@@ -17,7 +17,6 @@ from typing import Any
 from tierstore.config import Codec
 from tierstore.errors import ConfigError, FormatError
 from tierstore.io.backend import Backend
-from tierstore.io.runtime import Runtime
 from tierstore.io.workers import WorkerPool
 from tierstore.pack.layout import ChunkSpec
 from tierstore.plan.placement import Kind
@@ -65,7 +64,7 @@ def is_of_tensors(generation: Generation) -> bool:
 
 
 def committed_chunks(
-    directories: Sequence[Path], number: int | None = None
+    directories: Sequence[Path], number: int | None = None, backend: Backend | None = None
 ) -> tuple[Generation, list[CommittedChunk]]:
     """A generation of a store, and every chunk of it.
 
@@ -77,9 +76,8 @@ def committed_chunks(
         ConfigError: not all of them are given.
         FormatError: the manifest, or the state beside it, is damaged, or a file is missing.
     """
-    manifests = Manifests(directories[0], Backend())
-    with Runtime("verify") as runtime:
-        generation = runtime.call(manifests.read, manifests.numbers()[0] if number is None else number)
+    manifests = Manifests(directories[0], backend or Backend())
+    generation = manifests.read_here(manifests.numbers()[0] if number is None else number)
     layout = generation.layout
     if layout["directories"] != len(directories):
         raise ConfigError(
