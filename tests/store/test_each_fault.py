@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import tensor_stores
 from faults import EAGAIN, EINTR, ENOSPC, FLIP, NOTHING, PART, UNALIGNED, Fault, FaultyBackend
-from resuming import DISK, MEMORY, State, Way, check_resumes, opened
+from resuming import DISK, MEMORY, State, Way, check_resumes, open_run, opened
 
 from tierstore.config import Tier
 from tierstore.errors import ChecksumMismatch, ShortTransfer, StorageError, StorageFull
@@ -82,6 +82,47 @@ def test_any_other_is_raised_at_once_with_its_place_and_nothing_is_lost(
         place = r"(read|write).* \d+ B at offset \d+ of " if kind in TRANSFERS else ".*"
         assert re.search(place + re.escape(str(path)), str(caught.value)), caught.value
         check_resumes(WAY, folder, expected)
+
+
+def refuses(owner: Any, name: str, pack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of the system fails from now on at such a pack."""
+    really = getattr(owner, name)
+
+    def call(path: Any, *arguments: Any, **options: Any) -> Any:
+        if re.fullmatch(rf"{pack}\.[ab]\.safetensors", Path(path).name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return really(path, *arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "pack", "told"),
+    [(Path, "stat", "weights", "inspection"), (os, "unlink", "gradients", "removal")],
+)
+def test_looking_at_packs_and_removing_them_is_told_as_well(
+    owner: Any, call: str, pack: str, told: str, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(begun, tmp_path / "store")
+    (tmp_path / "store" / "store0" / f"{pack}.a.safetensors").touch()  # of a run that was killed
+    refuses(owner, call, pack, monkeypatch)
+    with pytest.raises(StorageError, match=rf"{told} of .*/{pack}\.a\.safetensors failed: .*\(EACCES\)"):
+        open_run(Way("delayed"), tmp_path / "store")
+
+
+def test_so_is_removing_them_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_run(WAY, tmp_path, durability="none")
+    refuses(os, "unlink", "weights", monkeypatch)
+    with pytest.raises(StorageError, match=r"removal of .*store0/\w+\.a\.safetensors failed: Permission denied"):
+        run.engine.close()
+
+
+def test_what_could_not_be_made_is_told_and_not_what_could_not_be_removed_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuses(os, "unlink", "weights", monkeypatch)
+    with pytest.raises(StorageFull, match="allocation of"):
+        open_run(WAY, tmp_path, FaultyBackend(ENOSPC, at=1, kinds=("allocate",)))
 
 
 def told(work: Callable[..., object], *arguments: Any, **options: Any) -> str:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Codec
-from tierstore.errors import ChecksumMismatch, FormatError
+from tierstore.errors import ChecksumMismatch, FormatError, StorageError
 from tierstore.io.backend import Backend, BlockFile
 from tierstore.io.memory import Pool
 from tierstore.io.meter import LinkMeter
@@ -201,7 +201,8 @@ class SlotPack:
         except BaseException:
             self.close()
             for path in made:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(StorageError):  # the first error is the one to tell
+                    self._io.backend.remove(path)
             raise
 
     def check(self, records: Sequence[ChunkRecord | None]) -> None:
@@ -210,6 +211,7 @@ class SlotPack:
         Raises:
             FormatError: a file that a generation with these records needs is missing, or one has another size; or they
                 are records of other chunks.
+            StorageError: the system does not let it look.
         """
         if len(records) != len(self._places):
             raise FormatError(f"the store is damaged: {len(records)} records for {len(self._places)} chunks")
@@ -218,16 +220,18 @@ class SlotPack:
                 raise FormatError(f"the store is damaged: chunk {name} of {place.padded_bytes} B has the {record}")
         needed = {(self._places[i].disk, record.slot) for i, record in enumerate(records) if record is not None}
         for position, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
-            if path.is_symlink():  # it would be written to
+            with self._io.backend.calling("inspection", path):
+                is_link, size = path.is_symlink(), path.stat().st_size if path.exists() else None
+            if is_link:  # it would be written to
                 leads_to = os.path.realpath(path)
                 raise FormatError(f"{path} is a link, which no store makes: it leads to {leads_to}; remove it")
             is_needed = divmod(position, self._slots) in needed
-            if not path.exists():
+            if size is None:
                 if is_needed:
                     advice = "restore it from a copy, or go back one with resume='previous'"
                     raise FormatError(f"the store is damaged: {path} is missing; {advice}")
                 continue
-            if (size := path.stat().st_size) != layout.file_bytes:
+            if size != layout.file_bytes:
                 is_striped = len(self.paths()) > self._slots
                 advice = "restore it from a copy"
                 if is_striped:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,9 @@ class StoreFiles:
 
     def _open(self, generation: Generation) -> None:
         for directory in self.directories:
-            if not directory.is_dir():
+            with self._backend.calling("inspection", directory):
+                is_there = directory.is_dir()
+            if not is_there:
                 raise FormatError(f"the store is damaged: {directory} is missing")
         self._lock.add(self.directories)
         kept = [pack for pack in self.committed_packs if pack.kind in generation.records]
@@ -161,8 +164,7 @@ class StoreFiles:
             if pack in kept:
                 is_made |= pack.open(generation.records[pack.kind])
             else:  # what no generation needs, or an update schedule that is new to this store
-                for path in pack.paths():
-                    path.unlink(missing_ok=True)
+                self._remove(pack.paths())
                 pack.create()
                 is_made = True
         for directory in self.directories if is_made else ():
@@ -193,13 +195,17 @@ class StoreFiles:
         numbers = self.manifests.numbers() if self.manifests is not None else []
         has_nothing = self._is_new and not (self.is_durable and numbers)
         for pack in self.packs if has_nothing else self.packs[len(self.committed_packs) :]:
-            for path in pack.paths():
-                path.unlink(missing_ok=True)
+            self._remove(pack.paths())
         if self._opened is not None and numbers and numbers[-1] > self._opened:
-            for path in self._left_gradients():  # all generations that are there are of this run
-                path.unlink(missing_ok=True)
+            self._remove(self._left_gradients())  # all generations that are there are of this run
         if has_nothing:
             self.end_making()
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        """Those that are there."""
+        for path in paths:
+            if os.path.lexists(path):
+                self._backend.remove(path)
 
     def _left_gradients(self) -> Iterator[Path]:
         """Where another update schedule, which went on with this store before, has had gradients."""

@@ -84,20 +84,22 @@ def committed_chunks(
             f"the store in {directories[0]} is striped over {layout['directories']} directories; give all of them, in "
             f"their order, and no other ({len(directories)} were given)"
         )
-    packs = packs_of(generation, directories)
+    packs = packs_of(generation, directories, backend)
     for kind, pack in packs.items():
         pack.slots.check(generation.records[kind])
     return generation, chunks_of(generation, packs)
 
 
-def packs_of(generation: Generation, directories: Sequence[Path]) -> dict[str, CommittedPack]:
+def packs_of(
+    generation: Generation, directories: Sequence[Path], backend: Backend | None = None
+) -> dict[str, CommittedPack]:
     """The packs of a store, as its manifest alone describes them.
 
     Raises:
         FormatError: it describes none that this release knows.
     """
     describe = _packs_of_tensors if is_of_tensors(generation) else _packs_of_training
-    io = ChunkIO(Backend(), WorkerPool("verify", 1), None, time.monotonic)  # its thread is never started
+    io = ChunkIO(backend or Backend(), WorkerPool("verify", 1), None, time.monotonic)  # its thread is never started
     return {pack.slots.kind: pack for pack in describe(generation, directories, io)}
 
 

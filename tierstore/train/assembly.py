@@ -7,6 +7,7 @@ Owner: the thread that makes the engine.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -255,7 +256,8 @@ def _take_down(runtime: Runtime, store: TrainingStore | None, lock: StoreLock | 
         pass
     for room in (store, lock):
         if room is not None:
-            room.release()
+            with contextlib.suppress(TierstoreError):
+                room.release()
 
 
 def _hook_up(
