@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,15 @@ def test_nothing_to_read_is_a_config_error(tmp_path: Path, kind: str) -> None:
         path.touch()
     with pytest.raises(ConfigError, match=str(path)):
         read_corpus(path)
+
+
+def test_a_file_of_the_standard_library_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(ConfigError, match="cannot read the source of Python's standard library: Input/output error"):
+        read_corpus(None)
 
 
 def test_a_window_depends_on_seed_and_index_alone() -> None:

@@ -35,6 +35,23 @@ def test_a_resumed_log_keeps_its_whole_lines(tmp_path: Path, before: str, kept: 
     assert path.read_text() == kept + '{"step": 3}\n'
 
 
+@pytest.mark.parametrize("call", ["fstat", "pread", "ftruncate"])
+def test_half_a_line_that_cannot_be_cut_off_is_told(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "log").write_text("half")
+    log = StepLog(tmp_path / "log")
+    log.open(resumed=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(StorageError, match=r"cannot cut half a line off .*/log: Input/output error"):
+            log.begin()
+    log.close()
+
+
 def test_a_long_torn_line_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("first\n" + "x" * 200_000)

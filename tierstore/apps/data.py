@@ -57,11 +57,12 @@ def read_corpus(path: Path | None) -> Corpus:
     Raises:
         ConfigError: nothing to read there.
     """
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = (file for file in _walk(root) if file.suffix == ".py")
-        return _from_files(files, STANDARD_LIBRARY_CAP_BYTES, "the source of Python's standard library")
+    what = f"--data {path}" if path is not None else "the source of Python's standard library"
     try:
+        if path is None:
+            root = Path(sysconfig.get_paths()["stdlib"])
+            files = (file for file in _walk(root) if file.suffix == ".py")
+            return _from_files(files, STANDARD_LIBRARY_CAP_BYTES, what)
         if path.is_dir():
             return _from_files(_walk(path), DIRECTORY_CAP_BYTES, str(path))
         if not path.exists():
@@ -70,7 +71,7 @@ def read_corpus(path: Path | None) -> Corpus:
             raise ConfigError(f"--data {path} is empty")
         return _split_tail(np.memmap(path, dtype=np.uint8, mode="r"), str(path))
     except OSError as error:
-        raise ConfigError(f"cannot read --data {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {what}: {error.strerror}") from None
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -57,8 +57,15 @@ class StepLog:
             )
 
     def begin(self) -> None:
-        """Before the first line: half a line at the end is cut off."""
-        os.ftruncate(self._opened(), self._whole_lines_bytes())
+        """Before the first line: half a line at the end is cut off.
+
+        Raises:
+            StorageError: it cannot be.
+        """
+        try:
+            os.ftruncate(self._opened(), self._whole_lines_bytes())
+        except OSError as error:
+            raise StorageError(f"cannot cut half a line off {self._path}: {error.strerror}") from error
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line; when it returns, a power cut leaves the line in place.
