@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,10 @@ from placements import MIB, check, groups_of, need, options_of, request
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Tier
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GroupNeed, Kind
+from tierstore.plan import tiers
+from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GroupNeed, Kind, Pools
 from tierstore.plan.tiers import place, smallest_budgets
+from tierstore.plan.working_set import pools_of
 
 
 @settings(max_examples=150)
@@ -43,6 +46,24 @@ def test_the_gpu_updates_the_first_groups_that_fit_beside_all_weights(room: int,
     placement = place(request(groups, 2**30, gpu_bytes, updates_on_gpu=True))
     found = [group for group in range(5) if placement.is_updated_on_gpu(group)]
     assert found == expected
+
+
+@pytest.mark.parametrize("gradients", ["held", "streamed"])
+def test_hundreds_of_groups_take_no_more_tries_than_a_few(gradients: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = (need(30 * BLOCK), *[need(BLOCK), need(2 * BLOCK)] * 150)
+    tries = 0
+
+    def counted(*arguments: Any) -> Pools:
+        nonlocal tries
+        tries += 1
+        return pools_of(*arguments)
+
+    monkeypatch.setattr(tiers, "pools_of", counted)
+    gpu_bytes = smallest_budgets(request(groups, 0, gradients=gradients)).gpu_bytes
+    cpu_bytes = {"held": 800, "streamed": 400}[gradients] * 2 * BLOCK
+    placement = place(request(groups, cpu_bytes, gpu_bytes, gradients=gradients))
+    assert 50 < placement.weights_home.count(Tier.CPU) < len(groups) - 50
+    assert tries < 250
 
 
 def test_weights_alone_need_cpu_memory_where_the_gpu_updates() -> None:
