@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule, choice
-from tierstore.errors import ClosedError, ConfigError
+from tierstore.errors import ClosedError, ConfigError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.kernels.elements import to_float
 from tierstore.measure.table_file import with_rates
@@ -287,7 +287,8 @@ class Engine:
         except BaseException:
             if not (self._order.has_final_backward or self._order.is_broken):
                 self._parts.driver.guess_nothing()
-                self.zero_grad()  # who catches this gives all micro-batches again
+                with contextlib.suppress(TierstoreError), self._order.unbroken(keeps_weights=True):
+                    self.zero_grad()  # who catches this gives all micro-batches again
             raise
         finally:
             self._losses.clear()
