@@ -331,8 +331,8 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_publishing.py",
     ),
     Mutation(
-        "a whole step that broke off guesses nothing", "train/engine.py Engine.train_step",
-        "self._parts.driver.guess_nothing()", "train/test_auto.py",
+        "a whole step that broke off guesses nothing", "train/engine.py Engine._give_up",
+        "driver.guess_nothing()", "train/test_auto.py",
     ),
     Mutation(
         "a callback's step is no whole one", "train/rounds.py RoundDriver.decide", "self._is_whole_step = False",
@@ -708,6 +708,22 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a pack that fails leaves nothing", "archive/publish.py Publication.begin",
-        "self.callback(self._discard, path)", "archive/test_killed.py",
+        "self.callback(self._discard_ours, path, self._lock(path))", "archive/test_killed.py",
+    ),
+    Mutation(
+        "micro-batches that are given again", "train/engine.py Engine._give_up", "self.zero_grad()",
+        "train/test_out_of_turn.py", becomes="pass",
+    ),
+    Mutation(
+        "a generation is one step", "store/publishing.py Commits._publish", "self._refuse_several_steps(everywhere)",
+        "train/test_zero_models.py",
+    ),
+    Mutation(
+        "half changed weights", "train/engine.py Engine.backward", "keeps_weights=not is_streaming",
+        "train/test_out_of_turn.py", becomes="keeps_weights=True",
+    ),
+    Mutation(
+        "a gradient set after backward", "train/engine.py Engine.step", "parts.groups.refuse_gradients()",
+        "train/test_out_of_turn.py",
     ),
 )  # fmt: skip

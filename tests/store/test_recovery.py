@@ -20,7 +20,15 @@ from resuming import DISK, State, Way, check_resumes, expected_states, hold, ope
 from runs import next_token_loss, tiny, tokens
 
 from tierstore.config import Tier
-from tierstore.errors import ChecksumMismatch, ConfigError, FormatError, StorageError, StoreLocked, TierstoreError
+from tierstore.errors import (
+    ChecksumMismatch,
+    ClosedError,
+    ConfigError,
+    FormatError,
+    StorageError,
+    StoreLocked,
+    TierstoreError,
+)
 from tierstore.io.backend import Backend
 from tierstore.store.manifest import digest, read_generation, read_manifest
 from tierstore.store.slots import SlotPack
@@ -291,12 +299,13 @@ class TestDamage:
             run.until(6)
         name, *_ = re.findall(r"; of '(blocks\.1\.[^']*)'", str(refusal.value))
         block = run.engine.model.get_submodule("blocks.1")
+        refused = (ChecksumMismatch, ClosedError)  # the second where it came out of backward
         for _ in range(2):
-            with pytest.raises(ChecksumMismatch), run.engine.gathered([name]):
+            with pytest.raises(refused), run.engine.gathered([name]):
                 pass
-            with pytest.raises(ChecksumMismatch), torch.no_grad():
+            with pytest.raises(refused), torch.no_grad():
                 block(torch.ones(1, 8, 96, dtype=torch.bfloat16))
-        with pytest.raises(ChecksumMismatch):
+        with pytest.raises(refused):
             run.engine.state_dict()
         with pytest.raises(ChecksumMismatch):
             run.engine.close()

@@ -46,6 +46,7 @@ def test_a_parameter_that_is_swapped_keeps_the_way_to_its_weights(tmp_path: Path
             torch.utils.swap_tensors(parameter, nn.Parameter(torch.full_like(parameter, 0.5)))
         assert run.engine.state_dict()[NAME].eq(0.5).all()
         run.step()
+        assert not run.engine.state_dict()[NAME].eq(0.5).any()  # it is trained
         with pytest.raises(GraphError, match=f"{re.escape(NAME)} was read while it is not on the device"):
             parameter.sum()
 

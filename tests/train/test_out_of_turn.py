@@ -175,6 +175,88 @@ def test_a_train_step_that_failed_is_given_again(options: dict[str, Any], schedu
     assert all(torch.equal(found[name], right[name]) for name in right)
 
 
+@pytest.mark.parametrize("update", LATER)
+def test_also_one_that_failed_after_its_last_backward(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    data = batches(6)
+
+    def run(name: str, fails: bool) -> dict[str, torch.Tensor]:
+        with tight_engine(tmp_path / name, update) as engine:
+            for first in (0, 3):
+                if fails:
+                    with monkeypatch.context() as patched:
+                        patched.setattr(engine, "step", interrupt)
+                        with pytest.raises(KeyboardInterrupt):
+                            engine.train_step(data[first : first + 3], loss_of)
+                engine.train_step(data[first : first + 3], loss_of)
+            return engine.state_dict()
+
+    found, right = run("failing", True), run("right", False)
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("update", [*STREAMING, *LATER])
+def test_gradients_of_before_a_train_step_that_fails_are_not_forgotten_in_silence(update: str, tmp_path: Path) -> None:
+    def failing(output: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ValueError("out of memory")
+        return loss_of(output)
+
+    calls, data = 1, batches(3)
+    engine = tight_engine(tmp_path, update)
+    before = engine.state_dict()
+    with engine.no_sync():
+        engine.backward(loss_of(engine(data[0])))
+    with pytest.raises(ValueError, match="out of memory"):
+        engine.train_step(data[1:], failing)  # at its first one: nothing of its own is there
+    calls = 0
+    with pytest.raises(ValueError, match="out of memory"):
+        engine.train_step(data[1:], failing)
+    with pytest.raises(ClosedError, match="broken off by ValueError"):
+        engine.train_step(data[1:], loss_of)
+    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    engine.close()
+
+
+def test_gradients_of_before_the_engine_are_not_part_of_its_first_step(tmp_path: Path) -> None:
+    def run(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
+        with tight_engine(tmp_path / name, model=model) as engine:
+            engine.backward(loss_of(engine(batches(1)[0])))
+            engine.step()
+            return engine.state_dict()
+
+    used, fresh = Net(), Net()
+    loss_of(used(batches(2)[1])).backward()
+    for model in (used, fresh):
+        model.blocks[2].requires_grad_(False)
+    found, right = run("used", used), run("fresh", fresh)
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+def test_weights_are_whole_where_a_scheduler_has_failed(tmp_path: Path) -> None:
+    def failing(step: int) -> float:
+        if step == 2:
+            raise ArithmeticError("no rate")
+        return 1.0
+
+    x = batches(1)[0]
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=failing)
+    with Engine(Net(), disk(tmp_path), AdamWConfig(), commit_every=5, lr_scheduler=schedule) as engine:
+        engine.train_step([x], loss_of)
+        before = engine.state_dict()
+        with pytest.raises(ArithmeticError):
+            engine.train_step([x], loss_of)
+        assert not any(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+        with pytest.raises(ClosedError, match="broken off by ArithmeticError"):
+            engine(x)
+
+
 @pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
 def test_a_train_step_reports_its_loss_also_to_callbacks(schedule: str, tmp_path: Path) -> None:
     data, seen = batches(3), []
@@ -214,7 +296,7 @@ def test_a_gradient_that_is_set_after_backward_is_refused_and_not_used_a_step_la
                 engine.backward(loss_of(engine(x)))
                 if sets:
                     parameter.grad = torch.full((16, 16), 100.0)
-                    with pytest.raises(ConfigError, match=r"the \.grad of blocks\.1\.0\.weight was set after"):
+                    with pytest.raises(ConfigError, match=r"the \.grad of blocks\.1\.0\.weight is set"):
                         engine.step()
                     parameter.grad = None
                 engine.step()

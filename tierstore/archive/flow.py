@@ -102,7 +102,9 @@ class _Flow:
         self._failure: BaseException | None = None
 
     async def run(self, items: Iterable[Any]) -> None:
-        """Blocks: until all is done. Cancellation: held back until the jobs in flight have ended."""
+        """Blocks: until all is done. Cancellation: held back until the jobs in flight have ended, also on a disk that
+        hangs: their threads write into the arena.
+        """
         arena = Arena(self._room.buffer_bytes)
         pool = arena.pool("chunks", self._room.buffer_bytes)
         workers = WorkerPool("archive", self._room.threads)

@@ -12,7 +12,7 @@ from tierstore.plan.simulate import Simulation, Visit, simulate
 
 _ROUNDING_S = 1e-9  # of the clock
 _SAME = 1.01
-_MOST_VISITS = 10_000
+_LONG, _MOST_VISITS = 1_000, 10_000  # visits: of a long order, and of all that are simulated of one
 
 
 def required_depth(group_bytes: int, bytes_per_s: float, compute_s: float) -> int:
@@ -37,9 +37,11 @@ def recommend_depth(order: tuple[Visit, ...], bytes_per_s: float, capacity_bytes
     if max_depth < 1:
         raise ConfigError(f"max_depth is at least 1, not {max_depth}")
     runs: dict[int, Simulation] = {}
-    for depth in range(1, 1 + min(max_depth, max(1, _MOST_VISITS // len(order)))):
-        # Nothing of a step before the last one matters to a steady step, and orders may be long.
-        run = runs[depth] = simulate(order, capacity_bytes, depth, bytes_per_s, warm_up_steps=1)
+    is_long = len(order) > _LONG
+    depths = max(1, _MOST_VISITS // len(order)) if is_long else max_depth
+    for depth in range(1, 1 + min(max_depth, depths)):
+        # A long step is steady after one.
+        run = runs[depth] = simulate(order, capacity_bytes, depth, bytes_per_s, warm_up_steps=1 if is_long else 3)
         if run.stall_s <= _SAME * max(0.0, run.link_s - run.compute_s) + _ROUNDING_S:
             break  # none has much less: what is fetched early is not fetched less often
     limit_s = _SAME * min(run.stall_s for run in runs.values()) + _ROUNDING_S

@@ -12,13 +12,14 @@ would be the square of the groups, of which there may be thousands.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from tierstore.config import format_size
 from tierstore.errors import BudgetError, ConfigError
+
+_NEVER = 1 << 60  # visits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,16 @@ class ResidencyPolicy:
         self.sizes = sizes
         self.capacity_bytes = capacity_bytes
         self.depth = depth
-        self._places: dict[int, list[int]] = {}  # of each group in the order
-        for place, group in enumerate(order):
-            self._places.setdefault(group, []).append(place)
         self._nearest: dict[tuple[int, int], tuple[int, ...]] = {}
+        # Next uses as seen from `_seen_from`, both counted in visits since the beginning.
+        self._seen_from = 0
+        self._next_use = [_NEVER - group for group in range(len(sizes))]
+        self._until_next: list[int] = [0] * len(order)
+        for place in reversed(range(2 * len(order))):
+            group = order[place % len(order)]
+            if place < len(order):
+                self._until_next[place] = self._next_use[group] - place
+            self._next_use[group] = place
 
     def is_settled(self, position: int, present: set[int], demand: int | None = None) -> bool:
         """Whether everything that `decide` would load is `present`: on the device, or on its way there."""
@@ -80,12 +87,12 @@ class ResidencyPolicy:
             found = self._nearest[position, self.depth] = tuple(groups)
         return found
 
-    def _distance(self, position: int, group: int) -> int:
-        """Visits until the next use of a group."""
-        if (places := self._places.get(group)) is None:
-            return len(self.order) + len(self.sizes) - group
-        later = bisect.bisect_left(places, position)
-        return places[later] - position if later < len(places) else places[0] + len(self.order) - position
+    def _look_from(self, position: int) -> list[int]:
+        """When each group is used next, at this position or later."""
+        for visit in range(self._seen_from, self._seen_from + (position - self._seen_from) % len(self.order)):
+            self._next_use[self.order[visit % len(self.order)]] += self._until_next[visit % len(self.order)]
+            self._seen_from = visit + 1
+        return self._next_use
 
     def decide(
         self,
@@ -118,13 +125,14 @@ class ResidencyPolicy:
         free_bytes = self.capacity_bytes - sum([self.sizes[group] for group in present])
         evict: list[int] = []
         load: list[int] = []
-        ranked: list[tuple[int, int]] = []  # what is present with its distance, farthest first, once it is asked for
+        next_use = self._look_from(position)
+        ranked: list[int] = []  # what is present, farthest first, once it is asked for
 
         def evictable(beyond: int) -> Iterator[int]:
             if not ranked:
-                ranked.extend(sorted(((self._distance(position, group), group) for group in present), reverse=True))
-            for distance, group in ranked:
-                if distance <= beyond:
+                ranked.extend(sorted(present, key=next_use.__getitem__, reverse=True))
+            for group in ranked:
+                if next_use[group] <= beyond:
                     return
                 if group not in loading and group not in evict and group != needed and group not in in_use:
                     yield group
@@ -134,11 +142,11 @@ class ResidencyPolicy:
                 break
             if group in present or group in load:
                 continue
-            beyond = -1 if group == needed else self._distance(position, group)
+            beyond = -1 if group == needed else next_use[group]
             victims = self._victims(self.sizes[group] - free_bytes, evictable(beyond))
             if victims is None and group == needed:
                 self._check_fits(needed, [group for group in present if group in in_use])
-                return Decision(wait=tuple(g for _, g in reversed(ranked) if g in loading and g not in in_use))
+                return Decision(wait=tuple(g for g in reversed(ranked) if g in loading and g not in in_use))
             if victims is None:
                 break
             free_bytes += self._bytes(victims) - self.sizes[group]
@@ -177,4 +185,3 @@ class ResidencyPolicy:
 
     def _bytes(self, groups: Iterable[int]) -> int:
         return sum([self.sizes[group] for group in groups])
-

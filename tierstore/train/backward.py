@@ -119,6 +119,23 @@ class GradientCollector:
             if group.spec.trainable
             for position, parameter in enumerate(group.parameters)
         ]
+        for group in self._groups:
+            self._forget_gradients(group)
+
+    def renew(self, group: Group) -> None:
+        """The tensors of a group may be others: `torch.utils.swap_tensors` leaves parameters their hooks in Python, and
+        not in what calls them.
+        """
+        self._leaves.renew((group.index, position) for position in range(len(group.parameters)))
+        self._forget_gradients(group)
+        for parameter in group.parameters:
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+
+    @staticmethod
+    def _forget_gradients(group: Group) -> None:
+        """Those of before the engine."""
+        for parameter in group.parameters:
+            parameter.grad = None
 
     def remove(self) -> None:
         """Take the hooks off the parameters. Twice is fine."""

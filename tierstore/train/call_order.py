@@ -53,13 +53,18 @@ class CallOrder:
         """What is broken off in here leaves half a step behind: the engine goes no further.
 
         Args:
-            keeps_weights: they are still those of the step before, and may be read.
+            keeps_weights: they are all of one step, and may be read.
         """
         try:
             yield
         except BaseException as error:
-            self._broken_by, self._keeps_weights = error, keeps_weights
+            self.break_off(error, keeps_weights=keeps_weights)
             raise
+
+    def break_off(self, error: BaseException, *, keeps_weights: bool) -> None:
+        """As `unbroken`, of an error that is on its way already."""
+        self._broken_by = error
+        self._keeps_weights &= keeps_weights
 
     def refuse_broken(self) -> None:
         """No step can be finished after one that was broken off.

@@ -37,7 +37,7 @@ from tierstore.train.assembly import Assembly, assemble
 from tierstore.train.call_order import CallOrder
 from tierstore.train.generations import Generations, Pending
 from tierstore.train.meters import StepMeters
-from tierstore.train.micro_batches import called, check_loss, losses_side_by_side, own_loss
+from tierstore.train.micro_batches import called, check_loss, losses_side_by_side, mean_of, own_loss
 from tierstore.train.optimizer import LossScale, TieredOptimizer, check_scheduler, clip_coefficient
 from tierstore.train.options import check_kinds, options_of
 from tierstore.train.partition import partition_of
@@ -138,7 +138,7 @@ class Engine:
             parameter_groups, initialize, self.step, prepare, tracer or Tracer(clock, enabled=False), clock, backend,
         )  # fmt: skip
         self.optimizer.on_zero_grad = self.zero_grad
-        self._order = CallOrder(self._parts.driver, can_resume=self._parts.store.files.is_durable)
+        self._order = CallOrder(self._parts.driver, can_resume=self._parts.store.files.is_durable and commit_every == 1)
         self._parts.hooks.refuse_outside = partial(self._order.refuse_after_backward, "a call of the model")
         self._generations = Generations(self._parts, model, self._loss_scale, registered or {}, commit_every)
         try:
@@ -269,6 +269,7 @@ class Engine:
         batches = list(batches)
         take_loss = loss_of or own_loss
         order = choice(MicroBatchSchedule, "schedule", schedule)
+        has_others = bool(self._parts.collector.touched or self._parts.collector.keeps)
         try:
             with self._parts.driver.whole_step():
                 if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
@@ -284,14 +285,32 @@ class Engine:
                     with contextlib.nullcontext() if is_last else self.no_sync():
                         self.backward(self._noted(take_loss(called(self, batch))) / len(batches))
                 return self.step()
-        except BaseException:
-            if not (self._order.has_final_backward or self._order.is_broken):
-                self._parts.driver.guess_nothing()
-                with contextlib.suppress(TierstoreError), self._order.unbroken(keeps_weights=True):
-                    self.zero_grad()  # who catches this gives all micro-batches again
+        except BaseException as error:
+            self._give_up(error, has_others=has_others)
             raise
         finally:
             self._losses.clear()
+
+    def _give_up(self, error: BaseException, *, has_others: bool) -> None:
+        """Who catches the error of a `train_step` gives all its micro-batches again: none may be there already.
+
+        Args:
+            has_others: there were gradients of others before, which cannot be told from those.
+        """
+        order, driver = self._order, self._parts.driver
+        if order.is_broken or (order.has_final_backward and driver.updates_in_backward):
+            return  # nothing is taken again
+        if not order.has_final_backward:
+            driver.guess_nothing()
+        if not self._losses:
+            return
+        if has_others:
+            order.break_off(error, keeps_weights=True)
+            return
+        try:
+            self.zero_grad()
+        except TierstoreError as other:  # does not hide the error that led here
+            order.break_off(other, keeps_weights=True)
 
     def _noted(self, loss: torch.Tensor) -> torch.Tensor:
         """The same, which no variable keeps: its graph ends with backward."""
@@ -317,7 +336,8 @@ class Engine:
         late = [name for name, value in options.items() if value != self._applied_with[name]]
         if late and not parts.partition.is_shared:  # else when all ranks know; here the step can go on
             parts.driver.refuse_late(late[0])
-        with self._order.unbroken():
+        self._generations.tell_what_is_left()
+        with self._order.unbroken(keeps_weights=True):
             report = self._finish_step(options, late)
         for callback in self._callbacks:
             callback(report)
@@ -330,14 +350,14 @@ class Engine:
     def _finish_step(self, options: dict[str, object], late: list[str]) -> StepReport:
         """What is done together or not at all: the updates of a step, the scheduler, the count."""
         parts = self._parts
-        with self._meters.phase("update"):
+        with self._meters.phase("update"), self._order.unbroken():
             norm, is_finite = self._apply(options, late)
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         # What a scheduler looks for, also one that others step: the step went past optimizer.step().
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if (scheduler := self._generations.scheduler) is not None and is_finite:
             scheduler.step()
-        self._generations.count_step()
+        self._generations.step_count += 1
         parts.depth.step_ended(self._meters.computing_s)
         report = self._meters.report(
             step=self.step_count,
@@ -345,7 +365,7 @@ class Engine:
             loss_scale=self._loss_scale.scale,
             skipped=not is_finite,
             lr=rates,
-            loss=float(torch.stack([loss.reshape(()) for loss in self._losses]).mean()) if self._losses else None,
+            loss=mean_of(self._losses) if self._losses else None,
         )
         self._loss_scale.update(is_finite)
         return report

@@ -127,17 +127,15 @@ class Generations:
             self._is_previous = False
             self._parts.runtime.call(self._parts.store.go_back)
 
-    def count_step(self) -> None:
-        """One more is finished. The first one after a resume tells what it has gone on without."""
+    def tell_what_is_left(self) -> None:
+        """The first step after a resume warns of what it goes on without, at the line that calls the engine."""
         if self.step_count == self._resumed_at and (self._to_restore or self._left_schedule is not None):
             left = [f"what was registered as {listed(list(self._to_restore))}"] if self._to_restore else []
             left += ["the learning-rate schedule (give lr_scheduler)"] if self._left_schedule is not None else []
             warnings.warn(
-                f"this run goes on without {' and '.join(left)} of the run that it has resumed: that stays as it was "
-                f"after step {self._resumed_at}",
-                stacklevel=4,  # who calls Engine.step()
+                f"this run goes on without {' and '.join(left)} of the run that it has resumed: that stays as it was",
+                stacklevel=3,
             )
-        self.step_count += 1
 
     # --- what is captured ---------------------------------------------------------------------------------------
 

@@ -29,6 +29,11 @@ class KnownLeaves(Generic[Key]):
         self._nodes: dict[Key, Any] = {}
         self._asking: Any = None
 
+    def renew(self, keys: Iterable[Key]) -> None:
+        """These parameters may be other tensors by now."""
+        for key in keys:
+            self._nodes.pop(key, None)
+
     def ask(self, loss: torch.Tensor, answer: Callable[[list[Key]], object]) -> None:
         """Have `answer` called with the keys of what is reached when the backward of `loss` begins."""
         self.forget()

@@ -175,17 +175,19 @@ class ModelGroups:
                     )
 
     def refuse_gradients(self) -> None:
-        """A `.grad` that somebody has set after backward would come into the next step.
+        """A `.grad` that backward has not taken away would come into the next step.
 
         Raises:
             ConfigError: names one.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            given = next((name for parameter, name in self.names.items() if parameter.grad is not None), None)
-        if given is not None:
+            given = (name for p, name in self.names.items() if p.grad is not None and p.requires_grad)
+            name = next(given, None)
+        if name is not None:
             raise ConfigError(
-                f"the .grad of {given} was set after engine.backward(), which has taken the gradients away, so this "
-                "step would not see it; add to the loss instead, or set it before engine.backward()"
+                f"the .grad of {name} is set, and this step would not see it: gradients are taken in "
+                "engine.backward(), of parameters that the loss reaches; add to the loss what it is to do, and set it "
+                "to None"
             )
 
     @functools.cached_property

@@ -50,6 +50,11 @@ def check_loss(loss: torch.Tensor) -> None:
         )
 
 
+def mean_of(losses: Sequence[torch.Tensor]) -> float:
+    """Of some losses, each a number."""
+    return float(torch.stack([loss.reshape(()).double() for loss in losses]).mean())
+
+
 def losses_side_by_side(
     model: Callable[..., Any], batches: Sequence[Any], take_loss: Callable[[Any], torch.Tensor], access: DeviceAccess
 ) -> list[torch.Tensor]:

@@ -238,8 +238,9 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
 
     changed = [parts.groups.groups[index] for index in groups]
     wrong = [sentence for group in changed for sentence in group.take_back()]
-    for group in changed:
-        guard(group, parts.access.gate)  # `torch.utils.swap_tensors` has taken that away
+    for group in changed:  # `torch.utils.swap_tensors` has taken both away
+        guard(group, parts.access.gate)
+        parts.collector.renew(group)
     if wrong:
         raise ConfigError(wrong[0])
     parts.driver.can_redo = False
