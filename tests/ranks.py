@@ -7,9 +7,11 @@ A function to run stands in a module that a new process can import: a helper of 
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.context
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -85,7 +87,7 @@ def outcomes_of(
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            given = (rank, ranks, store.port, timeout_s, theirs, function, arguments, enter)
+            given = (rank, ranks, store.port, timeout_s, wait_s + grace_s, theirs, function, arguments, enter)
             process = context.Process(target=_rank, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -129,11 +131,13 @@ def _received(end: Connection, after_s: float) -> Outcome:
 
 
 def _rank(
-    rank: int, ranks: int, port: int, timeout_s: float, end: Connection, function: Any, arguments: Any, enter: Any
-) -> None:
+    rank: int, ranks: int, port: int, timeout_s: float, ends_in_s: float, end: Connection, function: Any,
+    arguments: Any, enter: Any,
+) -> None:  # fmt: skip
     import torch
     from torch import distributed
 
+    signal.alarm(math.ceil(ends_in_s) + 10)  # where the test itself was killed nobody else ends this
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
     try:
