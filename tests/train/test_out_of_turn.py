@@ -57,6 +57,19 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.pow(2).mean()
 
 
+class Failing:
+    """`loss_of`, which fails at one of its calls."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("out of memory")
+        return loss_of(output)
+
+
 def tight_engine(folder: Path, update: str = "forward", model: nn.Module | None = None, **options: Any) -> Engine:
     """With the smallest budgets: nothing stays on the device that is not in use."""
     model = Net() if model is None else model
@@ -153,20 +166,12 @@ def test_a_train_step_that_failed_is_given_again(options: dict[str, Any], schedu
     data = batches(9)
 
     def run(name: str, fails: bool) -> tuple[list[float | None], dict[str, torch.Tensor]]:
-        def failing(output: torch.Tensor) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            if calls == 2:
-                raise ValueError("out of memory")
-            return loss_of(output)
-
         norms: list[float | None] = []
         with Engine(Net(), disk(tmp_path / name), AdamWConfig(lr=1e-2), **options) as engine:
             for first in (0, 3, 6):
-                calls = 0
                 if fails:
                     with pytest.raises(ValueError, match="out of memory"):
-                        engine.train_step(data[first : first + 3], failing, schedule)
+                        engine.train_step(data[first : first + 3], Failing(at=2), schedule)
                 norms.append(engine.train_step(data[first : first + 3], loss_of, schedule).grad_norm)
             return norms, engine.state_dict()
 
@@ -201,23 +206,15 @@ def test_also_one_that_failed_after_its_last_backward(
 
 @pytest.mark.parametrize("update", [*STREAMING, *LATER])
 def test_gradients_of_before_a_train_step_that_fails_are_not_forgotten_in_silence(update: str, tmp_path: Path) -> None:
-    def failing(output: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise ValueError("out of memory")
-        return loss_of(output)
-
-    calls, data = 1, batches(3)
+    data = batches(3)
     engine = tight_engine(tmp_path, update)
     before = engine.state_dict()
     with engine.no_sync():
         engine.backward(loss_of(engine(data[0])))
     with pytest.raises(ValueError, match="out of memory"):
-        engine.train_step(data[1:], failing)  # at its first one: nothing of its own is there
-    calls = 0
+        engine.train_step(data[1:], Failing(at=1))  # nothing of its own is there
     with pytest.raises(ValueError, match="out of memory"):
-        engine.train_step(data[1:], failing)
+        engine.train_step(data[1:], Failing(at=2))
     with pytest.raises(ClosedError, match="broken off by ValueError"):
         engine.train_step(data[1:], loss_of)
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())

@@ -270,8 +270,9 @@ class _Filler:
         if not is_too_much(on_nvme):
             chosen.update(on_nvme)
         for alike in by_size.values():
-            parts = [alike[:count] for count in range(len(alike) + 1)]
-            chosen.update(parts[bisect.bisect_left(parts, True, lo=1, key=is_too_much) - 1])
+            counts = range(len(alike) + 1)
+            are_too_many = lambda count, alike=alike: is_too_much(alike[:count])  # noqa: E731
+            chosen.update(alike[: bisect.bisect_left(counts, True, lo=1, key=are_too_many) - 1])
         self.homes = with_others(())
 
     def _keep_state(self) -> None:
