@@ -302,7 +302,7 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_delayed.py::test_pending_gradients_stay_until_the_commit_that_names_them_is_published",
     ),
     Mutation(
-        "gradients on their way when pending ones are applied", "train/engine.py Engine.apply_pending",
+        "gradients on their way when pending ones are applied", "train/steps.py Steps.apply_pending",
         "self._generations.take_pending()",
         "train/test_delayed.py::test_pending_gradients_are_applied_without_a_step", "self._generations.turn_over(None)",
     ),
@@ -331,7 +331,7 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_publishing.py",
     ),
     Mutation(
-        "a whole step that broke off guesses nothing", "train/engine.py Engine._give_up",
+        "a whole step that broke off guesses nothing", "train/steps.py Steps._give_up",
         "driver.guess_nothing()", "train/test_auto.py",
     ),
     Mutation(
@@ -484,32 +484,32 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     # What would be computed with, and not be trained or kept.
     Mutation(
-        "newcomers are refused", "train/engine.py Engine._forward", "parts.groups.refuse_newcomers(self.model)",
+        "newcomers are refused", "train/steps.py Steps._forward", "parts.groups.refuse_newcomers(self._model)",
         "train/test_changed_weights.py",
     ),
     Mutation(
         "newcomers are refused when changes are kept", "train/engine.py Engine.gathered",
-        "parts.groups.refuse_newcomers(self.model)", "train/test_changed_weights.py",
+        "parts.groups.refuse_newcomers(self._model)", "train/test_changed_weights.py",
     ),
     Mutation(
         "changes that are not kept are told", "train/engine.py Engine.gathered",
-        "whole.refuse_changes(parts, [group for group in groups if not self._modified[group]])",
+        "whole.refuse_changes(parts, [group for group in groups if not is_kept(group)])",
         "train/test_changed_weights.py",
     ),
     Mutation(
-        "options are checked before gradients are applied", "train/engine.py Engine.backward",
+        "options are checked before gradients are applied", "train/steps.py Steps.backward",
         "self._applied_with = parts.stepper.options()", "train/test_out_of_turn.py",
     ),
     Mutation(
-        "options are checked before a step is decided", "train/engine.py Engine.step",
+        "options are checked before a step is decided", "train/steps.py Steps.step",
         "options = parts.stepper.options()", "train/test_out_of_turn.py", "options = self._applied_with",
     ),
     Mutation(
-        "what was applied with other options is refused", "train/engine.py Engine.step",
+        "what was applied with other options is refused", "train/steps.py Steps.step",
         "parts.driver.refuse_late(late[0])", "train/test_late_options.py",
     ),
     Mutation(
-        "what was guessed with other options is redone", "train/engine.py Engine._apply", " and not late",
+        "what was guessed with other options is redone", "train/steps.py Steps._apply", " and not late",
         "train/test_late_options.py", "",
     ),
     Mutation(
@@ -612,7 +612,7 @@ MUTATIONS: Sequence[Mutation] = (
         "self._kept_bytes + ", "train/test_kept.py::test_there_is_room_for_some", "",
     ),
     Mutation(
-        "gradients that are kept are of the step", "train/engine.py Engine._apply", "parts.collector.settle()",
+        "gradients that are kept are of the step", "train/steps.py Steps._apply", "parts.collector.settle()",
         "train/test_kept.py::test_a_step_without_a_last_backward_has_all",
     ),
     Mutation(
@@ -685,7 +685,8 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "close goes on where it was broken off", "train/engine.py Engine.close",
-        "self._is_closed and not self._parts.runtime.is_open", "train/test_clean.py::TestClose", "self._is_closed",
+        "self._order.is_closed and not self._parts.runtime.is_open", "train/test_clean.py::TestClose",
+        "self._order.is_closed",
     ),
     never(
         "files are the parent's", "store/store_files.py StoreFiles.release", "if self._lock.is_inherited:",
@@ -711,7 +712,7 @@ MUTATIONS: Sequence[Mutation] = (
         "self.callback(self._discard_ours, path, self._lock(path))", "archive/test_killed.py",
     ),
     Mutation(
-        "micro-batches that are given again", "train/engine.py Engine._give_up", "self.zero_grad()",
+        "micro-batches that are given again", "train/steps.py Steps._give_up", "self.zero_grad()",
         "train/test_out_of_turn.py", becomes="pass",
     ),
     Mutation(
@@ -719,11 +720,11 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_zero_models.py",
     ),
     Mutation(
-        "half changed weights", "train/engine.py Engine.backward", "keeps_weights=not is_streaming",
+        "half changed weights", "train/steps.py Steps.backward", "keeps_weights=not is_streaming",
         "train/test_out_of_turn.py", becomes="keeps_weights=True",
     ),
     Mutation(
-        "a gradient set after backward", "train/engine.py Engine.step", "parts.groups.refuse_gradients()",
+        "a gradient set after backward", "train/steps.py Steps.step", "parts.groups.refuse_gradients()",
         "train/test_out_of_turn.py",
     ),
 )  # fmt: skip

@@ -139,7 +139,7 @@ def test_an_interrupt_between_backward_and_step_leaves_a_step_that_is_guarded(
 ) -> None:
     """Its updates are under way: weights that are half changed are nothing to read."""
 
-    def interrupted(engine: Engine) -> StepReport:
+    def interrupted() -> StepReport:
         raise KeyboardInterrupt
 
     with engine_on(tmp_path, NEVER) as engine:
@@ -147,7 +147,7 @@ def test_an_interrupt_between_backward_and_step_leaves_a_step_that_is_guarded(
         for x in batches(3):
             steps.whole(x)
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "step", interrupted)
+            patch.setattr(engine._steps, "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.train_step([x], loss_of)
         for act in (engine.state_dict, lambda: engine(x), lambda: engine.train_step([x], loss_of)):

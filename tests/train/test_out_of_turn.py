@@ -194,7 +194,7 @@ def test_also_one_that_failed_after_its_last_backward(
             for first in (0, 3):
                 if fails:
                     with monkeypatch.context() as patched:
-                        patched.setattr(engine, "step", interrupt)
+                        patched.setattr(engine._steps, "step", interrupt)
                         with pytest.raises(KeyboardInterrupt):
                             engine.train_step(data[first : first + 3], loss_of)
                 engine.train_step(data[first : first + 3], loss_of)

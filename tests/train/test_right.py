@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tierstore.config import AdamWConfig, TierConfig
+from tierstore.errors import ConfigError
 from tierstore.train.cpu_adam import CPUAdam
 from tierstore.train.engine import Engine
 
@@ -124,6 +125,14 @@ def test_train_step_is_the_mean_over_its_micro_batches(tmp_path: Path) -> None:
         weights = engine.state_dict()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [{"tokens": torch.zeros(1, 2)}, 7], ids=["a mapping", "a number"])
+def test_train_step_takes_a_list_also_of_one(batch: Any, tmp_path: Path) -> None:
+    with Engine(tiny(), small_tiers(tiny(), tmp_path, "forward"), update="forward") as engine:
+        with pytest.raises(ConfigError, match=f"not {type(batch).__name__}; give \\[batch\\] for one"):
+            engine.train_step(batch)
+        assert engine.step_count == 0
 
 
 def _loss_of_outputs(batches: list[torch.Tensor]) -> Callable[[Any], torch.Tensor]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from tierstore.errors import ClosedError, ConfigError
+from tierstore.io.runtime import Runtime
 from tierstore.train.rounds import RoundDriver
 
 
@@ -25,15 +27,20 @@ class CallOrder:
         is_syncing: the next backward is the last one of its step (not in `no_sync`).
         has_backward, has_final_backward: the step in progress has had one, and the last one.
         is_broken: a step was left half done.
+        is_closed: the engine was.
     """
 
-    def __init__(self, driver: RoundDriver, *, can_resume: bool) -> None:
+    def __init__(self, driver: RoundDriver, runtime: Runtime, *, can_resume: bool) -> None:
         self._driver = driver
+        self._runtime = runtime
         self._can_resume = can_resume
         self._broken_by: BaseException | None = None
         self._keeps_weights = True
         self.is_syncing = True
         self.has_backward = self.has_final_backward = False
+        self.is_closed = False
+        self._blocks = 0  # of `gathering` that have begun and not ended
+        self._modified: Counter[int] = Counter()
 
     @property
     def is_broken(self) -> bool:
@@ -66,17 +73,62 @@ class CallOrder:
         self._broken_by = error
         self._keeps_weights &= keeps_weights
 
-    def refuse_broken(self) -> None:
-        """No step can be finished after one that was broken off.
+    @contextlib.contextmanager
+    def gathering(self, modified: Iterable[int]) -> Iterator[None]:
+        """Somebody reads weights in here, and changes those of some groups."""
+        groups = list(modified)
+        self._blocks += 1
+        self._modified.update(groups)
+        try:
+            yield
+        finally:
+            self._blocks -= 1
+            self._modified.subtract(groups)
+
+    def is_modified(self, group: int) -> bool:
+        """Whether somebody changes its weights, and keeps that."""
+        return self._modified[group] > 0
+
+    def refuse_closed(self) -> None:
+        """Nothing goes on in a closed engine, nor in the child of a fork.
 
         Raises:
-            ClosedError: there was one.
+            ClosedError: it is one.
+        """
+        if self.is_closed:
+            raise ClosedError("the engine is closed")
+        self._runtime.check_process()
+
+    def refuse_broken(self) -> None:
+        """No step can be finished after one that was broken off, or in a closed engine.
+
+        Raises:
+            ClosedError: there was one, or it is closed.
         """
         if self._broken_by is not None:
             raise ClosedError(
                 f"a step was broken off by {type(self._broken_by).__name__} and cannot be finished; "
                 "close the engine, and make another one that resumes the store"
             ) from self._broken_by
+        self.refuse_closed()
+
+    def refuse_while_modified(self) -> None:
+        """Weights are not to be trained while somebody changes them.
+
+        Raises:
+            ConfigError: somebody does.
+        """
+        if any(self._modified.values()):
+            raise ConfigError("weights are being changed by gathered(modify=True); train after it")
+
+    def refuse_while_gathered(self, what: str) -> None:
+        """Weights are not to be changed while somebody reads them.
+
+        Raises:
+            ConfigError: somebody does.
+        """
+        if self._blocks:
+            raise ConfigError(f"weights are in use by gathered(); call {what} after it")
 
     def refuse_within_step(self, what: str) -> None:
         """Weights are not to be changed while a step uses them.

@@ -1,7 +1,7 @@
 """The engine: a model trained from three tiers with an ordinary loop.
 
-Scope: the public face of training; what happens in forward, backward and step, in which order.
-Not here: making and opening the store (`assembly.py`), the rooms that do the work.
+Scope: the public face of training.
+Not here: making and opening the store (`assembly.py`), what happens in a step (`steps.py`), the rooms that do the work.
 Owner: the thread that trains.
 """
 
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,8 +22,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule, choice
-from tierstore.errors import ClosedError, ConfigError, TierstoreError
+from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule
+from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.kernels.elements import to_float
 from tierstore.measure.table_file import with_rates
@@ -35,14 +33,13 @@ from tierstore.trace import Tracer
 from tierstore.train import capture, whole
 from tierstore.train.assembly import Assembly, assemble
 from tierstore.train.call_order import CallOrder
-from tierstore.train.generations import Generations, Pending
+from tierstore.train.generations import Generations
 from tierstore.train.meters import StepMeters
-from tierstore.train.micro_batches import called, check_loss, losses_side_by_side, mean_of, own_loss
-from tierstore.train.optimizer import LossScale, TieredOptimizer, check_scheduler, clip_coefficient
+from tierstore.train.optimizer import LossScale, TieredOptimizer, check_scheduler
 from tierstore.train.options import check_kinds, options_of
 from tierstore.train.partition import partition_of
 from tierstore.train.report import StepReport
-from tierstore.train.rounds import Updates
+from tierstore.train.steps import Steps
 
 
 class Engine:
@@ -104,22 +101,14 @@ class Engine:
         backend: Backend | None = None,
     ) -> None:
         check_kinds(model, tiers, optimizer, lr_scheduler, initialize, registered)
-        self._loss_scale = LossScale.of(loss_scale, model)
+        scale = LossScale.of(loss_scale, model)
         options = options_of(
             model, update, max_grad_norm, commit_every, durability, resume, overlap,
-            may_skip=bool(self._loss_scale.growth_interval), has_store=bool(tiers.nvme),
+            may_skip=bool(scale.growth_interval), has_store=bool(tiers.nvme),
         )  # fmt: skip
-        self.model = model
-        self._options = options
+        self._model = model
         for name, value in (registered or {}).items():
             capture.check_stateful(name, value, model)
-        self._callbacks: list[Callable[[StepReport], None]] = []
-        self._is_closed = False
-        self._blocks = 0  # of gathered() that have begun and not ended
-        self._losses: list[torch.Tensor] = []  # of the micro-batches of this train_step
-        self._zeroed = 0  # how often the gradients of this step were forgotten
-        self._applied_with: dict[str, object] = {}  # options of the optimizer, in the last backward
-        self._modified: Counter[int] = Counter()  # groups that those with modify=True hold
         tiers = with_rates(tiers)
         scheduler: Any = None
 
@@ -138,11 +127,16 @@ class Engine:
             parameter_groups, initialize, self.step, prepare, tracer or Tracer(clock, enabled=False), clock, backend,
         )  # fmt: skip
         self.optimizer.on_zero_grad = self.zero_grad
-        self._order = CallOrder(self._parts.driver, can_resume=self._parts.store.files.is_durable and commit_every == 1)
+        can_resume = self._parts.store.files.is_durable and commit_every == 1
+        self._order = CallOrder(self._parts.driver, self._parts.runtime, can_resume=can_resume)
         self._parts.hooks.refuse_outside = partial(self._order.refuse_after_backward, "a call of the model")
-        self._generations = Generations(self._parts, model, self._loss_scale, registered or {}, commit_every)
+        self._generations = Generations(self._parts, model, scale, registered or {}, commit_every)
         try:
             self._meters = StepMeters(self._parts, clock)
+            self._steps = Steps(
+                model, self._parts, self._order, self._generations, self._meters, scale,
+                max_grad_norm=options.max_grad_norm, overlap=options.overlap,
+            )  # fmt: skip
             self._generations.scheduler = scheduler
             if self._parts.opened is not None:
                 is_previous = options.resume is Resume.PREVIOUS
@@ -160,36 +154,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        return self._forward(lambda: self._watched_model(*args, **kwargs))
-
-    def _watched_model(self, *args: Any, **kwargs: Any) -> Any:
-        with self._parts.hooks.watching():
-            return self.model(*args, **kwargs)
-
-    def _forward(self, call: Callable[[], Any], count: int = 1) -> Any:
-        """`call` runs the model so many times, and is watched."""
-        parts = self._whole_parts()
-        self._order.refuse_after_backward("another forward")
-        if torch.is_grad_enabled() and any(self._modified.values()):
-            raise ConfigError("weights are being changed by gathered(modify=True); train after it")
-        parts.groups.refuse_newcomers(self.model)
-        if torch.is_grad_enabled() and not parts.driver.has_begun:
-            self._generations.leave_newer()
-            parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
-            parts.collector.expect(count)
-            parts.driver.begin(
-                parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph,
-                recomputes=parts.collector.recomputes, accumulates=not self._order.is_syncing,
-            )  # fmt: skip
-        parts.access.stops_at_step = self._order.is_syncing and not parts.driver.is_streaming
-        parts.access.begin_forward()
-        try:
-            with self._meters.phase("forward") if torch.is_grad_enabled() else self._meters.outside():
-                output = call()
-            parts.access.check_unchanged()
-            return output
-        finally:
-            parts.access.end_pass()
+        return self._steps.call(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a loss; gradients go to their tier on the way, and `.grad` is None afterwards.
@@ -201,29 +166,7 @@ class Engine:
             ConfigError: not a loss, or a second last one; nothing was changed.
             GraphError: the model cannot be trained as it is.
         """
-        parts = self._whole_parts()
-        self._order.refuse_after_backward("a second backward outside no_sync()")
-        if not parts.driver.has_begun:
-            raise ConfigError("backward() needs a forward through the engine before it, in the same step")
-        check_loss(loss)
-        self._applied_with = parts.stepper.options()  # gradients may be applied as they arrive
-        parts.driver.backward_begins()
-        is_streaming = parts.driver.is_streaming
-        scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
-        gradients, is_final = self._generations.gradients, self._order.is_syncing
-        needed = parts.access.first_visits()
-        parts.collector.begin(gradients, scaled, needed, is_final=is_final, is_streaming=is_streaming)
-        parts.access.begin_backward()
-        with self._order.unbroken(keeps_weights=not is_streaming):
-            try:
-                with self._meters.phase("backward"):
-                    with parts.hooks.watching():
-                        scaled.backward()  # type: ignore[no-untyped-call]
-                    parts.collector.finish()
-            finally:
-                parts.access.end_pass()
-            parts.access.learn_order()
-            self._order.has_backward, self._order.has_final_backward = True, self._order.is_syncing
+        self._steps.backward(loss)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -237,15 +180,7 @@ class Engine:
         Raises:
             ConfigError: they were applied as they arrived.
         """
-        parts = self._whole_parts()
-        touched = parts.collector.touched
-        if touched or parts.collector.keeps:
-            self._order.refuse_after_backward("zero_grad()")
-            groups = [g.index for g in parts.groups.groups if any(p.name in touched for p in g.spec.parameters)]
-            parts.runtime.call(self._generations.gradients.discard, groups)
-            parts.collector.forget()
-            self._order.has_final_backward = False
-            self._zeroed += 1
+        self._steps.zero_grad()
 
     def train_step(
         self,
@@ -264,59 +199,8 @@ class Engine:
                 once, each in a thread of its own: it may not keep in itself what belongs to one call, and where they
                 go different ways several groups are in use together.
         """
-        if not isinstance(batches, Iterable):
-            raise ConfigError(f"train_step takes a list of the step's micro-batches, not {type(batches).__name__}")
-        batches = list(batches)
-        take_loss = loss_of or own_loss
-        order = choice(MicroBatchSchedule, "schedule", schedule)
-        has_others = bool(self._parts.collector.touched or self._parts.collector.keeps)
-        try:
-            with self._parts.driver.whole_step():
-                if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
-                    losses = self._forward(
-                        lambda: losses_side_by_side(self._watched_model, batches, take_loss, self._parts.access),
-                        len(batches),
-                    )
-                    self._losses += [loss.detach() for loss in losses]
-                    self.backward(torch.stack(losses).sum() / len(batches))
-                    return self.step()
-                for position, batch in enumerate(batches):
-                    is_last = position == len(batches) - 1
-                    with contextlib.nullcontext() if is_last else self.no_sync():
-                        self.backward(self._noted(take_loss(called(self, batch))) / len(batches))
-                return self.step()
-        except BaseException as error:
-            self._give_up(error, has_others=has_others)
-            raise
-        finally:
-            self._losses.clear()
-
-    def _give_up(self, error: BaseException, *, has_others: bool) -> None:
-        """Who catches the error of a `train_step` gives all its micro-batches again: none may be there already.
-
-        Args:
-            has_others: there were gradients of others before, which cannot be told from those.
-        """
-        order, driver = self._order, self._parts.driver
-        if order.is_broken or (order.has_final_backward and driver.updates_in_backward):
-            return  # nothing is taken again
-        if not order.has_final_backward:
-            driver.guess_nothing()
-        if not self._losses:
-            return
-        if has_others:
-            order.break_off(error, keeps_weights=True)
-            return
-        try:
-            self.zero_grad()
-        except TierstoreError as other:  # does not hide the error that led here
-            order.break_off(other, keeps_weights=True)
-
-    def _noted(self, loss: torch.Tensor) -> torch.Tensor:
-        """The same, which no variable keeps: its graph ends with backward."""
-        if isinstance(loss, torch.Tensor):  # else backward says what it is
-            self._losses.append(loss.detach())
-        return loss
+        self._generations.tell_what_is_left()
+        return self._steps.train_step(batches, loss_of, schedule)
 
     def step(self) -> StepReport:
         """Apply the gradients, and commit the step in the background.
@@ -328,94 +212,8 @@ class Engine:
                 somebody has set the `.grad` of a parameter since.
             TierstoreError: also failures of work that earlier steps left running; the last generation is untouched.
         """
-        parts = self._whole_parts()
-        if not (parts.driver.has_begun and self._order.has_backward):
-            raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
-        parts.groups.refuse_gradients()
-        options = parts.stepper.options()
-        late = [name for name, value in options.items() if value != self._applied_with[name]]
-        if late and not parts.partition.is_shared:  # else when all ranks know; here the step can go on
-            parts.driver.refuse_late(late[0])
         self._generations.tell_what_is_left()
-        with self._order.unbroken(keeps_weights=True):
-            report = self._finish_step(options, late)
-        for callback in self._callbacks:
-            callback(report)
-        self._generations.commit(parts.driver.last_round)
-        if not self._options.overlap:
-            self.flush()
-        parts.access.prefetch_start()
-        return report
-
-    def _finish_step(self, options: dict[str, object], late: list[str]) -> StepReport:
-        """What is done together or not at all: the updates of a step, the scheduler, the count."""
-        parts = self._parts
-        with self._meters.phase("update"), self._order.unbroken():
-            norm, is_finite = self._apply(options, late)
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        # What a scheduler looks for, also one that others step: the step went past optimizer.step().
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if (scheduler := self._generations.scheduler) is not None and is_finite:
-            scheduler.step()
-        self._generations.step_count += 1
-        parts.depth.step_ended(self._meters.computing_s)
-        report = self._meters.report(
-            step=self.step_count,
-            grad_norm=norm,
-            loss_scale=self._loss_scale.scale,
-            skipped=not is_finite,
-            lr=rates,
-            loss=mean_of(self._losses) if self._losses else None,
-        )
-        self._loss_scale.update(is_finite)
-        return report
-
-    def _apply(self, options: dict[str, object], late: list[str]) -> tuple[float | None, bool]:
-        """Decide the updates of the step. Returns the norm, and whether it was finite.
-
-        Args:
-            options: of the optimizer.
-            late: those that were others in backward.
-        """
-        parts = self._parts
-        self._generations.forget()  # from here on the store goes on from what waits to be committed
-        self._order.has_backward = self._order.has_final_backward = False
-        parts.collector.settle()
-        touched = set(parts.collector.touched)
-        partials = parts.runtime.call(self._generations.gradients.take_partials)
-        specs = [group.spec for group in parts.groups.groups]
-        options = options | {
-            "the number of zero_grad() in this step": self._zeroed,
-            "what was set between backward() and step()": late,
-        }
-        self._zeroed = 0
-        square_sum, depth = parts.partition.square_sum(specs, partials, parts.depth.wanted, options)
-        if late:  # at all ranks, or it was refused by now
-            parts.driver.refuse_late(late[0])
-        parts.depth.agree(depth)
-        norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._options.max_grad_norm)
-        is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
-        arrived = Pending(touched, clip / self._loss_scale.scale) if is_finite else None
-        now = arrived
-        if parts.driver.schedule is UpdateSchedule.DELAYED:
-            now = self._generations.turn_over(arrived)
-        self._decide(now, is_plain=clip == 1.0 and is_finite and not late)
-        parts.collector.forget()
-        return (norm if touched else None), is_finite
-
-    def _decide(self, now: Pending | None, *, is_plain: bool) -> None:
-        """The round in progress applies these gradients; without any, nothing."""
-        parts = self._parts
-        trainable = [group.index for group in parts.groups.groups if group.spec.trainable]
-        updates: Updates = {}
-        if now is not None:
-            updates = {group: parts.stepper.updates(group, now.touched, now.scale) for group in trainable}
-        parts.access.keep_views(trainable)
-        parts.driver.decide(updates, is_plain=is_plain, used=parts.device.record())
-        if now is not None:
-            parts.stepper.count(now.touched)
-        parts.hooks.step_ended()
-        parts.access.weights_changed(trainable)
+        return self._steps.step()
 
     def apply_pending(self) -> None:
         """Apply the gradients that update="delayed" keeps for the next step, and commit; without any, as `flush`.
@@ -425,22 +223,7 @@ class Engine:
         Raises:
             ConfigError: in the middle of a step, or within `gathered`.
         """
-        parts = self._whole_parts()
-        self._order.refuse_within_step("apply_pending()")
-        if self._blocks:
-            raise ConfigError("weights are in use by gathered(); call apply_pending() after it")
-        if self._generations.pending is None:
-            self.flush()
-            return
-        self._generations.leave_newer()
-        parts.stepper.check()
-        parts.access.release_all()  # a load on its way would put weights of before over those of after
-        with self._order.unbroken():
-            self._generations.forget()
-            parts.driver.begin(parts.access.order, (), knows_graph=False, recomputes=False, accumulates=False)
-            self._decide(self._generations.take_pending(), is_plain=True)
-        self._generations.commit(parts.driver.last_round)
-        self.flush()
+        self._steps.apply_pending()
 
     # --- generations --------------------------------------------------------------------------------------------
 
@@ -462,15 +245,19 @@ class Engine:
 
         What it raises comes out of `step()`. The step is done, and is committed with the next one.
         """
-        self._callbacks.append(callback)
+        self._steps.callbacks.append(callback)
 
     def flush(self) -> None:
         """Commit the last step if it is not, and wait until everything is at rest."""
-        parts = self._open_parts()
-        self._generations.publish()
-        parts.runtime.call(parts.store.flush)
+        self._order.refuse_closed()
+        self._generations.flush()
 
     # --- looking in ---------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was given; the engine calls this one."""
+        return self._model
 
     @property
     def optimizer(self) -> TieredOptimizer:
@@ -514,23 +301,20 @@ class Engine:
             self._order.refuse_within_step("gathered(modify=True)")
             self._generations.leave_newer()
         self.flush()
-        is_kept = lambda group: self._modified[group] > 0  # noqa: E731  # by a block around this one
-        with whole.gathered(parts, self.model, whole.checked_names(names), is_kept) as groups:
-            self._modified.update(groups if modify else ())
-            self._blocks += 1
-            try:
-                with parts.hooks.watching():  # a loss may be made of what is read here
-                    yield
-                if modify:
-                    self._order.refuse_within_step("gathered(modify=True)")
-                    parts.groups.refuse_newcomers(self.model)
-                    whole.keep_changes(parts, groups)
-                    self._generations.commit_change()
-                else:  # what a block around this one modifies is kept there
-                    whole.refuse_changes(parts, [group for group in groups if not self._modified[group]])
-            finally:
-                self._blocks -= 1
-                self._modified.subtract(groups if modify else ())
+        is_kept = self._order.is_modified  # by a block around this one
+        with (
+            whole.gathered(parts, self._model, whole.checked_names(names), is_kept) as groups,
+            self._order.gathering(groups if modify else ()),
+        ):
+            with parts.hooks.watching():  # a loss may be made of what is read here
+                yield
+            if modify:
+                self._order.refuse_within_step("gathered(modify=True)")
+                parts.groups.refuse_newcomers(self._model)
+                whole.keep_changes(parts, groups)
+                self._generations.commit_change()
+            else:
+                whole.refuse_changes(parts, [group for group in groups if not is_kept(group)])
 
     def gradient(self, name: str) -> torch.Tensor:
         """The accumulated gradient of a parameter after backward and before step, in fp32, with the loss scale.
@@ -561,9 +345,9 @@ class Engine:
             GraphError: the model has a parameter that is not the engine's.
         """
         self._order.refuse_after_backward("state_dict()")
-        self._open_parts().groups.refuse_newcomers(self.model)
+        self._open_parts().groups.refuse_newcomers(self._model)
         self.flush()
-        return whole.state_dict(self._open_parts(), self.model)
+        return whole.state_dict(self._open_parts(), self._model)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Set all weights and buffers; moments stay.
@@ -576,10 +360,10 @@ class Engine:
         self._order.refuse_within_step("load_state_dict")
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"load_state_dict() takes tensors by name, not {type(state_dict).__name__}")
-        self._open_parts().groups.refuse_newcomers(self.model)  # which would keep their values
+        self._open_parts().groups.refuse_newcomers(self._model)  # which would keep their values
         self._generations.leave_newer()
         self.flush()
-        whole.load_state_dict(self._open_parts(), self.model, state_dict)
+        whole.load_state_dict(self._open_parts(), self._model, state_dict)
         self._generations.commit_change()
 
     def export(self, directory: str | os.PathLike[str]) -> None:
@@ -591,9 +375,9 @@ class Engine:
         self._order.refuse_after_backward("export()")
         if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
             raise ConfigError(f"export() takes a directory, not {directory!r}")
-        self._open_parts().groups.refuse_newcomers(self.model)
+        self._open_parts().groups.refuse_newcomers(self._model)
         self.flush()
-        whole.export(self._open_parts(), self.model, Path(directory))
+        whole.export(self._open_parts(), self._model, Path(directory))
 
     def statistics(self) -> dict[str, Any]:
         """Totals since the engine was made: bytes by link, peaks by tier, generation, codecs, depth, buffered I/O.
@@ -613,10 +397,10 @@ class Engine:
             Timeout: something does not end, and keeps what it uses, the store's lock too; close again to go on waiting.
             ClosedError: this is the child of a fork; the engine is the parent's, and goes on there.
         """
-        is_over = self._is_closed and not self._parts.runtime.is_open
+        is_over = self._order.is_closed and not self._parts.runtime.is_open
         if not is_over:
             self._parts.runtime.check_process()
-        self._is_closed = True
+        self._order.is_closed = True
         if is_over:
             self._parts.runtime.close()
             self._parts.store.release()
@@ -639,14 +423,8 @@ class Engine:
             self.close()
 
     def _open_parts(self) -> Assembly:
-        if self._is_closed:
-            raise ClosedError("the engine is closed")
-        self._parts.runtime.check_process()
+        self._order.refuse_closed()
         return self._parts
-
-    def _whole_parts(self) -> Assembly:
-        self._order.refuse_broken()
-        return self._open_parts()
 
 
 def _close_at_exit(engine: weakref.ref[Engine]) -> None:

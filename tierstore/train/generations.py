@@ -117,6 +117,11 @@ class Generations:
             self._waiting = None
             self._parts.driver.can_redo = True
 
+    def flush(self) -> None:
+        """Publish what waits, and wait until everything is at rest."""
+        self.publish()
+        self._parts.runtime.call(self._parts.store.flush)
+
     def forget(self) -> None:
         """The store goes on from what waits to be published: it cannot be any more."""
         self._waiting = None

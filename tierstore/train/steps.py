@@ -1,0 +1,308 @@
+"""The steps of an engine: what happens in forward, backward and step, in which order.
+
+Scope: from a call of the model to updates that are decided and a generation that is due.
+Not here: the public face (`engine.py`), the rooms that do the work.
+Owner: the thread that trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.config import MicroBatchSchedule, UpdateSchedule, choice
+from tierstore.errors import ConfigError, TierstoreError
+from tierstore.train.assembly import Assembly
+from tierstore.train.call_order import CallOrder
+from tierstore.train.generations import Generations, Pending
+from tierstore.train.meters import StepMeters
+from tierstore.train.micro_batches import called, check_loss, losses_side_by_side, mean_of, own_loss
+from tierstore.train.optimizer import LossScale, clip_coefficient
+from tierstore.train.report import StepReport
+from tierstore.train.rounds import Updates
+
+
+class Steps:
+    """Runs one step after the other; the public methods are those of the engine, and told there.
+
+    Args:
+        overlap: False waits for every update and commit inside `step`.
+
+    Attributes:
+        callbacks: called inside every step, before its commit is published.
+    """
+
+    def __init__(
+        self, model: nn.Module, parts: Assembly, order: CallOrder, generations: Generations, meters: StepMeters,
+        loss_scale: LossScale, *, max_grad_norm: float | None, overlap: bool,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._parts = parts
+        self._order = order
+        self._generations = generations
+        self._meters = meters
+        self._loss_scale = loss_scale
+        self._max_grad_norm = max_grad_norm
+        self._overlap = overlap
+        self.callbacks: list[Callable[[StepReport], None]] = []
+        self._losses: list[torch.Tensor] = []  # of the micro-batches of this train_step
+        self._zeroed = 0  # how often the gradients of this step were forgotten
+        self._applied_with: dict[str, object] = {}  # options of the optimizer, in the last backward
+
+    # --- forward and backward -----------------------------------------------------------------------------------
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self._forward(lambda: self._watched_model(*args, **kwargs))
+
+    def _watched_model(self, *args: Any, **kwargs: Any) -> Any:
+        with self._parts.hooks.watching():
+            return self._model(*args, **kwargs)
+
+    def _forward(self, run: Callable[[], Any], count: int = 1) -> Any:
+        """`run` calls the model so many times, and is watched."""
+        parts = self._parts
+        self._order.refuse_broken()
+        self._order.refuse_after_backward("another forward")
+        if torch.is_grad_enabled():
+            self._order.refuse_while_modified()
+        parts.groups.refuse_newcomers(self._model)
+        if torch.is_grad_enabled() and not parts.driver.has_begun:
+            self._generations.leave_newer()
+            parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
+            parts.collector.expect(count)
+            parts.driver.begin(
+                parts.access.order, parts.collector.completed, knows_graph=parts.collector.knows_graph,
+                recomputes=parts.collector.recomputes, accumulates=not self._order.is_syncing,
+            )  # fmt: skip
+        parts.access.stops_at_step = self._order.is_syncing and not parts.driver.is_streaming
+        parts.access.begin_forward()
+        try:
+            with self._meters.phase("forward") if torch.is_grad_enabled() else self._meters.outside():
+                output = run()
+            parts.access.check_unchanged()
+            return output
+        finally:
+            parts.access.end_pass()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of a loss, the last one of its step unless in `no_sync`."""
+        parts = self._parts
+        self._order.refuse_broken()
+        self._order.refuse_after_backward("a second backward outside no_sync()")
+        if not parts.driver.has_begun:
+            raise ConfigError("backward() needs a forward through the engine before it, in the same step")
+        check_loss(loss)
+        self._applied_with = parts.stepper.options()  # gradients may be applied as they arrive
+        parts.driver.backward_begins()
+        is_streaming = parts.driver.is_streaming
+        scaled = loss * self._loss_scale.scale if self._loss_scale.scale != 1 else loss
+        gradients, is_final = self._generations.gradients, self._order.is_syncing
+        needed = parts.access.first_visits()
+        parts.collector.begin(gradients, scaled, needed, is_final=is_final, is_streaming=is_streaming)
+        parts.access.begin_backward()
+        with self._order.unbroken(keeps_weights=not is_streaming):
+            try:
+                with self._meters.phase("backward"):
+                    with parts.hooks.watching():
+                        scaled.backward()  # type: ignore[no-untyped-call]
+                    parts.collector.finish()
+            finally:
+                parts.access.end_pass()
+            parts.access.learn_order()
+            self._order.has_backward, self._order.has_final_backward = True, self._order.is_syncing
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of this step, as if it had seen no backward."""
+        parts = self._parts
+        self._order.refuse_broken()
+        touched = parts.collector.touched
+        if touched or parts.collector.keeps:
+            self._order.refuse_after_backward("zero_grad()")
+            groups = [g.index for g in parts.groups.groups if any(p.name in touched for p in g.spec.parameters)]
+            parts.runtime.call(self._generations.gradients.discard, groups)
+            parts.collector.forget()
+            self._order.has_final_backward = False
+            self._zeroed += 1
+
+    # --- a step of micro-batches --------------------------------------------------------------------------------
+
+    def train_step(
+        self,
+        batches: Iterable[Any],
+        loss_of: Callable[[Any], torch.Tensor] | None,
+        schedule: MicroBatchSchedule | str,
+    ) -> StepReport:
+        """One step over all its micro-batches; the loss of each counts 1 / their number."""
+        if not isinstance(batches, Iterable) or isinstance(batches, Mapping):
+            raise ConfigError(
+                f"train_step takes a list of micro-batches, not {type(batches).__name__}; give [batch] for one"
+            )
+        batches = list(batches)
+        take_loss = loss_of or own_loss
+        order = choice(MicroBatchSchedule, "schedule", schedule)
+        has_others = bool(self._parts.collector.touched or self._parts.collector.keeps)
+        try:
+            with self._parts.driver.whole_step():
+                if order is MicroBatchSchedule.VERTICAL and len(batches) > 1:
+                    losses = self._forward(
+                        lambda: losses_side_by_side(self._watched_model, batches, take_loss, self._parts.access),
+                        len(batches),
+                    )
+                    self._losses += [loss.detach() for loss in losses]
+                    self.backward(torch.stack(losses).sum() / len(batches))
+                    return self.step()
+                for position, batch in enumerate(batches):
+                    is_last = position == len(batches) - 1
+                    with contextlib.nullcontext() if is_last else self._order.no_sync():
+                        self.backward(self._noted(take_loss(called(self.call, batch))) / len(batches))
+                return self.step()
+        except BaseException as error:
+            self._give_up(error, has_others=has_others)
+            raise
+        finally:
+            self._losses.clear()
+
+    def _noted(self, loss: torch.Tensor) -> torch.Tensor:
+        """The same, which no variable keeps: its graph ends with backward."""
+        if isinstance(loss, torch.Tensor):  # else backward says what it is
+            self._losses.append(loss.detach())
+        return loss
+
+    def _give_up(self, error: BaseException, *, has_others: bool) -> None:
+        """Who catches the error of a `train_step` gives all its micro-batches again: none may be there already.
+
+        Args:
+            has_others: there were gradients of others before, which cannot be told from those.
+        """
+        order, driver = self._order, self._parts.driver
+        if order.is_broken or (order.has_final_backward and driver.updates_in_backward):
+            return  # nothing is taken again
+        if not order.has_final_backward:
+            driver.guess_nothing()
+        if not self._losses:
+            return
+        if has_others:
+            order.break_off(error, keeps_weights=True)
+            return
+        try:
+            self.zero_grad()
+        except TierstoreError as other:  # does not hide the error that led here
+            order.break_off(other, keeps_weights=True)
+
+    # --- step ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepReport:
+        """Apply the gradients, and commit the step in the background."""
+        parts = self._parts
+        self._order.refuse_broken()
+        if not (parts.driver.has_begun and self._order.has_backward):
+            raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
+        parts.groups.refuse_gradients()
+        options = parts.stepper.options()
+        late = [name for name, value in options.items() if value != self._applied_with[name]]
+        if late and not parts.partition.is_shared:  # else when all ranks know; here the step can go on
+            parts.driver.refuse_late(late[0])
+        with self._order.unbroken(keeps_weights=True):
+            report = self._finish(options, late)
+        for callback in self.callbacks:
+            callback(report)
+        self._generations.commit(parts.driver.last_round)
+        if not self._overlap:
+            self._generations.flush()
+        parts.access.prefetch_start()
+        return report
+
+    def _finish(self, options: dict[str, object], late: list[str]) -> StepReport:
+        """What is done together or not at all: the updates of a step, the scheduler, the count."""
+        parts, optimizer = self._parts, self._parts.stepper.optimizer
+        with self._meters.phase("update"), self._order.unbroken():
+            norm, is_finite = self._apply(options, late)
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        # What a scheduler looks for, also one that others step: the step went past optimizer.step().
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        if (scheduler := self._generations.scheduler) is not None and is_finite:
+            scheduler.step()
+        self._generations.step_count += 1
+        parts.depth.step_ended(self._meters.computing_s)
+        report = self._meters.report(
+            step=self._generations.step_count,
+            grad_norm=norm,
+            loss_scale=self._loss_scale.scale,
+            skipped=not is_finite,
+            lr=rates,
+            loss=mean_of(self._losses) if self._losses else None,
+        )
+        self._loss_scale.update(is_finite)
+        return report
+
+    def _apply(self, options: dict[str, object], late: list[str]) -> tuple[float | None, bool]:
+        """Decide the updates of the step. Returns the norm, and whether it was finite.
+
+        Args:
+            options: of the optimizer.
+            late: those that were others in backward.
+        """
+        parts = self._parts
+        self._generations.forget()  # from here on the store goes on from what waits to be committed
+        self._order.has_backward = self._order.has_final_backward = False
+        parts.collector.settle()
+        touched = set(parts.collector.touched)
+        partials = parts.runtime.call(self._generations.gradients.take_partials)
+        specs = [group.spec for group in parts.groups.groups]
+        options = options | {
+            "the number of zero_grad() in this step": self._zeroed,
+            "what was set between backward() and step()": late,
+        }
+        self._zeroed = 0
+        square_sum, depth = parts.partition.square_sum(specs, partials, parts.depth.wanted, options)
+        if late:  # at all ranks, or it was refused by now
+            parts.driver.refuse_late(late[0])
+        parts.depth.agree(depth)
+        norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._max_grad_norm)
+        is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
+        arrived = Pending(touched, clip / self._loss_scale.scale) if is_finite else None
+        now = arrived
+        if parts.driver.schedule is UpdateSchedule.DELAYED:
+            now = self._generations.turn_over(arrived)
+        self._decide(now, is_plain=clip == 1.0 and is_finite and not late)
+        parts.collector.forget()
+        return (norm if touched else None), is_finite
+
+    def _decide(self, now: Pending | None, *, is_plain: bool) -> None:
+        """The round in progress applies these gradients; without any, nothing."""
+        parts = self._parts
+        trainable = [group.index for group in parts.groups.groups if group.spec.trainable]
+        updates: Updates = {}
+        if now is not None:
+            updates = {group: parts.stepper.updates(group, now.touched, now.scale) for group in trainable}
+        parts.access.keep_views(trainable)
+        parts.driver.decide(updates, is_plain=is_plain, used=parts.device.record())
+        if now is not None:
+            parts.stepper.count(now.touched)
+        parts.hooks.step_ended()
+        parts.access.weights_changed(trainable)
+
+    def apply_pending(self) -> None:
+        """Apply the gradients that a delayed update keeps for the next step, and commit; without any, as `flush`."""
+        parts = self._parts
+        self._order.refuse_broken()
+        self._order.refuse_within_step("apply_pending()")
+        self._order.refuse_while_gathered("apply_pending()")
+        if self._generations.pending is None:
+            self._generations.flush()
+            return
+        self._generations.leave_newer()
+        parts.stepper.check()
+        parts.access.release_all()  # a load on its way would put weights of before over those of after
+        with self._order.unbroken():
+            self._generations.forget()
+            parts.driver.begin(parts.access.order, (), knows_graph=False, recomputes=False, accumulates=False)
+            self._decide(self._generations.take_pending(), is_plain=True)
+        self._generations.commit(parts.driver.last_round)
+        self._generations.flush()
