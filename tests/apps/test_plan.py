@@ -16,6 +16,7 @@ from tierstore.apps.plan import PlanOptions, plan, situation_of
 from tierstore.cli import app
 from tierstore.config import Tier
 from tierstore.errors import ConfigError
+from tierstore.plan.advice import cheapest
 from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 from tierstore.plan.machine import NODES
 from tierstore.plan.memory import activation_bytes
@@ -126,7 +127,9 @@ def test_measured_rates(tmp_path: Path) -> None:
     path.write_text(json.dumps(NODES["laptop"].rates.scaled(disk=0.5).to_json()))
     assert situation_of(PlanOptions(params="7e9", bandwidth=path)).node.rates.read_bytes_per_s == 3.5e9
     assert "flop/s are those of the data sheet of dgx-h100" in plan(PlanOptions(params="7e9", bandwidth=path)).notes[0]
-    assert plan(PlanOptions(params="7e9", bandwidth=path, gpus=1)).notes[-1] == (
+    assert situation_of(PlanOptions(params="7e9", bandwidth=path)).layout.gpus == 1  # this machine, not a named one
+    assert situation_of(PlanOptions(params="7e9", bandwidth=path, machine="dgx-h100")).layout.gpus == 8
+    assert plan(PlanOptions(params="7e9", bandwidth=path)).notes[-1] == (
         "rates tell no sizes: for --cpu-memory, --nvme-capacity, which were not given, stand those of a dgx-h100"
     )
 
@@ -220,6 +223,11 @@ def test_every_strategy_commits_where_there_are_disks() -> None:
             assert other.options[option].step_s == pytest.approx(without.options[option].step_s)
         assert other.options[-1].step_s < 0.6 * other.options[1].step_s  # the GPU updates more than half
     assert not (*rare.notes, *without.notes)
+    change = cheapest(found.changes)
+    assert change is not None
+    assert change.text == "--commit-every 50 (a kill then loses up to 50 steps)"
+    assert change.gain == pytest.approx(split.step_s / rare.options[-1].step_s)
+    assert not any("--commit-every" in change.text for change in (*rare.changes, *without.changes))
     assert "for a commit every 2 steps" in plan(replace(asked, commit_every=2)).notes[0]
 
 

@@ -44,7 +44,8 @@ class PlanOptions:
         params, config, preset: where the model comes from; exactly one.
         gpu_memory: of each GPU; None is as the machine has it, or a part of `cpu_memory` where `bandwidth` was measured
             on one that computes on the CPU.
-        gpus: of each node; without `nodes`, of as many nodes as that takes.
+        gpus: of each node; without `nodes`, of as many nodes as that takes. None is as the machine has them, or one
+            where `bandwidth` was measured and no machine is named.
         machine: a node by name; the options below it replace its figures. None is a dgx-h100, whose GPUs then compute
             as fast as `bandwidth` measured.
         batch: samples of a micro-batch, of all GPUs together; None is one for each data-parallel rank.
@@ -125,9 +126,9 @@ def _flops_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
 
 
 def _sizes_note(asked: PlanOptions) -> tuple[str, ...]:
-    sizes = {"--gpus": asked.gpus, "--cpu-memory": asked.cpu_memory, "--nvme-capacity": asked.nvme_capacity}
-    if asked.bandwidth is None or asked.machine is not None or None not in (asked.gpus, asked.cpu_memory):
+    if not _is_measured(asked) or asked.cpu_memory is not None:
         return ()
+    sizes = {"--cpu-memory": asked.cpu_memory, "--nvme-capacity": asked.nvme_capacity}
     of_it = ", ".join(name for name, given in sizes.items() if given is None)
     return (f"rates tell no sizes: for {of_it}, which were not given, stand those of a {_DEFAULT_MACHINE}",)
 
@@ -194,7 +195,7 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
     """The node and how many of it."""
     node = node_called(asked.machine or _DEFAULT_MACHINE)
     _check_figures(asked)
-    gpus, nodes = asked.gpus or node.gpus, asked.nodes or 1
+    gpus, nodes = asked.gpus or (1 if _is_measured(asked) else node.gpus), asked.nodes or 1
     if asked.nodes is None and gpus > node.gpus:
         nodes, left = divmod(gpus, node.gpus)
         if left:
@@ -221,6 +222,11 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
             rates=rates,
         )
     return node, nodes
+
+
+def _is_measured(asked: PlanOptions) -> bool:
+    """Whether the machine is the one whose rates were measured, of which nobody said what else it has."""
+    return asked.bandwidth is not None and asked.machine is None
 
 
 def _check_figures(asked: PlanOptions) -> None:

@@ -42,7 +42,11 @@ def plan(
         ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="GPUs of each node; without --nodes, of as many nodes as that takes.")
+        int | None,
+        typer.Option(
+            help="GPUs of each node; without --nodes, of as many nodes as that takes [default: the machine's, or 1 "
+            "with --bandwidth alone]."
+        ),
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="Machines [default: as many as --gpus takes].")] = None,
     gpu_memory: Annotated[

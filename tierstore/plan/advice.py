@@ -1,4 +1,4 @@
-"""What would help a run most cheaply: a larger batch, checkpointing, memory, a disk, a GPU.
+"""What would help a run most cheaply: fewer commits, a larger batch, checkpointing, memory, a disk, a GPU.
 
 Scope: variations of a situation, and what each of them gains.
 Not here: the strategies of one situation (`plan/strategies.py`).
@@ -16,6 +16,7 @@ from tierstore.plan.strategies import Option, Situation, Strategy, fastest, opti
 _HELPS = 1.1  # times the tokens per second, from which a change is worth a sentence
 _GOOD = 0.9  # efficiency from which a larger batch is not asked for
 _MOST_DOUBLINGS = 10
+_STEPS_PER_COMMIT = 50  # what is written for a commit is then 2 % of what it is at each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,11 @@ def _best(situation: Situation, now: Option | None) -> Option | None:
 
 def _variations(situation: Situation, now: Option | None) -> Iterator[tuple[str, Situation]]:
     job, layout, node = situation.job, situation.layout, situation.node
+    if now is not None and now.waits_for_commits and situation.commit_every < _STEPS_PER_COMMIT:
+        yield (
+            f"--commit-every {_STEPS_PER_COMMIT} (a kill then loses up to {_STEPS_PER_COMMIT} steps)",
+            replace(situation, commit_every=_STEPS_PER_COMMIT),
+        )
     if not job.checkpointing:
         yield "--checkpointing", replace(situation, job=replace(job, checkpointing=True))
     if now is None:
