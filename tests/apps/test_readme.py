@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ TINY = {"vocab_size": 256, "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions
 def test_the_loop_exports_a_model_that_can_be_loaded(disk_path: Path) -> None:
     model = presets.build(transformers.GPT2Config(**TINY), Precision.FP32)
     tokens = torch.randint(0, 256, (2, 16))
-    batches = itertools.repeat({"input_ids": tokens, "labels": tokens})
+    batch_of = lambda step: {"input_ids": tokens, "labels": tokens}  # noqa: E731
     changes = {'"cuda"': '"cpu"', "8GiB": "8MiB", "32GiB": "32MiB", "/mnt/nvme0": str(disk_path), "1000": "2",
                "out/": f"{disk_path}/out"}  # fmt: skip
-    run_snippet("save_pretrained", changes, {"model": model, "batches": batches})
+    run_snippet("save_pretrained", changes, {"model": model, "batch_of": batch_of})
     loaded = transformers.AutoModelForCausalLM.from_pretrained(disk_path / "out")
     assert torch.isfinite(loaded(input_ids=tokens, labels=tokens).loss)
 
