@@ -82,9 +82,10 @@ def place(request: Request) -> Placement:
 
 
 def too_small(request: Request, budgets: Sequence[tuple[str, int, int]]) -> str:
-    """What to tell of budgets that are too small: by name, what there is and the smallest that fits."""
+    """What to tell of budgets that are too small: by name, what there is and the smallest that fits, also as one gives
+    it, in whole MiB."""
     short = [
-        f"{name} of {have} B is too small for this model: the smallest that fits is {need} B ({-(-need // 1024)} KiB)"
+        f"{name} of {have} B is too small for this model: the smallest that fits is {need} B ({-(-need // 2**20)}MiB)"
         for name, have, need in budgets
     ]
     is_cpu_short = any(name == "cpu_memory" for name, _, _ in budgets)
