@@ -430,11 +430,11 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     # Who may use a store.
     Mutation(
-        "lock of a store", "store/commit.py _take", "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "lock of a store", "io/files.py takes_lock", "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "store/test_recovery.py::TestLock",
     ),
     Mutation(
-        "a lock that was removed meanwhile", "store/commit.py StoreLock._lock", "if _is_at(path, descriptor):",
+        "a lock that was removed meanwhile", "io/files.py locked_file", "if is_at(path, descriptor):",
         "store/test_commit.py::TestLock", "if True:",
     ),
     Mutation(
@@ -704,8 +704,8 @@ MUTATIONS: Sequence[Mutation] = (
         "frozenset(",
     ),
     Mutation(
-        "lock of a file being written", "archive/publish.py _lock",
-        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "archive/test_killed.py",
+        "lock of a file being written", "archive/publish.py Publication._lock", "locked_file(path, 0o666)",
+        "archive/test_killed.py", "os.open(path, os.O_RDWR | os.O_CREAT)",
     ),
     Mutation(
         "a pack that fails leaves nothing", "archive/publish.py Publication.begin",

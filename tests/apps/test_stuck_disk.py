@@ -110,8 +110,8 @@ def test_what_asks_the_system_in_its_own_way_is_told_too(tmp_path: Path, monkeyp
     packing.pack(source, options, {}, backend=disk)
     (tmp_path / "p" / "model-00007-of-00007.safetensors.partial").touch()  # of a writer that was killed
     files = open_archive([tmp_path / "p"])
-    for owner, name in ((Path, "exists"), (publish, "weight_files"), (publish, "_lock"), (torch, "save")):
+    for owner, name in ((Path, "exists"), (publish, "weight_files"), (publish, "locked_file"), (torch, "save")):
         monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     unpacking.unpack(files, UnpackOptions(tmp_path / "u.pt", 5000, MEMORY), backend=disk)
     packing.pack(source, options, {}, backend=disk)
-    assert (asked, untold) == ({"exists", "weight_files", "_lock", "save"}, set())
+    assert (asked, untold) == ({"exists", "weight_files", "locked_file", "save"}, set())

@@ -19,7 +19,6 @@ directory is refused.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -32,7 +31,7 @@ from tierstore.archive.sources import INDEX, PARTIAL, SINGLE, small_file, weight
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, StorageError, StorageFull, TierstoreError
 from tierstore.io.backend import Backend, storage_errors
-from tierstore.io.files import takes_lock
+from tierstore.io.files import is_at, locked_file, takes_lock
 
 _OLD_INDEX = f"old-{INDEX}{PARTIAL}"
 _TURN_S, _POLL_S = 60.0, 0.02
@@ -196,7 +195,7 @@ class Publication(contextlib.ExitStack):
 
     def _lock(self, path: Path) -> int:
         with self._backend.calling("lock", path):
-            descriptor = _lock(path)
+            descriptor = locked_file(path, 0o666)
         if descriptor is None:
             raise ConfigError(f"another process writes {path}; wait for it, or give another destination")
         self.callback(os.close, descriptor)
@@ -229,7 +228,7 @@ class Publication(contextlib.ExitStack):
 
     def _is_abandoned(self, path: Path) -> bool:
         with self._backend.calling("lock", path):
-            descriptor = _lock(path)
+            descriptor = locked_file(path, 0o666)
             if descriptor is not None:
                 os.close(descriptor)
         return descriptor is not None
@@ -242,7 +241,7 @@ class Publication(contextlib.ExitStack):
         """Once our file has another name, one of this name is that of the next writer."""
         with contextlib.suppress(StorageError):
             with self._backend.calling("inspection", path, is_ending=True):
-                is_ours = os.path.samestat(os.lstat(path), os.fstat(descriptor))
+                is_ours = is_at(path, descriptor)
             if is_ours:
                 self._backend.remove(path)
 
@@ -298,20 +297,3 @@ def _remove_empty(directory: Path) -> None:
 
 def _open_itself(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock of a file, which is made if it is not there; None: another process has it."""
-    with storage_errors("lock", path):
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-            with contextlib.ExitStack() as closing:
-                closing.callback(os.close, descriptor)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return None
-                if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):
-                    closing.pop_all()
-                    return descriptor
-                # else removed by its owner between our open and our lock

@@ -1,6 +1,6 @@
 """Small files: read whole and replaced whole, by threads.
 
-Scope: manifests, reports, indexes; whether a directory takes one; a directory to make some in, and its lock.
+Scope: manifests, reports, indexes; whether a directory takes one; a directory to make some in; locks.
 Not here: chunks (see `io/backend.py`).
 Owner: no state; the caller sees to it that one writer at a time replaces a path.
 """
@@ -74,15 +74,50 @@ def make_anew(directory: Path, backend: Backend) -> None:
         raise StorageError(f"{directory}, of a write that was killed, cannot be removed; remove it")
 
 
-def takes_lock(directory: int) -> bool:
-    """Whether this process has the lock of a directory now, by its descriptor; so it is where none can be locked."""
+def takes_lock(descriptor: int, *, is_needed: bool = False) -> bool:
+    """Whether this process has the lock of an open file or directory now; it ends with the descriptor.
+
+    Args:
+        is_needed: an `OSError` tells of a file system that locks nothing. Otherwise whoever asks there has the lock.
+    """
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # of a file system that locks no directories
-        return True
+    except OSError:
+        if is_needed:
+            raise
     return True
+
+
+def locked_file(path: Path, mode: int, *, is_needed: bool = False) -> int | None:
+    """A descriptor that holds the lock of a file, which is made if it is not there; None: another one holds it.
+
+    Args:
+        is_needed: as for `takes_lock`.
+
+    Raises:
+        StorageError: the system refused, or it is a link.
+    """
+    with storage_errors("lock", path):
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+            with contextlib.ExitStack() as closing:
+                closing.callback(os.close, descriptor)
+                if not takes_lock(descriptor, is_needed=is_needed):
+                    return None
+                if is_at(path, descriptor):
+                    closing.pop_all()
+                    return descriptor
+                # else removed by its owner between our open and our lock
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file still has this name, or its name has gone or is that of another one, of a link perhaps."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def why_not_writable(directory: Path) -> str | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -28,8 +27,8 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 from aiofiles.os import wrap
 
 from tierstore.errors import ConfigError, FormatError, StorageError, StoreLocked, TierstoreError
-from tierstore.io.backend import Backend, storage_errors
-from tierstore.io.files import read_bytes, replace_file, why_not_writable
+from tierstore.io.backend import Backend
+from tierstore.io.files import locked_file, read_bytes, replace_file, why_not_writable
 from tierstore.io.fork import ForkAware
 from tierstore.io.tasks import to_the_end
 from tierstore.pack.checked import number_of, object_of, text_of
@@ -86,16 +85,13 @@ class StoreLock(ForkAware):
 
     @staticmethod
     def _lock(path: Path) -> int:
-        with storage_errors("lock", path):
-            while True:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                with contextlib.ExitStack() as closing:
-                    closing.callback(os.close, descriptor)
-                    _take(path, descriptor)
-                    if _is_at(path, descriptor):
-                        closing.pop_all()
-                        return descriptor
-                    # else removed by its owner between our open and our lock
+        descriptor = locked_file(path, 0o600, is_needed=True)
+        if descriptor is None:
+            raise _in_use(path)
+        with contextlib.suppress(OSError):  # only for the message of others: a full disk is no reason to fail here
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        return descriptor
 
     def let_go(self) -> None:
         """A forked child shares the open file, and with it the lock, which would outlive the parent."""
@@ -112,26 +108,14 @@ class StoreLock(ForkAware):
             os.close(descriptor)
 
 
-def _take(path: Path, descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
-        own = ", which is this one: close the engine or store that has it, which ends with the process if nobody can"
-        what = own if owner == str(os.getpid()) else "; stop it"
-        raise StoreLocked(
-            f"the store {path.parent} is in use by process {owner}{what}, or choose another directory"
-        ) from None
-    with contextlib.suppress(OSError):  # only for the message above: a full disk is no reason to fail here
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+def _in_use(path: Path) -> StoreLocked:
+    owner = b""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        owner = file.read(32)
+    told = owner.decode("ascii", "replace").strip() or "unknown"
+    own = ", which is this one: close the engine or store that has it, which ends with the process if nobody can"
+    what = own if told == str(os.getpid()) else "; stop it"
+    return StoreLocked(f"the store {path.parent} is in use by process {told}{what}, or choose another directory")
 
 
 def claim_directory(path: Path, backend: Backend | None = None) -> bool:
