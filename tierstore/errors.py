@@ -36,6 +36,10 @@ class StorageFull(StorageError):
     """No space is left on the device (ENOSPC, EDQUOT)."""
 
 
+class DoneButFor(StorageError):
+    """All that was to be written is there, whole; what failed came after that."""
+
+
 class ShortTransfer(StorageError):
     """A read or write moved fewer bytes than asked and cannot go on."""
 

@@ -549,16 +549,16 @@ MUTATIONS: Sequence[Mutation] = (
         "sync of an unpacked file", "archive/unpacking.py _Unpacking._fill", "opened(path).datasync()", ARCHIVE_CUT,
     ),
     Mutation(
-        "sync of an index", "archive/publish.py Publication._write", "self._backend.fsync_file(file.fileno(), path)",
-        ARCHIVE_CUT,
+        "sync of an index", "archive/publish.py Publication._commit",
+        "self._backend.write_file(new_index, index)", ARCHIVE_CUT, "new_index.write_bytes(index)",
     ),
     Mutation(
         "names before their index", "archive/publish.py Publication._commit",
         "self._backend.sync_directory(directory)", ARCHIVE_CUT,
     ),
     Mutation(
-        "the index before the end", "archive/publish.py Publication._commit", "self._backend.sync_directory(first)",
-        ARCHIVE_CUT,
+        "the index before the end", "archive/publish.py Publication._commit",
+        "self._backend.sync_directory(first)\n            self._retire", ARCHIVE_CUT, "self._retire",
     ),
     Mutation(
         "the name of a single file", "archive/publish.py Publication._commit_one",
@@ -652,23 +652,42 @@ MUTATIONS: Sequence[Mutation] = (
         "[self._on_gpu.save(group, chunk, self._packs[1], index)]", ON_GPU, "[]",
     ),
     Mutation(
-        "an error takes back what has its name already", "train/checkpoints.py _publish",
-        "undo.callback(_take_back, target / name, unfinished / INDEX)",
+        "an error takes back what has its name already", "archive/publish.py Publication._commit",
+        "self._discard(path)",
         "train/test_checkpoints.py::test_what_ends_a_write_leaves_the_old_checkpoint_or_the_new_one", "pass",
     ),
     Mutation(
-        "a write removes what a killed one has left", "train/checkpoints.py _write",
-        "_clear_leftovers(unfinished, target, backend)",
+        "a write removes what a killed one has left", "archive/publish.py Publication.begin",
+        "self._clear_leftovers()",
         "train/test_checkpoints.py::test_what_ends_a_write_leaves_the_old_checkpoint_or_the_new_one", "pass",
     ),
     Mutation(
-        "a new checkpoint is durable before the old one goes", "train/checkpoints.py _write",
-        "backend.sync_directory(target)  # what ends this",
-        "train/test_checkpoints.py::test_a_power_cut_leaves_the_old_checkpoint_or_the_new_one", "# what ends this",
+        "a new checkpoint is durable before the old one goes", "archive/publish.py Publication._commit",
+        "self._backend.sync_directory(first)\n            self._retire",
+        "train/test_checkpoints.py::test_a_power_cut_leaves_the_old_checkpoint_or_the_new_one", "self._retire",
     ),
     Mutation(
-        "only shards are leftovers", "train/checkpoints.py _clear_leftovers", "set(filter(_SHARD.fullmatch, renamed))",
-        "train/test_checkpoints.py::test_what_is_no_shard_of_ours_is_not_taken_for_a_leftover", "renamed",
+        "an old checkpoint does not come back", "archive/publish.py Publication._retire",
+        "self._backend.sync_directory(directory)",
+        "train/test_checkpoints.py::test_a_power_cut_leaves_the_old_checkpoint_or_the_new_one",
+    ),
+    Mutation(
+        "sync of an exported file", "train/checkpoints.py _write_shard", "file.datasync()",
+        "train/test_checkpoints.py::test_a_power_cut_leaves_the_old_checkpoint_or_the_new_one",
+    ),
+    Mutation(
+        "only shards are leftovers", "archive/publish.py _was_renamed", "match is not None and ",
+        "train/test_checkpoints.py::test_what_is_no_shard_of_ours_is_not_taken_for_a_leftover", "match is None or ",
+    ),
+    Mutation(
+        "only what a killed writer has renamed is a leftover", "archive/publish.py _was_renamed",
+        ' and not path.with_name(_temporary(match["number"])).exists()',
+        "train/test_checkpoints.py::test_what_is_no_shard_of_ours_is_not_taken_for_a_leftover", "",
+    ),
+    Mutation(
+        "who may replace is not begun beside another writer", "archive/publish.py Publication._is_abandoned",
+        "descriptor is None and self._overwrite",
+        "train/test_checkpoints.py::test_of_two_writers_the_second_is_refused", "False",
     ),
     # What is broken off.
     Mutation(
@@ -709,7 +728,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a pack that fails leaves nothing", "archive/publish.py Publication.begin",
-        "self.callback(self._discard_ours, path, self._lock(path))", "archive/test_killed.py",
+        "self.callback(self._discard_ours, path, self._locks[-1])", "archive/test_killed.py",
     ),
     Mutation(
         "micro-batches that are given again", "train/steps.py Steps._give_up", "self.zero_grad()",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from faults import EIO, FaultyBackend
 from power_cuts import Disk, JournalBackend, images
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tierstore.archive.dtypes import TORCH_DTYPES
-from tierstore.archive.sources import INDEX, SINGLE
-from tierstore.errors import ConfigError, FormatError, StorageError, StorageFull
-from tierstore.io.backend import Backend
+from tierstore.archive.publish import Publication
+from tierstore.archive.sources import INDEX, PARTIAL, SINGLE
+from tierstore.errors import ConfigError, DoneButFor, FormatError, StorageError, StorageFull
+from tierstore.io.backend import Backend, Traffic
 from tierstore.train.checkpoints import CheckpointSource, TensorOut, write_checkpoint
 from tierstore.train.materialize import deferred
 
@@ -369,16 +371,17 @@ class Killed(BaseException):
 
 
 class Mortal(Backend):
-    """Ends at the n-th change of a name or sync."""
+    """Ends at the n-th change of a name or sync; after a kill nothing is done."""
 
-    def __init__(self, calls: int) -> None:
+    def __init__(self, calls: int, *, is_kill: bool) -> None:
         super().__init__()
         self.left = calls
+        self.is_kill = is_kill
 
     def _tick(self) -> None:
-        if self.left == 0:
-            raise Killed
         self.left -= 1
+        if self.left == -1 or (self.is_kill and self.left < 0):
+            raise Killed
 
     def _call_replace(self, source: Path, destination: Path) -> None:
         self._tick()
@@ -391,6 +394,10 @@ class Mortal(Backend):
     def _call_fsync(self, descriptor: int, path: Path) -> None:
         self._tick()
         super()._call_fsync(descriptor, path)
+
+    def _call_fdatasync(self, descriptor: int, path: Path) -> None:
+        self._tick()
+        super()._call_fdatasync(descriptor, path)
 
 
 def read_back(directory: Path) -> dict[str, float] | None:
@@ -408,7 +415,7 @@ def read_back(directory: Path) -> dict[str, float] | None:
     ("old_bytes", "new_bytes"), [(100, 100), (100, 10**6), (10**6, 100), (10**6, 10**6), (60, 100), (100, 60)]
 )
 def test_what_ends_a_write_leaves_the_old_checkpoint_or_the_new_one(
-    old_bytes: int, new_bytes: int, is_kill: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    old_bytes: int, new_bytes: int, is_kill: bool, tmp_path: Path
 ) -> None:
     """And nothing else, once there was another one; an error leaves nothing else at once."""
     old, new = ({name: torch.full((15,), value) for name in "abc"} for value in (1.0, 2.0))
@@ -419,13 +426,10 @@ def test_what_ends_a_write_leaves_the_old_checkpoint_or_the_new_one(
         directory = tmp_path / str(calls)
         write_checkpoint(directory, outs(old), max_shard_bytes=old_bytes)
         (directory / "model-00007-of-00007.safetensors").write_bytes(b"of somebody")
-        with monkeypatch.context() as patch:
-            if is_kill:  # nothing is done after it
-                patch.setattr("tierstore.train.checkpoints._take_back", lambda path, index: None)
-                patch.setattr("shutil.rmtree", lambda path, **options: None)
-            with contextlib.suppress(Killed):
-                write_checkpoint(directory, outs(new), max_shard_bytes=new_bytes, backend=Mortal(calls))
-                break
+        with contextlib.suppress(Killed):
+            backend = Mortal(calls, is_kill=is_kill)
+            write_checkpoint(directory, outs(new), max_shard_bytes=new_bytes, backend=backend)
+            break
         outcomes.append(read_back(directory))
         if outcomes[-1] == expected[0] and not is_kill and not (directory / SINGLE).exists():
             assert len(list(directory.glob("m*"))) == files[old_bytes] + 1
@@ -455,30 +459,71 @@ def test_a_power_cut_leaves_the_old_checkpoint_or_the_new_one(old_bytes: int, ne
 
 
 def test_what_a_killed_write_left_is_removed(tmp_path: Path) -> None:
-    left = tmp_path / ".checkpoint-unfinished"
-    left.mkdir()
-    (left / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    (tmp_path / f"model-00001-of-00009.safetensors{PARTIAL}").write_bytes(b"half")
     write_checkpoint(tmp_path, outs({"a": torch.ones(3)}))
     assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
 
 
-def test_of_two_writers_the_second_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard_bytes", [10, 10**6])
+def test_what_a_killed_write_of_an_older_release_left_is_in_nobodys_way(shard_bytes: int, tmp_path: Path) -> None:
+    """It had renamed one shard, and kept the other one and the indexes in a directory."""
+    left, shards = tmp_path / ".checkpoint-unfinished", [f"model-0000{one}-of-00002.safetensors" for one in (1, 2)]
+    left.mkdir()
+    for path in (tmp_path / shards[0], left / shards[1]):
+        path.write_bytes(b"half")
+    for name in (INDEX, f"old-{INDEX}"):
+        (left / name).write_text(json.dumps({"weight_map": dict(zip("ab", shards))}))
+    values = {"a": torch.ones(3), "b": torch.ones(3)}
+    for _ in range(2):
+        write_checkpoint(tmp_path, outs(values), max_shard_bytes=shard_bytes)
+        assert read_back(tmp_path) == {"a": 1.0, "b": 1.0}
+        assert (tmp_path / shards[0]).read_bytes() == (left / shards[1]).read_bytes() == b"half"
+
+
+@pytest.mark.parametrize("shard_bytes", [10, 10**6])
+def test_of_two_writers_the_second_is_refused(shard_bytes: int, tmp_path: Path) -> None:
     def pieces() -> Iterator[torch.Tensor]:
+        others = {"a": torch.zeros(3), "b": torch.zeros(3)}
         with pytest.raises(ConfigError, match="another process writes to"):
-            write_checkpoint(tmp_path, outs({"a": torch.zeros(3)}))
+            write_checkpoint(tmp_path, outs(others), max_shard_bytes=shard_bytes)
         yield torch.ones(3)
 
     write_checkpoint(tmp_path, [TensorOut("a", (3,), torch.float32, pieces())])
     assert read_back(tmp_path) == {"a": 1.0}
 
 
+def test_where_nothing_can_be_locked_the_second_writer_is_the_one_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the file of the first one for a leftover; that one sees it, and publishes nothing of the other one."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def second() -> Iterator[torch.Tensor]:
+        yield torch.full((3,), 2.0)
+        with pytest.raises(ConfigError, match="another process writes to"):
+            first.commit()
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with Publication(tmp_path / SINGLE, 1, Backend(), overwrite=True) as first:
+        first.begin([10])
+        write_checkpoint(tmp_path, [TensorOut("a", (3,), torch.float32, second())])
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+    assert read_back(tmp_path) == {"a": 2.0}
+
+
 def test_what_is_no_shard_of_ours_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
-    left, lora = tmp_path / ".checkpoint-unfinished", tmp_path / "lora.safetensors"
-    left.mkdir()
-    lora.write_bytes(b"of somebody")
-    (left / INDEX).write_text(json.dumps({"weight_map": {"a": lora.name}}), encoding="utf-8")
+    lora, named = tmp_path / "lora.safetensors", tmp_path / "model-00000001-00002-of-00002.safetensors"
+    for path in (lora, named):
+        path.write_bytes(b"of somebody")
+    left = tmp_path / f"model-00002-of-00002.safetensors{PARTIAL}"  # killed before this one had its name
+    left.write_bytes(b"whole")
+    index = json.dumps({"weight_map": {"a": lora.name, "b": named.name}})
+    (tmp_path / f"{INDEX}{PARTIAL}").write_text(index, encoding="utf-8")
     write_checkpoint(tmp_path, outs({"a": torch.ones(3)}))
-    assert lora.read_bytes() == b"of somebody"
+    assert lora.read_bytes() == named.read_bytes() == b"of somebody"
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("target", ["there", "absent", "a file"])
@@ -488,18 +533,51 @@ def test_a_link_in_its_place_is_not_followed(target: str, tmp_path: Path) -> Non
     elsewhere.mkdir()
     (elsewhere / "mine").write_bytes(b"mine")
     link = {"there": elsewhere, "absent": elsewhere / "new", "a file": elsewhere / "mine"}[target]
-    (out / ".checkpoint-unfinished").symlink_to(link)
+    for name in (SINGLE, "model-00001-of-00002.safetensors", INDEX, f"old-{INDEX}"):
+        (out / f"{name}{PARTIAL}").symlink_to(link)
     write_checkpoint(out, outs({"a": torch.ones(3)}))
     assert [path.name for path in out.iterdir()] == [SINGLE]
     assert [(path.name, path.read_bytes()) for path in elsewhere.iterdir()] == [("mine", b"mine")]
 
 
-def test_what_cannot_be_removed_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".checkpoint-unfinished").mkdir()
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
-    with pytest.raises(StorageError, match="cannot be removed; remove it"):
+def test_what_cannot_be_removed_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / f"{SINGLE}{PARTIAL}").mkdir()
+    with pytest.raises(StorageError, match=f"{SINGLE}{PARTIAL} failed: Is a directory"):
         write_checkpoint(tmp_path, outs({"a": torch.ones(3)}))
-    assert not list((tmp_path / ".checkpoint-unfinished").iterdir())
+    assert not list((tmp_path / f"{SINGLE}{PARTIAL}").iterdir())
+
+
+@pytest.mark.parametrize(("old_bytes", "new_bytes"), [(10, 10), (10, 10**6), (10**6, 10)])
+def test_who_cannot_remove_the_old_checkpoint_says_that_the_new_one_is_there(
+    old_bytes: int, new_bytes: int, tmp_path: Path
+) -> None:
+    old, new = ({name: torch.full((3,), value) for name in "ab"} for value in (1.0, 2.0))
+    write_checkpoint(tmp_path, outs(old), max_shard_bytes=old_bytes)
+    backend, says = FaultyBackend(EIO, kinds=("unlink",)), "is there and whole, but removal of .* failed"
+    with pytest.raises(DoneButFor, match=says) as caught:
+        write_checkpoint(tmp_path, outs(new), max_shard_bytes=new_bytes, backend=backend)
+    is_old_read = f"as long as {tmp_path / SINGLE} is there" in str(caught.value)
+    assert is_old_read == (old_bytes > new_bytes)
+    assert read_back(tmp_path) == dict.fromkeys("ab", 1.0 if is_old_read else 2.0)
+    write_checkpoint(tmp_path, outs(new), max_shard_bytes=new_bytes)
+    assert read_back(tmp_path) == dict.fromkeys("ab", 2.0)
+    assert len(list(tmp_path.iterdir())) == (3 if new_bytes == 10 else 1)
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, outs({"old": torch.ones(3)}))
+    monkeypatch.setattr("tierstore.archive.publish.free_bytes", lambda path: 8000)
+    with pytest.raises(StorageFull, match=r"8[2-9]\d\d B .* are needed, 8000 B .* are free; nothing was written"):
+        write_checkpoint(tmp_path, outs({"a": torch.zeros(20), "b": torch.zeros(20)}), max_shard_bytes=100)
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+    assert read_back(tmp_path) == {"old": 1.0}
+
+
+def test_an_export_is_no_traffic_of_chunks(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, outs({"a": torch.ones(3)}), backend=(backend := Backend()))
+    assert backend.counters.totals() == Traffic()
 
 
 def test_pieces_are_not_begun_before_their_turn(tmp_path: Path) -> None:

@@ -1,19 +1,22 @@
 """Files that appear whole, or not at all: one, or several with an index that names them.
 
 Scope: temporary names, room on the disks, leftovers of a killed writer, renames and the index.
-Not here: what the files hold (`packing.py`, `unpacking.py`).
+Not here: what the files hold (`packing.py`, `unpacking.py`, `train/checkpoints.py`).
 Owner: a `Publication` holds a lock on each of its temporary files until it is closed.
 
 [Note: publication] Everything is written as `NAME.partial` and fsynced. One file is then renamed. Of several, the
 index is written as `INDEX.partial`, fsynced with its name, the files are renamed, the directories fsynced, and the
-index is renamed last: without it there is no checkpoint. An index that is replaced is kept as `old-INDEX.partial`
-until the files that it alone names are removed; beside a single file, which is read first, it is removed after them. A
-killed writer leaves `.partial` files, which carry no lock any more, and perhaps files that `INDEX` does not name, but
-`INDEX.partial` does or, beside an `INDEX`, `old-INDEX.partial`. The next writer of a whole checkpoint into the
-directory removes them. Leftovers are looked for, and files renamed, by one writer at a time.
-Names of files of a pack hold the identity of their content, so files of two packs never meet. Nothing else is ever
-removed or written over but, with `overwrite`, the checkpoint in the first directory: one that stands in another
-directory is refused.
+index is renamed last: without it there is no checkpoint. A reader prefers the single file to an index: so the new index
+is there before an old single file is removed, and a new single file before an old index. An index that is replaced is
+kept as `old-INDEX.partial` until the files that it alone names are removed; beside a single file it is removed after
+them. So whatever ends this, one whole checkpoint is there, if there was one.
+A killed writer leaves `.partial` files, which carry no lock any more, and perhaps files that `INDEX` does not name, but
+`INDEX.partial` does (those whose own `.partial` is gone) or, beside an `INDEX`, `old-INDEX.partial`. The next writer of
+a whole checkpoint into the directory removes them. Leftovers are looked for, `.partial` files locked, and files
+renamed, by one writer at a time.
+Names of files of a pack hold the identity of their content, so files of two packs never meet; an export takes names
+that nothing has. Nothing else is ever removed or written over but, with `overwrite`, the checkpoint in the first
+directory: one that stands in another directory is refused.
 """
 
 from __future__ import annotations
@@ -24,18 +27,19 @@ import re
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tierstore.archive.sources import INDEX, PARTIAL, SINGLE, small_file, weight_files
 from tierstore.config import format_size
-from tierstore.errors import ConfigError, StorageError, StorageFull, TierstoreError
+from tierstore.errors import ConfigError, DoneButFor, StorageError, StorageFull, TierstoreError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.files import is_at, locked_file, takes_lock
 
 _OLD_INDEX = f"old-{INDEX}{PARTIAL}"
 _TURN_S, _POLL_S = 60.0, 0.02
 _OF_A_PACK = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
+_SHARD = re.compile(r"model-([0-9a-f]{8}-)?(?P<number>\d{5}-of-\d{5})\.safetensors")
 _LEFTOVER = re.compile(rf"(model-\d{{5}}-of-\d{{5}}\.safetensors|{re.escape(SINGLE)}){re.escape(PARTIAL)}")
 
 
@@ -44,7 +48,8 @@ class Publication(contextlib.ExitStack):
 
     Args:
         destination: a file, or the directories over which `files` files are striped; the index stands in the first.
-        overwrite: None where the person who writes has no such option.
+        overwrite: True: a checkpoint that is there may be replaced, if nobody else is writing one there. Others write
+            different files side by side, and the last one is refused. None: as False, of whom no option is told.
     """
 
     def __init__(
@@ -53,14 +58,14 @@ class Publication(contextlib.ExitStack):
         super().__init__()
         self._backend = backend
         self._overwrite = overwrite
+        self._locks: list[int] = []
         self.single = destination if isinstance(destination, Path) else None
+        self._is_checkpoint = self.single is None or self.single.name == SINGLE
         self.directories = [destination.parent] if isinstance(destination, Path) else list(destination)
         if isinstance(destination, Path):
             self.temporaries = [_partial(destination)]
         else:
-            self.temporaries = [
-                self._directory(i) / f"model-{i + 1:05d}-of-{files:05d}.safetensors{PARTIAL}" for i in range(files)
-            ]
+            self.temporaries = [self._directory(i) / _temporary(f"{i + 1:05d}-of-{files:05d}") for i in range(files)]
 
     def _directory(self, file: int) -> Path:
         return self.directories[file % len(self.directories)]
@@ -75,13 +80,15 @@ class Publication(contextlib.ExitStack):
         self._refuse_existing()
         for directory in self.directories:
             self._make_directory(directory)
-        with self._turn():
+        with turn(self.directories[0], self._backend):
             self._refuse_existing()  # what the one before has made
             self._clear_leftovers()
+            for path in self.temporaries:
+                self._locks.append(self._lock(path))
+                self.callback(self._discard_ours, path, self._locks[-1])
         with self._backend.calling("room on the disk", self.directories[0]):
             check_room(dict(zip(self.temporaries, sizes)))
         for path, size in zip(self.temporaries, sizes):
-            self.callback(self._discard_ours, path, self._lock(path))
             self._backend.truncate(path, 0)
             if size:
                 self._backend.allocate(path, size)
@@ -90,72 +97,102 @@ class Publication(contextlib.ExitStack):
         """Make what was written the checkpoint; its bytes are durable already, of each file and in this order.
 
         Args:
-            names: of the files of `index`, final ones.
+            names: of the files of `index`, final ones; a single file needs neither.
 
         Returns:
             The files.
+
+        Raises:
+            ConfigError: what is there now may not be replaced; nothing was changed.
+            StorageError: likewise.
+            DoneButFor: it is the checkpoint, but not known to be durable, or what was one before is not all removed.
         """
-        with self._turn():
+        with turn(self.directories[0], self._backend):
             self._refuse_existing()
+            with self._backend.calling("inspection", self.directories[0]):
+                if not all(map(is_at, self.temporaries, self._locks)):  # where nothing can be locked
+                    raise _busy(self.directories[0])
             return self._commit(names, index) if self.single is None else self._commit_one(self.single)
 
     def _commit_one(self, single: Path) -> list[Path]:
         self._backend.replace(self.temporaries[0], single)
-        self._backend.sync_directory(single.parent)
-        if single.name == SINGLE:
-            index = single.parent / INDEX
-            for path in [*(self._named(index) - {single}), index]:
-                self._remove(path)
+        with self._is_whole():
+            self._backend.sync_directory(single.parent)
+            if self._is_checkpoint:
+                index = single.parent / INDEX
+                self._retire(self._named(index) - {single}, index)
         return [single]
 
     def _commit(self, names: Sequence[str], index: bytes) -> list[Path]:
         first = self.directories[0]
-        old, old_index = self._named(first / INDEX), first / _OLD_INDEX
+        old, old_index, new_index = self._named(first / INDEX), first / _OLD_INDEX, _partial(first / INDEX)
         finals = [self._directory(number) / name for number, name in enumerate(names)]
         with self._backend.calling("inspection", first):
             for final in finals:
                 if final.exists() and final not in old and not _OF_A_PACK.fullmatch(final.name):
                     raise ConfigError(f"{final} is there already, and no index names it; give another destination")
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._discard, _partial(first / INDEX))
-            self._write(_partial(first / INDEX), index)
+        made = [new_index]
+        try:
+            self._backend.write_file(new_index, index)
             if old - set(finals):
-                undo.callback(self._discard, old_index)
-                self._write(old_index, small_file(first / INDEX))
+                made.append(old_index)
+                self._backend.write_file(old_index, small_file(first / INDEX))
+            self._backend.sync_directory(first)  # before it, no file may have its name
             for temporary, final in zip(self.temporaries, finals):
                 if final not in old:
-                    undo.callback(self._discard, final)
+                    made.append(final)
                 self._backend.replace(temporary, final)
             for directory in self.directories:
                 self._backend.sync_directory(directory)
-            self._backend.replace(_partial(first / INDEX), first / INDEX)
-            undo.pop_all()
-        self._backend.sync_directory(first)
-        for path in {*old, first / SINGLE} - set(finals):
-            self._remove(path)
-        self._remove(old_index)
+            self._backend.replace(new_index, first / INDEX)
+        except BaseException:
+            if os.path.lexists(new_index):  # else it has its place, and names these
+                for path in reversed(made):
+                    self._discard(path)
+            raise
+        with self._is_whole():
+            self._backend.sync_directory(first)
+            self._retire([first / SINGLE, *(old - set(finals))], old_index)
         return finals
 
-    def _refuse_existing(self) -> None:
-        with self._backend.calling("inspection", self.directories[0]):
-            self._look_for_others()
+    @contextlib.contextmanager
+    def _is_whole(self) -> Iterator[None]:
+        """What was written has its names."""
+        try:
+            yield
+        except StorageError as error:
+            place, single = self.single or self.directories[0], self.directories[0] / SINGLE
+            is_hidden = self.single is None and os.path.lexists(single)
+            hides = f"; as long as {single} is there, it is what is read" if is_hidden else ""
+            raise DoneButFor(f"all that was written to {place} is there and whole, but {error}{hides}") from error
 
-    def _look_for_others(self) -> None:
+    def _retire(self, paths: Iterable[Path], index: Path) -> None:
+        """Remove what was replaced, and the index that names it when that is durable: else nobody would know of it."""
+        gone = [path for path in dict.fromkeys(paths) if os.path.lexists(path)]
+        for path in gone:
+            self._backend.remove(path)
+        for directory in dict.fromkeys(path.parent for path in gone):
+            self._backend.sync_directory(directory)
+        self._remove(index)
+
+    def _refuse_existing(self) -> None:
         first, *others = self.directories
         # A directory holds one checkpoint; files of other names may stand beside it.
-        is_apart = self.single is not None and self.single.name != SINGLE
-        for path in [self.single] if self.single and is_apart else [first / INDEX, first / SINGLE]:
-            if path.is_dir():
-                raise ConfigError(f"{path} is a directory; a file was to be written")
-            if path.exists() and not self._overwrite:
-                option = "" if self._overwrite is None else ", or --overwrite to replace it"
-                raise ConfigError(f"{path} is there already; give another destination{option}")
-        for path in (directory / name for directory in others for name in (INDEX, SINGLE)):
-            if path.exists():
-                raise ConfigError(f"{path.parent} holds a checkpoint of its own, {path.name}; give another destination")
-        for directory in self.directories:
-            if directory.exists() and not directory.is_dir():
-                raise ConfigError(f"{directory} is not a directory")
+        places = [self.single] if self.single and not self._is_checkpoint else [first / INDEX, first / SINGLE]
+        with self._backend.calling("inspection", first):
+            for path in places:
+                if path.is_dir():
+                    raise ConfigError(f"{path} is a directory; a file was to be written")
+                if path.exists() and not self._overwrite:
+                    option = "" if self._overwrite is None else ", or --overwrite to replace it"
+                    raise ConfigError(f"{path} is there already; give another destination{option}")
+            for path in (directory / name for directory in others for name in (INDEX, SINGLE)):
+                if path.exists():
+                    held = f"{path.parent} holds a checkpoint of its own, {path.name}"
+                    raise ConfigError(f"{held}; give another destination")
+            for directory in self.directories:
+                if directory.exists() and not directory.is_dir():
+                    raise ConfigError(f"{directory} is not a directory")
 
     def _make_directory(self, directory: Path) -> None:
         """With those above it; what is empty in the end is removed again."""
@@ -167,70 +204,51 @@ class Publication(contextlib.ExitStack):
 
     def _clear_leftovers(self) -> None:
         """See [Note: publication]."""
-        first = self.directories[0]
-        if self.single is not None and self.single.name != SINGLE:
-            return
-        current = self._named(first / INDEX)
-        unpublished = self._named(_partial(first / INDEX))
-        replaced = self._named(first / _OLD_INDEX) - {first / SINGLE} if current else set()
-        for index, named in ((_partial(first / INDEX), unpublished), (first / _OLD_INDEX, replaced)):
-            for path in named - current:
+        left = set(self.temporaries)
+        if self._is_checkpoint:
+            first = self.directories[0]
+            current, unpublished = self._named(first / INDEX), self._named(_partial(first / INDEX))
+            with self._backend.calling("inspection", first):
+                unpublished = set(filter(_was_renamed, unpublished))
+            replaced = self._named(first / _OLD_INDEX) - {first / SINGLE} if current else set()
+            for index, named in ((_partial(first / INDEX), unpublished), (first / _OLD_INDEX, replaced)):
+                self._retire(named - current, index)  # a link is one, wherever it leads
+            for directory in self.directories:
+                left.update(directory / name for name in self._backend.names(directory) if _LEFTOVER.fullmatch(name))
+        for path in sorted(left):
+            if self._is_abandoned(path):
                 self._remove(path)
-            self._remove(index)  # a link is one, wherever it leads
-        for directory in self.directories:
-            for name in self._backend.names(directory):
-                path = directory / name
-                if _LEFTOVER.fullmatch(name) and path not in self.temporaries and self._is_abandoned(path):
-                    self._remove(path)
 
     def _named(self, index: Path) -> set[Path]:
-        """Files that an index names: in its directory, and those of a pack in any of the directories."""
+        """Files that an index names: in its directory, and those of a pack in any of the directories.
+
+        It may name a directory, too, which no writer has made.
+        """
         with self._backend.calling("inspection", index, is_ending=True):  # they are to be removed
             try:
                 names = weight_files(index) if index.exists() else set()
             except TierstoreError:  # cut short by the kill: then nothing was renamed
                 return set()
-        ours = {directory / name for directory in self.directories for name in names if _OF_A_PACK.fullmatch(name)}
-        return ours | {index.parent / name for name in names}
+            ours = {directory / name for directory in self.directories for name in names if _OF_A_PACK.fullmatch(name)}
+            return {path for path in ours | {index.parent / name for name in names} if not path.is_dir()}
 
     def _lock(self, path: Path) -> int:
         with self._backend.calling("lock", path):
             descriptor = locked_file(path, 0o666)
         if descriptor is None:
-            raise ConfigError(f"another process writes {path}; wait for it, or give another destination")
+            raise _busy(path)
         self.callback(os.close, descriptor)
         return descriptor
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One writer into the first directory at a time; who exports into it, too (`train/checkpoints.py`).
-
-        Blocks: until the one before has renamed its files, for a minute at most.
-
-        Raises:
-            ConfigError: it takes longer.
-        """
-        first, until_s = self.directories[0], time.monotonic() + _TURN_S
-        with self._backend.calling("lock", first):
-            descriptor = os.open(first, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            while not self._has_lock(first, descriptor):
-                if time.monotonic() > until_s:
-                    raise ConfigError(f"another process writes to {first}; wait for it, or give another destination")
-                time.sleep(_POLL_S)
-            yield
-        finally:
-            os.close(descriptor)
-
-    def _has_lock(self, path: Path, descriptor: int) -> bool:
-        with self._backend.calling("lock", path):  # each time: who is given up stops here
-            return takes_lock(descriptor)
-
     def _is_abandoned(self, path: Path) -> bool:
         with self._backend.calling("lock", path):
+            if path.is_symlink() or not path.exists():
+                return path.is_symlink()  # nobody's, and not followed
             descriptor = locked_file(path, 0o666)
             if descriptor is not None:
                 os.close(descriptor)
+        if descriptor is None and self._overwrite:
+            raise _busy(path)
         return descriptor is not None
 
     def _discard(self, path: Path) -> None:
@@ -249,13 +267,34 @@ class Publication(contextlib.ExitStack):
         if os.path.lexists(path):
             self._backend.remove(path)
 
-    def _write(self, path: Path, data: bytes) -> None:
-        calling = self._backend.calling(f"write of {len(data)} B", path)
-        with calling, open(path, "wb", opener=_open_itself) as file:
-            file.write(data)
-            file.flush()
-            self._backend.fsync_file(file.fileno(), path)
-        self._backend.sync_directory(path.parent)
+
+@contextlib.contextmanager
+def turn(directory: Path, backend: Backend) -> Iterator[None]:
+    """Who changes what belongs to the checkpoint in a directory does so alone.
+
+    Blocks: until the one before has done so, for a minute at most.
+
+    Raises:
+        ConfigError: it takes longer.
+    """
+    until_s = time.monotonic() + _TURN_S
+    with backend.calling("lock", directory):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while True:
+            with backend.calling("lock", directory):  # each time: who is given up stops here
+                if takes_lock(descriptor):
+                    break
+            if time.monotonic() > until_s:
+                raise _busy(directory)
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _busy(path: Path) -> ConfigError:
+    return ConfigError(f"another process writes to {path}; wait for it, or give another destination")
 
 
 def check_room(sizes: Mapping[Path, int]) -> None:
@@ -269,8 +308,7 @@ def check_room(sizes: Mapping[Path, int]) -> None:
     for path, size in sizes.items():
         with storage_errors("looking at", path.parent):
             device = os.stat(path.parent).st_dev
-        # What a killed writer left there is written over.
-        needed[device] += size - (path.stat().st_blocks * 512 if path.exists() else 0)
+        needed[device] += size
         where[device] = path.parent
     for device, size in needed.items():
         free = free_bytes(where[device])
@@ -290,10 +328,16 @@ def _partial(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
+def _temporary(number: str) -> str:
+    return f"model-{number}.safetensors{PARTIAL}"
+
+
+def _was_renamed(path: Path) -> bool:
+    """Whether a writer that was killed has given a file this name: otherwise one of this name is somebody else's."""
+    match = _SHARD.fullmatch(path.name)
+    return match is not None and not path.with_name(_temporary(match["number"])).exists()
+
+
 def _remove_empty(directory: Path) -> None:
     with contextlib.suppress(OSError):
         directory.rmdir()
-
-
-def _open_itself(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

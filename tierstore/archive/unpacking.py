@@ -1,7 +1,7 @@
 """Unpacking: packs back to what Hugging Face and torch read.
 
 Scope: safetensors, in one file or in shards with an index; what is common to all targets.
-Not here: the files of torch (`torch_files.py`), packs themselves (`reading.py`).
+Not here: which tensor stands where (`shards.py`), files of torch (`torch_files.py`), packs themselves (`reading.py`).
 Owner: `unpack` opens, locks and closes all that it uses.
 
 Each chunk of the pack is read once, verified, decoded and written to where its tensors stand in the target. Those
@@ -10,7 +10,6 @@ places are aligned to nothing, so the target is written through the page cache.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +23,11 @@ from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import ArchiveFile, PlacedChunk, placed_chunks
 from tierstore.archive.publish import Publication
 from tierstore.archive.reading import content_room, read_content
+from tierstore.archive.shards import index_of, shards_of
 from tierstore.archive.sources import INDEX, SINGLE, TORCH_SUFFIXES, own_metadata
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
-from tierstore.pack.archive import back_to_back
-from tierstore.pack.layout import DTYPE_BITS, TensorEntry, TensorSpec, build_header, tensor_bytes
+from tierstore.pack.layout import TensorEntry, TensorSpec, tensor_bytes
 from tierstore.plan.order import natural_key
 
 Bytes = npt.NDArray[np.uint8]
@@ -105,9 +104,9 @@ class _Unpacking:
 
         specs = self.specs
         # An upper bound: each tensor is a file of a zip archive, aligned to 64 B, named twice.
-        size = sum(_nbytes(spec) + 1024 + 4 * len(spec.name) for spec in specs.values()) + 2**16
+        rooms = [tensor_bytes(one.name, one.dtype, one.shape) + 1024 + 4 * len(one.name) for one in specs.values()]
         with Publication(self.options.destination, 1, self.backend) as publication:
-            publication.begin([size])
+            publication.begin([sum(rooms) + 2**16])
             places = empty_torch_file(publication.temporaries[0], specs, self.aliases, self.backend)
             self._fill({publication.temporaries[0]: places})
             return publication.commit()
@@ -116,8 +115,9 @@ class _Unpacking:
         specs, destination = self.specs, self.options.destination
         every = [*specs.values(), *(replace(specs[name], name=alias) for alias, name in self.aliases.items())]
         is_file = destination.suffix == ".safetensors"
+        every.sort(key=lambda spec: natural_key(spec.name))
         metadata = own_metadata(self.files[0].header.metadata)
-        shards = [_Shard.of(part, metadata) for part in _parts(every, None if is_file else self.options.shard_bytes)]
+        shards = shards_of(every, metadata, None if is_file else self.options.shard_bytes)
         names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
         whole: Path | list[Path] = destination if is_file else destination / SINGLE
         if len(shards) > 1:
@@ -129,10 +129,8 @@ class _Unpacking:
             for path, shard in zip(publication.temporaries, shards):
                 self._write_head(path, shard.header)
             self._fill({path: shard.places for path, shard in zip(publication.temporaries, shards)})
-            if len(shards) == 1:
-                return publication.commit()
-            written = publication.commit(names, _index(shards, names))
-        return [*written, destination / INDEX]
+            written = publication.commit(names, index_of(shards, names))
+        return written if len(shards) == 1 else [*written, destination / INDEX]
 
     def _write_head(self, path: Path, header: bytes) -> None:
         with self.backend.calling(f"write of a header of {len(header)} B", path), open(path, "r+b") as file:
@@ -172,37 +170,6 @@ class _Unpacking:
                 opened(path).datasync()
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """A safetensors file: its header, and where each tensor stands."""
-
-    header: bytes
-    places: Mapping[str, int]
-    file_bytes: int
-
-    @classmethod
-    def of(cls, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> _Shard:
-        # Wider dtypes first, so that every tensor is aligned.
-        entries = back_to_back(sorted(specs, key=lambda spec: -DTYPE_BITS[spec.dtype]))
-        header = build_header(entries, metadata)
-        places = {entry.name: len(header) + entry.begin for entry in entries}
-        return cls(header, places, len(header) + (entries[-1].end if entries else 0))
-
-
-def _parts(specs: Sequence[TensorSpec], most_bytes: int | None) -> list[list[TensorSpec]]:
-    """Tensors by name, cut into files of at most so many bytes; at least one file."""
-    result: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in sorted(specs, key=lambda spec: natural_key(spec.name)):
-        nbytes = _nbytes(spec)
-        if most_bytes is not None and result[-1] and size + nbytes > most_bytes:
-            result.append([])
-            size = 0
-        result[-1].append(spec)
-        size += nbytes
-    return result
-
-
 def _parts_of_tensors(placed: PlacedChunk) -> Iterator[tuple[TensorEntry, int, int]]:
     """Which bytes of which tensors a chunk holds, counted from the start of its group's content."""
     chunk_end = placed.begin + placed.chunk.content_bytes
@@ -210,15 +177,3 @@ def _parts_of_tensors(placed: PlacedChunk) -> Iterator[tuple[TensorEntry, int, i
         begin, end = max(entry.begin, placed.begin), min(entry.end, chunk_end)
         if begin < end:
             yield entry, begin, end
-
-
-def _index(shards: Sequence[_Shard], names: Sequence[str]) -> bytes:
-    """As Hugging Face writes it."""
-    total_bytes = sum(shard.file_bytes - len(shard.header) for shard in shards)
-    files = {tensor: name for shard, name in zip(shards, names) for tensor in shard.places}
-    body = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
-    return (json.dumps(body, indent=2) + "\n").encode()
-
-
-def _nbytes(spec: TensorSpec) -> int:
-    return tensor_bytes(spec.name, spec.dtype, spec.shape)

@@ -144,24 +144,26 @@ class Backend:
                 self._call_unlink(path)
             raise
 
-    def open(self, path: Path, writable: bool = False, *, direct: bool = True) -> BlockFile:
+    def open(self, path: Path, writable: bool = False, *, direct: bool = True, is_counted: bool = True) -> BlockFile:
         """Opens an existing file, with O_DIRECT if the filesystem takes it.
 
         Args:
             direct: False for what is written at offsets that nobody aligned.
+            is_counted: its transfers are part of the traffic.
         """
         flags = os.O_RDWR if writable else os.O_RDONLY
         if not direct:
-            return BlockFile(self, path, self._open(path, flags, 0), direct=False)
+            return BlockFile(self, path, self._open(path, flags, 0), direct=False, is_counted=is_counted)
         try:
             with self._noted("open", path):
-                return BlockFile(self, path, self._call_open(path, flags | os.O_DIRECT, 0), direct=True)
+                descriptor = self._call_open(path, flags | os.O_DIRECT, 0)
+            return BlockFile(self, path, descriptor, direct=True, is_counted=is_counted)
         except OSError as error:
             if error.errno not in _NOT_DIRECT:
                 raise storage_error(error, "open", path) from error
         descriptor = self._open(path, flags, 0)
         self.buffered_directories.add(path.parent)
-        return BlockFile(self, path, descriptor, direct=False)
+        return BlockFile(self, path, descriptor, direct=False, is_counted=is_counted)
 
     def allocate(self, path: Path, size_bytes: int) -> None:
         """Has an existing file hold all its space, as `create` does.
@@ -186,18 +188,22 @@ class Backend:
         with self.calling(f"rename to {destination}", source):
             self._call_replace(source, destination)
 
-    def write_file(self, path: Path, data: bytes, mode: int) -> None:
+    def write_file(self, path: Path, data: bytes, mode: int | None = None) -> None:
         """A small file of these bytes, which are durable, as its name is once the directory is synced.
 
         A leftover of that name is overwritten, a link not followed. Not counted: traffic is that of chunks.
 
+        Args:
+            mode: None: as any new file's.
+
         Raises:
             StorageFull, StorageError: part of it may have been written.
         """
-        descriptor = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+        descriptor = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode or 0o666)
         try:
-            with self.calling("setting the mode", path):
-                os.fchmod(descriptor, mode)  # a leftover keeps its own otherwise
+            if mode is not None:
+                with self.calling("setting the mode", path):
+                    os.fchmod(descriptor, mode)  # a leftover keeps its own otherwise
             file = BlockFile(self, path, descriptor, direct=False, is_counted=False)
             file.write_from(np.frombuffer(data, np.uint8), 0)
             self.fsync_file(descriptor, path)

@@ -1,48 +1,40 @@
 """Ordinary safetensors checkpoints, as Hugging Face lays them out, in and out without the model in memory.
 
 Scope: a checkpoint as a source of a model's parameters; writing one whole or not at all.
-Not here: files and their tensors (`checkpoint_files.py`), which name goes where (`conversion.py`), headers (`pack/`).
-Owner: a `CheckpointSource` holds no file between streams; `write_checkpoint` owns a subdirectory while it runs.
-
-[Note: publishing] Everything is written and synced in a subdirectory first, then renamed, shards to names that nothing
-has there. A reader prefers the single file to an index. With an old single file, the new index therefore goes in before
-that is removed, and with a new single file the old index is removed after it; an index replaces another one at once. So
-a kill or an error at any moment leaves one whole checkpoint. What else a kill leaves is named by the two indexes in the
-subdirectory, the new one until it is renamed and a copy of the old one: the next write removes it.
+Not here: files and their tensors (`checkpoint_files.py`), which name goes where (`conversion.py`), how what is written
+    appears (`archive/publish.py`).
+Owner: a `CheckpointSource` holds no file between streams.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from tierstore.archive.dtypes import TORCH_DTYPES, file_dtype
-from tierstore.archive.sources import INDEX, SINGLE, small_file, weight_files
+from tierstore.archive.publish import Publication
+from tierstore.archive.shards import Shard, index_of, shards_of
+from tierstore.archive.sources import SINGLE
 from tierstore.errors import ConfigError, FormatError
-from tierstore.io.backend import Backend, storage_errors
-from tierstore.io.files import make_anew, takes_lock
-from tierstore.pack.layout import TensorEntry, build_header, some_of, tensor_bytes
+from tierstore.io.backend import Backend
+from tierstore.pack.layout import TensorSpec, some_of, tensor_bytes
 from tierstore.train.capture import persistent_buffers
 from tierstore.train.checkpoint_files import CheckpointFiles, Stored, stored_tensors
 from tierstore.train.conversion import Recipe, recipes
 from tierstore.train.filling import PIECE_ELEMENTS, Piece
 
 MAX_SHARD_BYTES = 5 * 10**9
-_UNFINISHED = ".checkpoint-unfinished"
-_OLD_INDEX = "old-" + INDEX
-_SHARD = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 _QUANTIZED = "quantized weights cannot be trained"
 
 
@@ -210,7 +202,7 @@ def write_checkpoint(
     """Writes `model.safetensors`, or shards and their index if that would be larger than a shard.
 
     An older checkpoint in the directory is replaced; other files stay. Inside a shard wider dtypes come first, so that
-    all are aligned. Memory: one piece.
+    all are aligned. Memory: one piece. See `archive/publish.py`, [Note: publication].
 
     Args:
         tensors: listed at once, for a header comes before its data; a tied weight once, under one of its names.
@@ -220,53 +212,24 @@ def write_checkpoint(
         ConfigError: a name stands twice, or another process writes there; nothing was changed.
         FormatError: a file cannot hold a dtype, or the pieces of a tensor are not as many elements as its shape, or of
             another dtype; likewise.
-        StorageFull, StorageError: likewise, or all was written and something old is left: see [Note: publishing].
+        DoneButFor: all was written, but is not known to be durable, or something old is left.
+        StorageFull, StorageError: nothing was changed.
     """
     target, backend = Path(directory), Backend() if backend is None else backend
-    shards = _shards(list(tensors), max_shard_bytes)
-    backend.make_directories(target)
-    with _locked(target):
-        _write(target, shards, backend)
-
-
-def _write(target: Path, shards: Sequence[Sequence[TensorOut]], backend: Backend) -> None:
-    unfinished = target / _UNFINISHED
-    _clear_leftovers(unfinished, target, backend)
-    make_anew(unfinished, backend)
-    try:
-        names = [SINGLE] if len(shards) == 1 else _new_names(target, len(shards))
-        for name, shard in zip(names, shards, strict=True):
-            _write_shard(unfinished / name, shard, backend)
-        if len(shards) > 1:
-            files = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-            total_bytes = sum(_nbytes(tensor) for shard in shards for tensor in shard)
-            index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
-            with _File(unfinished / INDEX, 0, backend) as file:
-                file.write(json.dumps(index, indent=2, ensure_ascii=False).encode())
-        replaced = _publish(unfinished, target, names, backend)
-    except BaseException:
-        if (unfinished / INDEX).exists() or not (unfinished / _OLD_INDEX).exists():  # else the new one has its place
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    backend.sync_directory(target)  # what ends this, or what follows, leaves the subdirectory: it tells the next write
-    for name in replaced:
-        if (target / name).is_file():
-            backend.remove(target / name)
-    backend.sync_directory(target)
-    shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One write at a time: each would take what the other has not finished for leftovers."""
-    with storage_errors("lock", directory):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if not takes_lock(descriptor):
-            raise ConfigError(f"another process writes to {directory}; wait for it, or give another one")
-        yield
-    finally:
-        os.close(descriptor)
+    listed: dict[str, TensorOut] = {}
+    for tensor in tensors:
+        if tensor.name in listed:
+            raise ConfigError(f"tensor {tensor.name!r} is to be written twice")
+        listed[tensor.name] = tensor
+    specs = [TensorSpec(one.name, *file_dtype(one.name, one.dtype, one.shape)) for one in listed.values()]
+    shards = shards_of(specs, {"format": "pt"}, max_shard_bytes)
+    destination = target / SINGLE if len(shards) == 1 else [target]
+    with Publication(destination, len(shards), backend, overwrite=True) as publication:
+        publication.begin([shard.file_bytes for shard in shards])
+        for path, shard in zip(publication.temporaries, shards, strict=True):
+            _write_shard(path, shard, listed, backend)
+        names = _new_names(target, len(shards))
+        publication.commit(names, index_of(shards, names))
 
 
 def _new_names(target: Path, count: int) -> list[str]:
@@ -276,122 +239,20 @@ def _new_names(target: Path, count: int) -> list[str]:
     return next(names for names in tries if not any(os.path.lexists(target / name) for name in names))
 
 
-def _clear_leftovers(unfinished: Path, target: Path, backend: Backend) -> None:
-    """See [Note: publishing]."""
-    if unfinished.is_symlink():
-        return
-    current = _named(target / INDEX)
-    renamed = {name for name in _named(unfinished / INDEX) if not (unfinished / name).exists()}
-    replaced = _named(unfinished / _OLD_INDEX) if current else set()
-    for name in (set(filter(_SHARD.fullmatch, renamed)) | replaced) - current:
-        if (target / name).is_file():
-            backend.remove(target / name)
-
-
-def _named(index: Path) -> set[str]:
-    """The shards that an index names; none if there is none that can be read."""
-    with contextlib.suppress(FormatError):
-        return weight_files(index) if index.is_file() else set()
-    return set()
-
-
-def _shards(tensors: Sequence[TensorOut], max_shard_bytes: int) -> list[list[TensorOut]]:
-    names = [tensor.name for tensor in tensors]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"tensor {twice!r} is to be written twice")
-    shards: list[list[TensorOut]] = [[]]
-    size_bytes = 0
-    for tensor in tensors:
-        nbytes = _nbytes(tensor)
-        if shards[-1] and size_bytes + nbytes > max_shard_bytes:
-            shards.append([])
-            size_bytes = 0
-        shards[-1].append(tensor)
-        size_bytes += nbytes
-    return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
-
-
-def _nbytes(tensor: TensorOut) -> int:
-    return tensor_bytes(tensor.name, *file_dtype(tensor.name, tensor.dtype, tensor.shape))
-
-
-def _write_shard(path: Path, shard: Sequence[TensorOut], backend: Backend) -> None:
-    entries, position = [], 0
-    for tensor in shard:
-        end = position + _nbytes(tensor)
-        entries.append(TensorEntry(tensor.name, *file_dtype(tensor.name, tensor.dtype, tensor.shape), position, end))
-        position = end
-    header = build_header(entries, {"format": "pt"})
-    with _File(path, len(header) + position, backend) as file:
-        file.write(header)
-        for tensor, entry in zip(shard, entries, strict=True):
-            written = 0
+def _write_shard(path: Path, shard: Shard, tensors: Mapping[str, TensorOut], backend: Backend) -> None:
+    with contextlib.closing(backend.open(path, writable=True, direct=False, is_counted=False)) as file:
+        file.write_from(np.frombuffer(shard.header, np.uint8), 0)
+        for name, begin in shard.places.items():
+            tensor, written = tensors[name], 0
+            nbytes = tensor_bytes(name, *file_dtype(name, tensor.dtype, tensor.shape))
             for piece in tensor.pieces:
                 if piece.dtype != tensor.dtype:
-                    raise FormatError(f"tensor {tensor.name!r}: {piece.dtype} was given for {tensor.dtype}")
+                    raise FormatError(f"tensor {name!r}: {piece.dtype} was given for {tensor.dtype}")
                 values = piece.detach().to("cpu").reshape(-1).contiguous()
+                if written + values.nbytes <= nbytes:
+                    file.write_from(values.view(torch.uint8).numpy(), begin + written)
                 written += values.nbytes
-                if written <= entry.end - entry.begin:
-                    file.write(values.view(torch.uint8).numpy().data)
-            if written != entry.end - entry.begin:
+            if written != nbytes:
                 count = written // tensor.dtype.itemsize
-                raise FormatError(f"tensor {tensor.name!r}: {count} elements were given for shape {list(tensor.shape)}")
-
-
-class _File:
-    """A new file, written from start to end; durable when the block ends without an error."""
-
-    def __init__(self, path: Path, size_bytes: int, backend: Backend) -> None:
-        self._path, self._size_bytes, self._backend = path, size_bytes, backend
-        self._descriptor = -1
-
-    def __enter__(self) -> _File:
-        with storage_errors(f"allocation of {self._size_bytes} B", self._path):
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            try:
-                if self._size_bytes:
-                    os.posix_fallocate(self._descriptor, 0, self._size_bytes)
-            except OSError:
-                os.close(self._descriptor)
-                raise
-        return self
-
-    def write(self, data: bytes | memoryview) -> None:
-        left = memoryview(data)
-        with storage_errors(f"write of {len(left)} B", self._path):
-            while len(left):
-                left = left[os.write(self._descriptor, left) :]
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            if error is None:
-                self._backend.fsync_file(self._descriptor, self._path)
-        finally:
-            os.close(self._descriptor)
-
-
-def _take_back(path: Path, index: Path) -> None:
-    if index.exists():  # else it has its place, and names this
-        with contextlib.suppress(OSError):  # the first error is the one to tell
-            path.unlink(missing_ok=True)
-
-
-def _publish(unfinished: Path, target: Path, names: Sequence[str], backend: Backend) -> list[str]:
-    """See [Note: publishing]. Returns what is to be removed then, in this order."""
-    stale = sorted(_named(target / INDEX) - set(names))
-    if list(names) == [SINGLE]:
-        backend.replace(unfinished / SINGLE, target / SINGLE)
-        return [*stale, INDEX]
-    if stale:
-        content = small_file(target / INDEX)
-        with _File(unfinished / _OLD_INDEX, 0, backend) as file:
-            file.write(content)
-    with contextlib.ExitStack() as undo:
-        for name in names:
-            undo.callback(_take_back, target / name, unfinished / INDEX)
-            backend.replace(unfinished / name, target / name)
-        backend.sync_directory(target)
-        backend.replace(unfinished / INDEX, target / INDEX)
-        undo.pop_all()
-    return [SINGLE, *stale]
+                raise FormatError(f"tensor {name!r}: {count} elements were given for shape {list(tensor.shape)}")
+        file.datasync()
