@@ -689,6 +689,20 @@ MUTATIONS: Sequence[Mutation] = (
         "descriptor is None and self._overwrite",
         "train/test_checkpoints.py::test_of_two_writers_the_second_is_refused", "False",
     ),
+    never(
+        "who has lost its file publishes nothing", "archive/publish.py Publication.commit",
+        "if not all(map(is_at, self.temporaries, self._locks)):",
+        "train/test_checkpoints.py::test_where_nothing_can_be_locked_the_second_writer_is_the_one_that_counts",
+    ),
+    Mutation(
+        "who copies beside weights does so alone", "apps/outputs.py _whole", "turn(directory, Backend())",
+        "apps/test_pack_commands.py::test_two_packs_into_one_directory_copy_what_is_beside_them_one_after_the_other",
+        "contextlib.nullcontext()",
+    ),
+    Mutation(
+        "weights that are there are not lost", "apps/train.py _Run._export", " or isinstance(error, DoneButFor)",
+        "apps/test_train.py::test_an_export_that_fails_says_what_is_left", "",
+    ),
     # What is broken off.
     Mutation(
         "a round that nobody knows of is taken back", "train/rounds.py RoundDriver.begin", "self._round = None",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from checkpoints import read_safetensors, small_checkpoint, write_safetensors
 from typer.testing import CliRunner
 
 import tierstore
+from tierstore.apps.outputs import copy_companions
 from tierstore.archive.sources import INDEX, PARTIAL
 from tierstore.cli import app
 from tierstore.errors import ConfigError
@@ -75,6 +78,38 @@ def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str) -> None:
     run("unpack", tmp_path / "p", out, *memory)
     assert read_safetensors(out / "model.safetensors") == tensors
     assert (out / "config.json").is_file()
+
+
+def test_two_packs_into_one_directory_copy_what_is_beside_them_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, waits = tmp_path / "model", tmp_path / "p", threading.Event()
+    for folder in (source, out):
+        folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (source / name).write_text("{}")
+    copy, nap = shutil.copyfile, time.sleep
+
+    def copy_too() -> None:
+        copy_companions(source, out)
+        waits.set()
+
+    def copy_while_another_one_begins(*names: Path) -> None:
+        if not other.ident:
+            other.start()
+            assert waits.wait(30)
+        copy(*names)
+
+    def wait_for_the_turn(seconds: float) -> None:
+        waits.set()
+        nap(seconds)
+
+    other = threading.Thread(target=copy_too)
+    monkeypatch.setattr(shutil, "copyfile", copy_while_another_one_begins)
+    monkeypatch.setattr(time, "sleep", wait_for_the_turn)
+    copy_companions(source, out)
+    other.join()
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"config.json": "{}", "tokenizer.json": "{}"}
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,12 @@ from rich.console import Console
 from tierstore.apps import assembly, presets
 from tierstore.apps import train as application
 from tierstore.apps.options import FreedMemory, Precision, TrainOptions
+from tierstore.apps.outputs import write_configuration
 from tierstore.apps.recipe import parameter_groups
 from tierstore.apps.report import Reporter
 from tierstore.apps.stopping import STOPS, StopRequest
 from tierstore.config import Durability, MicroBatchSchedule, Resume
-from tierstore.errors import ConfigError, StorageError, StorageFull
+from tierstore.errors import ConfigError, DoneButFor, StorageError, StorageFull
 
 TINY_GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32,
              "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
@@ -529,18 +530,34 @@ def test_weights_are_exported_into_a_directory_that_is_there(
 
 
 @pytest.mark.parametrize(
-    ("nvme", "says"), [(True, "store holds the trained weights: make room"), (False, "trained weights are lost")]
+    ("nvme", "error", "says"),
+    [
+        (True, StorageFull, "store holds the trained weights: make room"),
+        (False, StorageFull, "trained weights are lost"),
+        (False, ConfigError, "trained weights are lost"),  # another process writes there
+        (False, DoneButFor, "trained weights are in .*/out, not all that belongs beside them is"),
+    ],
 )
 def test_an_export_that_fails_says_what_is_left(
-    nvme: bool, says: str, options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    nvme: bool, error: type[Exception], says: str, options: Callable[..., TrainOptions], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     def fail(self: FakeEngine, directory: Path) -> None:
-        raise StorageFull("no room")
+        raise error("no room")
 
     monkeypatch.setattr(FakeEngine, "export", fail)
     changes: dict[str, Any] = {} if nvme else {"nvme": ()}
     with pytest.raises(StorageError, match=f"no room; the {says}"):
         run(options(steps=1, export=tmp_path / "out", **changes))
+
+
+def test_a_link_for_a_configuration_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "of another model").write_text("{}")
+    (tmp_path / "out" / "config.json").symlink_to(tmp_path / "of another model")
+    write_configuration(transformers.GPT2Config(n_layer=1), tmp_path / "out")
+    assert (tmp_path / "of another model").read_text() == "{}"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["n_layer"] == 1
 
 
 def test_a_full_disk_leaves_the_configuration_as_it_was(

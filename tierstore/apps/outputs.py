@@ -16,6 +16,7 @@ from typing import Any
 
 from tierstore.apps.options import TrainOptions
 from tierstore.apps.output_files import COMPANIONS, check_outputs, check_writable, refuse_store
+from tierstore.archive.publish import turn
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_errors
@@ -61,6 +62,8 @@ def holds_a_run(options: TrainOptions) -> bool:
 def write_configuration(configuration: Any, directory: Path) -> None:
     """Writes the configuration beside exported weights.
 
+    A link of its name is replaced, as one of the weights' names is: what it leads to may be another model's, and stays.
+
     Raises:
         StorageError: the system refused.
     """
@@ -70,15 +73,19 @@ def write_configuration(configuration: Any, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
-    """A directory whose files come into this one when the block ends without an error, each whole or not at all."""
+    """A directory whose files come into this one when the block ends without an error, each whole or not at all.
+
+    Blocks: while another one does so there, or renames weights.
+    """
     made = directory / _UNFINISHED
-    make_anew(made, Backend())
-    try:
-        yield made
-        for path in made.iterdir():
-            os.replace(path, directory / path.name)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    with turn(directory, Backend()):
+        make_anew(made, Backend())
+        try:
+            yield made
+            for path in made.iterdir():
+                os.replace(path, directory / path.name)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def little_room(directory: Path, nbytes: int) -> list[str]:
@@ -98,10 +105,11 @@ def copy_companions(source: Path, directory: Path) -> None:
     Raises:
         StorageError: the system refused.
     """
-    missing = [name for name in COMPANIONS if (source / name).is_file() and not (directory / name).exists()]
-    for name in missing:
-        with storage_errors(f"copy to {directory}", source / name), _whole(directory) as made:
-            shutil.copyfile(source / name, made / name)
+    for name in COMPANIONS:
+        if (source / name).is_file() and not (directory / name).exists():
+            with storage_errors(f"copy to {directory}", source / name), _whole(directory) as made:
+                if not (directory / name).exists():  # what the one before has made
+                    shutil.copyfile(source / name, made / name)
 
 
 def _check_directory(name: str, path: Path) -> None:

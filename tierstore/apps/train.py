@@ -34,7 +34,7 @@ from tierstore.apps.stopping import StopRequest
 from tierstore.apps.turns import take_short_turns
 from tierstore.apps.verify import advised
 from tierstore.config import Codec, Resume, TierConfig, format_size
-from tierstore.errors import StorageError
+from tierstore.errors import ConfigError, DoneButFor, StorageError
 from tierstore.trace import Tracer
 from tierstore.train.checkpoints import CheckpointSource
 from tierstore.train.engine import Engine
@@ -243,9 +243,9 @@ class _Run:
                 outputs.write_configuration(self._parts.configuration, directory)
                 if options.checkpoint is not None:
                     outputs.copy_companions(options.checkpoint, directory)
-        except StorageError as error:
+        except (ConfigError, StorageError) as error:  # somebody else writes there, or the system refused
             what = "the store holds the trained weights: make room, and repeat the command with --resume auto"
-            if has_weights:
+            if has_weights or isinstance(error, DoneButFor):
                 what = f"the trained weights are in {directory}, not all that belongs beside them is"
             elif options.why_nothing_is_kept:
                 what = f"the trained weights are lost: {options.why_nothing_is_kept}"
