@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -32,11 +32,9 @@ from numba.extending import intrinsic as _intrinsic
 from numba.extending import overload as _overload
 
 from tierstore.errors import ConfigError
+from tierstore.kernels.compile_cache import Function, compiled
 
 Array = npt.NDArray[Any]
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-compiled: Callable[[Function], Function] = numba.njit(nogil=True, cache=True, error_model="numpy")
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = _intrinsic
 overload: Callable[[Callable[..., Any]], Callable[[Function], Function]] = _overload
 
