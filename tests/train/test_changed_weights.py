@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from resuming import Way, opened
-from runs import disk
+from runs import disk, tokens
 from safetensors.torch import load_file
 from torch import nn
 
@@ -49,6 +49,19 @@ def test_a_parameter_that_is_swapped_keeps_the_way_to_its_weights(tmp_path: Path
         assert not run.engine.state_dict()[NAME].eq(0.5).any()  # it is trained
         with pytest.raises(GraphError, match=f"{re.escape(NAME)} was read while it is not on the device"):
             parameter.sum()
+
+
+def test_what_has_begun_a_step_is_told(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        state = run.engine.state_dict()
+        with torch.no_grad():
+            run.engine(tokens(1)[0])
+        run.engine.load_state_dict(state)
+        run.engine(tokens(1)[0])
+        with pytest.raises(ConfigError, match=r"a step that a forward has begun \(one under torch.no_grad\(\) begins"):
+            run.engine.load_state_dict(state)
+        run.step()
+        run.engine.load_state_dict(state)
 
 
 @pytest.mark.parametrize("how", ["gathered", "load_state_dict"])

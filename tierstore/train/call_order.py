@@ -137,7 +137,7 @@ class CallOrder:
             ConfigError: one has begun.
         """
         if self._driver.has_begun:
-            begun = "" if self.has_backward else " that a forward with gradients has begun (torch.no_grad() begins none)"
+            begun = "" if self.has_backward else " that a forward has begun (one under torch.no_grad() begins none)"
             raise ConfigError(f"{what} would change weights in the middle of a step{begun}; call it after step()")
 
     def refuse_after_backward(self, what: str) -> None:
