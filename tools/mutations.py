@@ -438,6 +438,14 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_commit.py::TestLock", "if True:",
     ),
     Mutation(
+        "a store that was moved", "store/commit.py Manifests._capture", "self._check_in_place()",
+        "store/test_recovery.py::TestMovedAway",
+    ),
+    Mutation(
+        "a store that is moved during a commit", "store/commit.py Manifests._publish", "self._check_in_place()",
+        "store/test_recovery.py::TestMovedAway",
+    ),
+    Mutation(
         "ranks that outlive their leader", "store/commit.py StoreLock.add", "self._refuse_members(directory)",
         "store/test_commit.py",
     ),

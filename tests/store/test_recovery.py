@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 import xxhash
 from ranks import fork_server
-from resuming import DISK, State, Way, check_resumes, expected_states, hold, open_run, opened
+from resuming import DISK, Run, State, Way, check_resumes, expected_states, hold, open_run, opened
 from runs import next_token_loss, tiny, tokens
 
 from tierstore.config import Tier
@@ -516,6 +517,83 @@ class TestAnotherStore:
         groups = [{"params": [first]}, {"params": others}]
         message = refuse(WAY, folder, ConfigError, model=model, parameter_groups=groups)
         assert "1 parameter groups, now there are 2" in message
+
+
+class Replaced(Backend):
+    """Somebody puts another directory in the place of that of the manifests while one is on its way."""
+
+    moved: Path | None = None
+
+    def _call_replace(self, source: Path, destination: Path) -> None:
+        super()._call_replace(source, destination)
+        if self.moved is not None and destination.name.startswith("manifest"):
+            destination.parent.rename(self.moved)
+            shutil.copytree(self.moved, destination.parent)
+
+
+class TestMovedAway:
+    """A store whose directory is moved while it is in use: its packs go with it, and its manifests would not."""
+
+    @staticmethod
+    def commit(run: Run) -> None:
+        run.step()
+        run.engine.flush()
+
+    @pytest.mark.parametrize("way", [WAY, replace(WAY, cpu_memory="64MiB", directories=2)], ids=["disk", "striped"])
+    @pytest.mark.parametrize("is_replaced", [False, True])
+    @pytest.mark.parametrize("which", [0, -1])
+    def test_nothing_is_committed_elsewhere(
+        self, way: Way, is_replaced: bool, which: int, tmp_path: Path, expected: list[State]
+    ) -> None:
+        run = open_run(way, tmp_path)
+        run.until(1)
+        run.engine.flush()
+        there = Path(run.engine._parts.store.files.directories[which])
+        there.rename(tmp_path / "moved")
+        if is_replaced:
+            there.mkdir()
+        with pytest.raises(StorageError, match=f"{there} .*moved, replaced or removed.*resume") as refusal:
+            self.commit(run)
+        print(refusal.value)
+        with pytest.raises(StorageError, match="moved, replaced or removed"):  # still
+            self.commit(run)
+        with suppress(TierstoreError):
+            run.engine.close()
+        assert is_replaced == there.is_dir()
+        if is_replaced:
+            assert not list(there.iterdir())
+            there.rmdir()
+        (tmp_path / "moved").rename(there)
+        assert check_resumes(way, tmp_path, expected) == 1
+
+    def test_nor_if_it_is_moved_in_the_middle_of_it(self, tmp_path: Path, expected: list[State]) -> None:
+        backend, there = Replaced(), tmp_path / "store0"
+        run = open_run(WAY, tmp_path, backend)
+        run.until(1)
+        run.engine.flush()
+        backend.moved = tmp_path / "moved"
+        with pytest.raises(StorageError, match="moved, replaced or removed"):
+            self.commit(run)
+        backend.moved = None
+        with pytest.raises(TierstoreError):
+            run.engine.close()
+        shutil.rmtree(there)
+        (tmp_path / "moved").rename(there)
+        assert check_resumes(WAY, tmp_path, expected) == 2  # all of it was there when it was moved
+
+    def test_a_new_store_in_its_place_is_left_alone(self, tmp_path: Path, expected: list[State]) -> None:
+        run = open_run(WAY, tmp_path)
+        run.engine.flush()
+        (tmp_path / "store0").rename(tmp_path / "moved")
+        with opened(WAY, tmp_path) as other:
+            with pytest.raises(StorageError, match="moved, replaced or removed"):
+                self.commit(run)
+            with pytest.raises(TierstoreError):
+                run.engine.close()
+            with pytest.raises(StoreLocked), opened(WAY, tmp_path):
+                pass
+            other.until(2)
+        assert check_resumes(WAY, tmp_path, expected) == 2
 
 
 class Slow(Backend):

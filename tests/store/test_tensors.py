@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import shutil
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
@@ -876,6 +877,28 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
             assert await value_of(store, "a") == 1
 
     run(main())
+
+
+def test_one_whose_directory_is_moved_away_is_whole_there(tmp_path: Path) -> None:
+    async def go() -> None:
+        stack = contextlib.AsyncExitStack()
+        store = await stack.enter_async_context(opened(tmp_path))
+        await store.put("a", block(1.0), tier=Tier.NVME)
+        await store.commit()
+        (tmp_path / "store").rename(tmp_path / "moved")
+        (tmp_path / "store").mkdir()
+        await store.put("b", block(2.0), tier=Tier.NVME)
+        with pytest.raises(StorageError, match="moved, replaced or removed"):
+            await store.commit()
+        with pytest.raises(StorageError, match="moved, replaced or removed"):
+            await stack.aclose()
+        assert not list((tmp_path / "store").glob("manifest*"))
+        shutil.rmtree(tmp_path / "store")
+        (tmp_path / "moved").rename(tmp_path / "store")
+        async with opened(tmp_path, resume="must") as again, again.acquire("a") as tensors:
+            assert_same(tensors, block(1.0))
+
+    run(go())
 
 
 def test_directories_of_another_store_are_left_alone(tmp_path: Path) -> None:

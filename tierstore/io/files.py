@@ -116,7 +116,7 @@ def is_at(path: Path, descriptor: int) -> bool:
     """Whether an open file still has this name, or its name has gone or is that of another one, of a link perhaps."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

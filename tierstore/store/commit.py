@@ -27,8 +27,8 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 from aiofiles.os import wrap
 
 from tierstore.errors import ConfigError, FormatError, StorageError, StoreLocked, TierstoreError
-from tierstore.io.backend import Backend
-from tierstore.io.files import locked_file, read_bytes, replace_file, why_not_writable
+from tierstore.io.backend import Backend, storage_errors
+from tierstore.io.files import is_at, locked_file, read_bytes, replace_file, why_not_writable
 from tierstore.io.fork import ForkAware
 from tierstore.io.tasks import to_the_end
 from tierstore.pack.checked import number_of, object_of, text_of
@@ -93,6 +93,31 @@ class StoreLock(ForkAware):
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         return descriptor
 
+    def check_in_place(self) -> None:
+        """What is opened by name now is in the directories that are locked; packs stay those that were opened.
+
+        Raises:
+            StorageError: one was moved, or its lock removed; another process may use what is there.
+        """
+        for path, descriptor in list(self._descriptors.items()):
+            with storage_errors("inspection", path):
+                is_there = is_at(path, descriptor)
+            if not is_there:
+                raise StorageError(
+                    f"{path.parent} is not the store that is in use any more: it, or its file {path.name!r}, was "
+                    "moved, replaced or removed; nothing is committed there, and the last generation is whole in the "
+                    "directory that was moved: move it back, and go on with resume='auto'"
+                )
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether `check_in_place` finds nothing."""
+        try:
+            self.check_in_place()
+        except StorageError:
+            return False
+        return True
+
     def let_go(self) -> None:
         """A forked child shares the open file, and with it the lock, which would outlive the parent."""
         for descriptor in self._descriptors.values():
@@ -104,7 +129,8 @@ class StoreLock(ForkAware):
         while self._descriptors:
             path, descriptor = self._descriptors.popitem()  # first: broken off in here, another's is not removed again
             with contextlib.suppress(OSError):
-                path.unlink()
+                if is_at(path, descriptor):
+                    path.unlink()
             os.close(descriptor)
 
 
@@ -243,12 +269,16 @@ class Manifests:
 
     Args:
         threads: which do what coroutines ask for; None: those of the loop.
+        lock: held on the directories of the store by whoever publishes.
     """
 
-    def __init__(self, directory: Path, backend: Backend, threads: Executor | None = None) -> None:
+    def __init__(
+        self, directory: Path, backend: Backend, threads: Executor | None = None, lock: StoreLock | None = None
+    ) -> None:
         self.directory = directory
         self._backend = backend
         self._threads = threads
+        self._lock = lock
 
     def numbers(self) -> list[int]:
         """Numbers of the committed generations that are still there, newest first; none without the directory."""
@@ -286,6 +316,7 @@ class Manifests:
         return await self._in_thread(self._capture, number, captured)
 
     def _capture(self, number: int, captured: Any) -> Captured:
+        self._check_in_place()
         noted, data = captured_text(captured)
         replace_file(self._captured(number), data, backend=self._backend)
         return noted
@@ -312,6 +343,12 @@ class Manifests:
     def _publish(self, generation: Generation, noted: Captured) -> None:
         text = manifest_text(generation.number, generation.layout, generation.records, noted)
         replace_file(self._manifest(generation.number), text, backend=self._backend)
+        self._check_in_place()  # after it: then it is beside its packs
+
+    def _check_in_place(self) -> None:
+        if self._lock is not None:
+            with self._backend.calling("inspection", self.directory):
+                self._lock.check_in_place()
 
     async def abandon(self, number: int) -> None:
         """Remove what there is of a generation that is not published, if that can be: another error is told already."""

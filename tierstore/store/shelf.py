@@ -91,7 +91,7 @@ class Directories:
 
     def manifests(self) -> Manifests:
         """Those of the store."""
-        return Manifests(self.paths[0], self.backend, self.threads)
+        return Manifests(self.paths[0], self.backend, self.threads, self.lock)
 
     def begin(self) -> None:
         """Mark them, and remove what a store that never had a generation has left. Worker thread."""
@@ -144,7 +144,7 @@ class Directories:
     def release(self) -> None:
         """Leave nothing behind of a store that never had a generation, and unlock; twice is fine."""
         self.before_release.close()
-        if self.is_unfinished:
+        if self.is_unfinished and self.lock.is_in_place:
             with contextlib.suppress(TierstoreError):  # whatever stays is marked, and removed by the next
                 if not self.manifests().numbers():
                     begin_store(self.paths, self.backend)

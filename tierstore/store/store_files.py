@@ -61,7 +61,7 @@ class StoreFiles:
         self._is_new = False
         self._is_ours = False
         self._opened: int | None = None
-        self.manifests = Manifests(self.directories[0], self._backend) if self.directories else None
+        self.manifests = Manifests(self.directories[0], self._backend, lock=lock) if self.directories else None
         self.packs = self._make_packs() if self.directories else []
 
     def _make_packs(self) -> list[SlotPack]:
@@ -187,7 +187,8 @@ class StoreFiles:
             stack.callback(self._lock.release)
             if self._is_ours:
                 self._is_ours = False
-                stack.callback(self._remove_needless)
+                if self._lock.is_in_place:  # else what is there is another's
+                    stack.callback(self._remove_needless)
             for pack in self.packs:
                 stack.callback(pack.close)
 
