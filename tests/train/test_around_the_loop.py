@@ -293,6 +293,23 @@ def test_gradients_are_those_of_autograd(update: str, dtype: torch.dtype, tmp_pa
         engine.step()
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_gradient_of_a_parameter_without_elements_has_none(tmp_path: Path, is_frozen: bool) -> None:
+    model = tiny(blocks=1)
+    model.embedding.requires_grad_(not is_frozen)
+    model.blocks[0].none = model.none = torch.nn.Parameter(torch.empty(0, 3, dtype=torch.bfloat16))
+    with Engine(model, disk(tmp_path), update="forward") as engine:
+        with pytest.raises(ConfigError, match=r"none has no gradient: there was no backward"):
+            engine.gradient("none")
+        engine.backward(next_token_loss(engine, tokens(1)[0]) + engine.model.none.sum())
+        for name in ("none", "blocks.0.none"):
+            found = engine.gradient(name)
+            assert (found.shape, found.dtype) == ((0, 3), torch.float32)
+        with pytest.raises(ConfigError, match="no parameter 'other'"):
+            engine.gradient("other")
+        engine.step()
+
+
 # --- evaluation -----------------------------------------------------------------------------------------------------
 
 

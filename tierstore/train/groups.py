@@ -137,6 +137,7 @@ class ModelGroups:
             block, and of all that run around it.
         names: one name of every parameter.
         aliases: every name of a parameter, with that one.
+        empty: parameters without elements, which are in no group, by each of their names.
         tied: groups with a parameter that has several names.
         replaced: the real parameters of a model on the meta device.
     """
@@ -147,6 +148,7 @@ class ModelGroups:
     together: set[frozenset[int]]
     names: dict[nn.Parameter, str]
     aliases: dict[str, str]
+    empty: dict[str, ParameterSpec]
     replaced: dict[nn.Parameter, nn.Parameter]
 
     def refuse_newcomers(self, model: nn.Module) -> None:
@@ -204,7 +206,13 @@ class ModelGroups:
         return {g.index for g in self.groups if any(counts[spec.name] > 1 for spec in g.spec.parameters)}
 
     def locate(self, name: str) -> tuple[Group, ParameterSpec]:
-        """The group and the place of a parameter by its name."""
+        """The group and the place of a parameter by its name; of one without elements, a place of none in the first.
+
+        Raises:
+            ConfigError: the model has none of this name.
+        """
+        if name in self.empty:
+            return self.groups[0], self.empty[name]
         for group in self.groups:
             for spec in group.spec.parameters:
                 if spec.name == self.aliases.get(name):
@@ -245,10 +253,12 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
         taken.add(name)
         groups.append(_make_group(len(groups), name, dtype, trainable, parameters, names))
     index_of = {parameter: group.index for group in groups for parameter in group.parameters}
-    aliases = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False) if p in names}
+    everywhere = dict(model.named_parameters(remove_duplicate=False))
+    aliases = {name: names[p] for name, p in everywhere.items() if p in names}
+    empty = {name: ParameterSpec(name, tuple(p.shape), 0) for name, p in everywhere.items() if p not in names}
     of_module, closed = _groups_of_modules(model, index_of)
     together = set(_together(model, of_module, index_of))
-    return ModelGroups(groups, of_module, closed, together, names, aliases, replaced)
+    return ModelGroups(groups, of_module, closed, together, names, aliases, empty, replaced)
 
 
 def refuse_taken(model: nn.Module) -> None:
