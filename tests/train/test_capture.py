@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -211,6 +212,19 @@ def test_what_one_run_does_not_register_the_next_one_still_finds(tmp_path: Path)
         assert holder.state["list"] == [1]
         run.step()
         assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(rate * 0.9)  # not 0.9 of the first one's
+
+
+@pytest.mark.parametrize("call", ["step", "train_step", "optimizer.step"])
+def test_the_warning_names_the_line_that_calls_the_engine(call: str, tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.step()
+    with opened(WAY, tmp_path, lr_scheduler=None) as run:
+        arguments: list[Any] = [[run.position.next()], torch.sum] if call == "train_step" else []
+        if not arguments:
+            run.engine.backward(run.engine(run.position.next()).sum())
+        with pytest.warns(UserWarning, match="stays as it was") as warned:
+            operator.attrgetter(call)(run.engine)(*arguments)
+    assert warned[0].filename == __file__
 
 
 def test_states_of_more_gpus_than_there_are_now(monkeypatch: pytest.MonkeyPatch) -> None:

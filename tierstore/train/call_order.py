@@ -8,6 +8,7 @@ Owner: the training side.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,9 @@ from collections.abc import Iterable, Iterator
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.runtime import Runtime
 from tierstore.train.rounds import RoundDriver
+
+_OURS = ("tierstore", "torch", "contextlib")
+"""Packages whose frames are not the caller's; `skip_file_prefixes` of Python 3.12 does the same."""
 
 
 class CallOrder:
@@ -152,10 +156,9 @@ class CallOrder:
             self.refuse_broken()
         if not self._keeps_weights:
             cause = type(self._broken_by).__name__
-            warnings.warn(
+            warn_caller(
                 f"{what} after a step that was broken off by {cause}: some weights are those of this step, others "
-                "those of the step before",
-                stacklevel=3,
+                "those of the step before"
             )
         if self.has_final_backward and self._driver.updates_in_backward:
             raise ConfigError(
@@ -163,3 +166,11 @@ class CallOrder:
                 f"update={self._driver.schedule.value!r} (given, or what 'auto' chose) is changing meanwhile; call it "
                 "after step(), put earlier backwards under no_sync(), or make the engine with update='forward'"
             )
+
+
+def warn_caller(text: str) -> None:
+    """Warn at the line that has called tierstore, directly or through torch or contextlib."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -8,7 +8,6 @@ Owner: the training side.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from tierstore.store.gradients import Gradients
 from tierstore.store.rounds import Round
 from tierstore.train import capture
 from tierstore.train.assembly import Assembly
+from tierstore.train.call_order import warn_caller
 from tierstore.train.optimizer import LossScale
 
 
@@ -137,9 +137,8 @@ class Generations:
         if self.step_count == self._resumed_at and (self._to_restore or self._left_schedule is not None):
             left = [f"what was registered as {listed(list(self._to_restore))}"] if self._to_restore else []
             left += ["the learning-rate schedule (give lr_scheduler)"] if self._left_schedule is not None else []
-            warnings.warn(
-                f"this run goes on without {' and '.join(left)} of the run that it has resumed: that stays as it was",
-                stacklevel=3,
+            warn_caller(
+                f"this run goes on without {' and '.join(left)} of the run that it has resumed: that stays as it was"
             )
 
     # --- what is captured ---------------------------------------------------------------------------------------
