@@ -145,6 +145,58 @@ def test_weights_that_a_broken_backward_has_half_changed_are_not_given_away(upda
         assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
 
 
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_two_threads_in_one_engine_are_told_and_harm_nothing(where: str, tmp_path: Path) -> None:
+    """What one reads while the other steps would be of two steps."""
+    x, is_inside, may_go = batches(1)[0], threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        is_inside.set()
+        assert may_go.wait(30)
+
+    def calls(engine: Engine) -> dict[str, Any]:
+        return {
+            "the engine": lambda: engine(x), "backward": lambda: engine.backward(torch.ones(())), "step": engine.step,
+            "train_step": lambda: engine.train_step([x], loss_of), "zero_grad": engine.optimizer.zero_grad,
+            "state_dict": engine.state_dict, "load_state_dict": lambda: engine.load_state_dict({}),
+            "gathered": lambda: engine.gathered("blocks.0").__enter__(), "apply_pending": engine.apply_pending,
+            "gradient": lambda: engine.gradient("blocks.0.0.weight"), "export": lambda: engine.export(tmp_path / "out"),
+        }  # fmt: skip
+
+    def steps(engine: Engine) -> None:
+        for _ in range(2):
+            engine.backward(loss_of(engine(x)))
+            engine.step()
+
+    states = []
+    for is_disturbed in (False, True):
+        with Engine(Net(), TierConfig(), AdamWConfig(), update="forward") as engine:
+            thread = threading.Thread(target=steps, args=(engine,))
+            if is_disturbed:
+                block: Any = engine.model.get_submodule("blocks.1")
+                if where == "step":
+                    engine.on_step(wait)
+                elif where == "forward":
+                    block.register_forward_hook(wait)
+                else:
+                    block.register_full_backward_hook(wait)
+            thread.start()
+            if is_disturbed:
+                assert is_inside.wait(30)
+                told = {}
+                for name, call in calls(engine).items():
+                    try:
+                        told[name] = str(call())
+                    except ConfigError as error:
+                        told[name] = str(error)
+                may_go.set()
+                assert all("while another thread is in a call" in sentence for sentence in told.values()), told
+            thread.join()
+            steps(engine)  # another thread, but not at the same time
+            states.append(engine.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
 def test_where_they_are_all_that_is_left_it_is_told(tmp_path: Path) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -8,14 +8,20 @@ Owner: the training side.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.runtime import Runtime
 from tierstore.train.rounds import RoundDriver
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _OURS = ("tierstore", "torch", "contextlib")
 """Packages whose frames are not the caller's; `skip_file_prefixes` of Python 3.12 does the same."""
@@ -45,6 +51,24 @@ class CallOrder:
         self.is_closed = False
         self._blocks = 0  # of `gathering` that have begun and not ended
         self._modified: Counter[int] = Counter()
+        self._inside = threading.RLock()
+
+    @contextlib.contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """One thread at a time is in here, one call in another.
+
+        Raises:
+            ConfigError: another thread is.
+        """
+        if not self._inside.acquire(blocking=False):
+            raise ConfigError(
+                f"{what} was called while another thread is in a call of the same engine; let one thread at a time "
+                "call it, by a lock of yours around each"
+            )
+        try:
+            yield
+        finally:
+            self._inside.release()
 
     @property
     def is_broken(self) -> bool:
@@ -174,3 +198,25 @@ def warn_caller(text: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
+
+
+class _HasOrder(Protocol):
+    _order: CallOrder
+
+
+E = TypeVar("E", bound=_HasOrder)
+
+
+def in_turn(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
+    """A method of an engine, for one thread at a time.
+
+    Its books are those of one pass, and what is read chunk by chunk would be of several steps.
+    """
+    name = "the engine" if method.__name__ == "__call__" else f"{method.__name__}()"
+
+    @functools.wraps(method)
+    def called(self: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._order.alone(name):
+            return method(self, *args, **kwargs)
+
+    return called

@@ -32,7 +32,7 @@ from tierstore.plan.step_record import StepRecord
 from tierstore.trace import Tracer
 from tierstore.train import capture, whole
 from tierstore.train.assembly import Assembly, assemble
-from tierstore.train.call_order import CallOrder
+from tierstore.train.call_order import CallOrder, in_turn
 from tierstore.train.generations import Generations
 from tierstore.train.meters import StepMeters
 from tierstore.train.optimizer import LossScale, TieredOptimizer, check_scheduler
@@ -152,10 +152,12 @@ class Engine:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
+    @in_turn
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         return self._steps.call(*args, **kwargs)
 
+    @in_turn
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a loss; gradients go to their tier on the way, and `.grad` is None afterwards.
 
@@ -174,6 +176,7 @@ class Engine:
         with self._order.no_sync():
             yield
 
+    @in_turn
     def zero_grad(self) -> None:
         """Forget the gradients of this step, as if it had seen no backward. `model.zero_grad()` cannot do that.
 
@@ -182,6 +185,7 @@ class Engine:
         """
         self._steps.zero_grad()
 
+    @in_turn
     def train_step(
         self,
         batches: Iterable[Any],
@@ -202,6 +206,7 @@ class Engine:
         self._generations.tell_what_is_left()
         return self._steps.train_step(batches, loss_of, schedule)
 
+    @in_turn
     def step(self) -> StepReport:
         """Apply the gradients, and commit the step in the background.
 
@@ -215,6 +220,7 @@ class Engine:
         self._generations.tell_what_is_left()
         return self._steps.step()
 
+    @in_turn
     def apply_pending(self) -> None:
         """Apply the gradients that update="delayed" keeps for the next step, and commit; without any, as `flush`.
 
@@ -300,7 +306,8 @@ class Engine:
         if modify:
             self._order.refuse_within_step("gathered(modify=True)")
             self._generations.leave_newer()
-        self.flush()
+        with self._order.alone("gathered()"):
+            self.flush()
         is_kept = self._order.is_modified  # by a block around this one
         with (
             whole.gathered(parts, self._model, whole.checked_names(names), is_kept) as groups,
@@ -316,6 +323,7 @@ class Engine:
             else:
                 whole.refuse_changes(parts, [group for group in groups if not is_kept(group)])
 
+    @in_turn
     def gradient(self, name: str) -> torch.Tensor:
         """The accumulated gradient of a parameter after backward and before step, in fp32, with the loss scale.
 
@@ -338,6 +346,7 @@ class Engine:
         flat = parts.partition.joined(f"the gradient of {name}", part)
         return torch.from_numpy(to_float(group.spec.dtype, flat)).reshape(spec.shape)
 
+    @in_turn
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights in fp32 and the persistent buffers, in CPU memory; tied parameters under each of their names.
 
@@ -349,6 +358,7 @@ class Engine:
         self.flush()
         return whole.state_dict(self._open_parts(), self._model)
 
+    @in_turn
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Set all weights and buffers; moments stay.
 
@@ -366,6 +376,7 @@ class Engine:
         whole.load_state_dict(self._open_parts(), self._model, state_dict)
         self._generations.commit_change()
 
+    @in_turn
     def export(self, directory: str | os.PathLike[str]) -> None:
         """Write the weights as ordinary sharded safetensors with an index, streaming, atomically.
 
