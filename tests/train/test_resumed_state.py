@@ -35,6 +35,43 @@ def test_resuming_with_other_members_of_a_group_is_refused(tmp_path: Path) -> No
         run.until(2)
 
 
+def partly_frozen(is_frozen: bool) -> Any:
+    model: Any = WAY.model()
+    model.blocks[0].requires_grad_(not is_frozen)
+    return model
+
+
+def test_what_was_frozen_is_not_trained_by_a_resumed_run_and_told(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path, model=partly_frozen(True)) as run:
+        run.until(1)
+    with (
+        pytest.raises(ConfigError, match=r"store0: parameter blocks.0.norm_in.weight \(and 10 more\) was frozen "
+                      r"when this store was made, and has no moments there; .*export") as refusal,
+        opened(WAY, tmp_path, model=partly_frozen(False)),
+    ):  # fmt: skip
+        pass
+    print(refusal.value)
+    with opened(WAY, tmp_path, model=partly_frozen(True)) as run:
+        run.until(2)
+
+
+def test_what_was_trained_can_be_frozen_as_the_error_says(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.until(1)
+    with (
+        pytest.raises(ConfigError, match=r"\(and 10 more\) was trained in this store, and is frozen here; .* after"),
+        opened(WAY, tmp_path, model=partly_frozen(True)),
+    ):
+        pass
+    with opened(WAY, tmp_path) as run:
+        run.engine.model.get_submodule("blocks.0").requires_grad_(False)
+        before = run.engine.state_dict()
+        run.until(3)
+        changed = {name for name, value in run.engine.state_dict().items() if not torch.equal(value, before[name])}
+    assert "norm.weight" in changed
+    assert not [name for name in changed if name.startswith("blocks.")]
+
+
 def test_a_learning_rate_that_is_a_tensor_resumes(tmp_path: Path) -> None:
     for _ in range(2):
         model = WAY.model()

@@ -227,3 +227,32 @@ def check_same_model(stored: Any, groups: Sequence[GroupSpec], claim: str) -> No
                 f"{claim}: its parameters are registered in another order, {name} before {other}, which is after it "
                 "here; build the model in the same way"
             )
+
+
+def check_same_frozen(stored: Mapping[str, Any], groups: Sequence[GroupSpec], where: str) -> None:
+    """Refuse to train what a store has no moments of, or the other way round: groups and files are others then.
+
+    Args:
+        stored: its fingerprint.
+        where: its directory.
+
+    Raises:
+        ConfigError: nothing was changed.
+    """
+    theirs = {(p.name, p.shape): group.trainable for group in recorded_groups(stored) for p in group.parameters}
+    ours = {(p.name, p.shape): group.trainable for group in groups for p in group.parameters}
+    others = [(key[0], is_trained) for key, is_trained in ours.items() if theirs.get(key) != is_trained]
+    if theirs.keys() != ours.keys() or not others:
+        return  # another model, or all is the same
+    (name, is_trained_here), *more = others
+    name += f" (and {len(more)} more)" if more else ""
+    if is_trained_here:
+        raise ConfigError(
+            f"{where}: parameter {name} was frozen when this store was made, and has no moments there; to train it "
+            "now, resume with it frozen, write the weights by engine.export(), and begin a store in another directory "
+            "with them"
+        )
+    raise ConfigError(
+        f"{where}: parameter {name} was trained in this store, and is frozen here; make the engine while it needs a "
+        "gradient, and call requires_grad_(False) after that"
+    )

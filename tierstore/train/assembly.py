@@ -24,7 +24,7 @@ from tierstore.kernels import warm_up
 from tierstore.plan.placement import Placement, Request
 from tierstore.plan.tiers import place
 from tierstore.store.commit import Generation, StoreLock
-from tierstore.store.layout import check_same_model
+from tierstore.store.layout import check_same_frozen, check_same_model
 from tierstore.store.team import leads
 from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer
@@ -162,6 +162,7 @@ def assemble(
         partition.check_same_model(specs)
         warm_up({spec.dtype for spec in specs})
         if generation is not None:
+            check_same_frozen(generation.layout, specs, str(tiers.nvme[0]))
             check_same_model(generation.layout, specs, f"{tiers.nvme[0]} is the store of another model")
             check_same_store(generation, tiers, options.schedule)
         # Before the store is made and takes the weights: what is wrong with the options must not cost them.
