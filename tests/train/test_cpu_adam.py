@@ -398,6 +398,10 @@ def test_a_negated_view_is_a_gradient_as_any_other():
 
 def test_options_of_torch_that_change_nothing_are_taken_and_the_others_are_refused():
     CPUAdam(parameters_of(torch.float32), amsgrad=False, maximize=False, foreach=None, fused=True)
+    optimizer = CPUAdam([torch.ones(2, requires_grad=True)])
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(ConfigError, match="maximize=True is not supported"):
+        optimizer.step()
     for name, said in (("amsgrad", "not supported"), ("maximize", "not supported"), ("lamb", "no option 'lamb'")):
         with pytest.raises(ConfigError, match=said):
             CPUAdam(parameters_of(torch.float32), **{name: True})

@@ -98,3 +98,24 @@ def test_before_backward_it_may_be_set(tmp_path: Path) -> None:
             engine.optimizer.param_groups[0]["lr"] = warm_up(step)
             engine.backward(loss)
             assert engine.step().lr == [warm_up(step)]
+
+
+@pytest.mark.parametrize("name", ["maximize", "amsgrad"])
+def test_what_an_update_does_not_know_is_refused_also_when_it_is_set_later(name: str) -> None:
+    with Engine(tiny(blocks=1), TierConfig()) as engine:
+        loss = next_token_loss(engine, tokens(1)[0])
+        engine.optimizer.param_groups[0][name] = True
+        with pytest.raises(ConfigError, match=rf"{name}=True is not supported \(in parameter_groups\[0\]\)"):
+            engine.backward(loss)
+        engine.optimizer.param_groups[0][name] = False
+        engine.backward(loss)
+        engine.step()
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "update", "loss_scale", "commit_every"])
+def test_an_argument_of_the_engine_that_is_set_later_is_refused(name: str) -> None:
+    """It would change nothing, and nobody would see that."""
+    with Engine(tiny(blocks=1), TierConfig()) as engine:
+        with pytest.raises(ConfigError, match=f"{name} is given when an engine is made"):
+            setattr(engine, name, 1.0)
+        engine.own = 1

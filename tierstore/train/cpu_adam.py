@@ -87,7 +87,7 @@ def validate_options(group: dict[str, Any], defaults: Mapping[str, Any]) -> None
     Raises:
         ConfigError: an option is unknown or has no sense; the group was not changed.
     """
-    _refuse_unsupported(group, "(in a parameter group)")
+    refuse_unsupported(group, "(in a parameter group)")
     of_torch = {"decoupled": group["decoupled_weight_decay"]} if "decoupled_weight_decay" in group else {}
     options = {**defaults, **of_torch, **{name: value for name, value in group.items() if name not in _NO_OPTIONS}}
     try:
@@ -98,7 +98,12 @@ def validate_options(group: dict[str, Any], defaults: Mapping[str, Any]) -> None
         group["lr"] = rate
 
 
-def _refuse_unsupported(options: Mapping[str, Any], where: str) -> None:
+def refuse_unsupported(options: Mapping[str, Any], where: str) -> None:
+    """Options of torch's that would give other results than they promise.
+
+    Raises:
+        ConfigError: one is on.
+    """
     for name in _UNSUPPORTED:
         if options.get(name):
             raise ConfigError(f"{name}={options[name]} is not supported {where}")
@@ -150,7 +155,7 @@ class CPUAdam(torch.optim.Optimizer):
     ) -> None:
         for name in of_torch.keys() - {*_UNSUPPORTED, *_IGNORED}:
             raise ConfigError(f"CPUAdam has no option {name!r}")
-        _refuse_unsupported(of_torch, "by CPUAdam")
+        refuse_unsupported(of_torch, "by CPUAdam")
         checked_options({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled})
         if threads is not None and (type(threads) is not int or threads < 1):
             raise ConfigError(f"threads must be a whole number of at least 1, got {threads!r}")
@@ -189,13 +194,15 @@ class CPUAdam(torch.optim.Optimizer):
 
         Raises:
             ConfigError: a gradient is not dense, or not of its parameter's dtype; a parameter is of another shape or
-                dtype than when its state was made. Nothing was changed.
+                dtype than when its state was made; an option that is not supported was set. Nothing was changed.
             KeyboardInterrupt: some weights were changed, others not, and nothing changes them any more.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for index, group in enumerate(self.param_groups):
+            refuse_unsupported(group, f"(in parameter_groups[{index}])")
         due = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for _, parameter, gradient in due:
             self._check(parameter, gradient)
@@ -232,7 +239,7 @@ class CPUAdam(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             if "betas" not in group:
                 raise ConfigError("the loaded state is that of another kind of optimizer")
-            _refuse_unsupported(group, "by CPUAdam, and the loaded state has it")
+            refuse_unsupported(group, "by CPUAdam, and the loaded state has it")
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: _protect(loaded))
         try:
             super().load_state_dict(state_dict)

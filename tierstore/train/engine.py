@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -149,6 +150,13 @@ class Engine:
             raise
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
+
+    if not TYPE_CHECKING:  # which knows that there is no such attribute
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name in _ARGUMENTS:
+                raise ConfigError(f"{name} is given when an engine is made, and set later it would change nothing")
+            super().__setattr__(name, value)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -436,6 +444,9 @@ class Engine:
     def _open_parts(self) -> Assembly:
         self._order.refuse_closed()
         return self._parts
+
+
+_ARGUMENTS = inspect.signature(Engine).parameters.keys() - {"model", "optimizer"}
 
 
 def _close_at_exit(engine: weakref.ref[Engine]) -> None:

@@ -22,7 +22,7 @@ from tierstore.kernels.adam import AdamCoefficients
 from tierstore.store.layout import GroupSpec
 from tierstore.store.rounds import ParameterUpdate
 from tierstore.train.capture import with_tensors
-from tierstore.train.cpu_adam import checked_options, validate_options
+from tierstore.train.cpu_adam import checked_options, refuse_unsupported, validate_options
 from tierstore.train.groups import ModelGroups
 
 
@@ -64,7 +64,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, of what `state_dict` gave.
+        """As torch's, of what `state_dict` gave: options of groups. Moments are in neither, and stay as they are.
 
         Raises:
             ConfigError: the groups were others, or had other members, or it is of another optimizer; nothing was
@@ -208,6 +208,8 @@ class AdamStepper:
         Raises:
             ConfigError: as `check`.
         """
+        for index, group in enumerate(self.optimizer.param_groups):
+            refuse_unsupported(group, f"(in parameter_groups[{index}])")
         return {
             f"{name} of parameter_groups[{index}]": value
             for index, group in enumerate(self.optimizer.param_groups)
