@@ -300,7 +300,8 @@ class CPUAdam(torch.optim.Optimizer):
     def _run(self, pieces: deque[Callable[[], None]]) -> None:
         """All pieces, in any order: a worker takes the next as soon as it is free."""
         if self._threads == 1 or len(pieces) <= 1:
-            return _drain(pieces)
+            _drain(pieces)
+            return
         if self._pool is None or self._pool_pid != os.getpid():  # the threads of a forked process are gone
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tierstore-adam")
             self._pool_pid = os.getpid()
@@ -315,7 +316,6 @@ class CPUAdam(torch.optim.Optimizer):
                 with contextlib.suppress(KeyboardInterrupt):  # another one; the first is on its way
                     wait(futures)
             raise
-        return None
 
 
 def _drain(pieces: deque[Callable[[], None]]) -> None:

@@ -238,11 +238,6 @@ class GradientReducer:
         """Parameters that no rank has used in the step whose gradients were delivered last."""
         return self._unused
 
-    def timeline(self) -> list[BucketRecord]:
-        """The buckets of the last backward that was reduced; to be read before the next one."""
-        record = self.last_step()
-        return [] if record is None else list(record.buckets)
-
     def last_step(self) -> StepRecord | None:
         """The last backward that was reduced, to be read before the next one; None before the first."""
         if self._recorded is None:
