@@ -139,10 +139,14 @@ def test_torch_files_that_cannot_be_packed(tmp_path: Path) -> None:
         (lambda dense: dense.to("meta"), "tensor 'a' of .*a.pt is on the meta device, without values, "),
         (lambda dense: torch.nested.nested_tensor([dense, dense[:2]]), "tensor 'a' of .*a.pt is nested, "),
         (lambda dense: dense.to(torch.complex128), "tensor '(y.)?a' has dtype torch.complex128, which a safetensors "),
+        (
+            lambda dense: torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+            "tensor '(y.)?a' is two 4-bit floats without a dimension, .*; save it with .reshape",
+        ),
         (lambda dense: (1j * dense).conj(), "'(y.)?a' of .*a.pt is a conjugate or negative of its bytes; "),
         (lambda dense: torch._neg_view(dense), "'(y.)?a' of .*a.pt is a conjugate or negative of its bytes; "),
     ],
-    ids=["coo", "csr", "csc", "quantized", "meta", "nested", "complex128", "conjugate", "negative"],
+    ids=["coo", "csr", "csc", "quantized", "meta", "nested", "complex128", "one pair", "conjugate", "negative"],
 )
 @pytest.mark.filterwarnings("ignore")  # of torch: these are beta, or will go
 def test_a_tensor_that_no_pack_holds_is_named(

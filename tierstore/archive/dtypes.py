@@ -43,10 +43,15 @@ def file_dtype(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[s
     """What a tensor of torch is in a file; the inverse of `torch_dtype`.
 
     Raises:
-        FormatError: the format has no such dtype.
+        FormatError: the format has no such dtype, or no such shape.
     """
     if dtype not in FILE_DTYPES:
         raise FormatError(f"tensor {quoted(name)} has dtype {dtype}, which a safetensors file cannot hold")
     if dtype is torch.float4_e2m1fn_x2:
+        if not shape:
+            raise FormatError(
+                f"tensor {quoted(name)} is two 4-bit floats without a dimension, which a safetensors file cannot hold; "
+                "save it with .reshape(1)"
+            )
         shape = (*shape[:-1], shape[-1] * 2)
     return FILE_DTYPES[dtype], shape
