@@ -78,6 +78,12 @@ def test_what_cannot_be_tried_is_said(tmp_path: Path) -> None:
         read_samples(tmp_path, 1)
 
 
+def test_a_file_that_was_not_finished_is_told_as_one(tmp_path: Path) -> None:
+    save_file({"a": torch.randn(3)}, tmp_path / "m.safetensors.partial")
+    result = _codecs(tmp_path / "m.safetensors.partial")
+    assert (result.exit_code, "is not finished; if nobody writes it now" in result.stderr) == (1, True), result.output
+
+
 def _codecs(*arguments: Any) -> Any:
     return CliRunner().invoke(app, ["codecs", *map(str, arguments)])
 

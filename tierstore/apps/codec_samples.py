@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tierstore.archive.sources import refuse_unfinished
 from tierstore.config import Codec
 from tierstore.errors import ChecksumMismatch, ConfigError, StorageError
 from tierstore.io.backend import Backend
@@ -54,10 +55,11 @@ def read_samples(path: Path, limit_bytes: int) -> list[Sample]:
 
     Raises:
         ConfigError: there is nothing of that sort.
-        FormatError, StorageError: a file is damaged, or cannot be read.
+        FormatError, StorageError: a file is damaged or unfinished, or cannot be read.
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a store or a safetensors file")
+    refuse_unfinished(path)
     numbers = Manifests(path, Backend()).numbers() if path.is_dir() else []
     if numbers:
         return _of_store(path, Manifests(path, Backend()).read_here(numbers[0]), limit_bytes)
