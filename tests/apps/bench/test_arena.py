@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -132,6 +133,30 @@ def test_an_interrupt_ends_all_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         contest({"a": Result(contestant(tmp_path / "log", "a", body=body))}, 1, tell)
     assert_ended(pids[0])
+
+
+def test_contestants_end_with_the_process_that_is_killed_while_it_asks(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    start = "child = subprocess.Popen(['sleep', '600'])"
+    body = f"{start}; print(os.getpid(), child.pid, file=open({str(pids)!r}, 'a'), flush=True); child.wait()"
+    one = contestant(tmp_path / "log", "a", body=body)
+    asks = (
+        "from tierstore.apps.bench import arena, case\n"
+        f"one = case.Contestant('a', {one.argv!r}, False)\n"
+        "arena.contest({'a': case.Result(one)}, 1, lambda what, done: None)\n"
+    )
+    asking = subprocess.Popen([sys.executable, "-c", asks])
+    try:
+        deadline_s = time.monotonic() + 60.0
+        while not pids.exists() or not pids.read_text().endswith("\n"):
+            assert asking.poll() is None
+            assert time.monotonic() < deadline_s
+            os.sched_yield()
+    finally:
+        asking.kill()
+        asking.wait()
+    for pid in map(int, pids.read_text().split()):
+        assert_ended(pid)
 
 
 def test_an_interrupt_leaves_what_was_answered(tmp_path: Path) -> None:

@@ -7,9 +7,14 @@ Not here: the side that asks (`arena.py`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +22,7 @@ from typing import Any
 # A number of the round goes in; what was timed (seconds), and figures by name, come out.
 Round = Callable[[int], "tuple[float, dict[str, float]]"]
 Contend = Callable[["dict[str, Any]"], AbstractContextManager["tuple[dict[str, Any], Round]"]]
+_LOOK_S = 0.2
 
 
 def peak_rss_bytes() -> int:
@@ -35,6 +41,7 @@ def serve(contend: Contend) -> None:
     Args:
         contend: takes the options of the command line; what it gives is facts (`versions` among them), and a round.
     """
+    _end_with(os.getppid())
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
 
@@ -53,3 +60,22 @@ def serve(contend: Contend) -> None:
                 tell(seconds=seconds, figures=figures, peak_rss=peak_rss_bytes())
     except (Missing, ModuleNotFoundError) as error:
         tell(missing=str(error))
+
+
+def _end_with(asker: int) -> None:
+    """If the process that asks is killed, this one ends at once, with its children, wherever it is.
+
+    It would read the end of stdin only after its round, which may take minutes and is nobody's any more.
+    """
+
+    def watch() -> None:
+        stdin = select.poll()
+        stdin.register(0, 0)
+        stdin.poll()  # until the other end is closed
+        while os.getppid() == asker:  # which asks for an orderly end
+            time.sleep(_LOOK_S)
+        with contextlib.suppress(OSError):  # the arena has made it a group of its own
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="tierstore-asker", daemon=True).start()
