@@ -7,8 +7,6 @@ Owner: the thread that runs the steps; the store is removed at the end.
 from __future__ import annotations
 
 import contextlib
-import secrets
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +18,7 @@ from tierstore.apps.assembly import Parts, assemble, engine_arguments
 from tierstore.apps.crew import Crew
 from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import TrainOptions
+from tierstore.apps.scratch import clear_scratch, scratch
 from tierstore.apps.turns import take_short_turns
 from tierstore.config import UpdateSchedule
 from tierstore.plan.step_record import StepRecord
@@ -28,6 +27,7 @@ from tierstore.train.engine import Engine
 from tierstore.train.report import StepReport
 
 _RECORDED_STEPS = 3
+_SCRATCH = "tune-"
 _IN_BACKWARD = (UpdateSchedule.BACKWARD.value, UpdateSchedule.SPECULATIVE.value)
 
 
@@ -154,15 +154,13 @@ class Trial:
 
 @contextlib.contextmanager
 def trial(options: TrainOptions) -> Iterator[Trial]:
-    """An engine for these options, with a store that is removed at the end."""
+    """An engine for these options, with a store that is removed at the end; those of killed trials go first."""
     with contextlib.ExitStack() as stack:
         stores = []
         for directory in options.nvme:
             directory.mkdir(parents=True, exist_ok=True)
-            stores.append(directory / f"tune-{secrets.token_hex(8)}")
-            # Before it is made: a signal may come between.
-            stack.callback(shutil.rmtree, stores[-1], ignore_errors=True)
-            stores[-1].mkdir(mode=0o700)
+            clear_scratch(directory, _SCRATCH)
+            stores.append(stack.enter_context(scratch(directory, _SCRATCH)))
         own = replace(options, nvme=tuple(path / "store" for path in stores))
         prepare_heap()
         take_short_turns(options.device)

@@ -51,7 +51,7 @@ def bench(
 
     from tierstore.apps.bench.case import BenchOptions
     from tierstore.apps.bench.report import context_of, save, show
-    from tierstore.apps.bench.run import Outcome, cases_of, check_room, notes, run_case
+    from tierstore.apps.bench.run import Outcome, cases_of, check_room, clear_left, notes, run_case
     from tierstore.apps.probe_report import progress
 
     with told(debug):
@@ -60,9 +60,10 @@ def bench(
             steps=steps, curve=curve, large=large, heat=heat, dtype=dtype, device=device, json=json, markdown=markdown,
         )  # fmt: skip
         cases = cases_of(case, device)
-        check_room(options, cases)
         console = Console()
-        for note in notes(options, cases):
+        left = clear_left(options)
+        check_room(options, cases)
+        for note in (*left, *notes(options, cases)):
             show_plain(console, f"note: {note}")
         outcomes: list[Outcome] = []
 

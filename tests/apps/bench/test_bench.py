@@ -89,6 +89,13 @@ def test_room_is_asked_before_anything_is_written(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_what_a_killed_run_has_left_goes_before_room_is_asked(tmp_path: Path) -> None:
+    (tmp_path / ".tierstore-bench-0123456789abcdef").mkdir()
+    (tmp_path / ".tierstore-bench-0123456789abcdef" / ".lock").touch()
+    assert bench("disk", "--size", "16TiB", "--nvme", str(tmp_path)).exit_code == 1
+    assert os.listdir(tmp_path) == []
+
+
 def test_nothing_is_left_of_a_case_that_fails(tmp_path: Path) -> None:
     def prepare(options: BenchOptions, scratch: Path) -> None:
         (scratch / "half").write_text("a file")

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import importlib
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tierstore.apps.bench.arena import Tell, contest
 from tierstore.apps.bench.case import BenchOptions, Case, Result, Results, Row
 from tierstore.apps.options import Precision
+from tierstore.apps.scratch import clear_scratch, scratch
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, StorageError, StorageFull
 
 CASES = ("disk", "adam", "step", "load", "reduce")
 _LEFT_FREE_BYTES = 2**28
+_SCRATCH = ".tierstore-bench-"
 _NOT_YET = "missing: its turn has not come"
 
 
@@ -62,6 +62,11 @@ def check_room(options: BenchOptions, cases: Sequence[Case]) -> None:
             )
 
 
+def clear_left(options: BenchOptions) -> list[str]:
+    """Removes what runs that were killed have left on the disk, and says so."""
+    return [f"removed {path}, of a run that was killed" for path in clear_scratch(options.nvme, _SCRATCH)]
+
+
 def notes(options: BenchOptions, cases: Sequence[Case]) -> list[str]:
     """What a person should know before the run."""
     if not any(case.name == "step" for case in cases):
@@ -78,14 +83,13 @@ def run_case(case: Case, options: BenchOptions, tell: Tell, keep: Callable[[Outc
         keep: called after each heat, also one that is interrupted, with all that is known by then; contestants of later
             ones are in it as missing.
     """
-    with tempfile.TemporaryDirectory(prefix=".tierstore-bench-", dir=options.nvme) as name:
-        scratch = Path(name)
+    with scratch(options.nvme, _SCRATCH) as directory:
         tell(f"{case.name}: makes ready", 0.0)
         try:
-            case.prepare(options, scratch)
+            case.prepare(options, directory)
         except (OSError, RuntimeError) as error:  # torch.save says a full disk so
             raise StorageError(f"bench {case.name} cannot make its files in {options.nvme}: {error}") from error
-        heats = case.heats(options, scratch)
+        heats = case.heats(options, directory)
         results = {one.name: Result(one, trouble=_NOT_YET) for heat in heats for one in heat}
         outcome = Outcome(case.name, (), results)
         for index, heat in enumerate(heats):
