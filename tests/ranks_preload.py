@@ -7,7 +7,8 @@ with loading():  # a collection in a fork would look at all of this, and thereby
     import torch._dynamo  # noqa: F401  # every optimizer imports it, for two seconds
     from transformers import GPT2LMHeadModel  # noqa: F401  # the model of `tierstore train`, for as long
 
-    import tierstore.apps.train  # noqa: F401  # and the engine
+    import tierstore.apps.train  # and the engine
+    import tierstore.cli.commands  # noqa: F401
     from tierstore.kernels import warm_up
 
     warm_up({"fp32", "bf16"})

@@ -203,6 +203,38 @@ def test_an_interrupt_during_the_imports_is_one_sentence(tmp_path: Path) -> None
     assert (result.returncode, result.stderr) == (130, "tierstore: interrupted before training began\n")
 
 
+@pytest.mark.parametrize("start", [["-m", "tierstore.cli"], ["-c", "from tierstore.cli import main; main()"]])
+def test_an_interrupt_before_any_command_runs_is_one_sentence(start: list[str], tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    root = Path(tierstore.__file__).parents[1]
+    for handler, told in ((signal.default_int_handler, (130, "tierstore: interrupted\n")), (signal.SIG_IGN, None)):
+        before = signal.signal(signal.SIGINT, handler)  # the child begins with it, or has it ignored
+        try:
+            result = subprocess.run([sys.executable, *start, "--help"], cwd=root, capture_output=True, text=True,
+                                    env={"PYTHONPATH": f"{tmp_path}:{root}"}, timeout=60)  # fmt: skip
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert ((result.returncode, result.stderr) == told) if told else "AttributeError" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_has_its_exit_code_wherever_it_comes(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "stopped.py").write_text(
+        "import signal, sys, typer\n"
+        "from tierstore.cli.interrupts import interruptible\n"
+        f"signal.signal({number:d}, signal.SIG_DFL if {number:d} != signal.SIGINT else signal.default_int_handler)\n"
+        "try:\n"
+        "    with interruptible('interrupted'):\n"
+        f"        exec('signal.raise_signal({number:d})')  # as where a dataclass is made\n"
+        "except typer.Exit as end:\n"
+        "    sys.exit(end.exit_code)\n"
+    )
+    root = Path(tierstore.__file__).parents[1]
+    result = subprocess.run([sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True,
+                            env={"PYTHONPATH": str(root)}, timeout=60)  # fmt: skip
+    assert (result.returncode, result.stderr) == (128 + number, "tierstore: interrupted\n")
+
+
 @pytest.mark.parametrize("command", [["-m", "tierstore.cli"], ["tools/train.py"], ["tools/plan_memory.py"]])
 def test_the_scripts_run(command: list[str]) -> None:
     root = Path(tierstore.__file__).parents[1]

@@ -1,50 +1,40 @@
 """The command line: parses, calls `apps/`, turns errors into one sentence and an exit code.
 
-Scope: the commands, a module each, and their order. Not here: anything that works. Torch is imported inside a command,
-so that `--help` answers at once.
+Scope: the entry point; what it starts is imported there (`commands.py`), where a Ctrl-C is heard.
 """
 
 from __future__ import annotations
 
 import os
-import sys
+import signal
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from tierstore.cli import bench, codecs, delete, inspect, pack, plan, probe, simulate, train, tune
-
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-)  # fmt: skip
+if TYPE_CHECKING:
+    from tierstore.cli.commands import app as app
 
 
-@app.callback()
-def _root() -> None:
-    """Train models whose state does not fit in memory."""
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        from tierstore.cli.commands import app
 
-
-app.command()(train.train)
-app.command()(pack.pack)
-app.command()(pack.unpack)
-app.command()(inspect.inspect)
-app.command()(inspect.verify)
-app.command()(delete.delete)
-app.command()(probe.probe)
-app.command()(codecs.codecs)
-app.command()(bench.bench)
-app.command()(tune.tune)
-app.command()(plan.plan)
-app.add_typer(simulate.simulate, name="simulate")
+        return app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main() -> None:
     """Entry point of the command `tierstore`."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        app()
-    try:  # the other ranks of a machine say nothing of a wrong option
-        sys.exit(app(standalone_mode=False) or 0)
-    except Exception as error:
-        if not hasattr(error, "exit_code"):  # click's, which typer brings along or not
-            raise
-        sys.exit(error.exit_code)
+    usual = signal.getsignal(signal.SIGINT)
+    hears = usual is signal.default_int_handler  # else somebody else does, or nobody shall
+    if hears:
+        signal.signal(signal.SIGINT, _leave)
+    from tierstore.cli.commands import run
+
+    if hears:
+        signal.signal(signal.SIGINT, usual)
+    run()
+
+
+def _leave(number: int, frame: object) -> None:
+    """Before anything is done that is to be undone. See apps/stopping.py [Note: leaving at once]."""
+    os.write(2, b"tierstore: interrupted\n")
+    os._exit(128 + number)

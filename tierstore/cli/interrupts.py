@@ -24,6 +24,14 @@ from tierstore.cli.common import say
 from tierstore.errors import Abandoned
 
 
+class _Stopped(KeyboardInterrupt):
+    """Any of the three.
+
+    Python ends by SIGINT in the end, whatever the exit code, if a KeyboardInterrupt itself has come out of an `exec`,
+    as while a dataclass is made.
+    """
+
+
 @contextlib.contextmanager
 def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) -> Iterator[None]:
     """In here they raise KeyboardInterrupt; it ends as `last_words` and exit code 130, 143 or 129.
@@ -42,7 +50,7 @@ def interruptible(last_words: str, leave: Callable[[int], object] = os._exit) ->
             terminal.let_go()
         if not seen:
             seen.append(number)
-            raise KeyboardInterrupt
+            raise _Stopped
         if number != signal.SIGINT:
             return
         repeated += 1

@@ -1,0 +1,49 @@
+"""All commands, a module each, and their order.
+
+Not here: anything that works. Torch is imported inside a command, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from tierstore.cli import bench, codecs, delete, inspect, pack, plan, probe, simulate, train, tune
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)  # fmt: skip
+
+
+@app.callback()
+def _root() -> None:
+    """Train models whose state does not fit in memory."""
+
+
+app.command()(train.train)
+app.command()(pack.pack)
+app.command()(pack.unpack)
+app.command()(inspect.inspect)
+app.command()(inspect.verify)
+app.command()(delete.delete)
+app.command()(probe.probe)
+app.command()(codecs.codecs)
+app.command()(bench.bench)
+app.command()(tune.tune)
+app.command()(plan.plan)
+app.add_typer(simulate.simulate, name="simulate")
+
+
+def run() -> None:
+    """The command that the arguments of the process name; ends it."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        app()
+    try:  # the other ranks of a machine say nothing of a wrong option
+        sys.exit(app(standalone_mode=False) or 0)
+    except Exception as error:
+        if not hasattr(error, "exit_code"):  # click's, which typer brings along or not
+            raise
+        sys.exit(error.exit_code)
