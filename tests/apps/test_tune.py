@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import signal
@@ -212,6 +213,32 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path, disk_path: Path) 
     old = {name: value for name, value in json.loads((tmp_path / "record.json").read_text()).items() if name != "of"}
     (tmp_path / "record.json").write_text(json.dumps(old))
     run(replace(again, train=replace(train, batch=4)), lambda: Machine(RATES), lambda said: None)  # nobody can tell
+
+
+def test_all_that_is_told_beside_a_measurement_is_of_its_own_time(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Measuring:
+        def measure(
+            self, depths: list[int], rounds: int, steps: int, between: Callable[[], None]
+        ) -> tuple[dict[int, Measured], StepRecord]:
+            for _ in range(rounds):
+                between()
+            return {depth: Measured(1.0, 1.0, 1.0, 0.0) for depth in depths}, record().scaled(0.5)
+
+    monkeypatch.setattr("tierstore.apps.trial.trial", lambda train: contextlib.nullcontext(Measuring()))
+    machines = iter([Machine(RATES), *[Machine(RATES.scaled(disk=3))] * 3])
+    train = TrainOptions(nvme=(tmp_path / "store",), gpu_memory=128 * MIB, cpu_memory=300 * MIB)
+    options = TuneOptions(train=train, record=tmp_path / "step.json", measure=True)
+    outcome = run(options, lambda: next(machines), lambda said: None)
+    choice = outcome.tuning.choice
+    now = plan_tuning.tune(outcome.record, list(candidates(outcome.record, train)), outcome.machine,
+                           taken=(choice.candidate, choice.depth))  # fmt: skip
+    assert now == outcome.tuning
+    another = "the machine was another one than before"
+    assert another not in tune_views.as_words(outcome)
+    faster = ((now.others[0][0], replace(now.others[0][1], seconds=0.9 * choice.best.seconds)),)
+    assert another in tune_views.as_words(replace(outcome, tuning=replace(now, others=faster)))
 
 
 def test_a_depth_that_was_clearly_faster_is_what_is_written(disk_path: Path) -> None:

@@ -292,6 +292,30 @@ class TestTuning:
         assert found.regime is Regime.COMPUTE_BOUND
         assert found.batch_factor == 1.25
 
+    def test_computing_that_an_update_slows_waits_for_nothing(self) -> None:
+        cores = BandwidthTable(1e12, 1e12, 1e12, 1e12, 1e12, 1e12, 30e6)
+        machine = Machine(cores, 2, 2, both_ways(3.0))
+        found = tune(record(0.05), self.candidates(UpdateSchedule.BACKWARD), machine)
+        step = found.choice.best
+        assert step.slowed_s > 0.1 * step.seconds
+        assert step.waiting_s + step.slowed_s + record(0.05).compute_s == pytest.approx(step.seconds)
+        assert (found.regime, found.batch_factor) == (Regime.COMPUTE_BOUND, 1.25)
+        assert found.reason.endswith(
+            " s a step, 1.44 s are computing (0.24 s of that for what goes on beside it), the disks work 0.00 s, and "
+            "what they do is hidden; faster disks or deeper prefetch gain nothing"
+        )
+
+    def test_of_what_was_taken_before_all_is_told_as_it_is_now(self) -> None:
+        both = self.candidates(UpdateSchedule.STEP, UpdateSchedule.FORWARD)
+        machine = Machine(RATES, io_threads=2)
+        found = tune(record(0.05), both, machine, taken=(both[0], 7))
+        assert (found.choice.candidate, found.choice.depth) == (both[0], 7)
+        assert found.two_disks.seconds < found.choice.forecasts[7].seconds == found.choice.best.seconds
+        free = tune(record(0.05), both, machine)
+        assert [(one.schedule, step) for one, step in found.others] == [
+            (UpdateSchedule.FORWARD, free.choice.forecasts[USUAL_DEPTH])
+        ]
+
     @pytest.mark.parametrize(("contention", "drag"), [(0.0, 1.0), (0.4, 1.3), (3.0, 0.8)])
     def test_what_a_recorded_step_shows_of_contention_and_drag_is_found_again(
         self, contention: float, drag: float

@@ -121,10 +121,9 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
         measured, later_record = _measure(options, tuning, lambda: seen.append(rates()))
         if later_record is not None:
             record = replace(later_record, contention=record.contention, drag=record.drag)
-        # What is compared with the measurement is predicted from the rates and the computing of its own time; the
+        # All that is told beside the measurement is predicted from the rates and the computing of its own time; the
         # choice was made before.
-        later = _tune(options, record, _median(seen), tuning.choice.candidate)
-        tuning = replace(later, choice=replace(later.choice, depth=tuning.choice.depth), others=tuning.others)
+        tuning = _tune(options, record, _median(seen), (tuning.choice.candidate, tuning.choice.depth))
     return Outcome(record, _median(seen), tuning, measured)
 
 
@@ -273,10 +272,12 @@ def _commits(train: TrainOptions) -> bool:
     return bool(train.nvme) and train.durability is Durability.COMMIT
 
 
-def _tune(options: TuneOptions, record: StepRecord, machine: Machine, first: Candidate | None = None) -> Tuning:
+def _tune(
+    options: TuneOptions, record: StepRecord, machine: Machine, taken: tuple[Candidate, int] | None = None
+) -> Tuning:
     train = options.train
-    found = list(candidates(record, train)) if first is None else [first]
-    return tune(record, found, machine, commit_every=train.commit_every, commits=_commits(train))
+    found = list(candidates(record, train))
+    return tune(record, found, machine, commit_every=train.commit_every, commits=_commits(train), taken=taken)
 
 
 def _measure(

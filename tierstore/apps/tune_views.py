@@ -17,7 +17,7 @@ from tierstore.cores import available_cores
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.costs import codec_pays
 from tierstore.plan.placement import Kind
-from tierstore.plan.tuning import USUAL_DEPTH, WORTH_IT, Candidate, Choice, Tuning
+from tierstore.plan.tuning import USUAL_DEPTH, WORTH_IT, Candidate, Choice
 from tierstore.plots import new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def as_words(outcome: Outcome) -> str:
     lines = [
         f"Depth {choice.depth}, {describe(choice.candidate)}: {choice.best.seconds:.3f} s a step, "
         f"{choice.best.stall_s:.3f} s of it waiting for weights.",
-        *_nearly_as_good(tuning),
+        *_nearly_as_good(outcome),
         tuning.reason[0].upper() + tuning.reason[1:] + ".",
         _split(choice),
         "One depth serves all groups: the policy fetches them in the order of use as far as memory allows, and groups "
@@ -85,12 +85,15 @@ def as_words(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _nearly_as_good(tuning: Tuning) -> Iterator[str]:
+def _nearly_as_good(outcome: Outcome) -> Iterator[str]:
     """Why what looks faster on paper was not taken."""
-    choice = tuning.choice
+    tuning, choice = outcome.tuning, outcome.tuning.choice
     at_usual_s = choice.forecasts[USUAL_DEPTH].seconds
-    is_faster = min(one.seconds for one in choice.forecasts) < choice.best.seconds
-    if is_faster or any(step.seconds < at_usual_s for _, step in tuning.others):
+    depths = min(one.seconds for one in choice.forecasts) / choice.best.seconds
+    updates = min([step.seconds / at_usual_s for _, step in tuning.others], default=1.0)
+    if outcome.measured and min(depths, updates) < 1 - WORTH_IT:
+        yield "While it was measured the machine was another one than before, when the choice was made: tune again."
+    elif min(depths, updates) < 1:
         yield (
             f"What is less than {WORTH_IT:.0%} faster on paper may not be: then the smallest depth from 1 on is taken, "
             "and the update that `train` takes by itself; --measure tells."

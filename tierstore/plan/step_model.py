@@ -53,7 +53,7 @@ class StepForecast:
         slowed_s: how much longer compute takes beside the update.
         disk_s: time in which the disks work.
         cpu_peak_bytes, gpu_peak_bytes: largest use of the tiers' budgets.
-        waiting_s: all that the step takes beyond its computing: for weights, gradients, updates.
+        waiting_s: all that the step takes beyond its computing, slowed as that is: for weights, gradients, updates.
     """
 
     seconds: float
@@ -100,18 +100,19 @@ def forecast(
     run = _Trainer(clock, record, store, replace(policy, commit_every=period))
     clock.run(clock.spawn(run.train(warm_up_steps + count, warm_up_steps)))
     mean = _mean(run.marks[warm_up_steps:], policy.commit_every if period == _LONGEST_PERIOD else count)
+    slowed_s = mean["forward"] + mean["backward"] - mean["stall"] - record.forward_s - record.backward_s
     return StepForecast(
         seconds=mean["now"],
         forward_s=mean["forward"],
         backward_s=mean["backward"],
         stall_s=mean["stall"],
-        slowed_s=mean["forward"] + mean["backward"] - mean["stall"] - record.forward_s - record.backward_s,
+        slowed_s=slowed_s,
         disk_s=mean["disk"],
         read_bytes=mean["read"],
         written_bytes=mean["write"],
         cpu_peak_bytes=run.store.cpu_peak_bytes,
         gpu_peak_bytes=run.store.device.peak_bytes + run.gradient_peak_bytes + run.store.placement.gpu_update_bytes,
-        waiting_s=max(mean["now"] - record.compute_s, 0.0),
+        waiting_s=max(mean["now"] - record.compute_s - slowed_s, 0.0),
     )
 
 

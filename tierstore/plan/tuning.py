@@ -20,6 +20,7 @@ from tierstore.plan.step_record import StepRecord
 DEPTHS = range(9)
 WORTH_IT = 0.05  # part of a step for which another candidate or depth is taken: less may be an error of the model
 _HIDDEN = 0.05  # part of a step that may be waiting where nothing is to be gained
+_TOLD = 0.01  # part of a step from which it is said how much computing is slowed
 _BUSY = 0.8  # part of a step in which disks work that bound it
 _GAIN = 0.8  # and what is left of it with disks twice as fast
 _BATCHES = (1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -140,8 +141,12 @@ def tune(
     *,
     commit_every: int = 1,
     commits: bool = True,
+    taken: tuple[Candidate, int] | None = None,
 ) -> Tuning:
     """The fastest candidate on paper; the first one, unless another is faster by more than 5 %.
+
+    Args:
+        taken: a candidate and its depth that were chosen before; what is told of them and the others is of now.
 
     Raises:
         ConfigError: no candidate.
@@ -154,10 +159,14 @@ def tune(
         return forecast(recorded, candidate.placement, on, policy)
 
     ranked = sorted(((one, run(one, USUAL_DEPTH)) for one in candidates), key=lambda item: item[1].seconds)
-    first_s = next(step.seconds for one, step in ranked if one is candidates[0])
-    candidate = ranked[0][0] if ranked[0][1].seconds < (1 - WORTH_IT) * first_s else candidates[0]
-    others = [item for item in ranked if item[0] is not candidate]
-    chosen = _choose(candidate, [run(candidate, depth) for depth in DEPTHS])
+    if taken is None:
+        first_s = next(step.seconds for one, step in ranked if one is candidates[0])
+        candidate = ranked[0][0] if ranked[0][1].seconds < (1 - WORTH_IT) * first_s else candidates[0]
+    else:
+        candidate = taken[0]
+    others = [item for item in ranked if item[0].schedule is not candidate.schedule]
+    forecasts = tuple(run(candidate, depth) for depth in DEPTHS)
+    chosen = Choice(candidate, forecasts, _best_depth(forecasts) if taken is None else taken[1])
     depth = chosen.depth
     two_disks = run(candidate, depth, on=replace(machine, table=machine.table.scaled(disk=2)))
     batch_factor = next((f for f in _BATCHES if _hides(run(candidate, depth, record.scaled(f)))), None)
@@ -166,10 +175,10 @@ def tune(
     return Tuning(chosen, tuple(others), regime, two_disks, batch_factor, reason)
 
 
-def _choose(candidate: Candidate, forecasts: Sequence[StepForecast]) -> Choice:
+def _best_depth(forecasts: Sequence[StepForecast]) -> int:
     limit_s = (1 + WORTH_IT) * min(one.seconds for one in forecasts)
-    depth = next(depth for depth in (*DEPTHS[1:], 0) if forecasts[depth].seconds <= limit_s)
-    return Choice(candidate, tuple(forecasts), depth)
+    depth: int = next(depth for depth in (*DEPTHS[1:], 0) if forecasts[depth].seconds <= limit_s)
+    return depth
 
 
 def _hides(step: StepForecast) -> bool:
@@ -186,11 +195,17 @@ def _regime(step: StepForecast, two_disks: StepForecast) -> Regime:
 def _reason(
     record: StepRecord, step: StepForecast, regime: Regime, two_disks: StepForecast, batch_factor: float | None
 ) -> str:
+    is_slowed = step.slowed_s > _TOLD * step.seconds
+    slowed = f" ({step.slowed_s:.2f} s of that for what goes on beside it)" if is_slowed else ""
+    computing_s = record.compute_s + step.slowed_s
     times = (
-        f"of {step.seconds:.2f} s a step, {record.compute_s:.2f} s are computing, the disks work {step.disk_s:.2f} s"
+        f"of {step.seconds:.2f} s a step, {computing_s:.2f} s are computing{slowed}, the disks work {step.disk_s:.2f} s"
     )
+    gain = f"a second SSD would make it {two_disks.seconds:.2f} s"
     if regime is Regime.COMPUTE_BOUND:
-        return f"compute-bound: {times}, and what they do is hidden; faster disks or deeper prefetch gain nothing"
+        is_help = two_disks.seconds < (1 - _HIDDEN) * step.seconds  # what the disks do no longer slows the computing
+        end = f"deeper prefetch gains nothing; {gain}" if is_help else "faster disks or deeper prefetch gain nothing"
+        return f"compute-bound: {times}, and what they do is hidden; {end}"
     if regime is Regime.BANDWIDTH_BOUND:
         text = f"bandwidth-bound: {times}: no depth hides it"
     else:
@@ -199,5 +214,4 @@ def _reason(
             "reads, writes and computes after the gradients that it needs comes before the next layers"
         )
     batch = "no batch up to 64 times as large hides it" if batch_factor is None else f"{batch_factor:g} times the batch"
-    gain = f"a second SSD would make it {two_disks.seconds:.2f} s"
     return f"{text}; {gain}; " + (batch if batch_factor is None else f"{batch} would hide it")
