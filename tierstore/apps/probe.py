@@ -7,7 +7,6 @@ Owner: the thread that calls; memory, device and files are given back at the end
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from tierstore.plan.layers import TimedLayer
 
 if TYPE_CHECKING:  # torch and numpy come with them
     from tierstore.device.streams import ComputeDevice
-    from tierstore.io.memory import Bytes, Lease
+    from tierstore.io.memory import Bytes
     from tierstore.io.runtime import Runtime
     from tierstore.measure.machine import Machine
     from tierstore.measure.survey import Disks
@@ -97,9 +96,8 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Lau
         ConfigError: an option cannot work; nothing was written.
     """
     from tierstore.device.streams import open_device
-    from tierstore.io.memory import Arena
-    from tierstore.io.runtime import Runtime
     from tierstore.measure.machine import MEMORY_BYTES
+    from tierstore.measure.memory import arena_memory
 
     check_outputs(json=options.json, plot=options.plot)
     collective = None
@@ -108,13 +106,8 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Lau
         if launch.rank > 0:
             return None
     device = open_device(options.device)
-    arena = Arena(MEMORY_BYTES * len(options.nvme), device.pin, device.unpin)
-    with contextlib.closing(arena), Runtime("tierstore-probe", timeout_s=86400.0) as runtime:
-        lease = runtime.call(arena.pool("probe", arena.capacity_bytes).reserve, arena.capacity_bytes)
-        try:
-            outcome = _measure(options, device, lease.array, runtime, tell)
-        finally:
-            runtime.call(_free, lease, raises_kept=False)
+    with arena_memory(MEMORY_BYTES * len(options.nvme), "tierstore-probe", device) as (runtime, memory):
+        outcome = _measure(options, device, memory, runtime, tell)
     return replace(outcome, table=replace(outcome.table, collective=collective))
 
 
@@ -181,11 +174,6 @@ def _time_layers(options: ProbeOptions, rounds: int, tell: Callable[[str, float]
 
     longest_s = _QUICK_LAYER_S if options.quick else _LAYER_S
     return time_layers(tuple(DTYPES), rounds, longest_s, lambda name: tell(name, 1.0))
-
-
-async def _free(lease: Lease) -> None:
-    """On the loop thread, to which the arena belongs."""
-    lease.free()
 
 
 def _table(disks: Disks, machine: Machine) -> BandwidthTable:

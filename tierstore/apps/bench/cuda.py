@@ -146,16 +146,13 @@ def _link(options: dict[str, Any]) -> Iterator[Round]:
     import torch
 
     from tierstore.device.streams import open_device
-    from tierstore.io.memory import Arena
-    from tierstore.io.runtime import Runtime
     from tierstore.measure import links
+    from tierstore.measure.memory import arena_memory
 
     device = open_device("cuda")
-    arena = Arena(4 * _COPY_BYTES, device.pin, device.unpin)
-    with contextlib.closing(arena), Runtime("tierstore-bench", timeout_s=600.0) as runtime:
-        lease = runtime.call(arena.pool("bench", arena.capacity_bytes).reserve, arena.capacity_bytes)
-        loads = {"h2d": links.h2d(device, lease.array[: 2 * _COPY_BYTES]),
-                 "d2h": links.d2h(device, lease.array[2 * _COPY_BYTES :])}  # fmt: skip
+    with arena_memory(4 * _COPY_BYTES, "tierstore-bench", device) as (runtime, memory):
+        loads = {"h2d": links.h2d(device, memory[: 2 * _COPY_BYTES]),
+                 "d2h": links.d2h(device, memory[2 * _COPY_BYTES :])}  # fmt: skip
         there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
         here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
 
@@ -173,13 +170,7 @@ def _link(options: dict[str, Any]) -> Iterator[Round]:
             rates |= {"h2d pinned": pinned(there, here), "d2h pinned": pinned(here, there)}
             return time.perf_counter() - begun_s, rates
 
-        async def free() -> None:
-            lease.free()
-
-        try:
-            yield run_round
-        finally:
-            runtime.call(free, raises_kept=False)
+        yield run_round
 
 
 @contextlib.contextmanager

@@ -31,7 +31,6 @@ from tierstore.apps.bench.serve import Round
 from tierstore.config import format_size
 
 if TYPE_CHECKING:  # numpy comes with it
-    from tierstore.io.memory import Lease
     from tierstore.measure.disk import DiskFile, Verb
 
 FIO_SETTINGS = (("io_uring", 64, "1M"), ("io_uring", 16, "16M"), ("libaio", 32, "1M"), ("libaio", 16, "4M"),
@@ -117,29 +116,23 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     Options: `path` of a file that is written, its `size`, `block_bytes`, `threads`. Figures: GB/s by verb.
     """
     from tierstore.io.backend import Backend
-    from tierstore.io.memory import Arena
-    from tierstore.io.runtime import Runtime
     from tierstore.measure.disk import DiskFile, incompressible
+    from tierstore.measure.memory import arena_memory
 
-    arena = Arena(_MEMORY_BYTES)
     path, size = Path(options["path"]), options["size"]
-    with contextlib.closing(arena), Runtime("tierstore-bench", timeout_s=86400.0) as runtime:
-        lease = runtime.call(arena.pool("bench", arena.capacity_bytes).reserve, arena.capacity_bytes)
-        try:
-            incompressible(lease.array)
-            with contextlib.closing(Backend().open(path, writable=True)) as file:
-                disk = DiskFile(file, size, lease.array, path)
+    with arena_memory(_MEMORY_BYTES, "tierstore-bench") as (runtime, memory):
+        incompressible(memory)
+        with contextlib.closing(Backend().open(path, writable=True)) as file:
+            disk = DiskFile(file, size, memory, path)
 
-                def run_round(number: int) -> tuple[float, dict[str, float]]:
-                    seconds = {
-                        verb: runtime.call(_one_pass, disk, verb, options["block_bytes"], options["threads"])
-                        for verb in _VERBS
-                    }
-                    return sum(seconds.values()), {verb: size / one / 1e9 for verb, one in seconds.items()}
+            def run_round(number: int) -> tuple[float, dict[str, float]]:
+                seconds = {
+                    verb: runtime.call(_one_pass, disk, verb, options["block_bytes"], options["threads"])
+                    for verb in _VERBS
+                }
+                return sum(seconds.values()), {verb: size / one / 1e9 for verb, one in seconds.items()}
 
-                yield {"versions": {}, "is_direct": file.direct}, run_round
-        finally:
-            runtime.call(_free, lease, raises_kept=False)
+            yield {"versions": {}, "is_direct": file.direct}, run_round
 
 
 async def _one_pass(disk: DiskFile, verb: Verb, block_bytes: int, threads: int) -> float:
@@ -163,11 +156,6 @@ async def _one_pass(disk: DiskFile, verb: Verb, block_bytes: int, threads: int) 
         return time.perf_counter() - start_s
     finally:
         workers.close(CLOSE_TIMEOUT_S)
-
-
-async def _free(lease: Lease) -> None:
-    """On the loop thread, to which the arena belongs."""
-    lease.free()
 
 
 def _file(scratch: Path) -> Path:
