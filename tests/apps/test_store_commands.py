@@ -137,6 +137,7 @@ def test_a_store_of_named_tensors_is_shown_and_verified(codec: Codec, tmp_path: 
         (damage,) = json.loads((tmp_path / "j").read_text())["damages"]
         assert (result.exit_code, damage["group"], damage["tensors"]) == (1, bad.group, ["w"])
         flip(bad)
+    assert "over several directories the first comes first" in run.invoke(app, [*verify, paths[1]]).stderr
     result = run.invoke(app, [*verify, paths[0]])
     assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)
     chunks[0].path.unlink()

@@ -26,12 +26,14 @@ from tierstore.archive import flow
 from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import open_archive
 from tierstore.archive.reading import Damage, verify
+from tierstore.archive.sources import SINGLE
 from tierstore.config import TierConfig, format_size
 from tierstore.errors import ChecksumMismatch, FormatError, StorageError, StoreLocked, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.watch import Attended
 from tierstore.pack.layout import quoted
 from tierstore.store.commit import Manifests
+from tierstore.store.names import holds_data
 from tierstore.store.verification import CommittedChunk, committed_chunks
 
 _STORE_TIMEOUT_S = TierConfig().timeout_s
@@ -196,11 +198,23 @@ def _advice(paths: Sequence[Path], console: Console, attended: Attended) -> str:
 
 
 def is_store(path: Path, backend: Backend | None = None) -> bool:
-    """Whether a directory holds a generation of a store."""
+    """Whether a directory holds a generation of a store.
+
+    Raises:
+        FormatError: it is a directory, and holds nothing of a pack either.
+    """
     backend = backend or Backend()
     with backend.calling("inspection", path):
         is_directory = path.is_dir()
-    return is_directory and bool(Manifests(path, backend).numbers())
+    if not is_directory:
+        return False
+    if Manifests(path, backend).numbers():
+        return True
+    names = backend.names(path)
+    if not any(name.startswith(Path(SINGLE).stem) for name in names):
+        advice = "; of a store over several directories the first comes first" if any(map(holds_data, names)) else ""
+        raise FormatError(f"{path} holds neither a pack nor a generation of a store{advice}")
+    return False
 
 
 def damage_table(verdict: Verdict) -> Table:
