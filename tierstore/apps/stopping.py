@@ -114,10 +114,15 @@ class Terminal:
     def let_go(self) -> None:
         """It has gone: nothing more is said there."""
         with contextlib.suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for number in self._descriptors:
-                os.dup2(nowhere, number)
-            os.close(nowhere)
+            let_go(*self._descriptors)
+
+
+def let_go(*descriptors: int) -> None:
+    """What is written there from now on goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in descriptors:
+        os.dup2(nowhere, number)
+    os.close(nowhere)
 
 
 def say_at_once(sentence: str) -> None:

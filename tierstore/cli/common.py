@@ -7,6 +7,7 @@ Not here: commands (a module each) and anything that works (`apps/`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tierstore.apps.stopping import let_go
 from tierstore.config import parse_size
 from tierstore.errors import BudgetError, ConfigError, TierstoreError
 
@@ -60,10 +62,16 @@ def told(debug: bool = False) -> Iterator[None]:
             raise
         say(_as_options(str(error)))
         raise typer.Exit(2 if isinstance(error, (ConfigError, BudgetError)) else 1) from None
-    except OSError as error:  # of looking at a path that was given; what is read and written is told as StorageError
-        if debug or not isinstance(error.filename, (str, os.PathLike)):
+    except OSError as error:  # what is read and written otherwise is told as StorageError
+        if debug:
             raise
-        say(f"cannot use {error.filename}: {error.strerror}")
+        if isinstance(error.filename, (str, os.PathLike)):  # of looking at a path that was given
+            say(f"cannot use {error.filename}: {error.strerror}")
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            let_go(1)  # or the end of the interpreter would try again
+            say(f"cannot write what is to be shown: {error.strerror}")
+        else:
+            raise
         raise typer.Exit(1) from None
 
 
