@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -229,6 +230,16 @@ def test_bad_input_is_one_sentence(
     assert message in result.output
     assert "Traceback" not in result.output
     assert sorted(tmp_path.rglob("*")) == before, "nothing was written"
+
+
+def test_a_terminal_of_few_letters_shows_the_others_as_question_marks(tmp_path: Path) -> None:
+    small_checkpoint(tmp_path / "a")
+    run("pack", tmp_path / "a", tmp_path / "p.safetensors", "--memory", "1TiB")
+    command = [sys.executable, "-m", "tierstore.cli", "inspect", str(tmp_path / "p.safetensors")]
+    few = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    shown = subprocess.run(command, env=few, capture_output=True, text=True, timeout=60)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "? " in shown.stdout
 
 
 def test_what_is_no_pack_is_told_what_it_is(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +57,8 @@ def given_options(context: typer.Context) -> list[str]:
 @contextlib.contextmanager
 def told(debug: bool = False) -> Iterator[None]:
     """Turns an error of tierstore into one sentence and an exit code; `debug` shows where it was raised."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what an encoding has no letters for is shown as "?"
     try:
         yield
     except TierstoreError as error:
