@@ -9,7 +9,8 @@ nothing. So they
 * take out only what has been written, and what nobody writes meanwhile;
 * put in only where no kernel that may not have run writes, or reads what is not the same before and after, and none
   is queued meanwhile;
-and a storage goes only when all kernels and copies that use it are over. What is not there yet, or not any more, is
+and a storage goes only when all kernels and copies that use it are over; kernels need not be if their stream was
+recorded for it. What is not there yet, or not any more, is
 NaN. Kernels of other threads are not seen: what autograd's own threads queue on a GPU, the caller does here.
 """
 
@@ -84,6 +85,7 @@ class LateDevice(CpuDevice):
         self._uses: list[Use] = []
         self._moving: list[tuple[str, Range, bool]] = []
         self._given: dict[int, StorageWeakRef] = {}
+        self._recorded: set[int] = set()
         self._turn = threading.RLock()
         self.arithmetic = LateArithmetic(self)
 
@@ -96,6 +98,10 @@ class LateDevice(CpuDevice):
     def record(self) -> Mark:
         with self._turn:
             return _LateMark(self, self.kernels)
+
+    def record_stream(self, storage: torch.UntypedStorage) -> None:
+        with self._turn:
+            self._recorded.add(storage._cdata)
 
     def wait_for(self, number: int) -> None:
         """The host knows that all kernels up to this one have run."""
@@ -131,10 +137,10 @@ class LateDevice(CpuDevice):
                     self.hazards.append(f"{use.by} is queued during {what}")
             self._uses.append(use)
 
-    def check(self, what: str, where: Range, *, writes: bool) -> None:
+    def check(self, what: str, where: Range, *, writes: bool, awaits_kernels: bool = False) -> None:
         """`what` touches this now, in another stream: no kernel that may not have run, and no copy, is in its way."""
         for use in self._uses:
-            if (writes or use.writes) and where.meets(use.where):
+            if not awaits_kernels and (writes or use.writes) and where.meets(use.where):
                 self.hazards.append(f"{what} does not wait for kernel {use.number}, {use.by}; {self._done} have run")
         for other, there, puts_in in self._moving:
             if (writes or puts_in) and where.meets(there):
@@ -143,8 +149,10 @@ class LateDevice(CpuDevice):
     def _look_for_gone(self) -> None:
         """Storages that went with their last user, as memory that others may be given at once."""
         for storage in [storage for storage, ref in self._given.items() if ref.expired()]:
-            self.check("memory that went", Range(storage, 0, sys.maxsize), writes=True)
+            where, is_recorded = Range(storage, 0, sys.maxsize), storage in self._recorded
+            self.check("memory that went", where, writes=True, awaits_kernels=is_recorded)
             del self._given[storage]
+            self._recorded.discard(storage)
 
     @contextlib.contextmanager
     def moves(self, what: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Iterator[None]:

@@ -112,6 +112,15 @@ def test_order_of_a_groups_life(device: CudaDevice, cuda: RecordingCuda) -> None
     assert storage.nbytes() == 0
 
 
+def test_the_allocator_is_told_of_the_compute_stream(
+    device: CudaDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = SimpleNamespace(record_stream=lambda stream: cuda.log.append(f"used by {stream}"))
+    monkeypatch.setattr(transfers, "alias", lambda *_: told)
+    device.record_stream(torch.UntypedStorage(16))
+    assert cuda.log == ["used by compute"]
+
+
 def test_a_gpu_without_room_is_told(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(storage: torch.UntypedStorage, nbytes: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore.")
@@ -227,6 +236,19 @@ class TestCuda(DeviceContract):
         device.allocate(following, nbytes)
         device.copy_in(following, 0, np.full(nbytes, 2, np.uint8))
         assert int(result) == nbytes
+
+    def test_memory_that_goes_waits_for_the_stream_that_was_recorded(self, device: ComputeDevice) -> None:
+        nbytes, results = 2**24, []
+        for value in (1, 2):
+            storage = self.empty_storage(device)
+            device.allocate(storage, nbytes)
+            device.copy_in(storage, 0, np.full(nbytes, value, np.uint8))
+            device.record_stream(storage)
+            view = torch.empty(0, dtype=torch.uint8, device=device.torch_device).set_(storage)
+            torch.cuda._sleep(200_000_000)
+            results.append(view.sum(dtype=torch.int64))
+            del storage, view
+        assert [int(result) for result in results] == [nbytes, 2 * nbytes]
 
     def test_copy_out_waits_for_its_mark(self, device: ComputeDevice) -> None:
         torch.full((2**20,), 3.0, device=device.torch_device) * 2  # a kernel that is loaded waits for those before it

@@ -156,6 +156,17 @@ def test_memory_that_goes_with_its_last_user(device: LateDevice) -> None:
     assert "memory that went does not wait for kernel 2, aten.sum.default; 1 have run" in device.hazards[0]
 
 
+def test_memory_of_a_stream_that_is_known_waits_for_its_kernels_and_not_for_copies(device: LateDevice) -> None:
+    storage, tensor = on_device(device)
+    device.record_stream(storage)
+    with queueing(device):
+        tensor.sum()
+    with device.moves("a copy from the device", [Range(storage._cdata, 0, BYTES)]):
+        del storage, tensor
+        device.record().synchronize()
+    assert device.hazards == ["memory that went does not wait for a copy from the device"]
+
+
 def test_memory_of_the_kernels_own_may_be_used_again(device: LateDevice) -> None:
     for _ in range(20):
         with queueing(device):

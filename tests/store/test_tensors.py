@@ -478,6 +478,32 @@ def test_nothing_would_race_on_a_gpu(tmp_path: Path, tier: Tier) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("modify", [False, True])
+def test_what_a_graph_keeps_may_be_used_to_its_end(tmp_path: Path, modify: bool) -> None:
+    """Backward's kernel is behind no mark of the store, and the graph lets go of the weights when it was queued."""
+
+    async def main() -> None:
+        device, x = LateDevice(), torch.ones(4, 128, requires_grad=True)
+        tiers = config(tmp_path, gpu_memory=2 * CHUNK)
+        async with TensorStore.open(tiers, backend=QuickBackend(), device=device) as store:
+            for i in range(3):
+                await store.put(f"{i}", {"w": torch.full((128, 128), float(i))}, tier=Tier.CPU)
+            with queueing(device):
+                async with store.acquire("2", modify=modify) as tensors:
+                    y = x @ tensors["w"]
+                del tensors
+                for i in range(2):
+                    assert (await value_of(store, f"{i}")) == i
+                assert store._entries["2"].copy is None
+                y.sum().backward()
+                device.record().synchronize()
+        assert x.grad is not None
+        assert x.grad[0, 0].item() == 2 * 128
+        assert device.hazards == []
+
+    run(main())
+
+
 def test_work_is_marked_on_the_stream_of_who_calls(tmp_path: Path) -> None:
     """`torch.cuda.stream` is of the thread: in another turn of the loop that of another task is current."""
 

@@ -9,7 +9,8 @@ Four streams meet at a group's storage: the compute stream, one that copies in (
 that updates.
 * A storage is allocated while h2d is current, so its block belongs to h2d: freed, it may be handed out again at once to
   the next allocation on h2d, and be written by a copy that is not ordered after the compute stream. Hence `release`
-  waits on the host for a mark that the compute thread recorded after its last use.
+  waits on the host for a mark that the compute thread recorded after its last use. Of a tensor that somebody may keep
+  nobody knows the last use: the allocator is told of the stream (`record_stream`), and looks when it goes.
 * `copy_in` returns only when the bytes are there: kernels launched later need no event, and the host buffer is free.
 * `copy_out` waits on the host for its mark, so that a copy whose mark is far off does not hold up those behind it on
   d2h, and returns only when the bytes have arrived. Its caller holds the sources until then, so that their blocks,
@@ -167,6 +168,13 @@ class ComputeDevice(Protocol):
         """A mark after all that the calling thread's current compute stream has queued so far.
 
         Threads: the one that launches the compute (training or autograd).
+        """
+
+    def record_stream(self, storage: torch.UntypedStorage) -> None:
+        """A storage that is not released, but goes with its last reference, may be used until then.
+
+        Nobody is given its memory before what the stream that is current now has queued by then is over. Threads: as
+        for `record`.
         """
 
     def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:

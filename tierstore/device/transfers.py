@@ -118,6 +118,9 @@ class CpuDevice:
     def record(self) -> Mark:
         return Reached()  # work on a CPU is over when the call that queued it returns
 
+    def record_stream(self, storage: torch.UntypedStorage) -> None:
+        pass
+
     def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
         _check_sizes(sources, destinations)
         after.synchronize()
@@ -237,6 +240,9 @@ class CudaDevice:
         event = self._event()
         event.record(self._cuda.current_stream(self.torch_device))
         return _EventMark(event)
+
+    def record_stream(self, storage: torch.UntypedStorage) -> None:
+        alias(storage, 0, storage.nbytes()).record_stream(self._cuda.current_stream(self.torch_device))
 
     def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
         _check_sizes(sources, destinations)

@@ -136,6 +136,12 @@ class DeviceTier:
         self._firm.add(copy)
         self._notify()  # a load that nobody waits for may have to give up
 
+    def used(self, copy: DeviceCopy) -> None:
+        """A user's work on the tensors is in the current stream, and so is what is done later with those kept."""
+        copy.used_until(self.device.record())
+        if copy.storage is not None:
+            self.device.record_stream(copy.storage)
+
     def unpin(self, copy: DeviceCopy) -> None:
         """One user less; nobody's copy that nobody owns is dropped."""
         copy.users -= 1
@@ -240,7 +246,7 @@ class DeviceTier:
 
     def _forget(self, copy: DeviceCopy) -> None:
         # The storage goes with its last reference, and is not resized away: a tensor that somebody kept past the
-        # release stays readable instead of pointing to nothing.
+        # release stays readable instead of pointing to nothing. What is done with it is behind no mark (see `used`).
         copy.storage, copy.tensors = None, {}
         self.budget.give(copy.nbytes)
         self._notify()

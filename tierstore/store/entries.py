@@ -340,7 +340,7 @@ class Homes:
 
         An entry at home on the device has no other bytes: there the changes stay.
         """
-        copy.used_until(self.gpu.device.record())
+        self.gpu.used(copy)
         if is_modified or (copy.modifiers == 0 and copy.has_changed):
             if copy.is_home:
                 copy.remember()

@@ -193,7 +193,7 @@ class TensorStore:
         if not modify:
             self._homes.leave(entry, copy, is_modified=False)
             return
-        copy.used_until(self._device.record())  # now: in the next turn of the loop another stream may be current
+        self._homes.gpu.used(copy)  # now: in the next turn of the loop another stream may be current
         await self._owner.run(f"write back {name!r}", self._homes.write_back, entry, copy)
 
     async def prefetch(self, names: str | Iterable[str]) -> list[str]:
