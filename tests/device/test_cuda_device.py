@@ -118,6 +118,7 @@ def test_the_allocator_is_told_of_the_compute_stream(
     told = SimpleNamespace(record_stream=lambda stream: cuda.log.append(f"used by {stream}"))
     monkeypatch.setattr(transfers, "alias", lambda *_: told)
     device.record_stream(torch.UntypedStorage(16))
+    assert device.stream() == "compute"
     assert cuda.log == ["used by compute"]
 
 

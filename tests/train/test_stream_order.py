@@ -12,6 +12,7 @@ import torch
 from late_device import LateDevice, queueing
 from runs import disk, next_token_loss, smallest_budgets, tiny, tokens, train
 
+from tierstore.errors import GraphError
 from tierstore.train.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
@@ -45,6 +46,19 @@ def look_and_change(engine: Engine, step: int) -> None:
             weight.mul_(0.5)
     if step == 2:
         engine.load_state_dict(engine.state_dict())
+
+
+def test_gradients_of_several_streams_are_refused(
+    late: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = iter(range(100))
+    with Engine(tiny(), disk(tmp_path)) as engine:
+        engine.backward(next_token_loss(engine, tokens(1)[0]))
+        engine.step()
+        loss = next_token_loss(engine, tokens(1)[0])
+        monkeypatch.setattr(late, "stream", lambda: next(streams))
+        with pytest.raises(GraphError, match=r"the gradient of .* was made in another CUDA stream"):
+            engine.backward(loss)
 
 
 LEAST, DEVICE, ALL = (None, None), ("8MiB", None), ("8MiB", "64MiB")

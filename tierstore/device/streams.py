@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -169,6 +169,9 @@ class ComputeDevice(Protocol):
 
         Threads: the one that launches the compute (training or autograd).
         """
+
+    def stream(self) -> Hashable:
+        """What tells the calling thread's current compute stream from others."""
 
     def record_stream(self, storage: torch.UntypedStorage) -> None:
         """A storage that is not released, but goes with its last reference, may be used until then.

@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
@@ -117,6 +117,9 @@ class CpuDevice:
 
     def record(self) -> Mark:
         return Reached()  # work on a CPU is over when the call that queued it returns
+
+    def stream(self) -> Hashable:
+        return None
 
     def record_stream(self, storage: torch.UntypedStorage) -> None:
         pass
@@ -240,6 +243,10 @@ class CudaDevice:
         event = self._event()
         event.record(self._cuda.current_stream(self.torch_device))
         return _EventMark(event)
+
+    def stream(self) -> Hashable:
+        found: Hashable = self._cuda.current_stream(self.torch_device)
+        return found
 
     def record_stream(self, storage: torch.UntypedStorage) -> None:
         alias(storage, 0, storage.nbytes()).record_stream(self._cuda.current_stream(self.torch_device))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -100,6 +100,7 @@ class GradientCollector:
         self._gathering: dict[int, Group] = {}  # some of their gradients have come and were not handed over
         self._largest_bytes = max((self._device_bytes[g.index] for g in self._groups if g.spec.trainable), default=0)
         self._kept: dict[int, dict[int, torch.Tensor]] = {}
+        self._streams: set[Hashable] = set()
         self._kept_until: Mark = Reached()
         running = {} if reductions is None else reductions.running
         self._handover = Handover(runtime, self._device_bytes, capacity_bytes, running)
@@ -188,6 +189,7 @@ class GradientCollector:
         self._collected = [_Collected() for _ in self._groups]
         self._gathering.clear()
         self._waiting.clear()
+        self._streams.clear()
         for index, kept in self._kept.items():
             self._collected[index].gradients = kept
         if self._reductions is not None:
@@ -252,6 +254,12 @@ class GradientCollector:
             raise GraphError(
                 f"the gradient of {group.spec.parameters[position].name} is sparse, which Adam does not take; "
                 "make the module with sparse=False"
+            )
+        self._streams.add(self._device.stream())
+        if len(self._streams) > 1:  # a mark is of one stream; and so are those of weights, which nobody can check
+            raise GraphError(
+                f"the gradient of {group.spec.parameters[position].name} was made in another CUDA stream than those "
+                "before it: call all of the model in one stream, from the first forward on"
             )
         is_late = collected.is_taken and self._reductions is not None and self._reductions.is_first
         if collected.is_taken and not is_late and (self.is_streaming or self._reductions is not None):
