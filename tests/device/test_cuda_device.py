@@ -112,6 +112,19 @@ def test_order_of_a_groups_life(device: CudaDevice, cuda: RecordingCuda) -> None
     assert storage.nbytes() == 0
 
 
+@pytest.mark.parametrize("fill", [False, True])
+def test_memory_that_torch_fills_is_there_when_it_is_filled(
+    device: CudaDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch, fill: bool
+) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", fill)
+    torch.use_deterministic_algorithms(True)
+    try:
+        device.allocate(torch.UntypedStorage(0), 64)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert cuda.log == ["enter h2d", *(["record h2d", "wait for h2d"] if fill else [])]
+
+
 def test_the_allocator_is_told_of_the_compute_stream(
     device: CudaDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.utils import deterministic
 
 from tierstore.config import format_size
 from tierstore.device.arithmetic import Arithmetic, GpuArithmetic, HostArithmetic
@@ -216,8 +217,11 @@ class CudaDevice:
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         _check_empty(storage)
+        # New memory that torch fills is written by a kernel, which others than copies (gathers) do not wait for.
+        fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        is_filled = torch.are_deterministic_algorithms_enabled() and fills
         try:
-            with self._current(self._h2d.stream):
+            with self._finished(self._h2d) if is_filled else self._current(self._h2d.stream):
                 _enlarge(storage, nbytes)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
