@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tierstore.device.streams import Reached
 from tierstore.io.memory import Arena, Lease, Pool
 from tierstore.store.budget import ByteBudget
 from tierstore.store.marks import Marks
@@ -185,7 +186,7 @@ class World:
         """It is complete; where updates come in backward it is decided, too."""
         accepted = self._spawn(self.gradients.accept(group), f"gradient {group}")
         if is_streaming:
-            self.updates.decide_group(round_, group, ALL)
+            self.updates.decide_group(round_, group, ALL, Reached())
         return accepted
 
     def decide(self, round_: Round, touched: Sequence[int]) -> None:

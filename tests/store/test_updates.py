@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tierstore.config import Codec
+from tierstore.device.streams import Reached
 from tierstore.errors import StorageError
 from tierstore.io.backend import Backend
 from tierstore.io.memory import Arena
@@ -197,7 +198,7 @@ def test_a_gate_outlives_a_trip_that_is_recalled_or_cancelled_at_it() -> None:
         trips[0].recall()
         ahead[1].cancel()
         assert not await ahead[0]
-        round_.decide_group(0, ())
+        round_.decide_group(0, (), Reached())
         for _ in range(2):  # a second gradient comes while it waits for the first
             for _ in range(5):
                 await asyncio.sleep(0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import test_must_work as must
 import torch
 from late_device import LateDevice, queueing
 from runs import disk, next_token_loss, smallest_budgets, tiny, tokens, train
+from torch import nn
 
+from tierstore.device.streams import Bytes
 from tierstore.errors import GraphError
+from tierstore.kernels.adam import BLOCK
+from tierstore.store.gradients import Gradients
 from tierstore.train.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
@@ -90,6 +96,53 @@ def test_placements(update: str, memory: tuple[str | None, str | None], late: La
     assert late.hazards == []
     assert late.waited
     assert not [name for name in late.waited if name.startswith(("tierstore-io", "tierstore-update"))], "they have work"
+
+
+class HalfTrained(nn.Module):
+    """One group of two chunks, of which the last micro-batch only reads the first, and keeps no view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.trained = (nn.Parameter(torch.full((BLOCK,), 0.5)) for _ in range(2))
+
+    def forward(self, *, is_last: bool) -> torch.Tensor:
+        with torch.set_grad_enabled(not is_last):
+            scale = self.read.mean()
+        return self.trained.mean() * scale
+
+
+def test_a_chunk_that_got_no_gradient_last_is_updated_when_forward_has_read_it(
+    late: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is on its way, so nobody else waits: the other chunk's gradient comes later than its update."""
+    updated, copy_in, collect = threading.Event(), late.copy_in, Gradients._collect
+
+    def copy_in_and_tell(storage: torch.UntypedStorage, offset_bytes: int, source: Bytes) -> None:
+        copy_in(storage, offset_bytes, source)
+        updated.set()
+
+    async def collect_after_that(*given: Any) -> None:
+        while not updated.is_set():
+            await asyncio.sleep(0)
+        await collect(*given)
+
+    options: dict[str, Any] = {"update": "backward", "chunk_bytes": 2**16}
+    gpu, cpu = smallest_budgets(HalfTrained(), nvme=["unused"], **options)
+    tiers = disk(tmp_path, gpu_memory=gpu, cpu_memory=cpu, chunk_bytes=2**16)
+    with queueing(late), Engine(HalfTrained(), tiers, update="backward") as engine:
+        for step in range(3):
+            with engine.no_sync():
+                engine.backward(engine(is_last=False))
+            loss = engine(is_last=True)
+            updated.clear()
+            with monkeypatch.context() as patched:
+                if step == 2:
+                    patched.setattr(late, "copy_in", copy_in_and_tell)
+                    patched.setattr(Gradients, "_collect", collect_after_that)
+                engine.backward(loss)
+            engine.step()
+    assert updated.is_set()
+    assert late.hazards == []
 
 
 @pytest.mark.parametrize("memory", [ALL, GPU])

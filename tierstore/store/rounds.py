@@ -125,6 +125,7 @@ class Round:
         self.used: Mark = Reached()
         self.kept: list[tuple[int, int]] = []
         self._updates: dict[int, Sequence[ParameterUpdate]] = {}
+        self._decided_at: dict[int, Mark] = {}
         self._rank = {group: rank for rank, group in enumerate(self.order)}
         self._eager = eager
         self._allowed = 0 if is_lazy else len(self.order)
@@ -142,9 +143,10 @@ class Round:
         self.trips.append(trip)
         self.trips_of[trip.group].append(trip)
 
-    def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> None:
-        """What this group gets is final; its trips may go."""
+    def decide_group(self, group: int, updates: Sequence[ParameterUpdate], after: Mark) -> None:
+        """What this group gets is final; its trips may go, when no kernel before `after` reads its weights."""
         self._updates[group] = updates
+        self._decided_at[group] = after
         self._open([group])
 
     def decide(self, updates: Updates) -> None:
@@ -158,6 +160,10 @@ class Round:
         before = self._allowed
         self._allowed = max(before, len(self.order) if group is None else self._rank.get(group, -1) + 1)
         self._open(self.order[before : self._allowed])
+
+    def last_uses(self, group: int) -> tuple[Mark, ...]:
+        """After these the weights of a group may change."""
+        return (self.used, self._decided_at[group]) if group in self._decided_at else (self.used,)
 
     def _open(self, groups: Iterable[int]) -> None:
         for group in groups:

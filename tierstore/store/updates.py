@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from tierstore.device.streams import ComputeDevice, Reached
+from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import Digests
 from tierstore.plan.placement import Placement
@@ -111,9 +111,13 @@ class UpdatePipeline:
         self.chain[trip.key] = trip.task
         round_.add(trip)
 
-    def decide_group(self, round_: Round, group: int, updates: Sequence[ParameterUpdate]) -> None:
-        """The gradient of a group is complete and its coefficients are known: update it now."""
-        round_.decide_group(group, updates)
+    def decide_group(self, round_: Round, group: int, updates: Sequence[ParameterUpdate], after: Mark) -> None:
+        """The gradient of a group is complete and its coefficients are known: update it now.
+
+        Args:
+            after: work before it may read weights of chunks that got no gradient last, so that none is waited for.
+        """
+        round_.decide_group(group, updates, after)
         self._make_pending(round_, group)
         self._leases.recall()
 
@@ -316,7 +320,8 @@ class UpdatePipeline:
         group, chunk = trip.key
         weights, state, spare = self._bytes.parts(trip)
         gradient = await round_.gradients.fetch(group, chunk, spare) if updates else None
-        await self._marks.reached(round_.used)
+        for mark in round_.last_uses(group):
+            await self._marks.reached(mark)
         if not any(one.number >= round_.number and not one.reads_weights for one in self._rounds):
             # So that new weights go to a forward that has asked for them. Where weights come from the device, in this
             # step or the next, the memory that a load waits for may be that of a group whose update waits for this one.

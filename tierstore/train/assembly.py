@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
-from tierstore.device.streams import ComputeDevice, open_device
+from tierstore.device.streams import ComputeDevice, Mark, open_device
 from tierstore.errors import BudgetError, ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.meter import LinkMeter
@@ -290,7 +290,7 @@ def _hook_up(
 
     collector = GradientCollector(groups, runtime, device, store.placement.gpu_gradient_bytes, is_free, reductions)
 
-    def on_complete(index: int) -> Callable[[], None] | None:
+    def on_complete(index: int) -> Callable[[Mark], None] | None:
         return driver.decide_group(index, stepper.updates(index, collector.touched, driver.guessed_scale))
 
     def awaits_update(index: int) -> bool:

@@ -110,7 +110,7 @@ class GradientCollector:
         self.is_streaming = False
         self.completed: list[int] = []
         """Groups in the order in which the last backward completed them."""
-        self.on_complete: Callable[[int], Callable[[], None] | None] = lambda group: None
+        self.on_complete: Callable[[int], Callable[[Mark], None] | None] = lambda group: None
         if reductions is not None:
             reductions.on_complete = lambda group: self.on_complete(group)
             reductions.on_done = self._handover.count_done
@@ -406,7 +406,7 @@ class GradientCollector:
         return pieces
 
     def _hand_over(
-        self, group: Group, pieces: list[Piece], then: Callable[[], None] | None, after: Mark | None = None
+        self, group: Group, pieces: list[Piece], then: Callable[[Mark], None] | None, after: Mark | None = None
     ) -> None:
         """Have the store take what came of a group; None: it is valid after what is queued now."""
         arrival = Arrival(group.index, pieces, after or self._device.record(), self.is_final, then is not None)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
+from tierstore.device.streams import Mark
 from tierstore.io.runtime import Runtime
 from tierstore.plan.gpu_room import COMPANY_BYTES
 from tierstore.store.gradients import Arrival, Gradients
@@ -25,7 +26,7 @@ from tierstore.train.groups import Group
 class _Handed(NamedTuple):
     group: Group
     arrival: Arrival
-    then: Callable[[], None] | None
+    then: Callable[[Mark], None] | None
 
 
 class Handover:
@@ -71,8 +72,10 @@ class Handover:
         """Of what room was made for, so much is not on the device any more."""
         self._done_bytes += nbytes
 
-    def give(self, group: Group, arrival: Arrival, then: Callable[[], None] | None) -> None:
-        """Have the store take what came of a group. `then` is called when it was told. See [Note: company]."""
+    def give(self, group: Group, arrival: Arrival, then: Callable[[Mark], None] | None) -> None:
+        """Have the store take what came of a group. `then` is called when it was told, with the arrival's mark. See
+        [Note: company].
+        """
         self._handed.append(_Handed(group, arrival, then))
         waiting_bytes = sum(self._device_bytes[one.group.index] for one in list(self._handed))
         post = self._runtime.post_with_next if waiting_bytes < self._company_bytes else self._runtime.post
@@ -99,7 +102,7 @@ class Handover:
         self._running |= {one.group.index: task for one in handed}
         for one in handed:
             if one.then is not None:
-                one.then()  # the update may begin with the first chunk that has arrived
+                one.then(one.arrival.after)  # the update may begin with the first chunk that has arrived
 
     async def _accept(self, work: Coroutine[Any, Any, None], nbytes: int, before: set[asyncio.Task[None]]) -> None:
         await work

@@ -148,7 +148,7 @@ class Reductions:
         self._begun: set[int] = set()
         self.running: dict[int, asyncio.Task[None]] = {}
         self.store: Gradients | None = None
-        self.on_complete: Callable[[int], Callable[[], None] | None] = lambda group: None
+        self.on_complete: Callable[[int], Callable[[Mark], None] | None] = lambda group: None
         self.on_done: Callable[[int], None] = lambda nbytes: None
 
     def close(self, timeout_s: float) -> None:
@@ -237,7 +237,7 @@ class Reductions:
             self._begun.add(group.index)
             accepted = store.accept([Arrival(group.index, pieces, Reached(), ready.is_final, ready.is_streaming)])
             if ready.is_streaming and (then := self.on_complete(group.index)) is not None:
-                then()  # the update may begin with the first chunk that has arrived
+                then(ready.after)  # the update may begin with the first chunk that has arrived
             await accepted
         if is_held:
             self.on_done(self.buckets.device_bytes(spec))

@@ -187,13 +187,16 @@ class RoundDriver:
             )
         self._options_come_late = self._is_unasked
 
-    def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[], None] | None:
-        """What the loop does when the gradient of this group is with the store; None: nothing, until `decide`."""
+    def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[Mark], None] | None:
+        """What the loop does when the gradient of this group is with the store; None: nothing, until `decide`.
+
+        It is given the mark after which that is valid.
+        """
         round_ = self._round
         if round_ is None or group in self._store.on_gpu:
             return None
         self._has_decided = True
-        return lambda: self._store.updates.decide_group(round_, group, updates)
+        return lambda after: self._store.updates.decide_group(round_, group, updates, after)
 
     def backward_begins(self) -> None:
         """Forward is over: updates of the step before need not wait for it any more."""
