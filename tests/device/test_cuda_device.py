@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +218,28 @@ def test_a_collective_has_a_stream_of_its_own_and_a_deadline(device: CudaDevice,
     cuda.is_done = False
     with pytest.raises(TimeoutError, match="reduce did not end"):
         device.complete("reduce", lambda: None, timeout_s=0.0)
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_memory_of_a_collective_that_does_not_end_is_kept(
+    device: CudaDevice, cuda: RecordingCuda, is_launched: bool
+) -> None:
+    bucket, storage = torch.ones(4), torch.UntypedStorage(0)
+    device.allocate(storage, 64)
+    gone = weakref.ref(bucket)
+
+    def launch(used: torch.Tensor = bucket) -> None:
+        if not is_launched:
+            raise RuntimeError("after its first half")
+
+    cuda.is_done = False
+    with pytest.raises((RuntimeError, TimeoutError)):
+        device.complete("reduce", launch, timeout_s=0.0)
+    del bucket, launch
+    device.release(storage, device.record())
+    assert gone() is not None
+    assert storage.nbytes() == 64
+    device.allocate(storage, 64)
 
 
 def test_pinning(device: CudaDevice, cuda: RecordingCuda) -> None:

@@ -199,7 +199,8 @@ class ComputeDevice(Protocol):
         Threads: one per link. Blocks: until the results are valid for kernels launched from now on, on any stream.
 
         Raises:
-            TimeoutError: the others did not come in time. (On a CPU the process group itself says so.)
+            TimeoutError: the others did not come in time. (On a CPU the process group itself says so.) After this or
+                another error a GPU may still write what was launched for: no memory is released any more.
         """
 
     def passing(self) -> Bytes:

@@ -213,9 +213,12 @@ class CudaDevice:
         self.arithmetic: Arithmetic = GpuArithmetic(torch_device, update, self.passing)
         self._passing = threading.local()
         # Before the compute stream's kernels: what they wait for next depends on these.
+        self._unended: list[Callable[[], object]] = []
         self._links = {link: cuda.Stream(device=torch_device, priority=-1) for link in ("gather", "reduce")}
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        if self._unended and storage.nbytes() == nbytes:
+            return
         _check_empty(storage)
         # New memory that torch fills is written by a kernel, which others than copies (gathers) do not wait for.
         fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -273,17 +276,23 @@ class CudaDevice:
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
         event = self._event()
-        with self._current(self._links[link]):
-            launch()
-            event.record(self._links[link])
-        deadline = time.monotonic() + timeout_s
-        while not event.query():  # not synchronize(): the rank that it waits for may be gone
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{link} did not end within {timeout_s} s")
-            time.sleep(_POLL_S)
+        try:
+            with self._current(self._links[link]):
+                launch()
+                event.record(self._links[link])
+            deadline = time.monotonic() + timeout_s
+            while not event.query():  # not synchronize(): the rank that it waits for may be gone
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{link} did not end within {timeout_s} s")
+                time.sleep(_POLL_S)
+        except BaseException:
+            self._unended.append(launch)  # with what it uses: that may be written for as long as the process lives
+            raise
 
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         after.synchronize()
+        if self._unended:
+            return
         with self._current(self._h2d.stream):
             storage.resize_(0)
 
