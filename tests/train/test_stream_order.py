@@ -145,6 +145,24 @@ def test_a_chunk_that_got_no_gradient_last_is_updated_when_forward_has_read_it(
     assert late.hazards == []
 
 
+def test_what_is_kept_and_not_contiguous(late: LateDevice, tmp_path: Path) -> None:
+    """It is made flat where it is handed over, between two passes, by a kernel of its own."""
+    model = tiny()
+
+    def turn(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.dim() == 2:
+            parameter.grad = parameter.grad.t().contiguous().t()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(turn)
+    tiers = disk(tmp_path, gpu_memory="8MiB", cpu_memory="64MiB", accumulation_steps=2)
+    with queueing(late), Engine(model, tiers, update="step") as engine:
+        with engine.no_sync():
+            engine.backward(next_token_loss(engine, tokens(1)[0]))
+        assert engine.gradient("blocks.0.up.weight").isfinite().all()
+    assert late.hazards == []
+
+
 @pytest.mark.parametrize("memory", [ALL, GPU])
 @pytest.mark.parametrize("update", ["step", "forward"])
 def test_weights_that_are_read_after_backward(

@@ -29,7 +29,7 @@ from functools import partial
 
 import torch
 
-from tierstore.device.streams import ComputeDevice, Mark, Reached
+from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.store.gradients import Arrival, Gradients
@@ -101,7 +101,6 @@ class GradientCollector:
         self._largest_bytes = max((self._device_bytes[g.index] for g in self._groups if g.spec.trainable), default=0)
         self._kept: dict[int, dict[int, torch.Tensor]] = {}
         self._streams: set[Hashable] = set()
-        self._kept_until: Mark = Reached()
         running = {} if reductions is None else reductions.running
         self._handover = Handover(runtime, self._device_bytes, capacity_bytes, running)
         self._is_collecting = False
@@ -218,8 +217,6 @@ class GradientCollector:
         for index, collected in enumerate(self._collected):
             if self.is_final:
                 self._recomputed[index] = collected.fired - collected.reached
-        if self._kept:
-            self._kept_until = self._device.record()
         self._handover.wait()
         if self._reductions is not None and self.is_final:
             self._reductions.learn_order(self.completed)
@@ -228,7 +225,7 @@ class GradientCollector:
         """Hand over what is kept, and wait until it is with the store. Between passes."""
         if self._kept:
             for group in [self._groups[index] for index in self._kept]:
-                self._hand_over(group, self._pieces(group), None, self._kept_until)
+                self._hand_over(group, self._pieces(group), None)
             self._handover.wait()
 
     def forget(self) -> None:
@@ -405,9 +402,7 @@ class GradientCollector:
         self._kept.pop(group.index, None)
         return pieces
 
-    def _hand_over(
-        self, group: Group, pieces: list[Piece], then: Callable[[Mark], None] | None, after: Mark | None = None
-    ) -> None:
-        """Have the store take what came of a group; None: it is valid after what is queued now."""
-        arrival = Arrival(group.index, pieces, after or self._device.record(), self.is_final, then is not None)
+    def _hand_over(self, group: Group, pieces: list[Piece], then: Callable[[Mark], None] | None) -> None:
+        """Have the store take what came of a group; it is valid after what is queued now."""
+        arrival = Arrival(group.index, pieces, self._device.record(), self.is_final, then is not None)
         self._handover.give(group, arrival, then)
