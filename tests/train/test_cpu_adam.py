@@ -228,6 +228,23 @@ def test_our_fp32_state_fits_torch():
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_another_default_device_is_not_that_of_the_state(dtype):
+    parameter = torch.ones(8, dtype=dtype, requires_grad=True)
+    parameter.grad = torch.ones(8, dtype=dtype)
+    optimizer = CPUAdam([parameter], lr=0.5, weight_decay=0.0)
+    with torch.device("meta"):
+        optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        state["state"][0]["step"] = 1.0
+        optimizer.load_state_dict(state)
+        optimizer.step()
+        master = optimizer.read_master(parameter)
+    assert {one.device.type for one in optimizer.state[parameter].values()} == {"cpu"}
+    assert optimizer.state[parameter]["step"] == 2
+    torch.testing.assert_close(master, torch.zeros(8), atol=1e-3, rtol=0)
+
+
 def test_hooks_of_load_see_tensors_and_may_change_them():
     optimizer, parameters = optimizer_of(parameters_of(torch.bfloat16))
     train(optimizer, parameters, 1)

@@ -42,6 +42,22 @@ def test_losses_are_those_of_plain_torch(update: str, clip: float | None, tmp_pa
         torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=2e-5)
 
 
+def test_another_default_device_changes_nothing(tmp_path: Path) -> None:
+    model, batches = tiny(), tokens(2)
+    expected = train_plain(tiny(), batches, max_grad_norm=1.0)
+    tiers = small_tiers(tiny(), tmp_path, "step")
+    with torch.device("meta"), Engine(model, tiers, AdamWConfig(lr=1e-3), update="step", max_grad_norm=1.0) as engine:
+        for batch, loss in zip(batches, expected.losses):
+            with engine.no_sync():
+                engine.backward(next_token_loss(engine, batch) / 2)
+            engine.backward(found := next_token_loss(engine, batch) / 2)
+            engine.step()
+            assert 2 * found.item() == pytest.approx(loss, rel=1e-5)
+        engine.load_state_dict(engine.state_dict())
+        engine.export(tmp_path / "out")
+        assert {one.device.type for one in engine.state_dict().values()} == {"cpu"}
+
+
 @pytest.mark.parametrize("update", ["step", "forward", "speculative"])
 def test_the_clip_coefficient_is_that_of_torch(update: str, tmp_path: Path) -> None:
     """Adam does not see how large gradients are, unless its eps is of their size."""

@@ -299,7 +299,7 @@ class CudaDevice:
     def passing(self) -> Bytes:
         if not hasattr(self._passing, "bytes"):
             with self.current():
-                pinned = torch.empty(_PINNED_PASSING_BYTES, dtype=torch.uint8, pin_memory=True)
+                pinned = torch.empty(_PINNED_PASSING_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
             self._passing.bytes = pinned.numpy()  # which keeps the tensor
         found: Bytes = self._passing.bytes
         return found

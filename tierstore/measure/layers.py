@@ -119,7 +119,7 @@ def _block(dtype: str, hidden: int, tokens: int) -> Layer:
         "up": (4 * hidden, hidden), "up_bias": (4 * hidden,), "down": (hidden, 4 * hidden), "down_bias": (hidden,),
     }  # fmt: skip
     w = _parameters(sizes, dtype)
-    inputs = torch.randn(1, tokens, hidden).to(DTYPES[dtype]).requires_grad_()
+    inputs = torch.randn(1, tokens, hidden, device="cpu").to(DTYPES[dtype]).requires_grad_()
 
     def forward() -> torch.Tensor:
         normed = functional.layer_norm(inputs, (hidden,), w["norm_1"], w["shift_1"])
@@ -140,7 +140,7 @@ def _block(dtype: str, hidden: int, tokens: int) -> Layer:
 
 def _head(dtype: str, hidden: int, tokens: int) -> Layer:
     w = _parameters({"table": (_VOCABULARY, hidden), "norm": (hidden,), "shift": (hidden,)}, dtype)
-    ids = torch.arange(tokens)
+    ids = torch.arange(tokens, device="cpu")
 
     def forward() -> torch.Tensor:
         inputs = functional.embedding(ids, w["table"])
@@ -153,4 +153,5 @@ def _head(dtype: str, hidden: int, tokens: int) -> Layer:
 
 
 def _parameters(sizes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, torch.Tensor]:
-    return {name: (_SCALE * torch.randn(size)).to(DTYPES[dtype]).requires_grad_() for name, size in sizes.items()}
+    values = {name: _SCALE * torch.randn(size, device="cpu") for name, size in sizes.items()}
+    return {name: value.to(DTYPES[dtype]).requires_grad_() for name, value in values.items()}

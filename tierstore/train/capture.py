@@ -112,7 +112,7 @@ def _check_random_states(states: Mapping[str, Any]) -> None:
 
 def reseed(rank: int) -> None:
     """Go on from these random states on a path of one's own, the same for the same rank."""
-    seed = (torch.initial_seed() + int(torch.randint(2**31, ()).item()) + rank) % 2**63
+    seed = (torch.initial_seed() + int(torch.randint(2**31, (), device="cpu").item()) + rank) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

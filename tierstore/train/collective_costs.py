@@ -146,8 +146,7 @@ class _Group:
     def agreed(self, timings: Timings) -> Timings:
         """The largest of all ranks."""
         figures = [*(one.seconds for one in timings.by_size), timings.launch_s, timings.cores]
-        seconds = torch.tensor(figures, dtype=torch.float64)
-        seconds = seconds.to(self._device)
+        seconds = torch.tensor(figures, dtype=torch.float64, device=self._device)
         distributed.all_reduce(seconds, op=distributed.ReduceOp.MAX, group=self._group)
         *by_size, launch_s, cores = seconds.tolist()
         found = tuple(Timing(one.nbytes, s) for one, s in zip(timings.by_size, by_size, strict=True))

@@ -218,7 +218,7 @@ class CPUAdam(torch.optim.Optimizer):
         if not self.state.get(parameter):
             return parameter.detach().to(torch.float32, copy=True)
         weights = parameter.detach().contiguous()
-        out = torch.empty(parameter.shape, dtype=torch.float32)
+        out = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         dtype, views = DTYPES[parameter.dtype], _views(self.state[parameter])
         adopt_weights(dtype, _array(weights), views, 0, weights.numel())
         read_master_views(dtype, _array(weights), views, _array(out))
@@ -356,8 +356,9 @@ def _forms_of_state(parameter: torch.Tensor) -> dict[str, tuple[torch.Size, torc
 
 def _new_state(parameter: torch.Tensor) -> dict[str, Any]:
     # An fp16 master that differs from its weight is replaced in the first step.
-    zeros = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in _forms_of_state(parameter).items()}
-    return {"step": torch.tensor(0.0)} | zeros
+    forms = _forms_of_state(parameter)
+    zeros = {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in forms.items()}
+    return {"step": torch.tensor(0.0, device="cpu")} | zeros
 
 
 def _protect(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -377,7 +378,7 @@ def _restore(parameter: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
         item = entry.get(name)
         if item is None:
             continue
-        value = item.tensor if isinstance(item, _Verbatim) else torch.as_tensor(item)
+        value = item.tensor if isinstance(item, _Verbatim) else torch.as_tensor(item, device="cpu")
         if name != "step" and value.shape != parameter.shape:
             raise ConfigError(f"state {name!r} has shape {list(value.shape)}, its parameter {list(parameter.shape)}")
         state[name] = value.detach().to(fresh.dtype, copy=True, memory_format=torch.contiguous_format)

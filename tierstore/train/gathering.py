@@ -116,9 +116,9 @@ class Gathers:
             GraphError: at all ranks.
         """
         partition = self._partition
-        found = torch.empty(partition.count, dtype=torch.int64)
+        found = torch.empty(partition.count, dtype=torch.int64, device="cpu")
         with ranks.waiting(f"the weights of {group.spec.name}"):
-            all_gather_flat(found, torch.tensor([group.index]), partition.turns)
+            all_gather_flat(found, torch.tensor([group.index], device="cpu"), partition.turns)
         for rank, index in zip(partition.shards, found.tolist()):
             if index != group.index:
                 told = (

@@ -244,7 +244,7 @@ class Partition:
         while (announced := self.all_succeed(what, announce)[0]) is not None:
             name, offset, count, dtype = announced
             with self.ranks.waiting(what):
-                values = torch.empty(count, dtype=dtype) if piece is None else piece.values
+                values = torch.empty(count, dtype=dtype, device="cpu") if piece is None else piece.values
                 distributed.broadcast(values.view(torch.uint8), self.ranks.members[0], group=self._control)
             yield Piece(name, offset, values)
 
