@@ -308,6 +308,25 @@ def test_memory_is_given_back_to_the_device_before_it_goes() -> None:
     assert there == [True]
 
 
+def test_a_mapping_that_cannot_be_unregistered_stays() -> None:
+    calls: list[int] = []
+
+    def unregister(address: int, nbytes: int) -> None:
+        calls.append(address)
+        if len(calls) == 1:
+            raise OSError("not now")
+
+    arena = Arena(64 * PAGE, lambda address, nbytes: None, unregister)
+    with pytest.raises(OSError, match="not now"):
+        arena.close()
+    with open("/proc/self/maps") as maps:
+        ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+    assert any(start <= calls[0] and calls[0] + 64 * PAGE <= stop for start, stop in ranges)
+    for _ in range(2):
+        assert arena.close() == []
+    assert len(calls) == 2
+
+
 def test_pages_are_touched_lazily() -> None:
     def resident_bytes() -> int:
         with open("/proc/self/statm") as statm:

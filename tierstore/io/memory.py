@@ -35,7 +35,8 @@ class Arena(ForkAware):
     Args:
         capacity_bytes: rounded up to 4096.
         register: called once with (address, bytes), for example to pin the mapping for a GPU.
-        unregister: called once with the same, before the mapping goes.
+        unregister: called with the same, before the mapping goes; if it fails, the mapping stays until it is called
+            again by another `close`.
     """
 
     def __init__(
@@ -95,10 +96,9 @@ class Arena(ForkAware):
             return []
         leaked = [lease for pool in self._pools.values() for lease in pool.close()]
         if not leaked and self._bytes is not None:
-            held, self._bytes = self._bytes, None
             if self._unregister is not None and self.capacity_bytes:
                 self._unregister(self._address, self.capacity_bytes)
-            del held  # not before: with its last view the mapping goes
+            self._bytes = None  # not before: with its last view the mapping goes
         return leaked
 
 
