@@ -451,6 +451,29 @@ def test_no_device_memory_goes_before_the_work_that_uses_it_is_over(tmp_path: Pa
     run(main())
 
 
+def test_a_load_waits_for_no_kernel_and_what_is_written_over_does(tmp_path: Path) -> None:
+    async def main() -> None:
+        device = PendingDevice()
+        async with TensorStore.open(config(tmp_path), backend=QuickBackend(), device=device) as store:
+            await store.put("a", block(1), tier=Tier.NVME)
+            device.marks.clear()
+            async with store.acquire("a", modify=True) as mine:
+                assert not any(mark.was_waited_for for mark in device.marks)
+                mine["w"] += 1
+                with pytest.raises(ZeroDivisionError):  # nobody gets this copy any more
+                    async with store.acquire("a", modify=True):
+                        raise ZeroDivisionError
+                await store.move("a", Tier.GPU)
+                async with store.acquire("a") as read:
+                    assert read["w"][0].item() == 1
+                reader = device.marks[-1]
+                assert not reader.was_waited_for
+            assert reader.was_waited_for
+            assert await value_of(store, "a") == 2
+
+    run(main())
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_nothing_would_race_on_a_gpu(tmp_path: Path, tier: Tier) -> None:
     async def main() -> None:

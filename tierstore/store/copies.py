@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from tierstore.config import format_size
-from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.errors import BudgetError
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.budget import ByteBudget
@@ -202,10 +202,10 @@ class DeviceTier:
         await budget.take(copy.nbytes)  # there is room: this does not wait
         copy.storage = torch.empty(0, dtype=torch.uint8, device=self.device.torch_device).untyped_storage()
         self.device.allocate(copy.storage, copy.nbytes)
-        return self.place(copy)
+        return DevicePlace(self.device, copy.storage, Reached())  # nobody uses it yet: a load waits for no kernel
 
     def place(self, copy: DeviceCopy) -> DevicePlace:
-        """The copy as a place to read from, after all work that the current stream has now, or to write to."""
+        """The copy as a place to read from or to write to, after all work that the current stream has now."""
         if copy.storage is None:
             raise RuntimeError("the copy is not on the device")
         return DevicePlace(self.device, copy.storage, _Marks([*copy.pending(), self.device.record()]))

@@ -104,7 +104,7 @@ class DevicePlace(Place):
     """A storage of the compute device.
 
     Args:
-        after: the work that must be over before the storage is read.
+        after: the work that must be over before the storage is read or written.
     """
 
     def __init__(self, device: ComputeDevice, storage: torch.UntypedStorage, after: Mark) -> None:
@@ -117,6 +117,7 @@ class DevicePlace(Place):
         buffer[chunk.nbytes :] = 0
 
     def drain(self, chunk: Chunk, buffer: Bytes) -> None:
+        self._after.synchronize()
         self._device.copy_in(self._storage, chunk.start, buffer[: chunk.nbytes])
 
 
