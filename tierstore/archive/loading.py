@@ -128,6 +128,6 @@ def _touched(chunks: Iterable[PlacedChunk], memory: Mapping[int, Bytes]) -> Iter
 def _tensor(entry: TensorEntry, memory: Bytes) -> torch.Tensor:
     dtype, shape = torch_dtype(entry.name, entry.dtype, entry.shape)
     if entry.begin == entry.end:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     # Not a view of one tensor: each has a storage of its own size, over the shared memory, which it keeps.
     return torch.frombuffer(memory[entry.begin : entry.end], dtype=torch.uint8).view(dtype).view(shape)

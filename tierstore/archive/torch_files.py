@@ -136,7 +136,7 @@ def empty_torch_file(
         tensors = {}
         for spec in specs.values():
             dtype, shape = torch_dtype(spec.name, spec.dtype, spec.shape)
-            tensors[spec.name] = torch.empty(shape, dtype=dtype)
+            tensors[spec.name] = torch.empty(shape, dtype=dtype, device="cpu")
         for alias, name in aliases.items():
             tensors[alias] = tensors[name]
     try:
