@@ -753,7 +753,7 @@ MUTATIONS: Sequence[Mutation] = (
         "self.callback(self._discard_ours, path, self._locks[-1])", "archive/test_killed.py",
     ),
     Mutation(
-        "micro-batches that are given again", "train/steps.py Steps._give_up", "self.zero_grad()",
+        "micro-batches that are given again", "train/steps.py Steps._give_up", "engine.zero_grad()",
         "train/test_out_of_turn.py", becomes="pass",
     ),
     Mutation(
@@ -767,5 +767,9 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "a gradient set after backward", "train/steps.py Steps.step", "parts.groups.refuse_gradients()",
         "train/test_out_of_turn.py",
+    ),
+    Mutation(
+        "no thread reads what another one changes", "train/engine.py Engine.gathered",
+        'block.enter_context(self._order.alone("gathered()"))', "train/test_out_of_turn.py",
     ),
 )  # fmt: skip

@@ -147,7 +147,7 @@ def test_an_interrupt_between_backward_and_step_leaves_a_step_that_is_guarded(
         for x in batches(3):
             steps.whole(x)
         with monkeypatch.context() as patch:
-            patch.setattr(engine._steps, "step", interrupted)
+            patch.setattr(engine, "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.train_step([x], loss_of)
         for act in (engine.state_dict, lambda: engine(x), lambda: engine.train_step([x], loss_of)):

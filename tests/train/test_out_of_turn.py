@@ -26,6 +26,7 @@ from tierstore.store.rounds import Round, Trip
 from tierstore.store.trip_leases import TripLeases
 from tierstore.train.access import _InUse
 from tierstore.train.engine import Engine
+from tierstore.train.report import StepReport
 
 STREAMING = ["backward", "speculative"]
 LATER = ["step", "forward"]
@@ -197,6 +198,54 @@ def test_two_threads_in_one_engine_are_told_and_harm_nothing(where: str, tmp_pat
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
+def test_nobody_reads_weights_that_another_thread_is_changing() -> None:
+    told = []
+
+    def read(engine: Engine) -> None:
+        try:
+            engine.state_dict()
+        except ConfigError as error:
+            told.append(str(error))
+
+    with Engine(Net(), TierConfig(), AdamWConfig()) as engine:
+        with engine.gathered("", modify=True):
+            thread = threading.Thread(target=read, args=(engine,))
+            thread.start()
+            thread.join()
+        assert ["while another thread is in a call" in sentence for sentence in told] == [True]
+        read(engine)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
+def test_a_loss_may_call_the_engine(schedule: str) -> None:
+    data = batches(2)
+    with Engine(Net(), TierConfig(), AdamWConfig()) as engine:
+
+        def beside_a_teacher(output: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                teacher = engine(data[0])
+            return (output - 0.5 * teacher).pow(2).mean()
+
+        first = engine.train_step(data[:1] * 2, beside_a_teacher, schedule).loss
+        engine.train_step(data, beside_a_teacher, schedule)
+    with torch.no_grad():
+        assert first == pytest.approx(0.25 * loss_of(Net()(data[0])).item())
+
+
+def test_train_step_makes_the_calls_of_a_subclass() -> None:
+    class Heard(Engine):
+        clock = "a subclass may have such an attribute"
+
+        def step(self) -> StepReport:
+            self.clock = "stepped"
+            return super().step()
+
+    with Heard(Net(), TierConfig(), AdamWConfig()) as engine:
+        engine.train_step(batches(2), loss_of)
+        assert (engine.clock, engine.step_count) == ("stepped", 1)
+
+
 def test_where_they_are_all_that_is_left_it_is_told(tmp_path: Path) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -250,7 +299,7 @@ def test_also_one_that_failed_after_its_last_backward(
             for first in (0, 3):
                 if fails:
                     with monkeypatch.context() as patched:
-                        patched.setattr(engine._steps, "step", interrupt)
+                        patched.setattr(engine, "step", interrupt)
                         with pytest.raises(KeyboardInterrupt):
                             engine.train_step(data[first : first + 3], loss_of)
                 engine.train_step(data[first : first + 3], loss_of)

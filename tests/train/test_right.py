@@ -143,7 +143,9 @@ def test_train_step_is_the_mean_over_its_micro_batches(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("batch", [{"tokens": torch.zeros(1, 2)}, 7], ids=["a mapping", "a number"])
+@pytest.mark.parametrize(
+    "batch", [{"tokens": torch.zeros(1, 2)}, torch.zeros(1, 2), 7], ids=["a mapping", "a tensor", "a number"]
+)
 def test_train_step_takes_a_list_also_of_one(batch: Any, tmp_path: Path) -> None:
     with Engine(tiny(), small_tiers(tiny(), tmp_path, "forward"), update="forward") as engine:
         with pytest.raises(ConfigError, match=f"not {type(batch).__name__}; give \\[batch\\] for one"):

@@ -1,6 +1,6 @@
 """A step of the engine on paper: how long it takes, how long compute waits, how much memory it fills.
 
-Scope: the training thread (`train/access.py`, `train/engine.py`) on the store of `plan/step_store.py`, with the
+Scope: the training thread (`train/access.py`, `train/steps.py`) on the store of `plan/step_store.py`, with the
     placement, the residency policy and the pools that the engine uses.
 Not here: where bytes live (`plan/tiers.py`), the comparison of choices (`apps/tune.py`).
 

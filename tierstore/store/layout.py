@@ -244,8 +244,9 @@ def check_same_frozen(stored: Mapping[str, Any], groups: Sequence[GroupSpec], wh
     others = [(key[0], is_trained) for key, is_trained in ours.items() if theirs.get(key) != is_trained]
     if theirs.keys() != ours.keys() or not others:
         return  # another model, or all is the same
-    (name, is_trained_here), *more = others
-    name += f" (and {len(more)} more)" if more else ""
+    name, is_trained_here = others[0]
+    alike = sum(is_trained == is_trained_here for _, is_trained in others)
+    name += f" (and {alike - 1} more)" if alike > 1 else ""
     if is_trained_here:
         raise ConfigError(
             f"{where}: parameter {name} was frozen when this store was made, and has no moments there; to train it "

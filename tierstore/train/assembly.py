@@ -1,7 +1,7 @@
 """Building the engine's rooms: groups, placement, store, hooks; and taking them down in one written order.
 
 Scope: from a model and options to an `Assembly`, new or resumed; filling a new store with weights.
-Not here: the step (`engine.py`), sizes (`sizing.py`), which generation is resumed (`opening.py`).
+Not here: the step (`steps.py`), sizes (`sizing.py`), which generation is resumed (`opening.py`).
 Owner: the thread that makes the engine.
 """
 

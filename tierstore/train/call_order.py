@@ -1,7 +1,8 @@
 """In which order an engine may be called.
 
-Scope: how far the step in progress has come, and the sentences that refuse a call which would harm it.
-Not here: what the calls do (`engine.py`).
+Scope: how far the step in progress has come, which blocks hold weights, who is inside; and the sentences that refuse a
+    call which would harm that.
+Not here: what the calls do (`steps.py`, `engine.py`).
 Owner: the training side.
 """
 
@@ -9,22 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.runtime import Runtime
+from tierstore.train.caller import warn_caller
 from tierstore.train.rounds import RoundDriver
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_OURS = ("tierstore", "torch", "contextlib")
-"""Packages whose frames are not the caller's; `skip_file_prefixes` of Python 3.12 does the same."""
+_INSIDE: ContextVar[tuple[CallOrder, ...]] = ContextVar("_INSIDE", default=())
+"""Whose calls this thread is in, or waits for: threads that a call starts have a copy of its context."""
 
 
 class CallOrder:
@@ -51,24 +52,31 @@ class CallOrder:
         self.is_closed = False
         self._blocks = 0  # of `gathering` that have begun and not ended
         self._modified: Counter[int] = Counter()
-        self._inside = threading.RLock()
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
-        """One thread at a time is in here, one call in another.
+        """One thread at a time is in here, one call in another; with it those that it waits for.
 
         Raises:
             ConfigError: another thread is.
+            ClosedError: this is the child of a fork.
         """
-        if not self._inside.acquire(blocking=False):
+        if self in _INSIDE.get():
+            yield
+            return
+        if not self._lock.acquire(blocking=False):
+            self._runtime.check_process()
             raise ConfigError(
                 f"{what} was called while another thread is in a call of the same engine; let one thread at a time "
                 "call it, by a lock of yours around each"
             )
         try:
+            _INSIDE.set((*_INSIDE.get(), self))
             yield
         finally:
-            self._inside.release()
+            _INSIDE.set(tuple(order for order in _INSIDE.get() if order is not self))
+            self._lock.release()
 
     @property
     def is_broken(self) -> bool:
@@ -190,14 +198,6 @@ class CallOrder:
                 f"update={self._driver.schedule.value!r} (given, or what 'auto' chose) is changing meanwhile; call it "
                 "after step(), put earlier backwards under no_sync(), or make the engine with update='forward'"
             )
-
-
-def warn_caller(text: str) -> None:
-    """Warn at the line that has called tierstore, directly or through torch or contextlib."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
 
 
 class _HasOrder(Protocol):

@@ -154,7 +154,7 @@ class Engine:
     if not TYPE_CHECKING:  # which knows that there is no such attribute
 
         def __setattr__(self, name: str, value: object) -> None:
-            if name in _ARGUMENTS:
+            if type(self) is Engine and name in _ARGUMENTS:
                 raise ConfigError(f"{name} is given when an engine is made, and set later it would change nothing")
             super().__setattr__(name, value)
 
@@ -212,7 +212,7 @@ class Engine:
                 go different ways several groups are in use together.
         """
         self._generations.tell_what_is_left()
-        return self._steps.train_step(batches, loss_of, schedule)
+        return self._steps.train_step(self, batches, loss_of, schedule)
 
     @in_turn
     def step(self) -> StepReport:
@@ -314,13 +314,12 @@ class Engine:
         if modify:
             self._order.refuse_within_step("gathered(modify=True)")
             self._generations.leave_newer()
-        with self._order.alone("gathered()"):
-            self.flush()
         is_kept = self._order.is_modified  # by a block around this one
-        with (
-            whole.gathered(parts, self._model, whole.checked_names(names), is_kept) as groups,
-            self._order.gathering(groups if modify else ()),
-        ):
+        with contextlib.ExitStack() as block:
+            block.enter_context(self._order.alone("gathered()"))
+            self.flush()
+            groups = block.enter_context(whole.gathered(parts, self._model, whole.checked_names(names), is_kept))
+            block.enter_context(self._order.gathering(groups if modify else ()))
             with parts.hooks.watching():  # a loss may be made of what is read here
                 yield
             if modify:
@@ -446,6 +445,7 @@ class Engine:
         return self._parts
 
 
+# A loop that sets `engine.max_grad_norm` would go on as before, and nobody would know.
 _ARGUMENTS = inspect.signature(Engine).parameters.keys() - {"model", "optimizer"}
 
 

@@ -21,7 +21,7 @@ from tierstore.store.gradients import Gradients
 from tierstore.store.rounds import Round
 from tierstore.train import capture
 from tierstore.train.assembly import Assembly
-from tierstore.train.call_order import warn_caller
+from tierstore.train.caller import warn_caller
 from tierstore.train.optimizer import LossScale
 
 
@@ -66,6 +66,7 @@ class Generations:
         self._waiting: tuple[Round | None, dict[str, Any], Gradients | None] | None = None
         self._is_previous = False
         self._resumed_at = 0
+        self._has_told = False
 
     @property
     def gradients(self) -> Gradients:
@@ -133,8 +134,9 @@ class Generations:
             self._parts.runtime.call(self._parts.store.go_back)
 
     def tell_what_is_left(self) -> None:
-        """The first step after a resume warns of what it goes on without, at the line that calls the engine."""
-        if self.step_count == self._resumed_at and (self._to_restore or self._left_schedule is not None):
+        """Before the first step after a resume: warn of what it goes on without, once."""
+        is_first, self._has_told = not self._has_told, True
+        if is_first and (self._to_restore or self._left_schedule is not None):
             left = [f"what was registered as {listed(list(self._to_restore))}"] if self._to_restore else []
             left += ["the learning-rate schedule (give lr_scheduler)"] if self._left_schedule is not None else []
             warn_caller(

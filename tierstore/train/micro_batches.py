@@ -1,7 +1,7 @@
 """The micro-batches of a step: how the model is called with one, what its loss is, and all of them side by side.
 
 Scope: from batches to losses.
-Not here: how forwards take turns (`vertical.py`), backward and step (`engine.py`).
+Not here: how forwards take turns (`vertical.py`), backward and step (`steps.py`).
 Owner: the thread that trains; side by side, the thread of each forward in its turn.
 """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from tierstore.train.micro_batches import called, check_loss, losses_side_by_sid
 from tierstore.train.optimizer import LossScale, clip_coefficient
 from tierstore.train.report import StepReport
 from tierstore.train.rounds import Updates
+
+if TYPE_CHECKING:
+    from tierstore.train.engine import Engine
 
 
 class Steps:
@@ -134,12 +137,17 @@ class Steps:
 
     def train_step(
         self,
+        engine: Engine,
         batches: Iterable[Any],
         loss_of: Callable[[Any], torch.Tensor] | None,
         schedule: MicroBatchSchedule | str,
     ) -> StepReport:
-        """One step over all its micro-batches; the loss of each counts 1 / their number."""
-        if not isinstance(batches, Iterable) or isinstance(batches, Mapping):
+        """One step over all its micro-batches; the loss of each counts 1 / their number.
+
+        Args:
+            engine: whose calls are made, for a subclass may have others.
+        """
+        if not isinstance(batches, Iterable) or isinstance(batches, (Mapping, torch.Tensor)):
             raise ConfigError(
                 f"train_step takes a list of micro-batches, not {type(batches).__name__}; give [batch] for one"
             )
@@ -155,15 +163,15 @@ class Steps:
                         len(batches),
                     )
                     self._losses += [loss.detach() for loss in losses]
-                    self.backward(torch.stack(losses).sum() / len(batches))
-                    return self.step()
+                    engine.backward(torch.stack(losses).sum() / len(batches))
+                    return engine.step()
                 for position, batch in enumerate(batches):
                     is_last = position == len(batches) - 1
-                    with contextlib.nullcontext() if is_last else self._order.no_sync():
-                        self.backward(self._noted(take_loss(called(self.call, batch))) / len(batches))
-                return self.step()
+                    with contextlib.nullcontext() if is_last else engine.no_sync():
+                        engine.backward(self._noted(take_loss(called(engine, batch))) / len(batches))
+                return engine.step()
         except BaseException as error:
-            self._give_up(error, has_others=has_others)
+            self._give_up(engine, error, has_others=has_others)
             raise
         finally:
             self._losses.clear()
@@ -174,7 +182,7 @@ class Steps:
             self._losses.append(loss.detach())
         return loss
 
-    def _give_up(self, error: BaseException, *, has_others: bool) -> None:
+    def _give_up(self, engine: Engine, error: BaseException, *, has_others: bool) -> None:
         """Who catches the error of a `train_step` gives all its micro-batches again: none may be there already.
 
         Args:
@@ -191,7 +199,7 @@ class Steps:
             order.break_off(error, keeps_weights=True)
             return
         try:
-            self.zero_grad()
+            engine.zero_grad()
         except TierstoreError as other:  # does not hide the error that led here
             order.break_off(other, keeps_weights=True)
 

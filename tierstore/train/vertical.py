@@ -1,6 +1,6 @@
 """Forwards that go through a model side by side: all of them pass one group before any goes on to the next.
 
-Scope: taking turns. Not here: what a group is (`groups.py`), who calls this (`engine.py`).
+Scope: taking turns. Not here: what a group is (`groups.py`), who calls this (`micro_batches.py`).
 Owner: the thread that trains; of its helpers one at a time runs, and that one is the training side.
 
 [Note: taking turns] A model cannot be cut from outside, but a thread can wait in the middle of it. So each forward has
