@@ -18,6 +18,7 @@ from tierstore.apps.options import Precision, Preset, TrainOptions
 from tierstore.apps.report import Totals
 from tierstore.apps.train import Outcome
 from tierstore.cli import app
+from tierstore.cli.common import told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import Codec, Durability, Resume, UpdateSchedule
 from tierstore.errors import BudgetError, ConfigError, StorageFull
@@ -207,14 +208,14 @@ def test_an_interrupt_during_the_imports_is_one_sentence(tmp_path: Path) -> None
 def test_an_interrupt_before_any_command_runs_is_one_sentence(start: list[str], tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     root = Path(tierstore.__file__).parents[1]
-    for handler, told in ((signal.default_int_handler, (130, "tierstore: interrupted\n")), (signal.SIG_IGN, None)):
+    for handler, expected in ((signal.default_int_handler, (130, "tierstore: interrupted\n")), (signal.SIG_IGN, None)):
         before = signal.signal(signal.SIGINT, handler)  # the child begins with it, or has it ignored
         try:
             result = subprocess.run([sys.executable, *start, "--help"], cwd=root, capture_output=True, text=True,
                                     env={"PYTHONPATH": f"{tmp_path}:{root}"}, timeout=60)  # fmt: skip
         finally:
             signal.signal(signal.SIGINT, before)
-        assert ((result.returncode, result.stderr) == told) if told else "AttributeError" in result.stderr
+        assert ((result.returncode, result.stderr) == expected) if expected else "AttributeError" in result.stderr
 
 
 def test_what_cannot_be_shown_for_want_of_room_is_one_sentence() -> None:
@@ -313,3 +314,9 @@ def test_help_names_the_commands() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
     assert "train" in result.output
+
+
+def test_ctrl_c_in_a_command_that_has_nothing_to_clean_up_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, told():
+        raise KeyboardInterrupt
+    assert (ended.value.exit_code, capsys.readouterr().err) == (130, "tierstore: interrupted\n")

@@ -442,7 +442,11 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_recovery.py::TestMovedAway",
     ),
     Mutation(
-        "a store that is moved during a commit", "store/commit.py Manifests._publish", "self._check_in_place()",
+        "a store that is moved during a commit", "store/commit.py Manifests._publish",
+        "self._check_in_place()", "store/test_recovery.py::TestMovedAway",
+    ),
+    Mutation(
+        "generations of another store", "store/commit.py Manifests._remove", "self._check_in_place()",
         "store/test_recovery.py::TestMovedAway",
     ),
     Mutation(

@@ -215,8 +215,10 @@ def test_a_signal_does_not_wait_for_what_only_computes(
         (["verify", "a"], 1, "is an ordinary safetensors file, not a pack"),
         (["verify", "empty"], 1, "shorter than the 8 B"),
         (["inspect", "nothing"], 1, "there is no nothing"),
-        (["inspect", "."], 1, "tierstore: . holds neither a pack nor a generation of a store\n"),
-        (["verify", "."], 1, "tierstore: . holds neither a pack nor a generation of a store\n"),
+        (["inspect", "."], 1, "tierstore: . holds neither a pack (model.safetensors or "
+         "model.safetensors.index.json) nor a generation of a store\n"),
+        (["verify", "."], 1, "tierstore: . holds neither a pack (model.safetensors or "
+         "model.safetensors.index.json) nor a generation of a store\n"),
     ],
 )
 def test_bad_input_is_one_sentence(

@@ -47,6 +47,15 @@ def test_only_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
         assert sorted(os.listdir(tmp_path)) == sorted(kept)
 
 
+def test_what_is_killed_while_it_cleans_up_is_found_by_the_next_run(tmp_path: Path) -> None:
+    script = KILLED.replace('"folder").mkdir()', '"file").touch()')
+    script = script.replace("    os.kill", "    Path.unlink = lambda *_, **__: os.kill")
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)]).returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert sorted(os.listdir(left)) == [".lock", "file"]
+    assert clear_scratch(tmp_path, "run-") == [left]
+
+
 def test_where_directories_cannot_be_locked_nothing_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

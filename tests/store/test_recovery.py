@@ -523,10 +523,11 @@ class Replaced(Backend):
     """Somebody puts another directory in the place of that of the manifests while one is on its way."""
 
     moved: Path | None = None
+    after = "manifest"
 
     def _call_replace(self, source: Path, destination: Path) -> None:
         super()._call_replace(source, destination)
-        if self.moved is not None and destination.name.startswith("manifest"):
+        if self.moved is not None and destination.name.startswith(self.after):
             destination.parent.rename(self.moved)
             shutil.copytree(self.moved, destination.parent)
 
@@ -552,9 +553,8 @@ class TestMovedAway:
         there.rename(tmp_path / "moved")
         if is_replaced:
             there.mkdir()
-        with pytest.raises(StorageError, match=f"{there} .*moved, replaced or removed.*resume") as refusal:
+        with pytest.raises(StorageError, match=f"{there} .*moved, replaced or removed.*resume"):
             self.commit(run)
-        print(refusal.value)
         with pytest.raises(StorageError, match="moved, replaced or removed"):  # still
             self.commit(run)
         with suppress(TierstoreError):
@@ -566,8 +566,10 @@ class TestMovedAway:
         (tmp_path / "moved").rename(there)
         assert check_resumes(way, tmp_path, expected) == 1
 
-    def test_nor_if_it_is_moved_in_the_middle_of_it(self, tmp_path: Path, expected: list[State]) -> None:
+    @pytest.mark.parametrize("after", ["captured", "manifest"])
+    def test_nor_if_it_is_moved_in_the_middle_of_it(self, after: str, tmp_path: Path, expected: list[State]) -> None:
         backend, there = Replaced(), tmp_path / "store0"
+        backend.after = after
         run = open_run(WAY, tmp_path, backend)
         run.until(1)
         run.engine.flush()
@@ -577,9 +579,11 @@ class TestMovedAway:
         backend.moved = None
         with pytest.raises(TierstoreError):
             run.engine.close()
+        whole = 2 if after == "manifest" else 1  # what was there when it was moved
+        assert len(list(there.glob("manifest-*2.json"))) == whole - 1
         shutil.rmtree(there)
         (tmp_path / "moved").rename(there)
-        assert check_resumes(WAY, tmp_path, expected) == 2  # all of it was there when it was moved
+        assert check_resumes(WAY, tmp_path, expected) == whole
 
     def test_a_new_store_in_its_place_is_left_alone(self, tmp_path: Path, expected: list[State]) -> None:
         run = open_run(WAY, tmp_path)
@@ -593,6 +597,25 @@ class TestMovedAway:
             with pytest.raises(StoreLocked), opened(WAY, tmp_path):
                 pass
             other.until(2)
+        assert check_resumes(WAY, tmp_path, expected) == 2
+
+    def test_nor_what_a_copy_of_it_has_committed_meanwhile(self, tmp_path: Path, expected: list[State]) -> None:
+        """Its generations have the numbers that this run gives its own."""
+        run, there = open_run(WAY, tmp_path), tmp_path / "store0"
+        run.until(1)
+        run.engine.flush()
+        there.rename(tmp_path / "moved")
+        shutil.copytree(tmp_path / "moved", there)
+        with opened(WAY, tmp_path) as other:
+            other.until(2)
+            other.engine.flush()
+            before = {path.name: path.read_bytes() for path in there.glob("*-*2.*")}
+            assert {name.partition("-")[0] for name in before} == {"manifest", "captured"}
+            with pytest.raises(StorageError, match="moved, replaced or removed"):
+                self.commit(run)
+            with pytest.raises(TierstoreError):
+                run.engine.close()
+            assert {path.name: path.read_bytes() for path in there.glob("*-*2.*")} == before
         assert check_resumes(WAY, tmp_path, expected) == 2
 
 

@@ -950,6 +950,29 @@ def test_one_whose_directory_is_moved_away_is_whole_there(tmp_path: Path) -> Non
     run(go())
 
 
+def test_nor_does_it_remove_what_a_copy_of_it_has_made(tmp_path: Path) -> None:
+    async def go() -> None:
+        stack = contextlib.AsyncExitStack()
+        store = await stack.enter_async_context(opened(tmp_path))
+        await store.put("a", block(1.0), tier=Tier.NVME)
+        await store.commit()
+        (tmp_path / "store").rename(tmp_path / "moved")
+        shutil.copytree(tmp_path / "moved", tmp_path / "store")
+        async with opened(tmp_path, resume="must") as other:
+            await other.put("b", block(2.0), tier=Tier.NVME)
+            await other.commit()
+            with pytest.raises(StorageError):
+                await store.put("a", block(3.0), tier=Tier.NVME)  # in a file of the same name as the one with "b"
+            with pytest.raises(StorageError, match="moved, replaced or removed"):
+                await stack.aclose()
+        async with opened(tmp_path, resume="must") as again:
+            for name, value in (("a", 1.0), ("b", 2.0)):
+                async with again.acquire(name) as tensors:
+                    assert_same(tensors, block(value))
+
+    run(go())
+
+
 def test_directories_of_another_store_are_left_alone(tmp_path: Path) -> None:
     async def main() -> None:
         both = [tmp_path / "x", tmp_path / "y"]

@@ -28,7 +28,7 @@ def scratch(where: Path, prefix: str) -> Iterator[Path]:
     unnamed = where / f"{path.name}.new"
     with contextlib.ExitStack() as stack:
         for one in (path, unnamed):  # before they are made: a signal may come between
-            stack.callback(shutil.rmtree, one, ignore_errors=True)
+            stack.callback(_remove, one)
         unnamed.mkdir(mode=0o700)
         stack.enter_context(_locked(unnamed, os.O_CREAT))
         unnamed.rename(path)
@@ -41,9 +41,20 @@ def clear_scratch(where: Path, prefix: str) -> list[Path]:
     gone = []
     for path in sorted(where.iterdir()):
         if ours.fullmatch(path.name) and not path.is_symlink() and _is_left(path):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             gone += [] if path.exists() else [path]
     return gone
+
+
+def _remove(directory: Path) -> None:
+    """As far as it goes, the lock last: what is broken off is found by the next run."""
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _LOCK:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _is_left(path: Path) -> bool:

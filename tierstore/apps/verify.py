@@ -26,7 +26,7 @@ from tierstore.archive import flow
 from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import open_archive
 from tierstore.archive.reading import Damage, verify
-from tierstore.archive.sources import SINGLE
+from tierstore.archive.sources import INDEX, SINGLE
 from tierstore.config import TierConfig, format_size
 from tierstore.errors import ChecksumMismatch, FormatError, StorageError, StoreLocked, TierstoreError
 from tierstore.io.backend import Backend
@@ -213,7 +213,7 @@ def is_store(path: Path, backend: Backend | None = None) -> bool:
     names = backend.names(path)
     if not any(name.startswith(Path(SINGLE).stem) for name in names):
         advice = "; of a store over several directories the first comes first" if any(map(holds_data, names)) else ""
-        raise FormatError(f"{path} holds neither a pack nor a generation of a store{advice}")
+        raise FormatError(f"{path} holds neither a pack ({SINGLE} or {INDEX}) nor a generation of a store{advice}")
     return False
 
 

@@ -110,13 +110,17 @@ class Publication(contextlib.ExitStack):
         with turn(self.directories[0], self._backend):
             self._refuse_existing()
             with self._backend.calling("inspection", self.directories[0]):
-                if not all(map(is_at, self.temporaries, self._locks)):  # where nothing can be locked
-                    raise _busy(self.directories[0])
+                if not all(map(is_at, self.temporaries, self._locks)):
+                    place = self.directories[0]
+                    raise ConfigError(
+                        f"another process writes to {place}, where nothing can be locked, or it was moved or replaced "
+                        "meanwhile; give another destination"
+                    )
             return self._commit(names, index) if self.single is None else self._commit_one(self.single)
 
     def _commit_one(self, single: Path) -> list[Path]:
         self._backend.replace(self.temporaries[0], single)
-        with self._is_whole():
+        with self._after_the_rename():
             self._backend.sync_directory(single.parent)
             if self._is_checkpoint:
                 index = single.parent / INDEX
@@ -150,13 +154,13 @@ class Publication(contextlib.ExitStack):
                 for path in reversed(made):
                     self._discard(path)
             raise
-        with self._is_whole():
+        with self._after_the_rename():
             self._backend.sync_directory(first)
             self._retire([first / SINGLE, *(old - set(finals))], old_index)
         return finals
 
     @contextlib.contextmanager
-    def _is_whole(self) -> Iterator[None]:
+    def _after_the_rename(self) -> Iterator[None]:
         """What was written has its names."""
         try:
             yield

@@ -192,11 +192,15 @@ def small_file(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
         FormatError: it is larger than any of its kind, be it of holes.
         StorageError: it cannot be read.
     """
-    with storage_errors("read", path), path.open("rb") as file:
+    with storage_errors("read", path), open(path, "rb", opener=_at_once) as file:
         data = file.read(min(os.fstat(file.fileno()).st_size, most_bytes + 1))
     if len(data) > most_bytes:
         raise FormatError(f"{path} has more than {most_bytes} B, which no such file needs")
     return data
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # without waiting for a pipe
 
 
 def _json(path: Path) -> dict[str, Any]:

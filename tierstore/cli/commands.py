@@ -37,12 +37,15 @@ app.command()(plan.plan)
 app.add_typer(simulate.simulate, name="simulate")
 
 
+_command = typer.main.get_command(app)
+
+
 def run() -> None:
     """The command that the arguments of the process name; ends it."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        app()
+        _command()
     try:  # the other ranks of a machine say nothing of a wrong option
-        sys.exit(app(standalone_mode=False) or 0)
+        sys.exit(_command(standalone_mode=False) or 0)
     except Exception as error:
         if not hasattr(error, "exit_code"):  # click's, which typer brings along or not
             raise

@@ -66,6 +66,11 @@ def told(debug: bool = False) -> Iterator[None]:
             raise
         say(_as_options(str(error)))
         raise typer.Exit(2 if isinstance(error, (ConfigError, BudgetError)) else 1) from None
+    except KeyboardInterrupt:  # of a command that has nothing to clean up
+        if debug:
+            raise
+        say("interrupted")
+        raise typer.Exit(130) from None
     except OSError as error:  # what is read and written otherwise is told as StorageError
         if debug:
             raise

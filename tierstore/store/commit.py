@@ -105,8 +105,8 @@ class StoreLock(ForkAware):
             if not is_there:
                 raise StorageError(
                     f"{path.parent} is not the store that is in use any more: it, or its file {path.name!r}, was "
-                    "moved, replaced or removed; nothing is committed there, and the last generation is whole in the "
-                    "directory that was moved: move it back, and go on with resume='auto'"
+                    "moved, replaced or removed, and nothing is committed there; if it was moved, its last generation "
+                    "is whole where it is now: move it back, and go on with resume='auto'"
                 )
 
     @property
@@ -294,7 +294,8 @@ class Manifests:
         return sorted({int(match["number"]) for match in found if match}, reverse=True)
 
     def _remove(self, numbers: Collection[int]) -> None:
-        """Remove the files of these generations, the manifests first."""
+        """Remove the files of these generations, the manifests first; none of another store that is there now."""
+        self._check_in_place()
         for name in reversed(self._backend.names(self.directory)):
             match = SMALL.fullmatch(name)
             if match and int(match["number"]) in numbers:
@@ -342,8 +343,8 @@ class Manifests:
 
     def _publish(self, generation: Generation, noted: Captured) -> None:
         text = manifest_text(generation.number, generation.layout, generation.records, noted)
+        self._check_in_place()
         replace_file(self._manifest(generation.number), text, backend=self._backend)
-        self._check_in_place()  # after it: then it is beside its packs
 
     def _check_in_place(self) -> None:
         if self._lock is not None:

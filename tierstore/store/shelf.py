@@ -281,6 +281,7 @@ class Shelf:
 
     def unlink(self, paths: Iterable[Path]) -> None:
         """Remove files that are there. Worker thread."""
+        self._directories.lock.check_in_place()
         for path in paths:
             if path.exists():
                 self._io.backend.remove(path)
