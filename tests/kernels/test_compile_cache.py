@@ -5,30 +5,32 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numba
 import pytest
 from numba.core.caching import IndexDataCacheFile
+from numba.core.config import reload_config
 
 from tierstore.kernels import compile_cache
 from tierstore.kernels.compile_cache import compiled
 
 
 @pytest.fixture
-def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], float]:
+def function(tmp_path: Path) -> Iterator[Callable[[float], float]]:
     """Of a module of its own, whose cache is `tmp_path / "cache"`."""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "loops.py").write_text("def twice(x):\n    return 2.0 * x\n")
     spec = importlib.util.spec_from_file_location("loops", tmp_path / "loops.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    twice: Callable[[float], float] = module.twice
-    return twice
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+        reload_config()  # as a compilation does, if the environment is another one
+        yield module.twice
+    reload_config()
 
 
 def hits(function: Callable[[float], float]) -> int:
