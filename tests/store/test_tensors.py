@@ -928,13 +928,19 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     run(main())
 
 
+async def moved_away(tmp_path: Path) -> tuple[TensorStore, contextlib.AsyncExitStack]:
+    """A store with "a", open, in whose place is nothing now; and what closes it."""
+    stack = contextlib.AsyncExitStack()
+    store = await stack.enter_async_context(opened(tmp_path))
+    await store.put("a", block(1.0), tier=Tier.NVME)
+    await store.commit()
+    (tmp_path / "store").rename(tmp_path / "moved")
+    return store, stack
+
+
 def test_one_whose_directory_is_moved_away_is_whole_there(tmp_path: Path) -> None:
     async def go() -> None:
-        stack = contextlib.AsyncExitStack()
-        store = await stack.enter_async_context(opened(tmp_path))
-        await store.put("a", block(1.0), tier=Tier.NVME)
-        await store.commit()
-        (tmp_path / "store").rename(tmp_path / "moved")
+        store, stack = await moved_away(tmp_path)
         (tmp_path / "store").mkdir()
         await store.put("b", block(2.0), tier=Tier.NVME)
         with pytest.raises(StorageError, match="moved, replaced or removed"):
@@ -952,11 +958,7 @@ def test_one_whose_directory_is_moved_away_is_whole_there(tmp_path: Path) -> Non
 
 def test_nor_does_it_remove_what_a_copy_of_it_has_made(tmp_path: Path) -> None:
     async def go() -> None:
-        stack = contextlib.AsyncExitStack()
-        store = await stack.enter_async_context(opened(tmp_path))
-        await store.put("a", block(1.0), tier=Tier.NVME)
-        await store.commit()
-        (tmp_path / "store").rename(tmp_path / "moved")
+        store, stack = await moved_away(tmp_path)
         shutil.copytree(tmp_path / "moved", tmp_path / "store")
         async with opened(tmp_path, resume="must") as other:
             await other.put("b", block(2.0), tier=Tier.NVME)

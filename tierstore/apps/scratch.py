@@ -10,13 +10,14 @@ left. (The directory itself is locked by what is published in it.)
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from tierstore.io.files import takes_lock
 
 _LOCK = ".lock"
 
@@ -70,11 +71,9 @@ def _locked(path: Path, flags: int = 0) -> Iterator[bool]:
     """While it is so; or False. See [Note: whose it is]."""
     descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_lock = True
-        except OSError:
-            has_lock = False
+        has_lock = False
+        with contextlib.suppress(OSError):
+            has_lock = takes_lock(descriptor, is_needed=True)
         yield has_lock
     finally:
         os.close(descriptor)

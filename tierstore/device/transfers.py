@@ -212,8 +212,8 @@ class CudaDevice:
         update = partial(self._finished, _Queue(cuda.Stream(device=torch_device)))
         self.arithmetic: Arithmetic = GpuArithmetic(torch_device, update, self.passing)
         self._passing = threading.local()
-        # Before the compute stream's kernels: what they wait for next depends on these.
         self._unended: list[Callable[[], object]] = []
+        # Before the compute stream's kernels: what they wait for next depends on these.
         self._links = {link: cuda.Stream(device=torch_device, priority=-1) for link in ("gather", "reduce")}
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
