@@ -111,13 +111,19 @@ class OfModule:
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_module_is_a_source(is_own: bool, tmp_path: Path) -> None:
-    """Also the very model that is trained, whose memory goes while the source is read."""
-    model = WAY.model()
+    """Also the very model that is trained, whose memory goes while the source is read; with a number as a parameter."""
+
+    def make() -> nn.Module:
+        model = WAY.model()
+        model.register_parameter("temperature", nn.Parameter(torch.tensor(2.5)))
+        return model
+
+    model = make()
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     source = OfModule(model)
     if not is_own:
         with torch.device("meta"):
-            model = WAY.model()
+            model = make()
     with opened(WAY, tmp_path, model=model, initialize=source) as run:
         state = run.engine.state_dict()
     assert all(torch.equal(state[name], weight) for name, weight in expected.items())

@@ -941,3 +941,64 @@ def test_an_evaluation_takes_no_time_of_the_step_that_follows() -> None:
             engine.backward(next_token_loss(engine, batch))
             reports.append(engine.step())
     assert [(r.seconds["forward"], r.seconds["total"]) for r in reports] == [(1.0, 1.0)] * 3
+
+
+class Tapped(nn.Module):
+    """Reads its weights once more in backward, past what autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient + 0.1 * gradient @ self.layer.weight)
+        return self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("room", [0, 2**24])
+@pytest.mark.parametrize("update", [*STREAMING, *LATER])
+def test_weights_that_backward_reads_are_those_of_forward(update: str, room: int, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Tapped() for _ in range(3)))
+
+    model, data = make(), batches(4)
+    gpu, cpu = smallest_budgets(make(), nvme=["unused"], update=update)
+    tiers = disk(tmp_path, gpu_memory=gpu + room, cpu_memory=cpu + room)
+    with Engine(make(), tiers, AdamWConfig(lr=1e-2), update=update) as engine:
+        if update in STREAMING:
+            engine.backward(loss_of(engine(data[0])))  # the first step of a run updates nothing in backward
+            engine.step()
+            loss = loss_of(engine(data[1]))
+            with pytest.raises(GraphError, match=r"weights of 2 are read in backward after .* update='forward'"):
+                engine.backward(loss)
+            return
+        optimizer = plain(model)
+        for x in data:
+            engine.backward(loss_of(engine(x)))
+            engine.step()
+            loss_of(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        check_weights(engine, model)
+
+
+@pytest.mark.parametrize("update", [*STREAMING, *LATER])
+def test_a_hook_on_accumulated_gradients_that_comes_later_sees_them_all_the_same(update: str, tmp_path: Path) -> None:
+    def halve(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    model, data = Net(), batches(4)
+    optimizer = plain(model)
+    with tight_engine(tmp_path, update) as engine:
+        for one in (model, engine.model):
+            one.get_parameter("blocks.1.0.weight").register_post_accumulate_grad_hook(halve)
+        for x in data:
+            engine.backward(loss_of(engine(x)))
+            engine.step()
+            loss_of(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        check_weights(engine, model)

@@ -80,6 +80,23 @@ def test_a_learning_rate_that_is_a_tensor_resumes(tmp_path: Path) -> None:
             assert float(run.engine.optimizer.param_groups[0]["lr"]) == 0.125
 
 
+def test_a_schedule_that_begins_with_a_resumed_run_goes_on_from_its_rates(tmp_path: Path) -> None:
+    """As in torch, where the optimizer's state is loaded before the schedule is made."""
+    with opened(WAY, tmp_path, lr_scheduler=None) as run:
+        run.engine.optimizer.param_groups[0]["lr"] = 0.25
+        run.until(2)
+
+    def warm_up(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+
+    rates = []
+    for end in (4, 7):  # the second goes on with the schedule
+        with opened(WAY, tmp_path, lr_scheduler=warm_up) as run:
+            run.engine.on_step(lambda report: rates.extend(report.lr))
+            run.until(end)
+    assert rates == [0.0625, 0.125, 0.1875, 0.25, 0.25]
+
+
 def test_a_scheduler_that_waits_for_a_metric_is_refused_at_construction(tmp_path: Path) -> None:
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     with pytest.raises(ConfigError, match="ReduceLROnPlateau"), opened(WAY, tmp_path, lr_scheduler=plateau):

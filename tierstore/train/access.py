@@ -85,6 +85,7 @@ class DeviceAccess:
         self._ready = self._moves.ready
         self._stale: set[int] = set()
         self._kept: set[int] = set()
+        self._withdrawn: set[int] = set()
         self._visits: list[tuple[int, float]] = []
         self._forward_visits = 0
         self._since = clock()
@@ -124,6 +125,7 @@ class DeviceAccess:
         self.is_inside = False
         self._account()
         self._users = list(self._long_users)  # an error may have kept others from leaving
+        self._withdrawn.clear()
         for group in self._held:
             self._guard(group)
 
@@ -205,10 +207,15 @@ class DeviceAccess:
                     f"`with engine.gathered([{name!r}], modify=True):`, or all weights by engine.load_state_dict(...)"
                 )
             raise GraphError(
-                f"{name} was read while it is not on the device; read it inside `with engine.gathered([{name!r}]):`, "
-                "or all weights by engine.state_dict() or engine.export(...)"
+                f"{name} was read while it is not on the device; call engine(...) and not the model, read it inside "
+                f"`with engine.gathered([{name!r}]):`, or all weights by engine.state_dict() or engine.export(...)"
             )
         self.enter(group)
+
+    def withdraw(self, group: int) -> None:
+        """Nobody reads a group any more in this backward, for its update may begin: reading it would be a race."""
+        self._withdrawn.add(group)
+        self._guard(group)
 
     def check_unchanged(self) -> None:
         """Refuse weights that the model has changed: updates go on from those at rest.
@@ -228,6 +235,12 @@ class DeviceAccess:
             )
 
     def _go_to(self, group: int) -> None:
+        if group in self._withdrawn:
+            raise GraphError(
+                f"weights of {self._groups[group].spec.name} are read in backward after the last of their gradients "
+                "came, when an update (given as 'backward' or 'speculative', or what 'auto' chose) may have changed "
+                "them: read them before, as in forward, or make the engine with update='forward'"
+            )
         self._account()
         self._refresh_stale()
         position = self._locate(group)
@@ -417,7 +430,7 @@ class DeviceAccess:
     # --- guarding -----------------------------------------------------------------------------------------------
 
     def _guard(self, group: int) -> None:
-        """Between passes nobody reads a group unseen, also one that is still on the device: its update may be due."""
+        """Nobody reads a group unseen any more, also if it is still on the device: its update may be due."""
         if not self._users[group]:
             hide(self._groups[group])
             if group == self._current:

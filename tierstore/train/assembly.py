@@ -167,6 +167,8 @@ def assemble(
             check_same_store(generation, tiers, options.schedule)
         # Before the store is made and takes the weights: what is wrong with the options must not cost them.
         stepper = AdamStepper(groups, TieredOptimizer(_option_groups(model, groups, parameter_groups), config, step))
+        if generation is not None:
+            stepper.optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
         prepare(stepper.optimizer)
         partition.check_same(stepper.members() | stepper.options())
         codecs, pieces = codecs_of(tiers, generation, pieces, specs, partition, runtime, clock)
@@ -299,6 +301,7 @@ def _hook_up(
         return groups.groups[index].spec.trainable and not is_complete
 
     collector.on_complete = on_complete
+    collector.before_update = access.withdraw
     access.awaits_update = awaits_update
     return Assembly(
         runtime, backend, device, store, groups, access, collector, hooks, stepper, driver, tracer, partition, gathers,

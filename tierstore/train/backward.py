@@ -36,6 +36,7 @@ from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.pieces import Piece
 from tierstore.train.graph import KnownLeaves
 from tierstore.train.groups import Group, ModelGroups
+from tierstore.train.guard import Taker
 from tierstore.train.handover import Handover
 from tierstore.train.reduction import Bucket, Reductions
 
@@ -110,11 +111,13 @@ class GradientCollector:
         self.completed: list[int] = []
         """Groups in the order in which the last backward completed them."""
         self.on_complete: Callable[[int], Callable[[Mark], None] | None] = lambda group: None
+        self.before_update: Callable[[int], None] = lambda group: None
+        """Called before a group is handed over that may be updated as it is."""
         if reductions is not None:
             reductions.on_complete = lambda group: self.on_complete(group)
             reductions.on_done = self._handover.count_done
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, group, position))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(Taker(self._arrived, group, position))  # type: ignore[no-untyped-call]
             for group in self._groups
             if group.spec.trainable
             for position, parameter in enumerate(group.parameters)
@@ -325,6 +328,8 @@ class GradientCollector:
         collected.is_taken = True
         self.completed.append(group.index)
         self._waiting.discard(group.index)
+        if self.is_streaming:
+            self.before_update(group.index)
         if self._reductions is not None:
             mark, bucket, collected.bucket = self._device.record(), collected.bucket, None
             ready = (group.index, bucket, mark, self.is_final, self.is_streaming)

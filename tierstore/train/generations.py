@@ -187,18 +187,17 @@ class Generations:
             is_previous: there is a newer one, which stays until the state changes.
 
         Raises:
-            ConfigError: the optimizer's groups were others.
             FormatError: of other buffers, or of random states that the generators do not know.
         """
         self._is_previous = is_previous
         self.step_count = self._resumed_at = captured["step"]
         self._parts.stepper.steps.update(captured["steps"])
         self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
-        self._parts.stepper.optimizer.restore(captured["optimizer"])
         if self.scheduler is None:
             self._left_schedule = captured["scheduler"]
         elif captured["scheduler"] is not None:
             self.scheduler.load_state_dict(capture.with_tensors(captured["scheduler"]))
+            self._parts.stepper.optimizer.restore(captured["optimizer"])  # making it has set the first step's rates
         if (pending := captured["pending"]) is not None:
             touched = set(pending["touched"])
             self.pending = Pending(touched & self._parts.stepper.steps.keys(), pending["scale"])

@@ -440,7 +440,7 @@ def _replace_meta_parameters(model: nn.Module, device: torch.device) -> dict[nn.
             if parameter is not None and parameter.is_meta:
                 if parameter not in real:
                     # One element seen as the whole shape: `bind` gives it its memory, the store its bytes.
-                    data = torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
+                    data = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
                     real[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 module._parameters[name] = real[parameter]
     return real
