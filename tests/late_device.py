@@ -17,6 +17,7 @@ NaN. Kernels of other threads are not seen: what autograd's own threads queue on
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tierstore.device.arithmetic import HostArithmetic, Part, Run
@@ -277,22 +277,34 @@ class _InStream(queueing):
 
 def _reads_and_writes(operation: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
     """Of what is given to a kernel, what it reads and what it writes; None: there is no kernel, as for a view."""
-    schema = operation._schema
-    if operation.__name__.split(".")[0] in _NO_KERNELS:
+    found = _given_and_changed(operation)
+    if found is None:
         return None
-    named = {argument.name: value for argument, value in zip(schema.arguments, args)} | kwargs
-    changed = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
-    if not changed and any(one.alias_info is not None for one in schema.returns):
-        return None
+    names, changed = found
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    for name, value in named.items():
+    for name, value in (*zip(names, args), *kwargs.items()):
         (writes if name in changed else reads).extend(_tensors(value))
     return reads, writes
 
 
+@functools.cache
+def _given_and_changed(operation: Any) -> tuple[list[str], set[str]] | None:
+    """The names of what a kernel is given, and of what it writes of that."""
+    schema = operation._schema
+    if operation.__name__.split(".")[0] in _NO_KERNELS:
+        return None
+    changed = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
+    if not changed and any(one.alias_info is not None for one in schema.returns):
+        return None
+    return [argument.name for argument in schema.arguments], changed
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [one for one in _pytree.tree_leaves(value) if isinstance(one, torch.Tensor) and one.numel()]
+    """In what an operation of torch is given or returns: nothing deeper than lists."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.numel() else []
+    return [one for part in value for one in _tensors(part)] if isinstance(value, (list, tuple)) else []
 
 
 def range_of(tensor: torch.Tensor) -> Range:
