@@ -28,7 +28,7 @@ def test_one_of_three_is_named(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank(tmp_path: Path) -> None:
-    first, _ = outcomes_of(2, lose, str(tmp_path / "store"), STEPS, 117, signal.SIGSTOP, TIMEOUT_S, grace_s=1.0)
+    first, _ = outcomes_of(2, lose, str(tmp_path / "store"), STEPS, 117, signal.SIGSTOP, TIMEOUT_S, stopped=[1])
     # Which wait ends first is open: that of the computing thread or that of the loop, of a commit under way.
     assert first.value["told"].startswith("RankLost: rank 0 of 2 waited for ")
     assert "rank 1 does not answer" in first.value["told"]

@@ -105,7 +105,9 @@ def test_static_graph_with_reentrant_checkpoints() -> None:
     ],
 )
 def test_a_lost_rank_is_named_in_time(sign: signal.Signals, kind: str, victim: int) -> None:
-    outcomes = outcomes_of(3, lost, victim, sign, kind, timeout_s=TIMEOUT_S, wait_s=TIMEOUT_S + REPORT_S + 4)
+    stopped = [victim] if sign == signal.SIGSTOP else []
+    wait_s = TIMEOUT_S + REPORT_S + 4
+    outcomes = outcomes_of(3, lost, victim, sign, kind, timeout_s=TIMEOUT_S, wait_s=wait_s, stopped=stopped)
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             assert not outcome.is_finished
