@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,14 @@ def test_schedules_are_one(tmp_path: Path) -> None:
     assert same(left[0], found[0]["weights"])
 
 
+@pytest.fixture(scope="module")
+def one() -> dict[str, Any]:
+    """What one rank alone told of five steps."""
+    return run_ranks(1, train, None, 5)[0]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_are_as_one(ranks: int, tmp_path: Path) -> None:
-    one = run_ranks(1, train, None, 5)[0]
+def test_ranks_are_as_one(ranks: int, one: dict[str, Any], tmp_path: Path) -> None:
     found = run_ranks(ranks, train, str(tmp_path), 5)
     for name, gradient in one["gradients"].items():
         assert np.abs(gradient - found[0]["gradients"][name]).max() <= 1e-6
@@ -51,27 +57,33 @@ def test_ranks_are_as_one(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 1), (4, 3)])
-def test_a_store_opens_on_any_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
-    """What is opened is equal bit for bit. It goes on to rounding as on the ranks before."""
+def test_a_store_opens_on_any_number_of_ranks(before: int, after: int, one: dict[str, Any], tmp_path: Path) -> None:
+    """What is opened is equal bit for bit. It goes on to rounding as one rank does that never stopped."""
     memory = {"gpu_memory": "10MiB", "cpu_memory": "4MiB"}  # the grid of one rank is coarse for four
-    whole = run_ranks(before, train, str(tmp_path / "whole"), 4, memory=memory)
-    written = run_ranks(before, train, str(tmp_path / "parts"), 2, memory=memory)
+    written = run_ranks(before, train, str(tmp_path), 2, memory=memory)
     options = {"start": 2, "resume": "must", "seed": 1, "memory": memory, "looks": True}
-    resumed = run_ranks(after, train, str(tmp_path / "parts"), 2, **options)
+    resumed = run_ranks(after, train, str(tmp_path), 2, **options)
     assert all(rank["begun_at"] == 2 for rank in resumed)
     assert all(same(rank["found"], written[0]["weights"]) for rank in resumed)
-    losses, expected = ([np.mean(x) for x in zip(*(rank["losses"] for rank in found))] for found in (resumed, whole))
-    assert np.allclose(losses, expected[2:], rtol=1e-5, atol=0)
-    assert not list((tmp_path / "parts").glob("lock*"))
+    losses = np.mean([rank["losses"] for rank in resumed], axis=0)
+    assert np.allclose(losses, one["losses"][2:4], rtol=1e-5, atol=0)
+    assert not list(tmp_path.glob("lock*"))
+
+
+@pytest.fixture(scope="module")
+def without_view() -> list[list[float]]:
+    """The losses of each rank, which are the same at every stage, under every schedule and with any memory."""
+    return [losses for losses, _ in run_ranks(2, view, "8MiB", False, zero=2, update="backward")]
 
 
 @pytest.mark.parametrize(
     ("zero", "memory", "update"), [(2, "8MiB", "backward"), (3, "3MiB", "step"), (3, "3MiB", "backward")]
 )  # all weights are 4.7 MiB
-def test_a_view_that_somebody_holds_of_weights_shows_them(zero: int, memory: str, update: str) -> None:
-    options = {"zero": zero, "update": update}
-    with_view, without = (run_ranks(2, view, memory, holds_view, **options) for holds_view in (True, False))
-    assert [losses for losses, _ in with_view] == [losses for losses, _ in without]
+def test_a_view_that_somebody_holds_of_weights_shows_them(
+    zero: int, memory: str, update: str, without_view: list[list[float]]
+) -> None:
+    with_view = run_ranks(2, view, memory, True, zero=zero, update=update)
+    assert [losses for losses, _ in with_view] == without_view
     assert all(shows for _, shows in with_view)
 
 
@@ -94,9 +106,19 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     return [rank["losses"] for rank in run_ranks(4, train, str(tmp_path_factory.mktemp("hybrid")), 5, nodes=2)]
 
 
-def test_hybrid_sharding(hybrid: list[list[float]], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def half_way(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The stores after three of these steps, to be copied, and what each rank told."""
+    stores = tmp_path_factory.mktemp("half way")
+    return stores, run_ranks(4, train, str(stores), 3, nodes=2)
+
+
+def test_hybrid_sharding(
+    hybrid: list[list[float]], half_way: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     """Two nodes of two ranks: each node has a whole store of its own, and any of them is enough."""
-    found = run_ranks(4, train, str(tmp_path), 3, nodes=2)
+    stores, found = half_way
+    shutil.copytree(stores, tmp_path, dirs_exist_ok=True)
     for rank in found[1:]:
         assert same(rank["weights"], found[0]["weights"])
         assert rank["norms"] == found[0]["norms"]
@@ -107,10 +129,12 @@ def test_hybrid_sharding(hybrid: list[list[float]], tmp_path: Path) -> None:
     assert [rank["losses"] for rank in resumed] == [losses[3:] for losses in hybrid]
 
 
-def test_nodes_go_on_from_the_newest_generation_that_all_have(hybrid: list[list[float]], tmp_path: Path) -> None:
+def test_nodes_go_on_from_the_newest_generation_that_all_have(
+    hybrid: list[list[float]], half_way: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     """A node was killed after the other had published: what that one has more is given up."""
-    run_ranks(4, train, str(tmp_path / "store"), 3, nodes=2)
-    (tmp_path / "store" / "1" / "manifest-000000000003.json").unlink()
-    resumed = run_ranks(4, train, str(tmp_path / "store"), 2, start=2, nodes=2, resume="must")
+    shutil.copytree(half_way[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "1" / "manifest-000000000003.json").unlink()
+    resumed = run_ranks(4, train, str(tmp_path), 2, start=2, nodes=2, resume="must")
     assert [rank["begun_at"] for rank in resumed] == [2, 2, 2, 2]
     assert [rank["losses"] for rank in resumed] == [losses[2:4] for losses in hybrid]
