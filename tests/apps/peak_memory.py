@@ -1,5 +1,6 @@
 """Peak resident memory of `tierstore train`, and its bound: `python tests/apps/peak_memory.py 1.5b 320MiB 256MiB`.
 
+The model is a preset or a `config.json`.
 One process tells what imports and compiled kernels take, with the parts of libraries that a pass uses, and what a pass
 takes in plain torch on top of weights and gradients; another one what the command takes until its engine is there, and
 until its end.
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _SEQUENCE = 64
 
@@ -23,10 +25,12 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def _plain(preset: str, dtype: str, sequence: str) -> dict[str, int]:
+def _plain(model: str, dtype: str, sequence: str) -> dict[str, int]:
     base = _imported(dtype)
-    activations = _activations(preset, dtype, int(sequence))
-    return {"base": base + status("RssFile"), "activations": activations}  # libraries as far as they are used
+    imported = base + status("RssFile")
+    activations = _activations(model, dtype, int(sequence))
+    used = base + status("RssFile")  # libraries as far as they are used
+    return {"imported": imported, "base": used, "activations": activations}
 
 
 def _imported(dtype: str) -> int:
@@ -39,15 +43,15 @@ def _imported(dtype: str) -> int:
     return status("RssAnon")
 
 
-def _activations(preset: str, dtype: str, sequence: int) -> int:
+def _activations(name: str, dtype: str, sequence: int) -> int:
     import torch
 
-    from tierstore.apps import presets
+    from tierstore.apps import assembly, presets
     from tierstore.apps.heap import prepare_heap
-    from tierstore.apps.options import Precision, Preset
+    from tierstore.apps.options import Precision, TrainOptions
 
     prepare_heap()
-    configuration = presets.prepare(presets.preset_configuration(Preset(preset)), dropout=0)
+    configuration = presets.prepare(assembly._configuration(TrainOptions(**_chosen(name))), dropout=0)
     with torch.device("meta"):  # weights of any values: new ones take seconds
         model = presets.build(configuration, Precision(dtype))
     model.to_empty(device="cpu").tie_weights()
@@ -63,11 +67,18 @@ def _activations(preset: str, dtype: str, sequence: int) -> int:
     return status("VmHWM") - before - gradients
 
 
-def _train(preset: str, dtype: str, sequence: str, gpu: str, cpu: str, folder: str, steps: str) -> dict[str, int]:
+def _chosen(model: str) -> dict[str, Any]:
+    """The option for a model."""
+    from tierstore.apps.options import Preset
+
+    return {"config": Path(model)} if model.endswith(".json") else {"preset": Preset(model)}
+
+
+def _train(model: str, dtype: str, sequence: str, gpu: str, cpu: str, folder: str, steps: str) -> dict[str, int]:
     from rich.console import Console
 
     from tierstore.apps import train
-    from tierstore.apps.options import Precision, Preset, TrainOptions
+    from tierstore.apps.options import Precision, TrainOptions
     from tierstore.apps.report import Reporter
     from tierstore.config import parse_size
     from tierstore.train.engine import Engine
@@ -80,7 +91,7 @@ def _train(preset: str, dtype: str, sequence: str, gpu: str, cpu: str, folder: s
         return engine
 
     options = TrainOptions(
-        preset=Preset(preset), gpu_memory=parse_size(gpu), cpu_memory=parse_size(cpu), nvme=(Path(folder) / "store",),
+        **_chosen(model), gpu_memory=parse_size(gpu), cpu_memory=parse_size(cpu), nvme=(Path(folder) / "store",),
         dtype=Precision(dtype), batch=1, sequence=int(sequence), steps=int(steps), evaluate=1,
     )  # fmt: skip
     train.train(options, Reporter(Console(stderr=True)), make_engine)
@@ -92,7 +103,7 @@ def _said(arguments: list[str]) -> str:
 
 
 def measure(
-    preset: str,
+    model: str,
     gpu: str,
     cpu: str,
     folder: Path,
@@ -106,11 +117,12 @@ def measure(
         run: what this file says with these arguments, as a process of its own.
     """
     figures: dict[str, int] = {}
-    model = [preset, dtype, str(_SEQUENCE)]
-    for arguments in (["plain", *model], ["train", *model, gpu, cpu, str(folder), str(steps)]):
+    asked = [model, dtype, str(_SEQUENCE)]
+    for arguments in (["plain", *asked], ["train", *asked, gpu, cpu, str(folder), str(steps)]):
         figures |= json.loads(run([__file__, *arguments]))
-    figures["bound_built"] = figures["budgets"] + figures["base"] + 128 * 2**20
-    figures["bound"] = figures["bound_built"] + figures["activations"]
+    room = figures["budgets"] + 128 * 2**20
+    figures["bound_built"] = room + figures["imported"]
+    figures["bound"] = room + figures["base"] + figures["activations"]
     return figures
 
 
