@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 TINY = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64,
         "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 WAITING_S = 60  # for processes; far more than they need
-STEPS = 16
+STEPS = 10
 RANKS = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -131,11 +131,11 @@ def test_two_ranks_train_lose_one_go_on_and_are_interrupted(folder: Path, own_th
     given = arguments(folder, "parts", "--resume", "auto", steps=10**6)
     with launched(given, folder / "output", folder / "errors", ranks=2, restarts=1) as run:
         assert run.pid is not None
-        wait_for(run, folder, "parts.jsonl", '"step": 3,')
+        wait_for(run, folder, "parts.jsonl", '"step": 2,')
         _, second = psutil.Process(run.pid).children()
         second.kill()
         wait_for(run, folder, "output", "resumed after step")
-        wait_for(run, folder, "parts.jsonl", '"step": 8,')
+        wait_for(run, folder, "parts.jsonl", '"step": 5,')
         os.kill(run.pid, signal.SIGINT)
         run.join(WAITING_S)
         assert run.exitcode
