@@ -146,7 +146,7 @@ def step_inside(rank: int, ranks: int) -> list[float]:
         await complete(self, *given)
         task = asyncio.current_task()
         if rank == 1 and task is not None and task.get_name().startswith("refresh"):
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.1)
 
     tiers, losses = TierConfig(gpu_memory="3MiB", cpu_memory="24MiB", timeout_s=20.0), []
     with pytest.MonkeyPatch.context() as patch:

@@ -469,6 +469,11 @@ def of_some(rank: int, ranks: int) -> list[float]:
     return told
 
 
+def wrong_each(rank: int, ranks: int, whats: Sequence[str], directory: str) -> list[dict[str, Any]]:
+    """One after another, each in a directory of its own: what one leaves behind is no matter to the next."""
+    return [wrong(rank, ranks, what, directory_of(directory, what)) for what in whats]
+
+
 def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, Any]:
     """Something is wrong at the last rank, or at all: what each says of it, after how many seconds, what is left."""
     is_odd = rank == ranks - 1
@@ -516,7 +521,8 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
     try:
         with Engine(model, TierConfig(nvme=nvme, timeout_s=TIMEOUT_S, **memory), **options) as engine:
             told["begun_at"] = engine.step_count
-            for step, batch in enumerate(must.batches(4)):
+            # What is wrong is so from the third step on; a callback that fails there is seen in the one after it.
+            for step, batch in enumerate(must.batches(4 if what == "callback" else 3)):
                 begin = time.monotonic()
                 if what == "loader" and is_odd and step == 2:
                     raise ArithmeticError("a bad file")
