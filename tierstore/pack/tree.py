@@ -19,7 +19,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -88,17 +88,23 @@ class _Encoder:
         if isinstance(value, np.generic):
             return self._array("$scalar", np.asarray(value), path)
         if kind is list:
-            return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+            return self._items(value, path, depth)
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
         tag = _TAG_OF.get(kind)
         if tag in _SEQUENCES:
-            items = [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+            items = self._items(value, path, depth)
             # A set has no order of its own; one is chosen, so that equal states give equal text.
             return {tag: items if kind is tuple else sorted(items, key=json.dumps)}
         if tag in _MAPPINGS:
             return {tag: [self._pair(key, item, path, depth) for key, item in value.items()]}
         raise FormatError(f"{path}: cannot store {kind.__name__}")
+
+    def _items(self, items: Collection[Any], path: str, depth: int) -> list[Any]:
+        # Random states are hundreds of numbers, in every step: looked at together, not one by one.
+        if depth < MAX_DEPTH and {*map(type, items)} == {int} and min(items) >= -(2**63) and max(items) < 2**63:
+            return list(items)
+        return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)]
 
     def _pair(self, key: Any, item: Any, path: str, depth: int) -> list[Any]:
         step = f"{path}.{key}" if type(key) is str else f"{path}[{key!r}]"

@@ -145,6 +145,8 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
     if type(value) in (list, tuple):
+        if {*map(type, value)} <= {int, float}:  # as of random states, which are hundreds of numbers
+            return type(value)(value)
         return type(value)(_plain(item, f"{path}[{index}]") for index, item in enumerate(value))
     return value.copy() if isinstance(value, (np.ndarray, set)) else value
 
