@@ -6,6 +6,7 @@ go to a line of JSON.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -38,7 +39,7 @@ def by_another_thread(run: Run) -> None:
     threading.Thread(target=run.until, args=(4,)).start()
 
 
-# Few: the end of an interpreter that has torch takes more than a second.
+# Few: the end of an interpreter that has torch takes long.
 CASES = (
     ("memory", after_a_step), ("memory", by_an_exception), ("memory", by_another_thread),
     ("disk", after_a_step), ("disk", in_the_middle_of_a_step),
@@ -50,6 +51,7 @@ def main(root: Path) -> None:
     torch.set_num_threads(1)
     with opened(WAYS["memory"], root / "first") as run:
         run.until(1)  # what is imported and loaded on first use, once
+    gc.freeze()  # or each child looks through all of torch at its end, for more than a second
     children, start_s = {}, time.monotonic()
     for name, case in CASES:
         folder = root / f"{name}-{case.__name__}"
