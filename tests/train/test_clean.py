@@ -43,11 +43,16 @@ WAYS = {
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 
+def begun(way: Way) -> int:
+    """How many steps come before the one that is broken off: of the last, no commit was due, if that may be."""
+    return way.commit_every + 1
+
+
 @pytest.fixture(scope="module", params=WAYS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Way, list[State]]:
-    """A way to train, and the states that it passes through."""
+    """A way to train, and the states that it passes through until after that one."""
     way = WAYS[request.param]
-    return way, expected_states(way, tmp_path_factory.mktemp("expected"), STEPS)
+    return way, expected_states(way, tmp_path_factory.mktemp("expected"), begun(way) + 1)
 
 
 def names(folder: Path) -> set[str]:
@@ -58,7 +63,7 @@ class TestClose:
     @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
     def test_leaves_the_store_and_nothing_else(self, way: Way, tmp_path: Path) -> None:
         run = open_run(way, tmp_path)
-        run.until(4)
+        run.until(begun(way))
         run.engine.close()
         run.engine.close()
         packs = {f"{kind}.{slot}.safetensors" for kind in ("weights", "state") for slot in "ab"}
@@ -72,7 +77,7 @@ class TestClose:
             with pytest.raises(ClosedError):
                 use()
         with opened(way, tmp_path) as again:
-            assert again.engine.step_count == 4  # also what was not due
+            assert again.engine.step_count == begun(way)  # also what was not due
 
     @pytest.mark.parametrize("nvme", [True, False])
     def test_without_durability_leaves_an_empty_directory(self, nvme: bool, tmp_path: Path) -> None:
@@ -265,6 +270,17 @@ BREAKS = [
 """Every way with every place, and both kinds with each of them; all three together for one way only."""
 
 
+FOUR_BLOCKS = Way("forward", cpu_memory=DISK, blocks=4, width=96)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> State:
+    """After four steps that nothing interrupts."""
+    with opened(FOUR_BLOCKS, tmp_path_factory.mktemp("whole"), gpu_memory="1100KiB") as run:
+        run.until(4)
+        return State.of(run)
+
+
 class TestAnExceptionInTheMiddleOfAStep:
     @pytest.mark.parametrize(("case", "place", "kind"), BREAKS, indirect=["case"])
     def test_is_told_as_it_is_and_the_last_generation_stays(
@@ -278,17 +294,17 @@ class TestAnExceptionInTheMiddleOfAStep:
 
         def train() -> None:
             with opened(way, tmp_path) as run:
-                run.until(4)
+                run.until(begun(way))
                 place(run, kind("on purpose"))
                 run.step()
 
         with pytest.raises(kind, match="on purpose"):
             train()
         found = check_resumes(way, tmp_path, expected)
-        # Step 4 was not due: it is committed at the end, unless the store may have gone on from it.
+        # A commit that was not due comes at the end, unless the store may have gone on from there.
         is_lost = way.update == "backward" and place is not in_forward
         is_lost |= place in (in_a_callback, in_the_state_of_something_registered)
-        assert found == (3 if way.commit_every == 3 and is_lost else 4)
+        assert found == (3 if way.commit_every == 3 and is_lost else begun(way))
 
     @pytest.mark.parametrize(
         "place",
@@ -300,7 +316,7 @@ class TestAnExceptionInTheMiddleOfAStep:
     ) -> None:
         way, expected = case
         with opened(way, tmp_path) as run:
-            run.until(4)
+            run.until(begun(way))
             place(run, Broken("on purpose"))
             with pytest.raises(Broken):
                 run.step()
@@ -316,7 +332,7 @@ class TestAnExceptionInTheMiddleOfAStep:
         """Nobody knows whether it has; the forward is repeated."""
         way, expected = case
         with opened(way, tmp_path) as run:
-            run.until(4)
+            run.until(begun(way))
             parts = run.engine._parts
             call = parts.runtime.call
 
@@ -334,18 +350,16 @@ class TestAnExceptionInTheMiddleOfAStep:
                 run.step()
             torch.set_rng_state(state)
             run.position.load_state_dict(batch)
-            run.until(STEPS)
-            expected[STEPS].check_equal(State.of(run))
+            run.until(len(expected) - 1)
+            expected[-1].check_equal(State.of(run))
 
     @pytest.mark.parametrize("is_posted", [False, True])
     @pytest.mark.parametrize("number", range(3))
-    def test_is_no_matter_between_the_books_and_the_loop(self, number: int, is_posted: bool, tmp_path: Path) -> None:
+    def test_is_no_matter_between_the_books_and_the_loop(
+        self, number: int, is_posted: bool, whole: State, tmp_path: Path
+    ) -> None:
         """What a group was asked to do is on its way if the books say so, and once."""
-        way = Way("forward", cpu_memory=DISK, blocks=4, width=96)
-        with opened(way, tmp_path / "whole", gpu_memory="1100KiB") as run:
-            run.until(4)
-            expected = State.of(run)
-        with opened(way, tmp_path / "broken", gpu_memory="1100KiB") as run:
+        with opened(FOUR_BLOCKS, tmp_path, gpu_memory="1100KiB") as run:
             run.until(2)
             parts = run.engine._parts
             post, starts = parts.runtime.post, itertools.count()
@@ -364,7 +378,7 @@ class TestAnExceptionInTheMiddleOfAStep:
             torch.set_rng_state(state)
             run.position.load_state_dict(batch)
             run.until(4)
-            expected.check_equal(State.of(run))
+            whole.check_equal(State.of(run))
 
     def test_is_no_matter_in_an_evaluation(self, case: tuple[Way, list[State]], tmp_path: Path) -> None:
         way, expected = case
@@ -376,8 +390,8 @@ class TestAnExceptionInTheMiddleOfAStep:
                 run.engine(torch.zeros(1, 4, dtype=torch.int64))
             handle.remove()
             torch.set_rng_state(state)
-            run.until(STEPS)
-            expected[STEPS].check_equal(State.of(run))
+            run.until(len(expected) - 1)
+            expected[-1].check_equal(State.of(run))
 
 
 def raise_broken(module: nn.Module, args: Any) -> None:
