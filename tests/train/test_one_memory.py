@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sharing
@@ -63,11 +65,16 @@ def test_no_memory_beside_it_is_taken() -> None:
     assert taken <= 16 * 2**20
 
 
+@cache
+def ranks_with_two_budgets() -> list[Any]:
+    memory = {"gpu_memory": "4MiB", "cpu_memory": "24MiB"}
+    return run_ranks(3, sharing.train, None, 3, model={"blocks": 5}, memory=memory)
+
+
 @pytest.mark.parametrize("memory", ["4500KiB", "24MiB"])
 def test_ranks_train_as_with_two_budgets(memory: str, tmp_path: Path) -> None:
-    two, one = ({"gpu_memory": "4MiB", "cpu_memory": "24MiB"}, {"cpu_memory": memory})
-    expected = run_ranks(3, sharing.train, None, 3, model={"blocks": 5}, memory=two)
-    found = run_ranks(3, sharing.train, str(tmp_path), 3, model={"blocks": 5}, memory=one)
+    expected = ranks_with_two_budgets()
+    found = run_ranks(3, sharing.train, str(tmp_path), 3, model={"blocks": 5}, memory={"cpu_memory": memory})
     assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]
     assert [rank["norms"] for rank in found] == [rank["norms"] for rank in expected]
 
