@@ -26,7 +26,7 @@ from tierstore.train.engine import Engine
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 ROOM = "16MiB"
-MICRO_BATCHES = 3
+MICRO_BATCHES, STEPS = 3, 3
 
 
 def tiers_of(folder: Path, gpu: str | int | None, model: nn.Module, **options: Any) -> TierConfig:
@@ -42,11 +42,11 @@ def test_added_on_the_device_they_are_what_the_store_adds(update: str, dtype: to
     runs = []
     for name, gpu in (("apart", None), ("kept", ROOM)):
         tiers = tiers_of(tmp_path / name, gpu, tiny(dtype), **options)
-        batches = tokens(4 * MICRO_BATCHES)
+        batches = tokens(STEPS * MICRO_BATCHES)
         runs.append(train(tiny(dtype, dropout=0.1), batches, tiers, accumulate=MICRO_BATCHES, **options))
     apart, kept = runs
     kept.check_equal(apart)
-    saved = 4 * (MICRO_BATCHES - 1) * gradients  # but for a small group's, which has room with the others, too
+    saved = STEPS * (MICRO_BATCHES - 1) * gradients  # but for a small group's, which has room with the others, too
     assert 0.9 * saved < apart.moved["d2h"] - kept.moved["d2h"] <= saved
 
 

@@ -30,7 +30,7 @@ from tierstore.train.engine import Engine
 
 WIDTH, BLOCKS = 512, 6
 GROUP_BYTES = (WIDTH * WIDTH + WIDTH) * 4
-WARM_UP, COUNTED = 3, 2
+WARM_UP, COUNTED = 2, 1
 RATES = BandwidthTable(1e9, 1e9, 1e9, 1e10, 1e10, 1e10, 1e9)
 
 

@@ -18,7 +18,7 @@ from tierstore.errors import ConfigError
 from tierstore.train.cpu_adam import CPUAdam
 from tierstore.train.engine import Engine
 
-STEPS = 12
+STEPS = 8
 SCHEDULES = [("forward", 1.0), ("speculative", 1.0), ("step", 1.0), ("backward", None), ("step", None)]
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
@@ -212,7 +212,7 @@ def test_a_parameter_in_no_group_does_not_change(tmp_path: Path) -> None:
 
 # --- fp16 -----------------------------------------------------------------------------------------------------------
 
-LOUD = 7  # the step whose loss is out of fp16's range
+LOUD = 5  # the step whose loss is out of fp16's range
 
 
 def fp16_loss(model: Any, batch: Any) -> torch.Tensor:
