@@ -23,7 +23,7 @@ from tierstore.errors import ConfigError
 from tierstore.train.engine import Engine
 from tierstore.train.vertical import SideBySide
 
-MICRO_BATCHES, STEPS = 4, 4
+MICRO_BATCHES, STEPS = 4, 3
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
