@@ -94,7 +94,7 @@ def test_there_is_room_for_some(model: str, tmp_path: Path) -> None:
     least, _ = smallest_budgets(build(), nvme=["unused"])
     gradients = sum(parameter.nbytes for parameter in build().parameters())
     runs = []
-    for budget in (*range(least, least + 4 * gradients, gradients // 3), ROOM):
+    for budget in (*range(least, least + 4 * gradients, gradients // 2), ROOM):
         seen: list[tuple[int, int]] = []
         tiers = tiers_of(tmp_path / str(budget), budget, build())
         runs.append(
