@@ -44,6 +44,8 @@ _MOST_IDENTITY_BYTES = 1000
 _SPARE_BYTES = 2**20  # a file that is a little too long is read, and is damaged
 PER_RANK = ("registered", "buffers", "random")
 """What of the captured state every rank has its own of; the rest is the same at all."""
+COMMIT = "commit"
+"""What of the captured state tells a commit from all others: numbers are those of another run, too."""
 
 
 class StoreLock(ForkAware):

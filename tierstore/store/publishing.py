@@ -8,13 +8,14 @@ Owner: the loop thread.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierstore.errors import ConfigError
 from tierstore.io.memory import Lease
 from tierstore.plan.placement import Kind, Placement
-from tierstore.store.commit import PER_RANK, Generation
+from tierstore.store.commit import COMMIT, PER_RANK, Generation
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.manifest import Captured
@@ -134,7 +135,7 @@ class Commits:
         async def capture() -> Mapping[str, Any]:
             if previous is not None:
                 await asyncio.shield(previous)
-            return captured
+            return {**captured, COMMIT: secrets.token_hex(16)}
 
         async def keep_captured() -> None:
             if manifests is not None:
@@ -190,9 +191,10 @@ class Commits:
         await together(asyncio.to_thread(pack.datasync) for pack in self._files.committed_packs)
 
     def _captured(self, everywhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What the ranks that share the directories have captured, as one."""
+        """What the ranks that share the directories have captured, as one; every node names the commit as rank 0."""
         first, *others = (everywhere[member] for member in self._team.members)
-        return {**first, "ranks": [{key: theirs[key] for key in PER_RANK} for theirs in others]}
+        own = [{key: theirs[key] for key in PER_RANK} for theirs in others]
+        return {**first, COMMIT: everywhere[0][COMMIT], "ranks": own}
 
     def _records(self, parts: Sequence[Records]) -> dict[str, list[ChunkRecord | None]]:
         """What those ranks have written, as one."""

@@ -7,6 +7,7 @@ Owner: the thread that makes the engine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tierstore.config import Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.errors import ChecksumMismatch, ConfigError, FormatError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
-from tierstore.store.commit import Generation, Manifests, StoreLock
+from tierstore.store.commit import COMMIT, Generation, Manifests, StoreLock
 from tierstore.store.team import Team, leads
 from tierstore.store.training import TrainingStore
 from tierstore.train.capture import check_captured
@@ -33,7 +34,7 @@ def find_generation(
 ) -> Generation | None:
     """The generation to resume, by the user's wish; the store is then locked, so that it stays the one to resume.
 
-    Of several nodes each has manifests of its own: it is the newest that all have.
+    Of several nodes each has manifests of its own: it is the newest that all have, of one commit.
     """
     if not tiers.nvme:
         _refuse_nothing(options.resume, "memory")
@@ -45,21 +46,46 @@ def find_generation(
         return _numbers(manifests, options, lock) if leads(team) else None
 
     told = partition.all_succeed("the generations of the store", look)
-    found = [set(numbers) for numbers in told if numbers is not None]
-    common = sorted(set.intersection(*found), reverse=True)
-    if not common:
-        if any(found):
-            have = "; ".join(str(sorted(numbers)) for numbers in found)
-            raise ConfigError(f"the stores of the nodes have no generation in common; they have {have}")
+    found = {rank: numbers for rank, numbers in enumerate(told) if numbers is not None}
+    if not any(found.values()):
         _refuse_nothing(options.resume, str(directory))
         return None
-    if options.resume is not Resume.PREVIOUS:
-        return runtime.call(manifests.read, common[0])
-    if len(common) < 2:
+    common = sorted(set.intersection(*map(set, found.values())), reverse=True)
+    is_previous = options.resume is Resume.PREVIOUS
+    if is_previous and len(common) == 1:
         raise ConfigError(f"{directory} holds only generation {common[0]}; there is none before it")
-    previous = runtime.call(manifests.read, common[1])
-    _check_can_look_back(runtime, manifests, common[0], previous, options.schedule)
-    return previous
+    for number in common[is_previous:]:
+        if (generation := _read(runtime, manifests, number, partition)) is not None:
+            if is_previous:
+                _check_can_look_back(runtime, manifests, common[0], generation, options.schedule)
+            return generation
+    raise _nothing_in_common(found)
+
+
+def _read(runtime: Runtime, manifests: Manifests, number: int, partition: Partition) -> Generation | None:
+    """A generation; None if the nodes have it of several commits: of different runs, or one went on alone.
+
+    What an older release has committed has no name of its own.
+    """
+    read: list[Generation] = []
+
+    def name() -> str:
+        read.append(runtime.call(manifests.read, number))
+        check_captured(read[0].captured)
+        return str(read[0].captured.get(COMMIT))
+
+    names = partition.all_succeed(f"generation {number} of the store", name)
+    return read[0] if len(set(names)) == 1 else None
+
+
+def _nothing_in_common(found: Mapping[int, Sequence[int]]) -> ConfigError:
+    """By the rank that leads it, the generations of each store."""
+    have = [f"rank {rank} {', '.join(map(str, sorted(numbers))) or 'none'}" for rank, numbers in found.items()]
+    return ConfigError(
+        f"the stores of the nodes have no generation in common (by number, there are at {'; '.join(have)}): they are "
+        "of different runs, or one is new, or went on alone; copy the directories of the one to go on from to all "
+        "other nodes"
+    )
 
 
 def _refuse_nothing(resume: Resume, where: str) -> None:

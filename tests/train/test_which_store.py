@@ -1,0 +1,74 @@
+"""Which directories several ranks may name, and which generations of their stores are those of one run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ranks import Outcome, outcomes_of, run_ranks
+from sharing import train
+
+from tierstore.store.commit import COMMIT
+from tierstore.store.manifest import digest
+
+STEPS = 3
+TRAIN_NODES = partial(train, nodes=2, resume="auto")
+
+
+def nodes(directory: Path, steps: int = STEPS, **options: Any) -> list[dict[str, Any]]:
+    """Two nodes of one rank, each with a whole store of its own."""
+    return run_ranks(2, TRAIN_NODES, str(directory), until=steps, **options)
+
+
+def refusals(directory: Path) -> list[str]:
+    """The last line that each node says."""
+    return [last_line(one) for one in outcomes_of(2, TRAIN_NODES, str(directory))]
+
+
+def last_line(outcome: Outcome) -> str:
+    return (outcome.error or "nothing was refused").splitlines()[-1]
+
+
+def forget_commits(store: Path) -> None:
+    """As an older release has written it."""
+    for path in store.glob("manifest-*.json"):
+        body = json.loads(path.read_bytes().rpartition(b"\n")[0])
+        del body["captured"][COMMIT]
+        data = json.dumps(body).encode()
+        path.write_bytes(data + b"\n" + digest(data).encode())
+
+
+def test_stores_of_different_runs_are_not_mixed(tmp_path: Path) -> None:
+    """Their generations have the same numbers."""
+    for seed, name in enumerate("ab"):
+        nodes(tmp_path / name, seed=seed)
+    shutil.rmtree(tmp_path / "a" / "1")
+    (tmp_path / "b" / "1").rename(tmp_path / "a" / "1")
+    for said in refusals(tmp_path / "a"):
+        assert "no generation in common (by number, there are at rank 0 2, 3; rank 1 2, 3): they are of" in said
+        assert "copy the directories of the one to go on from to all other nodes" in said
+
+
+def test_a_node_that_went_on_alone(tmp_path: Path) -> None:
+    """From the generation before: back to the one that both have. Further than that there is none."""
+    nodes(tmp_path)
+    run_ranks(1, train, str(tmp_path / "0"), until=STEPS, resume="previous")
+    assert [rank["begun_at"] for rank in nodes(tmp_path)] == [STEPS - 1] * 2
+    run_ranks(1, train, str(tmp_path / "0"), until=STEPS + 2, resume="auto")
+    assert all("rank 0 4, 5; rank 1 2, 3" in said for said in refusals(tmp_path))
+    shutil.rmtree(tmp_path / "1")  # a new disk
+    assert all("rank 0 4, 5; rank 1 none" in said for said in refusals(tmp_path))
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    one, other = nodes(tmp_path, STEPS + 3)
+    assert one["begun_at"] == STEPS + 2
+    assert all((other["weights"][name] == weight).all() for name, weight in one["weights"].items())
+
+
+def test_stores_of_an_older_release_open(tmp_path: Path) -> None:
+    nodes(tmp_path)
+    for node in "01":
+        forget_commits(tmp_path / node)
+    assert [rank["begun_at"] for rank in nodes(tmp_path, STEPS + 1)] == [STEPS] * 2
