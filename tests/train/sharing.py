@@ -253,3 +253,11 @@ def norm_of_wide(rank: int, ranks: int, options: dict[str, Any]) -> float | None
     with Engine(model, tiers, update="step", **options) as engine:
         engine.backward(engine(torch.ones(2, 600)).square().mean())
         return engine.step().grad_norm
+
+
+def train_apart(rank: int, ranks: int, directory: str, *, has_hosts: bool = False, **options: Any) -> dict[str, Any]:
+    """A step of ranks that name directories of their own, perhaps on hosts of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        if has_hosts:
+            patch.setattr(partition, "_boot", lambda: f"host {rank}")
+        return train(rank, ranks, f"{directory}/{rank}", 1, **options)

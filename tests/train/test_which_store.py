@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ranks import Outcome, outcomes_of, run_ranks
-from sharing import train
+from sharing import train, train_apart
 
 from tierstore.store.commit import COMMIT
 from tierstore.store.manifest import digest
@@ -72,3 +72,18 @@ def test_stores_of_an_older_release_open(tmp_path: Path) -> None:
     for node in "01":
         forget_commits(tmp_path / node)
     assert [rank["begun_at"] for rank in nodes(tmp_path, STEPS + 1)] == [STEPS] * 2
+
+
+def test_the_ranks_of_a_machine_name_the_same_directories(tmp_path: Path) -> None:
+    """They would make stores that hold a part each. Directories of which nothing is kept may be their own."""
+    run_ranks(2, train_apart, str(tmp_path), durability="none")
+    for outcome in outcomes_of(2, train_apart, str(tmp_path)):
+        said = last_line(outcome)
+        assert f"nvme is {tmp_path}/1 at rank 1 and {tmp_path}/0 at rank 0" in said
+        assert "give all ranks of a machine the same directories" in said
+
+
+def test_a_store_is_of_one_machine(tmp_path: Path) -> None:
+    for outcome in outcomes_of(2, partial(train_apart, has_hosts=True), str(tmp_path)):
+        assert "ranks 0 and 1 are on two machines" in last_line(outcome)
+        assert "device_mesh=init_device_mesh" in last_line(outcome)

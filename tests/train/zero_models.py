@@ -20,6 +20,7 @@ import torch
 from faults import EIO, ENOSPC, FaultyBackend
 from late_device import LateDevice, queueing
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
 from torch.nn import functional
 
@@ -504,6 +505,7 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
     elif what == "directory":
         Path(nvme[0]).parent.mkdir(parents=True, exist_ok=True)
         nvme = [f"{directory}/{rank}"]
+        options["device_mesh"] = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("replicate", "shard"))
         if is_odd:
             Path(nvme[0]).write_text("a file")
     elif what in FAULTS and is_odd:

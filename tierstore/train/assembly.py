@@ -152,7 +152,7 @@ def assemble(
         shared = asdict(options) | tiers.model_dump(include=_SHARED_TIERS) | config.model_dump()
         shared["update"] = shared.pop("schedule")
         partition.check_same(shared | {"nvme": "given" if tiers.nvme else "not given"})
-        team = partition.team(tiers)
+        team = partition.team(tiers, is_durable=options.durability is Durability.COMMIT)
         lock = StoreLock(member=None if leads(team) else team.rank)
         generation = find_generation(runtime, tiers, options, backend, lock, partition, team)
         pieces: Iterable[Piece] = weights_of(model) if source is None else source.stream()

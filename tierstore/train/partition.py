@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -175,12 +176,20 @@ class Partition:
         """What rank 0 gives."""
         return self.exchange(what, mine)[0]
 
-    def team(self, tiers: TierConfig) -> Team:
-        """Those who write the store, as the store sees them."""
+    def team(self, tiers: TierConfig, *, is_durable: bool) -> Team:
+        """Those who write the store, as the store sees them.
+
+        Raises:
+            ConfigError: at all: of those that share the parts, not all do; the store could not be opened by others.
+        """
         if self.ranks is None:
             return Alone()
-        where = (_boot(), os.path.realpath(tiers.nvme[0])) if tiers.nvme else (_boot(), self.ranks.rank)
-        places = self.exchange("the directories of the store", where)
+        where = _Place(_boot(), [os.path.realpath(path) for path in tiers.nvme] or [f"rank {self.ranks.rank}"])
+        told = self.exchange("the directories of the store", (where, self.shards[0]))
+        places = [place for place, _ in told]
+        if tiers.nvme and is_durable:
+            for rank, (place, first) in enumerate(told):
+                _check_one_store(rank, place, first, places[first])
         members = [rank for rank, place in enumerate(places) if place == where]
         self.position = members.index(self.ranks.rank)
         self._team = _RankTeam(self.ranks, self._teams, members)
@@ -300,6 +309,30 @@ def _small(pieces: Iterable[Piece]) -> Iterator[Piece]:
     for name, offset, values in pieces:
         for start in range(0, values.numel(), PIECE_ELEMENTS):
             yield Piece(name, offset + start, values[start : start + PIECE_ELEMENTS].detach().cpu().contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank has its part of a store."""
+
+    machine: str
+    directories: Sequence[str]
+
+
+def _check_one_store(rank: int, place: _Place, first: int, expected: _Place) -> None:
+    """Refuse a rank whose part would be in another store than that of the first one that it shares with."""
+    if place.machine != expected.machine:
+        raise ConfigError(
+            f"ranks {first} and {rank} are on two machines, and a store with all parts is on one: give "
+            "device_mesh=init_device_mesh(..., (machines, ranks of each), mesh_dim_names=('replicate', 'shard')), so "
+            "that each machine has a whole store"
+        )
+    if place.directories != expected.directories:
+        here, there = (", ".join(directories) for directories in (place.directories, expected.directories))
+        raise ConfigError(
+            f"nvme is {here} at rank {rank} and {there} at rank {first}, and a store with all parts is in one place: "
+            "give all ranks of a machine the same directories, of all its disks if there are several"
+        )
 
 
 def _boot() -> str:
