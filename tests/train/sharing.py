@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from runs import TinyModel, next_token_loss, tiny, tokens
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from tierstore.config import AdamWConfig, TierConfig
@@ -241,6 +242,24 @@ def meet_once(rank: int, ranks: int, timeout_s: float) -> str:
     with pytest.raises(RankLost) as lost:
         alive.subgroup()
     return str(lost.value)
+
+
+def meet_late(rank: int, ranks: int, timeout_s: float) -> list[str]:
+    """What a rank is told where the last one comes too late, and where it is at another call."""
+    told = []
+    for is_late in (True, False):
+        alive = Ranks(timeout_s=timeout_s)
+        groups = [alive.subgroup(backend="gloo") for _ in range(2)]
+        is_odd = rank == ranks - 1
+        if is_odd and is_late:
+            distributed.barrier()
+        what = ["the first", "the second"][is_odd and not is_late]
+        with pytest.raises(RankLost) as lost:
+            alive.exchange(what, 0, groups[what == "the second"])
+        if is_late and not is_odd:
+            distributed.barrier()
+        told.append(str(lost.value))
+    return told
 
 
 def norm_of_wide(rank: int, ranks: int, options: dict[str, Any]) -> float | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
 from kill_ranks import STEPS, TIMEOUT_S, lose_and_resume, moments, waits_of
-from ranks import outcomes_of
-from sharing import lose, meet_once
+from ranks import outcomes_of, run_ranks
+from sharing import lose, meet_late, meet_once
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
@@ -34,3 +35,13 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
     assert "rank 1 does not answer" in first.value["told"]
     assert first.value["raised_s"] <= TIMEOUT_S + 1  # which counts from the forward before the wait
     assert first.value["closed_s"] <= 2 * TIMEOUT_S
+
+
+def test_a_rank_that_comes_too_late_or_makes_other_calls() -> None:
+    (late, other), (too_late, another) = run_ranks(2, meet_late, 1.0)
+    assert late.startswith("rank 0 of 2 waited for the first, and rank 1 computes: all ranks make the same calls, in")
+    assert too_late.startswith("rank 1 of 2 waited for the first, and rank 0 has given up waiting for the first: all")
+    assert re.search("waited for the first, and rank 1 (waits for|has given up waiting for) the second: all", other)
+    assert re.search("waited for the second, and rank 0 (waits for|has given up waiting for) the first: all", another)
+    for told in (late, other, too_late, another):
+        assert told.endswith("a larger TierConfig(timeout_s=) than 1, and start all ranks again")

@@ -158,20 +158,21 @@ class Ranks:
             raise RankLost(str(self._lost))
         me = threading.get_ident()
         self._waits[me] = what
+        begin = time.monotonic()
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
             with self._reporting:  # one report is enough
-                self._lost = self._lost or RankLost(self._report(what, error))
+                self._lost = self._lost or RankLost(self._report(what, time.monotonic() - begin, error))
             raise RankLost(str(self._lost)) from error
         finally:
             self._waits.pop(me, None)
 
-    def _report(self, what: str, error: Exception) -> str:
+    def _report(self, what: str, waited_s: float, error: Exception) -> str:
         where = f"rank {self.rank} of {self.count} waited for {what}"
         try:
             self.close()  # the last that is said is this
-            self._store.set(str(self.rank), f"{_GAVE_UP} {where.partition(' waited for ')[2]}")
+            self._store.set(str(self.rank), f"{_GAVE_UP} has given up waiting for {what}")
             before = self._beats()
             time.sleep(3 * _BEAT_S)
             after = self._beats()
@@ -188,7 +189,13 @@ class Ranks:
             verb = "does" if len(missing) == 1 else "do"
             return f"{where}, and rank {names} {verb} not answer: it has died or is stuck; start all ranks again"
         doing = "; ".join(f"rank {rank} {text.partition(' ')[2]}" for rank, text in after.items())
-        return f"{where}, and it failed though all ranks are alive ({doing}): {error}"
+        if waited_s < self.wait_s and not any(text.startswith(_GAVE_UP) for text in after.values()):
+            return f"{where}, and it failed though all ranks are alive ({doing}); start all ranks again: {error}"
+        return (
+            f"{where}, and {doing}: all ranks make the same calls, in the same order, and none comes more than "
+            f"{self.wait_s:g} s later than the others; do so, or give a larger TierConfig(timeout_s=) than "
+            f"{self.timeout_s:g}, and start all ranks again"
+        )
 
     def _beats(self) -> dict[int, str]:
         """What the other ranks have said last; empty if nothing yet."""
