@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import RankLost, TierstoreError
 from tierstore.train import partition
+from tierstore.train import ranks as train_ranks
 from tierstore.train.engine import Engine
 from tierstore.train.gathering import Gathers
 from tierstore.train.ranks import Ranks
@@ -260,6 +261,35 @@ def meet_late(rank: int, ranks: int, timeout_s: float) -> list[str]:
             distributed.barrier()
         told.append(str(lost.value))
     return told
+
+
+def lose_the_store(rank: int, ranks: int, how: int, timeout_s: float) -> tuple[str, bool]:
+    """What the first rank is told when the last one, which keeps the store, has had a signal; whether its heart beats.
+
+    Only one that is stopped is waited for.
+    """
+    is_keeper = rank == ranks - 1
+    port = [0]
+    if is_keeper:
+        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    distributed.broadcast_object_list(port, ranks - 1)
+    if not is_keeper:
+        store = distributed.TCPStore("127.0.0.1", port[0], is_master=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_ranks, "_get_default_store", lambda: store)
+        alive = Ranks(timeout_s=timeout_s)
+        group = alive.subgroup(backend="gloo")
+        alive.exchange("all", 0, group)
+        if is_keeper:
+            os.kill(os.getpid(), how)
+        if how != signal.SIGSTOP:
+            alive._heart.join(5 * timeout_s)
+            return "", alive._heart.is_alive()
+        with pytest.raises(RankLost) as lost:
+            alive.exchange("the keeper", 0, group)
+        alive.close()
+        return str(lost.value), alive._heart.is_alive()
 
 
 def norm_of_wide(rank: int, ranks: int, options: dict[str, Any]) -> float | None:

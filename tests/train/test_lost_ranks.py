@@ -6,9 +6,10 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from kill_ranks import STEPS, TIMEOUT_S, lose_and_resume, moments, waits_of
 from ranks import outcomes_of, run_ranks
-from sharing import lose, meet_late, meet_once
+from sharing import lose, lose_the_store, meet_late, meet_once
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
@@ -45,3 +46,14 @@ def test_a_rank_that_comes_too_late_or_makes_other_calls() -> None:
     assert re.search("waited for the second, and rank 0 (waits for|has given up waiting for) the first: all", another)
     for told in (late, other, too_late, another):
         assert told.endswith("a larger TierConfig(timeout_s=) than 1, and start all ranks again")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_rank_that_keeps_the_store_is_gone(how: int) -> None:
+    """Hearts do not beat for ever then: torch prints a stack for each beat."""
+    first, _ = outcomes_of(2, lose_the_store, how, 2.0, stopped=[1])
+    told, beats = first.value
+    assert not beats
+    if how == signal.SIGSTOP:
+        said = "waited for the keeper, and the store of the process group does not answer: the rank that keeps it has"
+        assert said in told

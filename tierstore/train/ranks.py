@@ -6,7 +6,7 @@ Owner: the thread that makes it; `waiting` is entered by any thread.
 
 [Note: who is missing] A collective that fails names a socket, or nothing. So every rank counts in the group's store
 what its heart beats and says what it waits for; who does not count on after a failure is missing. A store that does
-not answer was kept by a rank that is gone.
+not answer is kept by a rank that is gone or stopped.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from tierstore.errors import ConfigError, GraphError, RankLost
 
 T = TypeVar("T")
 _BEAT_S = 0.25
+_LOST_BEATS = 3
+"""In a row: the store is gone. torch prints a stack for each."""
 _GAVE_UP, _LEFT = "gave-up", "left"
 _SHARE = 0.75
 """Of the timeout, for a collective: who is missing is to be known before the wait around it ends."""
@@ -86,7 +88,7 @@ class Ranks:
         """Stop the heart, and tell those who may still wait for this one. Twice is fine."""
         self._stopped.set()
         if self._heart.is_alive():
-            self._heart.join()
+            self._heart.join(self._answer_s)
             with contextlib.suppress(RuntimeError):
                 self._store.set(str(self.rank), _LEFT)
 
@@ -125,6 +127,11 @@ class Ranks:
     def wait_s(self) -> float:
         """How long a collective may take."""
         return _SHARE * self.timeout_s
+
+    @property
+    def _answer_s(self) -> float:
+        """How long the store may take: all that is left of the timeout is not for it alone."""
+        return max(8 * _BEAT_S, 0.1 * self.timeout_s)
 
     def exchange(self, what: str, mine: T, group: ProcessGroup | None = None) -> list[T]:
         """What every rank gives, by rank. All call it, in the same order.
@@ -170,14 +177,12 @@ class Ranks:
 
     def _report(self, what: str, waited_s: float, error: Exception) -> str:
         where = f"rank {self.rank} of {self.count} waited for {what}"
-        try:
-            self.close()  # the last that is said is this
-            self._store.set(str(self.rank), f"{_GAVE_UP} has given up waiting for {what}")
-            before = self._beats()
-            time.sleep(3 * _BEAT_S)
-            after = self._beats()
-        except RuntimeError:
-            return f"{where}, and the store of the process group does not answer: the rank that kept it is gone"
+        if (said := self._last_words(what)) is None:
+            return (
+                f"{where}, and the store of the process group does not answer: the rank that keeps it has died or is "
+                "stuck; start all ranks again"
+            )
+        before, after = said
         # One that has given up, too, has no heart beat any more.
         missing = [r for r in after if after[r] == before[r] and not after[r].startswith(_GAVE_UP)]
         if left := [rank for rank in missing if after[rank] == _LEFT]:
@@ -197,6 +202,24 @@ class Ranks:
             f"{self.timeout_s:g}, and start all ranks again"
         )
 
+    def _last_words(self, what: str) -> tuple[dict[int, str], dict[int, str]] | None:
+        """What the other ranks say now, and a while later, and that this one says no more; None without an answer."""
+        said: list[tuple[dict[int, str], dict[int, str]]] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                self.close()  # the last that is said is this
+                self._store.set(str(self.rank), f"{_GAVE_UP} has given up waiting for {what}")
+                before = self._beats()
+                time.sleep(3 * _BEAT_S)
+                said.append((before, self._beats()))
+
+        # A store whose keeper is stopped holds who asks it, for as long as its own timeout.
+        asking = threading.Thread(target=ask, name="tierstore-last-words", daemon=True)
+        asking.start()
+        asking.join(self._answer_s)
+        return said[0] if said else None
+
     def _beats(self) -> dict[int, str]:
         """What the other ranks have said last; empty if nothing yet."""
         others = [rank for rank in range(self.count) if rank != self.rank]
@@ -206,11 +229,15 @@ class Ranks:
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
     def _beat(self) -> None:
+        lost = 0
         for count in itertools.count():
             waits = "waits for " + " and ".join(self._waits.copy().values()) if self._waits else "computes"
-            with contextlib.suppress(RuntimeError):
+            try:
                 self._store.set(str(self.rank), f"{count} {waits}")
-            if self._stopped.wait(_BEAT_S):
+                lost = 0
+            except RuntimeError:
+                lost += 1
+            if lost == _LOST_BEATS or self._stopped.wait(_BEAT_S):
                 return
 
 
