@@ -8,6 +8,7 @@ import pickle
 import signal
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -261,6 +262,18 @@ def meet_late(rank: int, ranks: int, timeout_s: float) -> list[str]:
             distributed.barrier()
         told.append(str(lost.value))
     return told
+
+
+def begin_late(rank: int, ranks: int) -> str:
+    """What a rank is told while the last one builds its model, perhaps."""
+    store = distributed.distributed_c10d._get_default_store()
+    if rank == ranks - 1:
+        store.wait(["told"], timedelta(seconds=20.0))
+        return ""
+    with pytest.raises(RankLost) as lost:
+        Ranks()
+    store.set("told", "")
+    return str(lost.value)
 
 
 def lose_the_store(rank: int, ranks: int, how: int, timeout_s: float) -> tuple[str, bool]:

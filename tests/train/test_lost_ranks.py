@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kill_ranks import STEPS, TIMEOUT_S, lose_and_resume, moments, waits_of
 from ranks import outcomes_of, run_ranks
-from sharing import lose, lose_the_store, meet_late, meet_once
+from sharing import begin_late, lose, lose_the_store, meet_late, meet_once
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
@@ -46,6 +46,12 @@ def test_a_rank_that_comes_too_late_or_makes_other_calls() -> None:
     assert re.search("waited for the second, and rank 0 (waits for|has given up waiting for) the first: all", another)
     for told in (late, other, too_late, another):
         assert told.endswith("a larger TierConfig(timeout_s=) than 1, and start all ranks again")
+
+
+def test_a_rank_that_does_not_begin_is_named() -> None:
+    first = run_ranks(2, begin_late, timeout_s=1.0)[0]
+    assert first.startswith("rank 0 of 2 waited for all ranks to begin, and rank 1 did not in time: see whether")
+    assert "give init_process_group a longer timeout; start all ranks again" in first
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -76,12 +76,21 @@ class Ranks:
     def _agreed(self, token: str, device: torch.device | None) -> str:
         """That of the first rank: torchrun's store keeps what ranks have said before they were started again."""
         told, is_of_gpus = [token], distributed.get_backend(self.group) == "nccl"
+        store, key = _get_default_store(), f"tierstore/begun/{'-'.join(map(str, self.members))}/"
         try:
+            begun = store.add(f"{key}{self.rank}", 1)
             distributed.broadcast_object_list(
                 told, self.members[0], group=self.group, device=device if is_of_gpus else None
             )
         except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} of {self.count} waited for all ranks to begin: {error}") from error
+            where = f"rank {self.rank} of {self.count} waited for all ranks to begin"
+            with contextlib.suppress(RuntimeError):
+                if late := [rank for rank in range(self.count) if store.add(f"{key}{rank}", 0) < begun]:
+                    where += f", and rank {', '.join(map(str, late))} did not in time"
+            raise RankLost(
+                f"{where}: see whether one has died or is stuck; if they take so long to build the model, give "
+                f"init_process_group a longer timeout; start all ranks again ({error})"
+            ) from error
         return told[0]
 
     def close(self) -> None:
