@@ -207,7 +207,7 @@ class TestPrevious:
             message = refuse(WAY, copy, ChecksumMismatch, resume="previous")
             assert message.startswith("generation 2 is not whole any more: damaged: chunk ")
             assert f" chunk blocks.0/{name}/1 at offset " in message
-            assert "resume" not in message
+            assert message.endswith("; resume='auto' opens the newest, if that is whole; else take a copy of the store")
 
     def test_needs_two(self, tmp_path: Path) -> None:
         with opened(WAY, tmp_path):

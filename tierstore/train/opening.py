@@ -140,7 +140,10 @@ def open_generation(runtime: Runtime, store: TrainingStore, generation: Generati
         runtime.call(store.verify, generation)
     except ChecksumMismatch as error:
         damage = str(error).rpartition("; ")[0]  # without its advice to do what is being done
-        raise ChecksumMismatch(f"generation {generation.number} is not whole any more: {damage}") from None
+        raise ChecksumMismatch(
+            f"generation {generation.number} is not whole any more: {damage}; resume='auto' opens the newest, if that "
+            "is whole; else take a copy of the store"
+        ) from None
 
 
 def check_same_store(generation: Generation, tiers: TierConfig, schedule: UpdateSchedule) -> None:
