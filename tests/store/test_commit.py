@@ -7,6 +7,7 @@ import errno
 import fcntl
 import itertools
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,18 @@ class TestLock:
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
         following.release()
         assert not list(tmp_path.iterdir())
+
+
+    def test_a_machine_that_shares_the_directory_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "gethostname", lambda: "other")
+            lock = StoreLock([tmp_path])
+        said = f"in use by process {os.getpid()} of other; stop it, give each machine of one run a directory of its own"
+        with pytest.raises(StoreLocked, match=said):
+            StoreLock([tmp_path])
+        lock.release()
 
 
 class SyncedBackend(Backend):

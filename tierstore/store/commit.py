@@ -18,6 +18,7 @@ import json
 import os
 import re
 import secrets
+import socket
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
@@ -41,6 +42,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _MOST_IDENTITY_BYTES = 1000
+_MOST_OWNER_BYTES = 400
 _SPARE_BYTES = 2**20  # a file that is a little too long is read, and is damaged
 PER_RANK = ("registered", "buffers", "random")
 """What of the captured state every rank has its own of; the rest is the same at all."""
@@ -92,7 +94,7 @@ class StoreLock(ForkAware):
             raise _in_use(path)
         with contextlib.suppress(OSError):  # only for the message of others: a full disk is no reason to fail here
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n{socket.gethostname()}\n".encode(), 0)
         return descriptor
 
     def check_in_place(self) -> None:
@@ -139,11 +141,14 @@ class StoreLock(ForkAware):
 def _in_use(path: Path) -> StoreLocked:
     owner = b""
     with contextlib.suppress(OSError), path.open("rb") as file:
-        owner = file.read(32)
-    told = owner.decode("ascii", "replace").strip() or "unknown"
+        owner = file.read(_MOST_OWNER_BYTES)
+    process, _, host = owner.decode("ascii", "replace").strip().partition("\n")
     own = ", which is this one: close the engine or store that has it, which ends with the process if nobody can"
-    what = own if told == str(os.getpid()) else "; stop it"
-    return StoreLocked(f"the store {path.parent} is in use by process {told}{what}, or choose another directory")
+    what = own if process == str(os.getpid()) else "; stop it"
+    if host not in ("", socket.gethostname()):  # another rank of this run, perhaps
+        what = f" of {host}; stop it, give each machine of one run a directory of its own"
+    process = process or "unknown"
+    return StoreLocked(f"the store {path.parent} is in use by process {process}{what}, or choose another directory")
 
 
 def claim_directory(path: Path, backend: Backend | None = None) -> bool:
