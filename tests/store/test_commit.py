@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from faults import EIO, HANG, FaultyBackend, each_fault
 
-from tierstore.errors import StorageError, StoreLocked
+from tierstore.errors import ConfigError, StorageError, StoreLocked
 from tierstore.io.backend import Backend
 from tierstore.store.commit import (
     Generation,
@@ -176,6 +176,14 @@ class TestDirectories:
         for backend in each_fault(EIO, scenario):
             with pytest.raises(StorageError):
                 scenario(backend)
+
+
+def test_a_store_that_another_run_has_begun_meanwhile(tmp_path: Path) -> None:
+    """Before it was locked, and after there was no generation in it."""
+    for name in ("manifest-000000000000.json", "weights.a.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="holds generation 0 of a run that has begun there in this moment; go on"):
+        begin_store([tmp_path])
 
 
 def test_a_store_in_fewer_directories_than_one_that_was_broken_off_there(tmp_path: Path) -> None:

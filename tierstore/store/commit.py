@@ -235,6 +235,11 @@ def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> 
         StorageError: what is left is marked, or nothing.
     """
     backend = backend or Backend()
+    if numbers := Manifests(directories[0], backend).numbers():
+        raise ConfigError(
+            f"{directories[0]} holds generation {numbers[0]} of a run that has begun there in this moment; go on "
+            "with it by resume='auto', or choose another directory"
+        )
     for directory in directories:
         names = backend.names(directory)
         for name in names:
