@@ -1,4 +1,4 @@
-"""ZeRO 0 to 3: the same bits at every stage, and to rounding those of one rank."""
+"""ZeRO 0 to 3: of two ranks the same bits at every stage, and to rounding those of one rank."""
 
 from __future__ import annotations
 
