@@ -957,7 +957,7 @@ class Tapped(nn.Module):
 
 
 @pytest.mark.parametrize("room", [0, 2**24])
-@pytest.mark.parametrize("update", [*STREAMING, *LATER])
+@pytest.mark.parametrize("update", [*STREAMING, *LATER, "auto"])
 def test_weights_that_backward_reads_are_those_of_forward(update: str, room: int, tmp_path: Path) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -971,7 +971,7 @@ def test_weights_that_backward_reads_are_those_of_forward(update: str, room: int
             engine.backward(loss_of(engine(data[0])))  # the first step of a run updates nothing in backward
             engine.step()
             loss = loss_of(engine(data[1]))
-            with pytest.raises(GraphError, match=r"weights of 2 are read in backward after .* update='forward'"):
+            with pytest.raises(GraphError, match=r"weights of 2 are read in backward .* make .* update='forward'"):
                 engine.backward(loss)
             return
         optimizer = plain(model)
@@ -984,8 +984,11 @@ def test_weights_that_backward_reads_are_those_of_forward(update: str, room: int
         check_weights(engine, model)
 
 
+@pytest.mark.parametrize("is_gathered", [True, False])
 @pytest.mark.parametrize("update", [*STREAMING, *LATER])
-def test_a_hook_on_accumulated_gradients_that_comes_later_sees_them_all_the_same(update: str, tmp_path: Path) -> None:
+def test_a_hook_on_accumulated_gradients_that_comes_later_sees_them_all_the_same(
+    update: str, is_gathered: bool, tmp_path: Path
+) -> None:
     def halve(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad.mul_(0.5)
@@ -993,8 +996,9 @@ def test_a_hook_on_accumulated_gradients_that_comes_later_sees_them_all_the_same
     model, data = Net(), batches(4)
     optimizer = plain(model)
     with tight_engine(tmp_path, update) as engine:
-        for one in (model, engine.model):
-            one.get_parameter("blocks.1.0.weight").register_post_accumulate_grad_hook(halve)
+        with engine.gathered("blocks.1") if is_gathered else contextlib.nullcontext():
+            for one in (model, engine.model):
+                one.get_parameter("blocks.1.0.weight").register_post_accumulate_grad_hook(halve)
         for x in data:
             engine.backward(loss_of(engine(x)))
             engine.step()

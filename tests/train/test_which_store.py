@@ -48,7 +48,7 @@ def test_stores_of_different_runs_are_not_mixed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "a" / "1")
     (tmp_path / "b" / "1").rename(tmp_path / "a" / "1")
     for said in refusals(tmp_path / "a"):
-        assert "no generation in common (by number, there are at rank 0 2, 3; rank 1 2, 3): they are of" in said
+        assert "no generation in common (by number, at rank 0 2, 3; rank 1 2, 3): they are of" in said
         assert "copy the directories of the one to go on from to all other nodes" in said
 
 

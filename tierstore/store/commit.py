@@ -143,10 +143,12 @@ def _in_use(path: Path) -> StoreLocked:
     with contextlib.suppress(OSError), path.open("rb") as file:
         owner = file.read(_MOST_OWNER_BYTES)
     process, _, host = owner.decode("ascii", "replace").strip().partition("\n")
-    own = ", which is this one: close the engine or store that has it, which ends with the process if nobody can"
-    what = own if process == str(os.getpid()) else "; stop it"
     if host not in ("", socket.gethostname()):  # another rank of this run, perhaps
         what = f" of {host}; stop it, give each machine of one run a directory of its own"
+    elif process == str(os.getpid()):
+        what = ", which is this one: close the engine or store that has it, which ends with the process if nobody can"
+    else:
+        what = "; stop it"
     process = process or "unknown"
     return StoreLocked(f"the store {path.parent} is in use by process {process}{what}, or choose another directory")
 

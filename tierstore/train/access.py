@@ -96,6 +96,8 @@ class DeviceAccess:
         """Whether a group will still be updated in this step, so that its weights are not yet those of the next."""
         self.before_visit: Callable[[int], None] = lambda group: None
         """Called in forward before a group is needed; it may let others of the training side go first."""
+        self.read_late: Callable[[int], None] = lambda group: None
+        """Called when a group that was withdrawn is read all the same; it may refuse that."""
         self.gate = Gate(self)
         for group in groups:
             guard(group, self.gate)
@@ -163,8 +165,8 @@ class DeviceAccess:
             BudgetError: it does not fit beside the groups in use.
         """
         self.before_visit(group)
-        if group != self._current or group not in self._ready:
-            self._go_to(group)
+        if group not in self._withdrawn:  # else who reads it comes by `enter_unasked`
+            self.visit(group)
         self._users[group] += 1
         self._long_users[group] += for_long
 
@@ -182,10 +184,12 @@ class DeviceAccess:
     def pass_through(self, group: int) -> None:
         """Have a group on the device now, which in forward others of the training side may wish to need first."""
         self.before_visit(group)
-        self.visit(group)
+        if group not in self._withdrawn:
+            self.visit(group)
 
     def visit(self, group: int) -> None:
         """Have a group on the device now; a view of its storage keeps it there (see [Note: who may drop])."""
+        self._tell_if_late(group)
         if group != self._current or group not in self._ready:
             self._go_to(group)
 
@@ -210,12 +214,21 @@ class DeviceAccess:
                 f"{name} was read while it is not on the device; call engine(...) and not the model, read it inside "
                 f"`with engine.gathered([{name!r}]):`, or all weights by engine.state_dict() or engine.export(...)"
             )
+        self._tell_if_late(group)
         self.enter(group)
 
     def withdraw(self, group: int) -> None:
-        """Nobody reads a group any more in this backward, for its update may begin: reading it would be a race."""
+        """Who reads a group from now on in this backward is told by `read_late`: an update may have changed it.
+
+        Not what somebody has entered, or holds a view of, which is not updated on the device before that ends.
+        """
         self._withdrawn.add(group)
         self._guard(group)
+
+    def _tell_if_late(self, group: int) -> None:
+        if group in self._withdrawn:
+            self.read_late(group)
+            self._withdrawn.discard(group)
 
     def check_unchanged(self) -> None:
         """Refuse weights that the model has changed: updates go on from those at rest.
@@ -235,12 +248,6 @@ class DeviceAccess:
             )
 
     def _go_to(self, group: int) -> None:
-        if group in self._withdrawn:
-            raise GraphError(
-                f"weights of {self._groups[group].spec.name} are read in backward after the last of their gradients "
-                "came, when an update (given as 'backward' or 'speculative', or what 'auto' chose) may have changed "
-                "them: read them before, as in forward, or make the engine with update='forward'"
-            )
         self._account()
         self._refresh_stale()
         position = self._locate(group)

@@ -301,7 +301,13 @@ def _hook_up(
         return groups.groups[index].spec.trainable and not is_complete
 
     collector.on_complete = on_complete
-    collector.before_update = access.withdraw
+
+    def before_update(index: int) -> None:
+        if driver.is_streaming or (driver.may_wait and reductions is None):  # ranks would have to agree
+            access.withdraw(index)
+
+    collector.before_update = before_update
+    access.read_late = lambda index: driver.read_late(groups.groups[index].spec.name)
     access.awaits_update = awaits_update
     return Assembly(
         runtime, backend, device, store, groups, access, collector, hooks, stepper, driver, tracer, partition, gathers,

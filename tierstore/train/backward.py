@@ -36,9 +36,12 @@ from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.pieces import Piece
 from tierstore.train.graph import KnownLeaves
 from tierstore.train.groups import Group, ModelGroups
-from tierstore.train.guard import Taker
 from tierstore.train.handover import Handover
 from tierstore.train.reduction import Bucket, Reductions
+
+
+class _Taker(partial[None]):
+    """A hook on accumulated gradients that takes them away."""
 
 
 @dataclass(slots=True)
@@ -112,12 +115,12 @@ class GradientCollector:
         """Groups in the order in which the last backward completed them."""
         self.on_complete: Callable[[int], Callable[[Mark], None] | None] = lambda group: None
         self.before_update: Callable[[int], None] = lambda group: None
-        """Called before a group is handed over that may be updated as it is."""
+        """Called before a group of the last backward of a step is handed over, which may be updated then."""
         if reductions is not None:
             reductions.on_complete = lambda group: self.on_complete(group)
             reductions.on_done = self._handover.count_done
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(Taker(self._arrived, group, position))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_Taker(self._arrived, group, position))  # type: ignore[no-untyped-call]
             for group in self._groups
             if group.spec.trainable
             for position, parameter in enumerate(group.parameters)
@@ -133,6 +136,14 @@ class GradientCollector:
         self._forget_gradients(group)
         for parameter in group.parameters:
             parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+
+    def _come_last(self) -> None:
+        """Hooks of others on accumulated gradients, also of those that came later, see them before they are taken."""
+        with torch._C.DisableTorchFunctionSubclass():  # many are hidden
+            for parameter in (parameter for group in self._groups for parameter in group.parameters):
+                hooks = parameter._post_accumulate_grad_hooks or {}
+                for key in [key for key, hook in hooks.items() if isinstance(hook, _Taker)] if len(hooks) > 1 else ():
+                    hooks[key] = hooks.pop(key)  # torch goes by the order of the dictionary, not by OrderedDict's
 
     @staticmethod
     def _forget_gradients(group: Group) -> None:
@@ -183,6 +194,7 @@ class GradientCollector:
                         "the engine while it needs one, and freeze it after that, by requires_grad_(False), until it "
                         "is to be trained"
                     )
+        self._come_last()
         self._is_collecting = True
         self._handover.store = store
         self.is_final = is_final
@@ -206,7 +218,10 @@ class GradientCollector:
         if self._reductions is not None:
             self._runtime.post(self._reductions.begin, store, self._reductions.order)
             for unreached in (group for group in self._groups if group.spec.trainable and not self._needed(group)):
-                self._take(unreached)  # the others need not wait for it
+                if self.is_streaming and not self._is_free(unreached.index):
+                    self._waiting.add(unreached.index)  # other ranks may reach it
+                else:
+                    self._take(unreached)  # the others need not wait for it
 
     def finish(self) -> None:
         """Backward is over: take what is left."""
@@ -328,7 +343,7 @@ class GradientCollector:
         collected.is_taken = True
         self.completed.append(group.index)
         self._waiting.discard(group.index)
-        if self.is_streaming:
+        if self.is_final and collected.fired:
             self.before_update(group.index)
         if self._reductions is not None:
             mark, bucket, collected.bucket = self._device.record(), collected.bucket, None

@@ -74,10 +74,6 @@ def show(group: Group) -> None:
         parameter.__class__ = kind
 
 
-class Taker(functools.partial[None]):
-    """A hook on accumulated gradients that takes them away, so that others are to come before it."""
-
-
 _READABLE = (
     "shape dtype device requires_grad grad grad_fn is_leaf ndim layout is_meta is_cuda is_cpu is_sparse is_quantized "
     "itemsize nbytes names name is_nested is_mps is_xpu _version output_nr"
@@ -93,6 +89,7 @@ def _harmless() -> frozenset[Any]:
     tensor: Any = torch.Tensor
     found = {getattr(tensor, name).__get__ for name in _READABLE.split() if hasattr(tensor, name)}
     found |= {getattr(tensor, name) for name in _CALLABLE.split() if hasattr(tensor, name)}
+    found |= {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like}
     return frozenset(found | {tensor.grad.__set__, tensor.grad.__delete__, tensor.requires_grad.__set__})
 
 
@@ -125,10 +122,7 @@ class OffloadedParameter(nn.Parameter):
                         if func not in _GIVES_POINTER:
                             entered.append((access, group))
             with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **kwargs)
-                if func is torch.Tensor.register_post_accumulate_grad_hook:
-                    _take_last(args[0]._post_accumulate_grad_hooks)
-                return result
+                return func(*args, **kwargs)
         finally:
             for access, group in entered:
                 access.leave(group)
@@ -136,12 +130,6 @@ class OffloadedParameter(nn.Parameter):
     def as_subclass(self, cls: Any) -> Any:
         """As torch's, which would not ask `__torch_function__`."""
         return self.__torch_function__(torch.Tensor.as_subclass, (type(self),), (self, cls))
-
-
-def _take_last(hooks: dict[int, Any]) -> None:
-    """One was added to the hooks of a parameter: the engine's, which takes the gradient away, comes after it."""
-    for key in [key for key, hook in hooks.items() if isinstance(hook, Taker)]:
-        hooks[key] = hooks.pop(key)  # torch goes by the order of the dictionary, not by that of OrderedDict
 
 
 def _writes(func: Any) -> bool:

@@ -54,12 +54,12 @@ def find_generation(
     is_previous = options.resume is Resume.PREVIOUS
     if is_previous and len(common) == 1:
         raise ConfigError(f"{directory} holds only generation {common[0]}; there is none before it")
-    for number in common[is_previous:]:
+    for number in common[1 if is_previous else 0 :]:
         if (generation := _read(runtime, manifests, number, partition)) is not None:
             if is_previous:
                 _check_can_look_back(runtime, manifests, common[0], generation, options.schedule)
             return generation
-    raise _nothing_in_common(found)
+    raise _nothing_in_common(found, f" before {common[0]}" if is_previous else "")
 
 
 def _read(runtime: Runtime, manifests: Manifests, number: int, partition: Partition) -> Generation | None:
@@ -78,12 +78,12 @@ def _read(runtime: Runtime, manifests: Manifests, number: int, partition: Partit
     return read[0] if len(set(names)) == 1 else None
 
 
-def _nothing_in_common(found: Mapping[int, Sequence[int]]) -> ConfigError:
+def _nothing_in_common(found: Mapping[int, Sequence[int]], before: str) -> ConfigError:
     """By the rank that leads it, the generations of each store."""
     have = [f"rank {rank} {', '.join(map(str, sorted(numbers))) or 'none'}" for rank, numbers in found.items()]
     return ConfigError(
-        f"the stores of the nodes have no generation in common (by number, there are at {'; '.join(have)}): they are "
-        "of different runs, or one is new, or went on alone; copy the directories of the one to go on from to all "
+        f"the stores of the nodes have no generation in common{before} (by number, at {'; '.join(have)}): they "
+        "are of different runs, or one is new, or went on alone; copy the directories of the one to go on from to all "
         "other nodes"
     )
 

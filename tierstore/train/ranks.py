@@ -98,8 +98,9 @@ class Ranks:
         self._stopped.set()
         if self._heart.is_alive():
             self._heart.join(self._answer_s)
-            with contextlib.suppress(RuntimeError):
-                self._store.set(str(self.rank), _LEFT)
+            if not self._heart.is_alive():  # else the store does not answer
+                with contextlib.suppress(RuntimeError):
+                    self._store.set(str(self.rank), _LEFT)
 
     def subgroup(self, *, backend: str | None = None, members: Sequence[int] | None = None) -> ProcessGroup:
         """Another group: its collectives have an order of their own. All its ranks call it.

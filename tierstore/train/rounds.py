@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tierstore.config import UpdateSchedule
 from tierstore.device.streams import Mark, Reached
-from tierstore.errors import ClosedError, ConfigError
+from tierstore.errors import ClosedError, ConfigError, GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.store.rounds import ParameterUpdate, Round
 from tierstore.store.training import TrainingStore
@@ -69,7 +69,7 @@ class RoundDriver:
         self._schedule = schedule
         self._is_unasked = is_unasked
         self._guesses_unasked = is_unasked and schedule is UpdateSchedule.SPECULATIVE
-        self._options_come_late = False
+        self._waits_for_step = False
         self._has_decided = False
         self._is_whole_step = False
         self.schedule = UpdateSchedule.FORWARD if self._guesses_unasked else schedule
@@ -114,6 +114,11 @@ class RoundDriver:
         return self.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
 
     @property
+    def may_wait(self) -> bool:
+        """Whether a gradient may be applied as it arrives, and nobody asked for that."""
+        return self._is_unasked and self.updates_in_backward
+
+    @property
     def has_begun(self) -> bool:
         """Whether this step's round reads ahead already."""
         return self._round is not None
@@ -140,7 +145,7 @@ class RoundDriver:
         need = [*completed, *reversed(trainable)] if from_device else [*visits, *trainable]
         wanted = [group for group in dict.fromkeys(need) if group in trainable]
         self._has_decided = False
-        self.is_streaming = from_device and knows_graph and not self._options_come_late
+        self.is_streaming = from_device and knows_graph and not self._waits_for_step
         round_ = Round(
             wanted,
             self._store.gradients[self.gradient_set],
@@ -185,7 +190,23 @@ class RoundDriver:
                 f"{option} was set after backward() had applied gradients with what it was before: set it back, and "
                 "from the next step on before backward(), or give update='forward'"
             )
-        self._options_come_late = self._is_unasked
+        self._waits_for_step = self._is_unasked
+
+    def read_late(self, group: str) -> None:
+        """Backward reads weights of a group after the last of their gradients.
+
+        A schedule that nobody asked for applies nothing before `step()` from now on.
+
+        Raises:
+            GraphError: they may have been changed by then.
+        """
+        if self.is_streaming:
+            raise GraphError(
+                f"weights of {group} are read in backward after the last of their gradients came, when an update "
+                f"(update={self._schedule.value!r}, given or what 'auto' chose) may have changed them: by a hook, or "
+                "what is computed again; make the engine with update='forward'"
+            )
+        self._waits_for_step = self._is_unasked
 
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate]) -> Callable[[Mark], None] | None:
         """What the loop does when the gradient of this group is with the store; None: nothing, until `decide`.
