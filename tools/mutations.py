@@ -526,7 +526,19 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "where options come late nothing is applied before", "train/rounds.py RoundDriver.begin",
-        " and not self._options_come_late", "train/test_late_options.py", "",
+        " and not self._waits_for_step", "train/test_late_options.py", "",
+    ),
+    Mutation(
+        "who reads weights after their gradients is told", "train/assembly.py _hook_up",
+        "access.withdraw(index)", "train/test_out_of_turn.py", "pass",
+    ),
+    Mutation(
+        "a new schedule goes on from the store's rates", "train/assembly.py assemble",
+        'stepper.optimizer.restore(generation.captured["optimizer"])', "train/test_resumed_state.py", "pass",
+    ),
+    Mutation(
+        "nodes go on from one commit", "train/opening.py _read",
+        "len(set(names)) == 1", "train/test_which_store.py", "True",
     ),
     never(
         "a gradient has its parameter's size", "train/cpu_adam.py CPUAdam._check",
