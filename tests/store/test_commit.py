@@ -103,7 +103,6 @@ class TestLock:
         following.release()
         assert not list(tmp_path.iterdir())
 
-
     def test_a_machine_that_shares_the_directory_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -89,6 +89,18 @@ def check_weights(engine: Engine, model: nn.Module) -> None:
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
+def train_both(engine: Engine, model: nn.Module, data: list[torch.Tensor]) -> None:
+    """By the engine and by plain torch, to the same weights."""
+    optimizer = plain(model)
+    for x in data:
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+        loss_of(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_weights(engine, model)
+
+
 @pytest.mark.parametrize("update", LATER)
 def test_two_backwards_of_a_step_add_up(update: str, tmp_path: Path) -> None:
     model, data = Net(), batches(6)
@@ -974,14 +986,7 @@ def test_weights_that_backward_reads_are_those_of_forward(update: str, room: int
             with pytest.raises(GraphError, match=r"weights of 2 are read in backward .* make .* update='forward'"):
                 engine.backward(loss)
             return
-        optimizer = plain(model)
-        for x in data:
-            engine.backward(loss_of(engine(x)))
-            engine.step()
-            loss_of(model(x)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        check_weights(engine, model)
+        train_both(engine, model, data)
 
 
 @pytest.mark.parametrize("is_gathered", [True, False])
@@ -994,15 +999,8 @@ def test_a_hook_on_accumulated_gradients_that_comes_later_sees_them_all_the_same
         parameter.grad.mul_(0.5)
 
     model, data = Net(), batches(4)
-    optimizer = plain(model)
     with tight_engine(tmp_path, update) as engine:
         with engine.gathered("blocks.1") if is_gathered else contextlib.nullcontext():
             for one in (model, engine.model):
                 one.get_parameter("blocks.1.0.weight").register_post_accumulate_grad_hook(halve)
-        for x in data:
-            engine.backward(loss_of(engine(x)))
-            engine.step()
-            loss_of(model(x)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        check_weights(engine, model)
+        train_both(engine, model, data)

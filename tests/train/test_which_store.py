@@ -23,9 +23,9 @@ def nodes(directory: Path, steps: int = STEPS, **options: Any) -> list[dict[str,
     return run_ranks(2, TRAIN_NODES, str(directory), until=steps, **options)
 
 
-def refusals(directory: Path) -> list[str]:
+def refusals(directory: Path, resume: str = "auto") -> list[str]:
     """The last line that each node says."""
-    return [last_line(one) for one in outcomes_of(2, TRAIN_NODES, str(directory))]
+    return [last_line(one) for one in outcomes_of(2, partial(TRAIN_NODES, resume=resume), str(directory))]
 
 
 def last_line(outcome: Outcome) -> str:
@@ -60,7 +60,8 @@ def test_a_node_that_went_on_alone(tmp_path: Path) -> None:
     run_ranks(1, train, str(tmp_path / "0"), until=STEPS + 2, resume="auto")
     assert all("rank 0 4, 5; rank 1 2, 3" in said for said in refusals(tmp_path))
     shutil.rmtree(tmp_path / "1")  # a new disk
-    assert all("rank 0 4, 5; rank 1 none" in said for said in refusals(tmp_path))
+    for resume in ("auto", "previous"):
+        assert all("rank 0 4, 5; rank 1 none" in said for said in refusals(tmp_path, resume=resume))
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     one, other = nodes(tmp_path, STEPS + 3)
     assert one["begun_at"] == STEPS + 2

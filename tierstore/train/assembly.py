@@ -300,12 +300,11 @@ def _hook_up(
         is_complete = reductions is None and index in collector.completed
         return groups.groups[index].spec.trainable and not is_complete
 
-    collector.on_complete = on_complete
-
     def before_update(index: int) -> None:
         if driver.is_streaming or (driver.may_wait and reductions is None):  # ranks would have to agree
             access.withdraw(index)
 
+    collector.on_complete = on_complete
     collector.before_update = before_update
     access.read_late = lambda index: driver.read_late(groups.groups[index].spec.name)
     access.awaits_update = awaits_update

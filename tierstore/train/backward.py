@@ -140,10 +140,11 @@ class GradientCollector:
     def _come_last(self) -> None:
         """Hooks of others on accumulated gradients, also of those that came later, see them before they are taken."""
         with torch._C.DisableTorchFunctionSubclass():  # many are hidden
-            for parameter in (parameter for group in self._groups for parameter in group.parameters):
-                hooks = parameter._post_accumulate_grad_hooks or {}
-                for key in [key for key, hook in hooks.items() if isinstance(hook, _Taker)] if len(hooks) > 1 else ():
-                    hooks[key] = hooks.pop(key)  # torch goes by the order of the dictionary, not by OrderedDict's
+            for parameter in (one for group in self._groups if group.spec.trainable for one in group.parameters):
+                hooks = parameter._post_accumulate_grad_hooks
+                if len(hooks) > 1:
+                    own = next(key for key, hook in hooks.items() if isinstance(hook, _Taker))
+                    hooks[own] = hooks.pop(own)  # torch goes by the order of the dictionary, not by OrderedDict's
 
     @staticmethod
     def _forget_gradients(group: Group) -> None:

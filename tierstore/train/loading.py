@@ -48,9 +48,9 @@ class PrefetchingLoader(Generic[T]):
 
     A pass that is broken off ends its workers (those of `persistent_workers=True` wait for the next one, as in the
     DataLoader itself). The next one is a new pass; over a loader with a state, it goes on after the last batch that was
-    handed out; of an iterator, which has no second pass, the batch ahead is lost. With
-    `persistent_workers=True`, and random numbers that workers draw, a run that was resumed is exact in the first pass
-    only: such workers go on from states of their own, which are no part of a generation.
+    handed out; of an iterator, which has no second pass, the batch ahead is lost. With `persistent_workers=True`, and
+    random numbers that workers draw, a run that was resumed is exact in the first pass only: such workers go on from
+    states of their own, which are no part of a generation.
     """
 
     def __init__(self, loader: Iterable[T], device: torch.device | str = "cpu", *, pin: bool = True) -> None:

@@ -59,7 +59,7 @@ def find_generation(
             if is_previous:
                 _check_can_look_back(runtime, manifests, common[0], generation, options.schedule)
             return generation
-    raise _nothing_in_common(found, f" before {common[0]}" if is_previous else "")
+    raise _nothing_in_common(found, f" before {common[0]}" if is_previous and common else "")
 
 
 def _read(runtime: Runtime, manifests: Manifests, number: int, partition: Partition) -> Generation | None:
@@ -151,10 +151,8 @@ def check_same_store(generation: Generation, tiers: TierConfig, schedule: Update
 
     Raises:
         ConfigError: it is another store, or was made in another way.
-        FormatError: its captured state is none.
     """
     layout = generation.layout
-    check_captured(generation.captured)
     if generation.captured["pending"] is not None and schedule is not UpdateSchedule.DELAYED:
         raise ConfigError(
             f"the store in {tiers.nvme[0]} was trained with update='delayed', and the gradients of its last step are "

@@ -75,7 +75,7 @@ class Ranks:
 
     def _agreed(self, token: str, device: torch.device | None) -> str:
         """That of the first rank: torchrun's store keeps what ranks have said before they were started again."""
-        told, is_of_gpus = [token], distributed.get_backend(self.group) == "nccl"
+        told, begun, is_of_gpus = [token], 0, distributed.get_backend(self.group) == "nccl"
         store, key = _get_default_store(), f"tierstore/begun/{'-'.join(map(str, self.members))}/"
         try:
             begun = store.add(f"{key}{self.rank}", 1)
