@@ -7,6 +7,7 @@ Owner: the training side.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierstore.config import AdamWConfig
 from tierstore.errors import ConfigError
@@ -45,6 +47,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         items: list[Any] = [dict(g) if isinstance(g, Mapping) else g for g in parameters]
         super().__init__(items, config.model_dump())
         self._is_made = True
+        _look_at_others()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """The engine's step; see `Engine.step`."""
@@ -109,6 +112,24 @@ class TieredOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The engine's, in the middle of a step; else there is nothing to do, for a step uses its gradients up."""
         self.on_zero_grad()
+
+
+@functools.cache
+def _look_at_others() -> None:
+    register_optimizer_step_pre_hook(_refuse_idle)
+
+
+def _refuse_idle(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Another optimizer, all of whose parameters are an engine's, finds no gradients, and would train nothing."""
+    if isinstance(optimizer, TieredOptimizer):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if all("_tierstore_access" in parameter.__dict__ and parameter.grad is None for parameter in parameters):
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"{kind}.step would change nothing: the gradients of these parameters go to their engine; call "
+            "engine.step(), which updates them, and give hyper-parameters as AdamWConfig(...)"
+        )
 
 
 def check_scheduler(scheduler: Any) -> None:
