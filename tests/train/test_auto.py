@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from tierstore.config import AdamWConfig, TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.train import whole
-from tierstore.train.budgets import settled, usual
 from tierstore.train.engine import Engine
 from tierstore.train.groups import Group
 from tierstore.train.report import StepReport
@@ -331,25 +330,3 @@ def test_it_guesses_only_where_it_can_go_back(changes: dict[str, Any], schedule:
         for x in batches(3):
             steps.whole(x)
     assert steps.schedules == [schedule] * 3
-
-
-@pytest.mark.parametrize(
-    ("schedule", "is_in_memory", "device", "expected"),
-    [
-        ("speculative", False, "cpu", "speculative"),
-        ("speculative", False, "cuda", "speculative"),
-        ("speculative", True, "cpu", "step"),
-        ("speculative", True, "cuda", "forward"),
-        ("forward", True, "cpu", "step"),
-        ("forward", False, "cpu", "forward"),
-        ("backward", True, "cpu", "backward"),
-        ("step", True, "cuda", "step"),
-    ],
-)
-def test_an_update_in_memory_is_not_guessed(schedule: str, is_in_memory: bool, device: str, expected: str) -> None:
-    assert settled(UpdateSchedule(schedule), device, in_memory=is_in_memory) is UpdateSchedule(expected)
-
-
-def test_without_a_norm_to_wait_for_there_is_nothing_to_guess() -> None:
-    assert usual(needs_norm=False, can_go_back=True) is UpdateSchedule.BACKWARD
-    assert usual(needs_norm=True, can_go_back=False) is UpdateSchedule.FORWARD

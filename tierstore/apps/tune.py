@@ -26,12 +26,13 @@ from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
 from tierstore.plan.one_memory import divided
 from tierstore.plan.placement import Placement
+from tierstore.plan.schedules import settled, usual
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_model import StepPolicy
 from tierstore.plan.step_record import StepRecord
 from tierstore.plan.tiers import place
 from tierstore.plan.tuning import DEPTHS, WORTH_IT, Candidate, Tuning, calibrated, tune
-from tierstore.train.budgets import request_for, settled, usual
+from tierstore.train.budgets import request_for
 
 if TYPE_CHECKING:
     from tierstore.apps.trial import Measured, Recorded
@@ -194,7 +195,7 @@ def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
     if train.update is UpdateSchedule.AUTO:
         schedule = usual(needs_norm=train.needs_norm, can_go_back=train.can_go_back)
         in_memory = _placed(record, train, schedule).updates_in_memory
-        first = settled(schedule, train.device, in_memory=in_memory)
+        first = settled(schedule, shares_cores=train.device == "cpu", in_memory=in_memory)
         found = [first, UpdateSchedule.FORWARD, UpdateSchedule.STEP]
     for schedule in dict.fromkeys(found):
         yield Candidate(schedule, train.chunk, _placed(record, train, schedule))

@@ -25,13 +25,13 @@ from tierstore.errors import ConfigError
 from tierstore.plan.events import Clock, Process, Signal
 from tierstore.plan.placement import Placement
 from tierstore.plan.residency import Decision, ResidencyPolicy
+from tierstore.plan.schedules import updates_in_backward
 from tierstore.plan.step_machine import Machine
 from tierstore.plan.step_record import StepRecord
 from tierstore.plan.step_store import Round, Store
 
 _LONGEST_PERIOD = 8  # steps from commit to commit that are simulated; of longer ones the rest is like the last
 _QUIET = 2  # of them, that the rest is like
-_FROM_DEVICE = (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class _Trainer:
         self.order = tuple(group for group, _ in (*record.forward, *record.backward))
         capacity_bytes = store.placement.gpu_weight_bytes
         self.residency = ResidencyPolicy(self.order, self.sizes, capacity_bytes, policy.depth)
-        self.from_device = policy.schedule in _FROM_DEVICE
+        self.from_device = updates_in_backward(policy.schedule)
         self.completed = _completed_at(record)
         self.held: set[int] = set()
         self.ready: dict[int, Signal] = {}

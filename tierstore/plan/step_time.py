@@ -32,6 +32,7 @@ from tierstore.plan.layers import LayerKind, LayerWork, computing_s
 from tierstore.plan.machine import Node
 from tierstore.plan.memory import Job, Layout, stage_parts
 from tierstore.plan.placement import Grid, Kind, Placement
+from tierstore.plan.schedules import updates_in_backward
 
 DRAG_BESIDE_COMPUTING = 1.2
 """See [Note: drag]: about the median of what makes 9 forecasts of 2026-11-25 right, which was 1.05 to 1.28."""
@@ -161,7 +162,7 @@ def _parts(work: Mapping[str, Work], schedule: UpdateSchedule, single: Mapping[s
         return {"forward": forward, "backward": backward, "update": update}
     if schedule is UpdateSchedule.DELAYED:
         return {"forward, backward, update": forward + backward + update}
-    if schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE):
+    if updates_in_backward(schedule):
         if single is None:
             return {"forward": forward, "backward, update": backward + update}
         last = single["backward"]
@@ -252,13 +253,8 @@ def step_pattern(
         commits_per_step=commits_per_step,
         micro_batches=job.accumulate,
         kept_gradients=kept,
-        read_weights_with_state=reads_weights_with_state(schedule),
+        read_weights_with_state=not updates_in_backward(schedule),
     )
-
-
-def reads_weights_with_state(schedule: UpdateSchedule) -> bool:
-    """Whether a group may have left the device by the time of its update, so that its weights are read again."""
-    return schedule not in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
 
 
 def _collectives_s(

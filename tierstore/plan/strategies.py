@@ -16,8 +16,9 @@ from tierstore.plan.costs import efficiency
 from tierstore.plan.machine import Node
 from tierstore.plan.memory import Job, Layout, activation_bytes, gpu_bytes, group_needs
 from tierstore.plan.one_memory import divided
-from tierstore.plan.placement import GradientMode, GroupNeed, Kind, Placement, Request
-from tierstore.plan.step_time import Link, Phase, Work, phases_of, reads_weights_with_state, step_work
+from tierstore.plan.placement import GroupNeed, Kind, Placement, Request
+from tierstore.plan.schedules import gradient_mode, settled, updates_in_backward, usual
+from tierstore.plan.step_time import Link, Phase, Work, phases_of, step_work
 from tierstore.plan.tiers import place, place_uniformly, smallest_budgets
 
 USABLE = 0.9
@@ -56,10 +57,6 @@ _HOMES = {
     Strategy.WEIGHTS_NVME: _Homes(False, Tier.NVME, Tier.CPU, Tier.NVME),
     Strategy.ALL_NVME: _Homes(False, Tier.NVME, Tier.NVME, Tier.NVME),
 }
-_GRADIENT_MODES: Mapping[UpdateSchedule, GradientMode] = {
-    UpdateSchedule.BACKWARD: "streamed",
-    UpdateSchedule.DELAYED: "doubled",
-}  # as the engine asks, see `train/budgets.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +78,20 @@ class Situation:
     is_one_memory: bool = False
 
     def schedule_for(self, placement: Placement | None) -> UpdateSchedule:
-        """The schedule of an engine with this placement (None: nothing is offloaded), as `train/budgets.py` has it."""
+        """The schedule of an engine with this placement (None: nothing is offloaded)."""
         if self.schedule is not UpdateSchedule.AUTO:
             return self.schedule
-        if placement is not None and not placement.updates_in_memory:
-            return self.placed_for
-        is_shared = self.node.computes_on_cpu and placement is not None
-        return UpdateSchedule.STEP if is_shared else UpdateSchedule.FORWARD
+        if placement is None:
+            return UpdateSchedule.FORWARD
+        is_shared, in_memory = self.node.computes_on_cpu, placement.updates_in_memory
+        return settled(self.placed_for, shares_cores=is_shared, in_memory=in_memory)
 
     @property
     def placed_for(self) -> UpdateSchedule:
         """The schedule that a placement is made for."""
         if self.schedule is not UpdateSchedule.AUTO:
             return self.schedule
-        can_go_back = self.commit_every == 1 and self.node.nvme_bytes > 0
-        return UpdateSchedule.SPECULATIVE if can_go_back else UpdateSchedule.FORWARD
+        return usual(needs_norm=True, can_go_back=self.commit_every == 1 and self.node.nvme_bytes > 0)
 
     @property
     def gpu_budget_bytes(self) -> int:
@@ -255,9 +251,9 @@ def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_b
         gpu_bytes=gpu_budget_bytes,
         cpu_bytes=situation.cpu_budget_bytes,
         nvme=situation.node.nvme_bytes > 0,
-        gradients=_GRADIENT_MODES.get(situation.placed_for, "held"),
+        gradients=gradient_mode(situation.placed_for),
         acquired_bytes=everything if stays else None,
-        read_weights_with_state=reads_weights_with_state(situation.placed_for),
+        read_weights_with_state=not updates_in_backward(situation.placed_for),
         micro_batches=situation.job.accumulate,
         updates_on_gpu=not situation.node.computes_on_cpu and situation.layout.count == 1,
         is_one_memory=situation.is_one_memory,

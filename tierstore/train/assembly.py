@@ -22,6 +22,7 @@ from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
 from tierstore.kernels import warm_up
 from tierstore.plan.placement import Placement, Request
+from tierstore.plan.schedules import settled
 from tierstore.plan.tiers import place
 from tierstore.store.commit import Generation, StoreLock
 from tierstore.store.layout import check_same_frozen, check_same_model
@@ -30,7 +31,6 @@ from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer
 from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
-from tierstore.train.budgets import settled
 from tierstore.train.codec_trial import codecs_of
 from tierstore.train.depth import DepthChooser
 from tierstore.train.filling import Piece, fill, weights_of
@@ -191,7 +191,9 @@ def assemble(
             partition.same_buffers(model.buffers())
         _move_buffers(model, device)  # not before: a source of weights fills those that the model had
         in_memory = all(partition.exchange("what updates need", store.placement.updates_in_memory))
-        schedule = settled(options.schedule, device.kind, in_memory=in_memory) if options.is_auto else options.schedule
+        schedule = options.schedule
+        if options.is_auto:
+            schedule = settled(schedule, shares_cores=device.kind == "cpu", in_memory=in_memory)
         driver = RoundDriver(schedule, store, runtime, is_unasked=options.is_auto)
         return _hook_up(
             model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, partition, generation,

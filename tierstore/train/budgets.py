@@ -1,6 +1,6 @@
 """What the planner is asked for: the groups, the budgets of the tiers, and what of them is not to be placed.
 
-Scope: from options to a `Request`, and from its placement to a schedule that was left open.
+Scope: from options to a `Request`.
 Not here: the decision (`plan/tiers.py`).
 """
 
@@ -11,13 +11,9 @@ from dataclasses import replace
 
 from tierstore.alignment import padded
 from tierstore.config import TierConfig, UpdateSchedule
-from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GradientMode, GroupNeed, Request
+from tierstore.plan.placement import BLOCK, MAX_CHUNK_BYTES, GroupNeed, Request
+from tierstore.plan.schedules import gradient_mode, updates_in_backward
 from tierstore.plan.tiers import smallest_budgets
-
-_GRADIENTS: dict[UpdateSchedule, GradientMode] = {
-    UpdateSchedule.BACKWARD: "streamed",
-    UpdateSchedule.DELAYED: "doubled",
-}
 
 
 def request_for(
@@ -33,17 +29,16 @@ def request_for(
         chunk_elements: the grid of the store that is resumed; None for a new one.
         acquired_bytes: see `Request`.
     """
-    from_device = schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
     return Request(
         groups=tuple(groups),
         gpu_bytes=0 if tiers.is_one_memory else tiers.gpu_budget_bytes,
         cpu_bytes=tiers.cpu_memory,
         nvme=bool(tiers.nvme),
-        gradients=_GRADIENTS.get(schedule, "held"),
+        gradients=gradient_mode(schedule),
         chunk_bytes=tiers.chunk_bytes,
         chunk_elements=chunk_elements,
         acquired_bytes=acquired_bytes,
-        read_weights_with_state=not from_device,
+        read_weights_with_state=not updates_in_backward(schedule),
         micro_batches=tiers.accumulation_steps,
         workers=tiers.io_threads,
         updates_on_gpu=tiers.may_update_on_gpu,
@@ -65,30 +60,3 @@ def _scratch_bytes(request: Request, threads: int) -> int:
     smallest = smallest_budgets(request)
     spare = request.cpu_bytes - smallest.cpu_bytes - (smallest.gpu_bytes if request.is_one_memory else 0)
     return max(least, min(request.cpu_bytes // 8, spare, threads * MAX_CHUNK_BYTES))
-
-
-def usual(*, needs_norm: bool, can_go_back: bool) -> UpdateSchedule:
-    """What `auto` is, as far as it can be known without the placement.
-
-    Args:
-        needs_norm: what a group gets is known only when all gradients are: clipping, fp16.
-        can_go_back: each step is committed, so that an update that was wrong can be done again.
-    """
-    if not needs_norm:
-        return UpdateSchedule.BACKWARD
-    return UpdateSchedule.SPECULATIVE if can_go_back else UpdateSchedule.FORWARD
-
-
-def settled(schedule: UpdateSchedule, device: str, *, in_memory: bool) -> UpdateSchedule:
-    """What `auto` is: on a CPU a whole update in memory has nothing to hide, and runs by itself.
-
-    Beside the next forward it would take turns with it on the same cores, and slow it by more than it gains. And where
-    the update waits for no disk, to guess is not worth what a wrong guess costs: to read all of the state.
-
-    Args:
-        schedule: the usual one.
-        in_memory: no update needs the disk, at no rank.
-    """
-    if schedule not in (UpdateSchedule.FORWARD, UpdateSchedule.SPECULATIVE) or not in_memory:
-        return schedule
-    return UpdateSchedule.STEP if device == "cpu" else UpdateSchedule.FORWARD

@@ -13,7 +13,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule, choice
 from tierstore.errors import ConfigError
-from tierstore.train.budgets import usual
+from tierstore.plan.schedules import usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Options:
     """What the user chose, validated.
 
     Attributes:
-        is_auto: the schedule was left open: it may change when the placement is known (`budgets.settled`), and asks
+        is_auto: the schedule was left open: it may change when the placement is known (`schedules.settled`), and asks
             nothing of the order of calls that a norm to wait for does not.
     """
 

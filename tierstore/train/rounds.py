@@ -25,6 +25,7 @@ from tierstore.config import UpdateSchedule
 from tierstore.device.streams import Mark, Reached
 from tierstore.errors import ClosedError, ConfigError, GraphError
 from tierstore.io.runtime import Runtime
+from tierstore.plan.schedules import updates_in_backward
 from tierstore.store.rounds import ParameterUpdate, Round
 from tierstore.store.training import TrainingStore
 
@@ -111,7 +112,7 @@ class RoundDriver:
     @property
     def updates_in_backward(self) -> bool:
         """Whether a gradient may be applied as it arrives."""
-        return self.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE)
+        return updates_in_backward(self.schedule)
 
     @property
     def may_wait(self) -> bool:
