@@ -11,14 +11,13 @@ from torch import nn
 import tierstore
 from tierstore.apps.launch import Launch
 from tierstore.apps.options import TrainOptions
-from tierstore.cores import available_cores
+from tierstore.cores import available_cores, update_threads
 from tierstore.io.workers import WorkerPool
-from tierstore.measure.compute import cores
 
 
 def test_cores_that_other_processes_have_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
-    assert (available_cores(), cores()) == (3, 3)
+    assert (available_cores(), update_threads()) == (3, 3)
     assert Launch(local_count=3, count=3).options(TrainOptions(batch=3, zero=1)).threads == 1
 
 

@@ -20,7 +20,7 @@ from tierstore.apps.heap import prepare_heap
 from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import Durability, TierConfig, UpdateSchedule
-from tierstore.cores import available_cores
+from tierstore.cores import update_threads
 from tierstore.errors import ConfigError
 from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
@@ -181,8 +181,8 @@ def rates_for(train: TrainOptions) -> Rates:
 def machine_of(table: BandwidthTable, train: TrainOptions) -> Machine:
     """The machine as the engine of this run will use it."""
     io_threads = TierConfig().io_threads * max(1, len(train.nvme))
-    update_threads = train.threads or min(8, available_cores())
-    return Machine(table, io_threads, update_threads, {pair: max(1.0, table.slowdown(*pair)) for pair in _PAIRS})
+    slower = {pair: max(1.0, table.slowdown(*pair)) for pair in _PAIRS}
+    return Machine(table, io_threads, update_threads(train.threads), slower)
 
 
 def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore.config import Codec
-from tierstore.cores import available_cores
+from tierstore.cores import update_threads
 from tierstore.io.memory import Bytes
 from tierstore.kernels.adam import BLOCK, AdamCoefficients, state_bytes_per_element, update
 from tierstore.kernels.digests import digest
@@ -24,8 +24,6 @@ from tierstore.measure.loads import Load
 from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.pack.codecs import ChunkCodec, codec_for
 
-MAX_THREADS = 8
-"""As the engine has for updates unless it is told otherwise."""
 _COPY_BYTES = 2**25  # larger than the caches
 _CHECKED_BYTES = 2**23
 _ADAM_ELEMENTS = 2**21
@@ -33,22 +31,18 @@ _CODEC_BYTES = 2**22
 _COEFFICIENTS = AdamCoefficients(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
 
 
-def cores() -> int:
-    """Threads that compute, as the engine starts them."""
-    return min(MAX_THREADS, available_cores())
-
-
 def memory_copies(memory: Bytes) -> Load:
     """Copies within memory, on all cores; counted once."""
-    size = min(_COPY_BYTES, memory.nbytes // (2 * cores()))
-    pairs = deque((memory[i * size :][:size], memory[(i + 1) * size :][:size]) for i in range(0, 2 * cores(), 2))
+    threads = update_threads()
+    size = min(_COPY_BYTES, memory.nbytes // (2 * threads))
+    pairs = deque((memory[i * size :][:size], memory[(i + 1) * size :][:size]) for i in range(0, 2 * threads, 2))
 
     def job() -> None:
         pair = pairs.popleft()
         ctypes.memmove(pair[0].ctypes.data, pair[1].ctypes.data, size)  # without the GIL
         pairs.append(pair)
 
-    return Load(job, size, cores())
+    return Load(job, size, threads)
 
 
 def checksums(memory: Bytes) -> Load:
@@ -65,11 +59,12 @@ def checksums(memory: Bytes) -> Load:
 
 def adam(dtype: str) -> Load:
     """One update per thread at a time, each of a chunk of its own."""
+    threads = update_threads()
     item, one = (np.float32, 1.0) if dtype == "fp32" else (np.uint16, 0x3F80)  # bits of a bf16 one
     chunks = deque(
         (np.zeros(_ADAM_ELEMENTS, item), np.zeros(_ADAM_ELEMENTS * state_bytes_per_element(dtype), np.uint8),
          np.full(_ADAM_ELEMENTS, one, item))
-        for _ in range(cores())
+        for _ in range(threads)
     )  # fmt: skip
 
     def job() -> None:
@@ -77,13 +72,14 @@ def adam(dtype: str) -> Load:
         update(dtype, weights, state, gradient, 0, _ADAM_ELEMENTS, _COEFFICIENTS)
         chunks.append(chunk)
 
-    return Load(job, _ADAM_ELEMENTS, cores())
+    return Load(job, _ADAM_ELEMENTS, threads)
 
 
 def norms() -> Load:
     """Sums of squares of bf16 gradients, each thread over one of its own."""
+    threads = update_threads()
     chunks = deque(
-        (np.full(_ADAM_ELEMENTS, 0x3F80, np.uint16), np.zeros(-(-_ADAM_ELEMENTS // BLOCK))) for _ in range(cores())
+        (np.full(_ADAM_ELEMENTS, 0x3F80, np.uint16), np.zeros(-(-_ADAM_ELEMENTS // BLOCK))) for _ in range(threads)
     )
 
     def job() -> None:
@@ -91,7 +87,7 @@ def norms() -> Load:
         square_sums("bf16", gradient, sums)
         chunks.append(chunk)
 
-    return Load(job, _ADAM_ELEMENTS, cores())
+    return Load(job, _ADAM_ELEMENTS, threads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tierstore.config import Tier, TierConfig
-from tierstore.cores import available_cores
+from tierstore.cores import update_threads
 from tierstore.device.streams import ComputeDevice
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
@@ -76,7 +76,7 @@ class TrainingStore:
         self._index = ChunkIndex(groups, placement)
         self._storages: list[torch.UntypedStorage] = []
         self._io_workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)))
-        self._compute = WorkerPool("tierstore-update", tiers.update_threads or min(8, available_cores()))
+        self._compute = WorkerPool("tierstore-update", update_threads(tiers.update_threads))
         # One thread, for they share a stream: of several, each would wait for the others, and all for the interpreter.
         self._gpu_worker = WorkerPool("tierstore-gpu", 1)
         self._marks = Marks()

@@ -24,7 +24,7 @@ import torch
 
 from tierstore import kernels
 from tierstore.config import AdamWConfig
-from tierstore.cores import available_cores
+from tierstore.cores import update_threads
 from tierstore.errors import ConfigError
 from tierstore.kernels.adam import (
     BLOCK,
@@ -159,7 +159,7 @@ class CPUAdam(torch.optim.Optimizer):
         checked_options({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled})
         if threads is not None and (type(threads) is not int or threads < 1):
             raise ConfigError(f"threads must be a whole number of at least 1, got {threads!r}")
-        self._threads = threads or min(8, available_cores())
+        self._threads = update_threads(threads)
         self._pool: ThreadPoolExecutor | None = None
         self._pool_pid = 0
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
