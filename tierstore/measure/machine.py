@@ -68,6 +68,7 @@ async def measure_machine(
         activities[activity] = load
         loads[activity.value] = [load]
         pairs += [(activity, other) for other in _BESIDE_DISK]
+    singles = list(loads)
     for one, other in pairs:
         loads[_pair_name(one, other)] = [activities[one], activities[other]]
     begun, total = [0], rounds * len(loads)
@@ -78,7 +79,7 @@ async def measure_machine(
 
     await in_turn(loads, Pace(pace_s / 4, 1, 0.0))  # the first time is never like the others
     runs = await in_turn(loads, Pace(pace_s, rounds, time.perf_counter() + 3 * pace_s * total, tell_of))
-    alone = {name: Rate.of([run[0] for run in runs[name]]) for name in loads if " beside " not in name}
+    alone = {name: Rate.of([run[0] for run in runs[name]]) for name in singles}
     return Machine(
         alone,
         tuple(
