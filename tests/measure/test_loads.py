@@ -83,8 +83,8 @@ def test_time_that_is_over_ends_the_rounds_but_not_the_first(runtime: Runtime) -
     loads = {name: [Fixed(name, 1.0, seen)] for name in "ab"}
     assert runtime.call(in_turn, loads, Pace(0.0, 9, 0.0)) == {"a": [(1.0,)], "b": [(1.0,)]}
     clock: Callable[[], float] = iter([0.0, 0.0, 0.0, 2.0]).__next__
-    none = Pace(0.0, 9, 1.0, least_rounds=0, clock=clock)
-    assert {name: len(runs) for name, runs in runtime.call(in_turn, loads, none).items()} == {"a": 1, "b": 2}
+    some = Pace(0.0, 9, 1.0, clock=clock)
+    assert {name: len(runs) for name, runs in runtime.call(in_turn, loads, some).items()} == {"a": 3, "b": 2}
 
 
 def test_side_by_side(runtime: Runtime) -> None:

@@ -183,7 +183,7 @@ def draw(outcome: Outcome, path: Path) -> None:
 
 def _draw_verb(axes: Any, one: Any, verb: str) -> None:
     for threads in sorted({cell.threads for cell in one.cells}):
-        cells = [cell for cell in one.cells if cell.threads == threads and getattr(cell, verb) is not None]
+        cells = [cell for cell in one.cells if cell.threads == threads]
         rates = [getattr(cell, verb) for cell in cells]
         blocks = [cell.block_bytes for cell in cells]
         (line,) = axes.plot(blocks, [rate.per_s / 1e9 for rate in rates], "o-", markersize=4, label=f"{threads}")

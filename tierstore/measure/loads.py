@@ -89,7 +89,7 @@ class Pace:
 
     Attributes:
         seconds: of each run.
-        deadline_s: on the clock; rounds that have not begun by then are left out, but for the first `least_rounds`.
+        deadline_s: on the clock; rounds that have not begun by then are left out, but for the first.
         tell: called before each run.
     """
 
@@ -97,20 +97,15 @@ class Pace:
     rounds: int
     deadline_s: float
     tell: Callable[[str], None] = lambda name: None
-    least_rounds: int = 1
     clock: Callable[[], float] = time.perf_counter
 
 
 async def in_turn(loads: Mapping[str, Sequence[Runnable]], pace: Pace) -> dict[str, list[tuple[float, ...]]]:
-    """Rates of each round by name; loads of one name run side by side. See [Note: in turn].
-
-    Returns:
-        Nothing for a load that the time did not suffice for.
-    """
+    """Rates of each round by name; loads of one name run side by side. See [Note: in turn]."""
     rates: dict[str, list[tuple[float, ...]]] = {}
     for number in range(pace.rounds):
         for name, beside in loads.items() if number % 2 == 0 else reversed(list(loads.items())):
-            if number >= pace.least_rounds and pace.clock() >= pace.deadline_s:
+            if number and pace.clock() >= pace.deadline_s:
                 return rates
             pace.tell(name)
             rates.setdefault(name, []).append(await at_once(beside, pace.seconds))

@@ -53,17 +53,15 @@ THOROUGH = DiskEffort(2**31, 60.0, tuple(2**n for n in (18, 20, 22, 23, 24, 25))
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A block size and a number of threads; None where the time did not suffice."""
+    """A block size and a number of threads."""
 
     block_bytes: int
     threads: int
-    read: Rate | None
-    write: Rate | None
+    read: Rate
+    write: Rate
 
-    def rate(self, verb: Verb) -> float:
-        """The median, 0 if there is none."""
-        found = self.read if verb == "read" else self.write
-        return found.per_s if found is not None else 0.0
+    def rate(self, verb: Verb) -> Rate:
+        return self.read if verb == "read" else self.write
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +189,11 @@ async def _contests(
         for cell in _candidates(cells, verb, _CANDIDATES if fio is None else len(SHAPES)):
             name = ours[verb][cell.block_bytes, cell.threads] = _cell_name(verb, cell.block_bytes, cell.threads)
             loads[name] = [file.load(verb, cell.block_bytes, cell.threads)]
-        for shape in SHAPES if fio is not None else ():
-            theirs[verb].append(f"fio {verb} {shape}")
-            loads[theirs[verb][-1]] = [
-                Fio(fio or "", file.reachable_path, file.size_bytes, verb, shape, file.file.direct)
-            ]
+        if fio is not None:
+            for shape in SHAPES:
+                name = f"fio {verb} {shape}"
+                theirs[verb].append(name)
+                loads[name] = [Fio(fio, file.reachable_path, file.size_bytes, verb, shape, file.file.direct)]
     rounds = effort.grid_rounds if fio is None else effort.rounds
     run_s = effort.seconds * _CONTEST_SHARE / len(loads) / rounds if fio is None else _FIO_RUN_S
     runs = await in_turn(loads, Pace(run_s, rounds, _deadline(1.5 * run_s * len(loads) * rounds), tell))
@@ -210,7 +208,7 @@ async def _contests(
 
 def _candidates(cells: Sequence[Cell], verb: Verb, number: int) -> list[Cell]:
     """The best of each block size first, then the others: what noise has put aside has another chance."""
-    ranked = sorted(cells, key=lambda cell: -cell.rate(verb))
+    ranked = sorted(cells, key=lambda cell: -cell.rate(verb).per_s)
     first = {cell.block_bytes: cell for cell in reversed(ranked)}.values()
     return sorted(ranked, key=lambda cell: cell not in first)[:number]
 
@@ -258,13 +256,8 @@ async def _grid(file: DiskFile, effort: DiskEffort, tell: Callable[[str], None])
             loads[_cell_name(verb, block_bytes, threads)] = [file.load(verb, block_bytes, threads)]
     limit_s = effort.seconds * _GRID_SHARE
     run_s = limit_s / len(loads) / effort.grid_rounds
-    rates = await in_turn(loads, Pace(run_s, effort.grid_rounds, _deadline(1.5 * limit_s), tell))
-
-    def rate(verb: Verb, block_bytes: int, threads: int) -> Rate | None:
-        runs = rates.get(_cell_name(verb, block_bytes, threads))
-        return _rate_of(runs) if runs else None
-
-    return tuple(Cell(b, t, rate("read", b, t), rate("write", b, t)) for b, t in sorted(shapes))
+    runs = await in_turn(loads, Pace(run_s, effort.grid_rounds, _deadline(1.5 * limit_s), tell))
+    return tuple(Cell(b, t, *(_rate_of(runs[_cell_name(verb, b, t)]) for verb in _VERBS)) for b, t in sorted(shapes))
 
 
 def _cell_name(verb: Verb, block_bytes: int, threads: int) -> str:
