@@ -70,11 +70,11 @@ def execution_order(names: Iterable[str], config: Mapping[str, Any] | None = Non
 
 def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sorts `h.2` before `h.10`."""
-    return tuple(
-        (0, int(part)) if part.isascii() and part.isdecimal() and len(part) < 20 else (1, part)
-        for part in re.split(r"(?a:(\d+))", name)
-        if part
-    )
+    return tuple((0, int(part)) if _is_number(part) else (1, part) for part in re.split(r"(?a:(\d+))", name) if part)
+
+
+def _is_number(part: str) -> bool:
+    return part.isascii() and part.isdecimal() and len(part) < 20
 
 
 def share_out(sizes: Sequence[int], places: int, files: int) -> list[list[int]]:
@@ -130,7 +130,7 @@ def _block_prefixes(names: Sequence[str], counts: set[int]) -> set[tuple[str, ..
     for name in names:
         parts = name.split(".")
         for position, part in enumerate(parts[:-1]):
-            if part.isascii() and part.isdecimal() and len(part) < 20:
+            if _is_number(part):
                 indices[tuple(parts[:position])].add(int(part))
     return {prefix for prefix, found in indices.items() if len(found) in counts and max(found) == len(found) - 1}
 
@@ -138,7 +138,7 @@ def _block_prefixes(names: Sequence[str], counts: set[int]) -> set[tuple[str, ..
 def _block(name: str, prefixes: set[tuple[str, ...]]) -> tuple[str, ...] | None:
     """The name up to the number of its block."""
     parts = name.split(".")
-    numbers = [i for i, part in enumerate(parts[:-1]) if part.isascii() and part.isdecimal() and len(part) < 20]
+    numbers = [i for i, part in enumerate(parts[:-1]) if _is_number(part)]
     known = [i for i in numbers if tuple(parts[:i]) in prefixes]
     if known or (numbers and not any(_HEAD.fullmatch(part) for part in parts[: numbers[0]])):
         return tuple(parts[: (known or numbers)[0] + 1])
@@ -148,11 +148,11 @@ def _block(name: str, prefixes: set[tuple[str, ...]]) -> tuple[str, ...] | None:
 def _place(name: str, block: tuple[str, ...] | None) -> tuple[tuple[Any, ...], str]:
     """The key by which a tensor's group is sorted, and what the group is called."""
     parts = block[:-1] if block else name.split(".")[:-1] or name.split(".")
-    towers = [rank for part in parts for rank, word in enumerate(_TOWERS) if re.fullmatch(word, part)]
+    towers = [(tower, at) for at, part in enumerate(parts) for tower, word in enumerate(_TOWERS)
+              if re.fullmatch(word, part)]  # fmt: skip
     stage = _BLOCK if block else _stage(parts)
     if towers:
-        tower = towers[0]
-        at = next(i for i, part in enumerate(parts) if re.fullmatch(_TOWERS[tower], part))
+        tower, at = towers[0]
         where = ".".join(parts[: at + 1]) + "."
     else:
         # What belongs to no part: embeddings before all of them, the rest after.
