@@ -101,6 +101,9 @@ class Store:
         gradient_bytes = self.placement.gradient_bytes(*key) if is_spilled else 0
         return self.placement.state_bytes(*key) + self.placement.weight_bytes(*key) + gradient_bytes
 
+    def _is_state_in_memory(self, key: Key) -> bool:
+        return self.placement.is_state_resident(*key) or self.placement.is_updated_on_gpu(key[0])
+
     def _is_on_disk(self, group: int) -> bool:
         return self.placement.weights_home[group] is Tier.NVME
 
@@ -177,12 +180,10 @@ class Store:
         yield self._update.reserve(lease_bytes, partial(self._take_places, round_, trip, lease_bytes), trip)
         if previous is not None:
             yield previous
-        is_in_memory = placement.is_state_resident(group, chunk) or placement.is_updated_on_gpu(group)
-        state_bytes = 0 if is_in_memory else placement.state_bytes(group, chunk)
+        state_bytes = 0 if self._is_state_in_memory(trip.key) else placement.state_bytes(group, chunk)
         weight_bytes = placement.weight_bytes(group, chunk) if self._is_on_disk(group) else 0
-        reads = [self._io("read", state_bytes, PREFETCH)]
-        reads.append(self._io("read", weight_bytes if round_.reads_weights else 0, PREFETCH))
-        yield from reads
+        read_bytes = (state_bytes, weight_bytes if round_.reads_weights else 0)
+        yield from [self._io("read", nbytes, PREFETCH) for nbytes in read_bytes]
         if write is not None:
             yield write
         yield round_.gates[group]
@@ -190,8 +191,7 @@ class Store:
         yield from self._apply(round_, trip)
         if state_bytes or weight_bytes:
             yield round_.barrier
-        writes = [self._io("write", nbytes, WRITE) for nbytes in (state_bytes, weight_bytes)]
-        yield from writes
+        yield from [self._io("write", nbytes, WRITE) for nbytes in (state_bytes, weight_bytes)]
         if trip.has_places:
             self._lent_bytes -= lease_bytes
             self._gradients.free(lease_bytes)
@@ -221,7 +221,8 @@ class Store:
         trip.delivered = group in self._allocated
         comes_from_device = not round_.reads_weights and self._is_on_disk(group)
         copied_bytes = gradient_bytes * (trip.delivered + comes_from_device)
-        yield self.work.submit("update", "adam", self._elements(trip.key), UPDATE)
+        start, stop = self.placement.chunk(group, chunk)
+        yield self.work.submit("update", "adam", stop - start, UPDATE)
         yield self.work.submit("update", "d2h", copied_bytes, UPDATE)
         if not spilled and round_.kept_bytes is not None:
             round_.kept_bytes += gradient_bytes
@@ -229,17 +230,12 @@ class Store:
             self._gradients.free(gradient_bytes)
         self.clock.set(trip.applied)
 
-    def _elements(self, key: Key) -> int:
-        start, stop = self.placement.chunk(*key)
-        return stop - start
-
     def applied(self, group: int) -> Process:
         """Wait until the decided update of a group is in its device copy."""
-        self.allow_through(group) if self._is_pending(group) else None
-        yield from [self._pending[key].applied for key in self.keys(group) if key in self._pending]
-
-    def _is_pending(self, group: int) -> bool:
-        return any(not self._pending[key].applied.is_set for key in self.keys(group) if key in self._pending)
+        updates = [self._pending[key].applied for key in self.keys(group) if key in self._pending]
+        if not all(update.is_set for update in updates):
+            self.allow_through(group)
+        yield from updates
 
     # --- the device -----------------------------------------------------------------------------------------------
 
@@ -320,8 +316,7 @@ class Store:
         self.commit = self.clock.spawn(self._publish(round_, previous, writes))
 
     def _resident_bytes(self, key: Key) -> list[int]:
-        is_in_memory = self.placement.is_state_resident(*key) or self.placement.is_updated_on_gpu(key[0])
-        state = self.placement.state_bytes(*key) if is_in_memory else 0
+        state = self.placement.state_bytes(*key) if self._is_state_in_memory(key) else 0
         weights = 0 if self._is_on_disk(key[0]) else self.placement.weight_bytes(*key)
         return [nbytes for nbytes in (state, weights) if nbytes]
 
