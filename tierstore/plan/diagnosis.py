@@ -18,6 +18,7 @@ overlap computes more slowly than the one before it did.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -82,7 +83,6 @@ class MeasuredStep:
     gradients: tuple[Gradient, ...]
     buckets: tuple[tuple[int, ...], ...]
     pauses: tuple[Pause, ...] = ()
-    max_in_flight: int = 1
 
     def __post_init__(self) -> None:
         if len(self.buckets) != len(self.timeline.events):
@@ -116,18 +116,20 @@ class _Plan:
     buckets: tuple[tuple[int, ...], ...]
     compute_s: float
     model: CostModel
-    max_in_flight: int
 
     def run(self) -> Timeline:
-        return timeline(
-            self.gradients, self.buckets, self.model, compute_s=self.compute_s, max_in_flight=self.max_in_flight
-        )
+        return timeline(self.gradients, self.buckets, self.model, compute_s=self.compute_s)
 
     def bucketed(self, cap_bytes: float) -> _Plan:
         """Buckets of another size, in the same order of gradients."""
-        order = [member for bucket in self.buckets for member in bucket]
+        order = self.order
         runs = form_buckets([self.gradients[member].nbytes for member in order], cap_bytes)
         return replace(self, buckets=tuple(tuple(order[place] for place in run) for run in runs))
+
+    @property
+    def order(self) -> list[int]:
+        """Gradients as they stand in the buckets."""
+        return [member for bucket in self.buckets for member in bucket]
 
     @property
     def cap_bytes(self) -> int:
@@ -149,7 +151,7 @@ class _Patient:
         slowdown = _own_seconds(measured.events) / modelled_s if modelled_s > 0 else 1.0
         # Without its share of the cores: the gradients came as late as that made them.
         slowed = CostModel(model.alpha_s * slowdown, model.beta_bytes_per_s / max(slowdown, 1e-9), model.launch_s)
-        plan = _Plan(step.gradients, step.buckets, measured.compute_s, slowed, step.max_in_flight)
+        plan = _Plan(step.gradients, step.buckets, measured.compute_s, slowed)
         self.plan = self.without(plan, ())
         self.tail_s = max(0.0, step.seconds - measured.seconds)
         self.unexplained_s = step.seconds - self.plan.run().seconds
@@ -253,11 +255,9 @@ def _paused_s(pauses: Sequence[Pause], until_s: float) -> float:
 def _look_at_order(patient: _Patient) -> None:
     """The same bucket sizes, filled as gradients become ready."""
     plan = patient.plan
-    order = sorted((member for bucket in plan.buckets for member in bucket), key=lambda m: plan.gradients[m].ready_s)
+    order = sorted(plan.order, key=lambda member: plan.gradients[member].ready_s)
     sizes = [plan.bucket_bytes(index) for index in range(len(plan.buckets))]
-    waiting = sum(
-        1 for earlier, later in zip(plan.run().events, plan.run().events[1:]) if later.ready_s < earlier.ready_s
-    )
+    waiting = sum(later.ready_s < earlier.ready_s for earlier, later in itertools.pairwise(plan.run().events))
     reordered = replace(plan, buckets=_filled(order, plan.gradients, sizes))
     patient.try_remedy(
         Symptom.READY_ORDER,
@@ -297,11 +297,10 @@ def _look_at_sizes(patient: _Patient) -> None:
             Symptom.FIRST_BUCKET_LATE, split, evidence, "a first bucket of 1 MiB, the next as others"
         ):
             return
-    small = cap_bytes > now_bytes
     run = plan.run()
-    if small:
+    if cap_bytes > now_bytes:
         symptom = Symptom.BUCKET_TOO_SMALL
-        share = sum(plan.model.alpha_s for _ in run.events) / max(run.communication_s, 1e-12)
+        share = plan.model.alpha_s * len(run.events) / max(run.communication_s, 1e-12)
         evidence = f"{_buckets(run)} of at most {format_size(now_bytes)}: {share:.0%} of their time is latency"
     else:
         symptom = Symptom.BUCKET_TOO_LARGE
@@ -327,10 +326,8 @@ def _first_split(plan: _Plan) -> _Plan | None:
 
 def _best_cap(patient: _Patient) -> int:
     plan = patient.plan
-    order = [plan.gradients[member] for bucket in plan.buckets for member in bucket]
-    return best_bucket_bytes(
-        order, plan.model, compute_s=plan.compute_s, max_in_flight=plan.max_in_flight, slack=WORTH_WHILE / 3
-    )
+    gradients = [plan.gradients[member] for member in plan.order]
+    return best_bucket_bytes(gradients, plan.model, compute_s=plan.compute_s, slack=WORTH_WHILE / 3)
 
 
 def _look_at_bounds(patient: _Patient) -> None:
