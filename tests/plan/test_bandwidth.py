@@ -191,17 +191,15 @@ def test_a_sync_that_takes_next_to_nothing_finds_no_cache() -> None:
     assert {rate: replace(TABLE, sync_bytes_per_s=rate).caches_writes for rate in rates} == rates
 
 
-def test_an_estimate_needs_enough_observations() -> None:
-    estimator = Estimator(weight=0.5, enough=3)
-    for _ in range(2):
-        estimator.observe(100, 1)
+def test_an_estimate_needs_an_observation() -> None:
+    estimator = Estimator(weight=0.5)
     assert estimator.bytes_per_s is None
     estimator.observe(100, 1)
     assert estimator.bytes_per_s == 100
 
 
 def test_small_transfers_count_little() -> None:
-    estimator = Estimator(enough=2)
+    estimator = Estimator(weight=0.1)
     estimator.observe(1_000_000, 1.0)
     estimator.observe(1, 0.01)
     assert estimator.bytes_per_s == pytest.approx(1_000_001 / 1.01)
@@ -211,14 +209,14 @@ def test_small_transfers_count_little() -> None:
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
-    estimator = Estimator(weight=0.25, enough=1)
+    estimator = Estimator(weight=0.25)
     for seconds in (1, 4, 1):
         for _ in range(40):
             estimator.observe(100, seconds)
         assert estimator.bytes_per_s == pytest.approx(100 / seconds, rel=1e-3)
 
 
-@pytest.mark.parametrize(("weight", "enough"), [(0.0, 1), (1.1, 1), (0.5, 0)])
-def test_estimator_options_are_checked(weight: float, enough: int) -> None:
-    with pytest.raises(ConfigError):
-        Estimator(weight, enough)
+@pytest.mark.parametrize("weight", [0.0, 1.1])
+def test_the_weight_of_an_estimator_is_checked(weight: float) -> None:
+    with pytest.raises(ConfigError, match="weight"):
+        Estimator(weight)

@@ -289,14 +289,12 @@ class Estimator:
 
     Args:
         weight: of the newest observation, above 0 and at most 1.
-        enough: observations before the rate is trusted.
     """
 
-    def __init__(self, weight: float = 0.1, enough: int = 8) -> None:
-        if not 0 < weight <= 1 or enough < 1:
-            raise ConfigError(f"an estimator needs 0 < weight <= 1 and enough >= 1, not {weight} and {enough}")
+    def __init__(self, weight: float) -> None:
+        if not 0 < weight <= 1:
+            raise ConfigError(f"an estimator needs a weight above 0 and at most 1, not {weight}")
         self.weight = weight
-        self.enough = enough
         self.observations = 0
         self._bytes = 0.0
         self._seconds = 0.0
@@ -313,5 +311,5 @@ class Estimator:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The rate, or None before `enough` observations."""
-        return self._bytes / self._seconds if self.observations >= self.enough else None
+        """The rate, or None before the first observation."""
+        return self._bytes / self._seconds if self.observations else None

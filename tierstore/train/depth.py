@@ -57,8 +57,8 @@ class DepthChooser:
         self._disk_share = sum(n for n, home in zip(sizes, homes) if home is Tier.NVME) / sum(sizes)
         self.wanted = 1 if self._disk_share or partition.is_shared else _IN_MEMORY
         self._is_fixed = False
-        self._reads = Estimator(weight=0.5, enough=1)
-        self._gathers = Estimator(weight=0.5, enough=1)
+        self._reads = Estimator(weight=0.5)
+        self._gathers = Estimator(weight=0.5)
         self._seen = {"read": (0, 0.0), "gather": (0, 0.0)}
         self._chosen_for: tuple[float, float] | None = None
 
