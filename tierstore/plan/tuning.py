@@ -213,5 +213,6 @@ def _reason(
             f"in turns: {times}, and computing waits {step.waiting_s:.2f} s for what is not hidden: what an update "
             "reads, writes and computes after the gradients that it needs comes before the next layers"
         )
-    batch = "no batch up to 64 times as large hides it" if batch_factor is None else f"{batch_factor:g} times the batch"
-    return f"{text}; {gain}; " + (batch if batch_factor is None else f"{batch} would hide it")
+    if batch_factor is None:
+        return f"{text}; {gain}; no batch up to {_BATCHES[-1]} times as large hides it"
+    return f"{text}; {gain}; {batch_factor:g} times the batch would hide it"
