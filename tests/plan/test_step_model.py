@@ -52,7 +52,7 @@ def step(
     placement: Placement, schedule: UpdateSchedule, depth: int = 1, seconds: float = 0.01, **options: Any
 ) -> StepForecast:
     machine = options.pop("machine", Machine(RATES, io_threads=2, sync_s=0.0))
-    return forecast(record(seconds), placement, machine, StepPolicy(depth, schedule, **options), steps=4)
+    return forecast(record(seconds), placement, machine, StepPolicy(depth, schedule, **options))
 
 
 @pytest.mark.parametrize("schedule", EXACT)

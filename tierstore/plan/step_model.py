@@ -32,6 +32,8 @@ from tierstore.plan.step_store import Round, Store
 
 _LONGEST_PERIOD = 8  # steps from commit to commit that are simulated; of longer ones the rest is like the last
 _QUIET = 2  # of them, that the rest is like
+_PERIODS = 2  # that are simulated, as far as they are short
+_WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +76,8 @@ class StepForecast:
         return self.forward_s + self.backward_s - self.stall_s
 
 
-def forecast(
-    record: StepRecord,
-    placement: Placement,
-    machine: Machine,
-    policy: StepPolicy,
-    *,
-    warm_up_steps: int = 2,
-    steps: int = 2,
-) -> StepForecast:
-    """Runs some steps from a committed store, and gives the mean of those after `warm_up_steps`.
+def forecast(record: StepRecord, placement: Placement, machine: Machine, policy: StepPolicy) -> StepForecast:
+    """Runs some steps from a committed store, and gives the mean of those after `_WARM_UP_STEPS`.
 
     Raises:
         ConfigError: the schedule has no model, or the record is of another model.
@@ -94,12 +88,12 @@ def forecast(
         raise ConfigError("the recorded step and the placement are of different models")
     record.check_gradients()
     period = min(policy.commit_every, _LONGEST_PERIOD) if policy.commits else 1
-    count = period * max(1, min(steps, _LONGEST_PERIOD // period))
+    count = period * max(1, min(_PERIODS, _LONGEST_PERIOD // period))
     clock = Clock()
     store = Store(clock, placement, machine.beside_training(record.contention, record.drag))
     run = _Trainer(clock, record, store, replace(policy, commit_every=period))
-    clock.run(clock.spawn(run.train(warm_up_steps + count, warm_up_steps)))
-    mean = _mean(run.marks[warm_up_steps:], policy.commit_every if period == _LONGEST_PERIOD else count)
+    clock.run(clock.spawn(run.train(_WARM_UP_STEPS + count, _WARM_UP_STEPS)))
+    mean = _mean(run.marks[_WARM_UP_STEPS:], policy.commit_every if period == _LONGEST_PERIOD else count)
     slowed_s = mean["forward"] + mean["backward"] - mean["stall"] - record.forward_s - record.backward_s
     return StepForecast(
         seconds=mean["now"],
