@@ -56,29 +56,6 @@ def format_size(size_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 999.5 else f"{value:.3g} {unit}"
 
 
-@runtime_checkable
-class MeasuredRates(Protocol):
-    """What the engine asks of measured rates; `plan.bandwidth.BandwidthTable` is such a table."""
-
-    @property
-    def read_bytes_per_s(self) -> float:
-        """NVMe, reads alone."""
-
-
-def _rates(value: Any) -> Any:
-    if value is None or isinstance(value, MeasuredRates):
-        return value
-    if value == "" or not isinstance(value, (str, os.PathLike)):
-        raise ValueError(f"give the file that tierstore probe --json wrote, or a BandwidthTable (got {value!r})")
-    return Path(value)
-
-
-def _directory(value: Any) -> Any:
-    if value == "":  # an unset shell variable would otherwise become the current directory
-        raise ValueError("an empty path is not a directory")
-    return value
-
-
 def format_decimal(size_bytes: float) -> str:
     """A size in powers of ten, as links and disks are sold, with three significant digits: `2.1 TB`."""
     for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -86,27 +63,6 @@ def format_decimal(size_bytes: float) -> str:
             value = size_bytes / unit
             return f"{value:.3g} {name}" if value < 999.5 else f"{value:.0f} {name}"
     return f"{size_bytes:.0f} B"
-
-
-_USUAL_BYTES = 2**30
-Size = Annotated[int, BeforeValidator(parse_size)]
-Directory = Annotated[Path, BeforeValidator(_directory), AfterValidator(Path.absolute)]
-"""The same one also when the process goes to another directory later."""
-Rates = Annotated[Path | MeasuredRates, BeforeValidator(_rates)]
-
-E = TypeVar("E", bound=enum.Enum)
-
-
-def choice(kind: type[E], name: str, value: object) -> E:
-    """The member of a closed set that an option names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    try:
-        return kind(value)
-    except ValueError:
-        raise ConfigError(f"{name} must be one of {', '.join(k.value for k in kind)}, not {value!r}") from None
 
 
 class Tier(enum.Enum):
@@ -138,6 +94,19 @@ class UpdateSchedule(enum.Enum):
     DELAYED = "delayed"
 
 
+class MicroBatchSchedule(enum.StrEnum):
+    """In which order the micro-batches of a step go through the model.
+
+    Attributes:
+        HORIZONTAL: each through all groups, forward and backward, before the next: activations of one are held.
+        VERTICAL: all of them through one group before any goes on: weights are fetched once per pass for all, and the
+            activations of all are held.
+    """
+
+    HORIZONTAL = "horizontal"
+    VERTICAL = "vertical"
+
+
 class Durability(enum.Enum):
     """Whether steps are committed to the store."""
 
@@ -152,6 +121,51 @@ class Resume(enum.Enum):
     AUTO = "auto"
     MUST = "must"
     PREVIOUS = "previous"
+
+
+E = TypeVar("E", bound=enum.Enum)
+
+
+def choice(kind: type[E], name: str, value: object) -> E:
+    """The member of a closed set that an option names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{name} must be one of {', '.join(k.value for k in kind)}, not {value!r}") from None
+
+
+@runtime_checkable
+class MeasuredRates(Protocol):
+    """What the engine asks of measured rates; `plan.bandwidth.BandwidthTable` is such a table."""
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """NVMe, reads alone."""
+
+
+def _rates(value: Any) -> Any:
+    if value is None or isinstance(value, MeasuredRates):
+        return value
+    if value == "" or not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"give the file that tierstore probe --json wrote, or a BandwidthTable (got {value!r})")
+    return Path(value)
+
+
+def _directory(value: Any) -> Any:
+    if value == "":  # an unset shell variable would otherwise become the current directory
+        raise ValueError("an empty path is not a directory")
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Directory = Annotated[Path, BeforeValidator(_directory), AfterValidator(Path.absolute)]
+"""The same one also when the process goes to another directory later."""
+Rates = Annotated[Path | MeasuredRates, BeforeValidator(_rates)]
+_USUAL_BYTES = 2**30
 
 
 class _Model(BaseModel):
@@ -278,19 +292,6 @@ class TierConfig(_Model):
     def may_update_on_gpu(self) -> bool:
         """What `state_on_gpu` means for this device."""
         return self.device != "cpu" if self.state_on_gpu is None else self.state_on_gpu
-
-
-class MicroBatchSchedule(enum.StrEnum):
-    """In which order the micro-batches of a step go through the model.
-
-    Attributes:
-        HORIZONTAL: each through all groups, forward and backward, before the next: activations of one are held.
-        VERTICAL: all of them through one group before any goes on: weights are fetched once per pass for all, and the
-            activations of all are held.
-    """
-
-    HORIZONTAL = "horizontal"
-    VERTICAL = "vertical"
 
 
 class AdamWConfig(_Model):
