@@ -6,7 +6,6 @@ Not here: decisions that follow from a configuration (see `plan/`).
 
 from __future__ import annotations
 
-import difflib
 import enum
 import os
 import re
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, runtime_che
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, advice_on
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50}  # fmt: skip
@@ -189,9 +188,7 @@ def _sentence(owner: str, item: Any, options: list[str]) -> str:
     field = ".".join(str(part) for part in item["loc"])
     kind, given = item["type"], item["input"]
     if kind == "extra_forbidden":
-        close = difflib.get_close_matches(field, options, n=1)
-        advice = f"did you mean {close[0]}?" if close else f"the options are {', '.join(options)}"
-        return f"{owner}.{field}: there is no such option; {advice}"
+        return f"{owner}.{field}: there is no such option; {advice_on(field, options, 'the options are')}"
     if kind == "value_error":  # a message of ours, which already shows the value
         text = str(item["ctx"]["error"])
         return f"{owner}.{field}: {text}" if field else f"{owner}: {text}"

@@ -1,11 +1,14 @@
 """The error tree: every exception that tierstore raises on purpose.
 
-Scope: classes, and what is told of an error that others raise. Messages say what, where, numbers with units, and what
-    to do.
+Scope: classes, what is told of an error that others raise, and of a name that there is not. Messages say what, where,
+    numbers with units, and what to do.
 Not here: what an `OSError` becomes (see `io/block_file.py`).
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
 
 
 class TierstoreError(Exception):
@@ -75,3 +78,9 @@ class Abandoned(KeyboardInterrupt):
 def first_line(error: BaseException) -> str:
     """What the error of another library says, as a part of a sentence: its first line, at most 200 characters."""
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def advice_on(name: str, known: Collection[str], are: str = "known are") -> str:
+    """What to write for a name that there is not: the one that is like it, else all that there are."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"{are} {', '.join(known)}"

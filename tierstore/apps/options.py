@@ -7,7 +7,6 @@ Owner: the record is immutable; `apps/train.py` only reads it.
 
 from __future__ import annotations
 
-import difflib
 import enum
 import math
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from tierstore.config import Codec, Durability, MicroBatchSchedule, Resume, UpdateSchedule, format_size, parse_size
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, advice_on
 
 
 class Preset(enum.Enum):
@@ -174,8 +173,7 @@ def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     for given, value in values.items():
         name = given.replace("-", "_")
         if name not in hints:
-            close = difflib.get_close_matches(name, hints, n=1)
-            advice = f"did you mean {close[0]}?" if close else f"the options are {', '.join(hints)}"
+            advice = advice_on(name, hints, "the options are")
             raise ConfigError(f"{source}: train has no option {given!r}; {advice}")
         if name in found:
             raise ConfigError(f"{source}: {name} is given twice")

@@ -6,11 +6,10 @@ Not here: measured rates (`plan/bandwidth.py`; a file of those takes the place o
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, advice_on
 from tierstore.plan.bandwidth import BandwidthTable
 
 _GB, _TB, _GIB, _TIB = 1e9, 1e12, 2.0**30, 2.0**40
@@ -144,6 +143,5 @@ def node_called(name: str) -> Node:
     """
     if name in NODES:
         return NODES[name]
-    close = difflib.get_close_matches(name, NODES, n=1)
-    advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(NODES)}"
+    advice = advice_on(name, NODES)
     raise ConfigError(f"no machine is called {name!r}: {advice}; any other is described by its --gpu-memory and so on")

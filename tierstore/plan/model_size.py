@@ -6,12 +6,11 @@ Not here: bytes (`plan/memory.py`), and models of other architectures (a model t
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, advice_on
 
 _ASPECT = 128  # width over depth of a model of which only the size is known: GPT-3 175B has 12288 / 96
 _VOCABULARY = 50257  # GPT-2's
@@ -118,8 +117,7 @@ def from_config(values: Mapping[str, Any], name: str = "") -> ModelShape:
     """
     kind = values.get("model_type")
     if kind not in _COUNTS:
-        close = difflib.get_close_matches(str(kind), _COUNTS, n=1)
-        advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(_COUNTS)}"
+        advice = advice_on(str(kind), _COUNTS)
         raise ConfigError(
             f"model_type {kind!r} cannot be counted from its configuration ({advice}); give its size: --params 7e9"
         )
