@@ -84,7 +84,7 @@ def test_activations_of_the_paper() -> None:
     assert activation_bytes(job, Layout(gpus=8, tensor=8)) == pytest.approx(unit * 96 * (10 + 3 + 10) * 1 + logits / 8)
     fused = Job(GPT3, sequence=2048)
     assert activation_bytes(fused, Layout()) == unit * 96 * 34 + logits
-    assert activation_bytes(fused, Layout(), checkpointing=True) == unit * (2 * 96 + 34) + logits
+    assert activation_bytes(Job(GPT3, sequence=2048, checkpointing=True), Layout()) == unit * (2 * 96 + 34) + logits
 
 
 def test_activations_of_ranks_and_stages() -> None:

@@ -7,7 +7,7 @@ Owner: nothing is kept between calls.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.plan import Plan
@@ -90,7 +90,7 @@ def _component_table(situation: Situation) -> Table:
     table.add_row("sum", str(job.bytes.total), format_decimal(job.bytes.total * job.shape.parameters),
                   format_decimal(held.total), style="bold")  # fmt: skip
     for name, is_on in (("activations, all kept", False), ("activations, checkpointed", True)):
-        kept = format_decimal(activation_bytes(job, layout, checkpointing=is_on))
+        kept = format_decimal(activation_bytes(replace(job, checkpointing=is_on), layout))
         table.add_row(name + (" (chosen)" if is_on is job.checkpointing else ""), "", "", kept)
     return table
 
@@ -251,7 +251,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "components": dict(components(job)),
         "gpu_share": asdict(gpu_bytes(job, situation.layout)),
         "activations": {
-            name: activation_bytes(job, situation.layout, checkpointing=is_on)
+            name: activation_bytes(replace(job, checkpointing=is_on), situation.layout)
             for name, is_on in (("kept", False), ("checkpointed", True))
         },
         "moved_once": [asdict(move) for move in moves(situation)],

@@ -199,13 +199,13 @@ def group_needs(job: Job, layout: Layout) -> tuple[GroupNeed, ...]:
     ranks, each = layout.shares(1), job.bytes
     needs = []
     for part in stage_parts(job.shape, layout):
-        kept = min(part.parameters, -(-part.parameters // (ranks * BLOCK)) * BLOCK) if ranks > 1 else part.parameters
+        kept = min(part.parameters, -(-part.parameters // (ranks * BLOCK)) * BLOCK)
         whole_bytes = part.parameters * each.weights if ranks > 1 else None
         needs.append(GroupNeed(part.name, kept, each.weights, each.state, True, whole_bytes))
     return tuple(needs)
 
 
-def activation_bytes(job: Job, layout: Layout, *, checkpointing: bool | None = None) -> float:
+def activation_bytes(job: Job, layout: Layout) -> float:
     """Activations of one GPU at their peak.
 
     A block keeps `s b h (34 + 5 a s / h)` bytes in 16 bits, without the second term if attention is fused; `t` tensor
@@ -215,9 +215,6 @@ def activation_bytes(job: Job, layout: Layout, *, checkpointing: bool | None = N
 
     Source: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), equations 1 to 4
     and section 4.3.
-
-    Args:
-        checkpointing: None is the job's own.
     """
     shape, t = job.shape, layout.tensor
     samples = job.batch / layout.data
@@ -226,6 +223,6 @@ def activation_bytes(job: Job, layout: Layout, *, checkpointing: bool | None = N
     block = unit * (10 + 24 / t + scores)
     in_flight = -(-shape.layers // layout.pipeline) * min(layout.pipeline, job.accumulate)
     logits = 4 * job.sequence * samples * shape.vocabulary / t if layout.pipeline == 1 else 0.0
-    if job.checkpointing if checkpointing is None else checkpointing:
+    if job.checkpointing:
         return in_flight * 2 * unit + block + logits
     return in_flight * block + logits
