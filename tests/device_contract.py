@@ -14,8 +14,9 @@ import torch
 from tierstore.device.spans import TORCH_DTYPES, Span
 from tierstore.device.streams import ComputeDevice
 from tierstore.kernels import adam, norms
-from tierstore.kernels.adam import BLOCK, AdamCoefficients, state_bytes_per_element
+from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element
 from tierstore.kernels.elements import ELEMENT, elements_of
+from tierstore.plan.placement import BLOCK
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -23,8 +23,9 @@ import torch
 from tierstore.device import gpu_kernels
 from tierstore.errors import ConfigError
 from tierstore.kernels import compiled
-from tierstore.kernels.adam import BLOCK, AdamCoefficients, state_bytes_per_element, update, view_state
+from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element, update, view_state
 from tierstore.kernels.elements import ELEMENT, to_float
+from tierstore.plan.placement import BLOCK
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

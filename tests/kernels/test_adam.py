@@ -14,7 +14,6 @@ from hypothesis.extra.numpy import arrays
 
 from tierstore.errors import ConfigError
 from tierstore.kernels.adam import (
-    BLOCK,
     AdamCoefficients,
     adopt_weights,
     init_state,
@@ -24,6 +23,7 @@ from tierstore.kernels.adam import (
     view_state,
     write_master,
 )
+from tierstore.plan.placement import BLOCK
 
 DTYPES = ("fp32", "bf16", "fp16")
 ODD = 1003  # not a multiple of any vector width

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tierstore.errors import ConfigError
-from tierstore.kernels.adam import BLOCK
 from tierstore.kernels.norms import add_into, copy_with_square_sums, square_sums
+from tierstore.plan.placement import BLOCK
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

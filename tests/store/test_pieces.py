@@ -12,7 +12,7 @@ import torch
 from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
 from tierstore.io.memory import Bytes
-from tierstore.kernels.adam import BLOCK
+from tierstore.plan.placement import BLOCK
 from tierstore.store.pieces import Filling, Piece, _add, _all_in_place, cut
 
 

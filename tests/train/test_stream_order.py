@@ -17,7 +17,7 @@ from torch import nn
 
 from tierstore.device.streams import Bytes
 from tierstore.errors import GraphError
-from tierstore.kernels.adam import BLOCK
+from tierstore.plan.placement import BLOCK
 from tierstore.store.gradients import Gradients
 from tierstore.train.engine import Engine
 

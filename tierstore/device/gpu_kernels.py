@@ -29,7 +29,8 @@ import torch
 
 from tierstore.errors import ConfigError, first_line
 from tierstore.kernels import compiled
-from tierstore.kernels.adam import BLOCK, AdamCoefficients, state_bytes_per_element
+from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element
+from tierstore.plan.placement import BLOCK
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found, unused-ignore]

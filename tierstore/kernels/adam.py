@@ -28,9 +28,6 @@ from tierstore.errors import ConfigError
 from tierstore.kernels import compiled, digests
 from tierstore.kernels.elements import ELEMENT
 
-BLOCK = 65536
-"""Elements. Chunks are cut at multiples of it, and norms are summed per block of it."""
-
 Weights = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from tierstore.errors import ConfigError
 from tierstore.kernels import compiled
-from tierstore.kernels.adam import BLOCK, check_arrays
+from tierstore.kernels.adam import check_arrays
+from tierstore.plan.placement import BLOCK
 
 Piece = tuple[int, int, int]
 """Where contiguous elements come to lie, the address at which they lie, and how many they are."""

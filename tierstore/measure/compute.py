@@ -17,12 +17,13 @@ import numpy as np
 from tierstore.config import Codec
 from tierstore.cores import update_threads
 from tierstore.io.memory import Bytes
-from tierstore.kernels.adam import BLOCK, AdamCoefficients, state_bytes_per_element, update
+from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element, update
 from tierstore.kernels.digests import digest
 from tierstore.kernels.norms import square_sums
 from tierstore.measure.loads import Load
 from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.pack.codecs import ChunkCodec, codec_for
+from tierstore.plan.placement import BLOCK
 
 _COPY_BYTES = 2**25  # larger than the caches
 _CHECKED_BYTES = 2**23

@@ -20,7 +20,7 @@ from tierstore.alignment import padded
 from tierstore.config import Tier
 from tierstore.errors import ConfigError
 
-BLOCK = 65536  # elements; norms and rank boundaries are cut at multiples of it
+BLOCK = 65536  # elements; chunks and rank boundaries are cut at multiples of it, and norms are summed per block
 MAX_CHUNK_BYTES = 32 * 2**20
 _MAX_IN_MEMORY_BYTES, _MANY_CHUNKS = 4 * MAX_CHUNK_BYTES, 200  # without a disk, whose rate needs no more
 

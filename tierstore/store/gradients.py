@@ -25,10 +25,9 @@ from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.errors import TierstoreError
 from tierstore.io.memory import Lease
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.kernels.adam import BLOCK
 from tierstore.kernels.elements import ELEMENT, Array, elements_of
 from tierstore.kernels.norms import square_sums
-from tierstore.plan.placement import Placement
+from tierstore.plan.placement import BLOCK, Placement
 from tierstore.store.gradient_memory import GradientMemory
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.marks import Marks

@@ -27,13 +27,13 @@ from tierstore.config import AdamWConfig
 from tierstore.cores import update_threads
 from tierstore.errors import ConfigError
 from tierstore.kernels.adam import (
-    BLOCK,
     AdamCoefficients,
     StateViews,
     adopt_weights,
     read_master_views,
     update_views,
 )
+from tierstore.plan.placement import BLOCK
 from tierstore.train.groups import DTYPES
 
 _COMPLEMENTS = {"fp32": None, "bf16": ("residual", torch.int16), "fp16": ("master", torch.float32)}
