@@ -49,20 +49,18 @@ class Link:
     Attributes:
         bytes_per_s: of all its disks together, if it is several that are striped over.
         share: part of a group's bytes that passes it: 1/N from the disk of each of N ranks, the rest between them.
-        latency_s: fixed cost of one fetch.
     """
 
     bytes_per_s: float
     share: float = 1.0
-    latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.bytes_per_s > 0 and 0 <= self.share <= 1 and self.latency_s >= 0):
-            raise ConfigError(f"a link needs a positive rate, a share of at most 1, no negative latency: {self}")
+        if not (self.bytes_per_s > 0 and 0 <= self.share <= 1):
+            raise ConfigError(f"a link needs a positive rate and a share of at most 1: {self}")
 
     def seconds(self, nbytes: int) -> float:
         """Time of one fetch of a group of so many bytes."""
-        return self.latency_s + self.share * nbytes / self.bytes_per_s
+        return self.share * nbytes / self.bytes_per_s
 
 
 class Track(enum.Enum):
