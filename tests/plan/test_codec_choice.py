@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tierstore.config import Codec
 from tierstore.plan.bandwidth import CodecRates
-from tierstore.plan.codec_choice import Conditions, choose_codec, pays_below_bytes_per_s, seconds_per_byte
-from tierstore.plan.costs import codec_break_even_bytes_per_s
+from tierstore.plan.codec_choice import Conditions, choose_codec, seconds_per_byte
+from tierstore.plan.costs import codec_break_even_bytes_per_s, pays_below_bytes_per_s
 from tierstore.plan.placement import Kind
 
 FAST = CodecRates(Codec.LZ4_BITSHUFFLE, "bf16", 1.25, 2e9, 4e9)

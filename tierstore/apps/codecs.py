@@ -20,8 +20,8 @@ from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
 from tierstore.plan.bandwidth import CodecRates
-from tierstore.plan.codec_choice import CodecChoice, Conditions, choose_codec, pays_below_bytes_per_s
-from tierstore.plan.costs import codec_break_even_bytes_per_s, codec_pays
+from tierstore.plan.codec_choice import CodecChoice, Conditions, choose_codec
+from tierstore.plan.costs import codec_break_even_bytes_per_s, codec_pays, pays_below_bytes_per_s
 from tierstore.plan.placement import Kind
 
 if TYPE_CHECKING:

@@ -78,11 +78,6 @@ def seconds_per_byte(kind: Kind, rates: CodecRates, conditions: Conditions) -> f
     )
 
 
-def pays_below_bytes_per_s(ratio: float, codec_bytes_per_s: float) -> float:
-    """The rate of a disk below which a codec in series pays, `C (1 - 1/R)`; 0 if it shrinks nothing."""
-    return codec_bytes_per_s * (1 - 1 / ratio) if ratio > 1 else 0.0
-
-
 def _cores(conditions: Conditions) -> str:
     count = "1 core" if conditions.cores == 1 else f"{conditions.cores} cores"
     return count if conditions.is_overlapped else f"{count} that the model computes on too"

@@ -147,6 +147,11 @@ def codec_break_even_bytes_per_s(disk_bytes_per_s: float, ratio: float) -> float
     return disk_bytes_per_s / (1 - 1 / ratio) if ratio > 1 else math.inf
 
 
+def pays_below_bytes_per_s(ratio: float, codec_bytes_per_s: float) -> float:
+    """The rate of a disk below which a codec in series pays, `C (1 - 1/R)`; 0 if it shrinks nothing."""
+    return codec_bytes_per_s * (1 - 1 / ratio) if ratio > 1 else 0.0
+
+
 def codec_rate_bytes_per_s(
     disk_bytes_per_s: float, ratio: float, codec_bytes_per_s: float, *, overlapped: bool
 ) -> float:
