@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from tierstore.errors import ConfigError
 from tierstore.kernels import compiled, digests
-from tierstore.kernels.elements import ELEMENT
+from tierstore.kernels.elements import ELEMENT, typed
 
 Weights = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -36,6 +36,7 @@ Digests = tuple[int | None, int | None]
 
 _SECTION_BYTES = {"fp32": (4, 4), "bf16": (4, 4, 2), "fp16": (4, 4, 4)}
 """Of an element in each section of a state."""
+_LOOPS = {"fp32": compiled.adam_fp32, "bf16": compiled.adam_bf16, "fp16": compiled.adam_fp16}
 _STATE_BYTES = {dtype: sum(sections) for dtype, sections in _SECTION_BYTES.items()}
 
 
@@ -142,7 +143,7 @@ def write_master_views(dtype: str, master: Floats, weights: Weights, views: Stat
         compiled.split_bf16(master, weights, views.complement)
     elif dtype == "fp16":
         views.complement[:] = master
-        compiled.narrow_fp16(master, weights.view(np.int16))
+        compiled.narrow_fp16(master, typed(dtype, weights))
     else:
         weights[:] = master
 
@@ -168,7 +169,7 @@ def adopt_weights(dtype: str, weights: Weights, views: StateViews, start: int, s
     left over from before the change moves it by half a unit in the last place at most).
     """
     if dtype == "fp16":
-        compiled.adopt_fp16(weights[start:stop].view(np.int16), views.complement[start:stop])
+        compiled.adopt_fp16(typed(dtype, weights[start:stop]), views.complement[start:stop])
 
 
 def update(
@@ -214,14 +215,8 @@ def update_views(
     rest = views.complement[start:stop]
     if copy is not None:
         check_arrays(dtype, copy, weights.size)
-        copy = copy[start:stop]
-    if dtype == "fp32":
-        compiled.adam_fp32(p, g, m, v, rest, copy, c.scalars())
-    elif dtype == "bf16":
-        compiled.adam_bf16(p, g, m, v, rest, copy, c.scalars())
-    else:
-        copy = copy.view(np.int16) if copy is not None else None
-        compiled.adam_fp16(p.view(np.int16), g.view(np.int16), m, v, rest, copy, c.scalars())
+        copy = typed(dtype, copy[start:stop])
+    _LOOPS[dtype](typed(dtype, p), typed(dtype, g), m, v, rest, copy, c.scalars())
 
 
 def update_with_digests(
@@ -261,9 +256,8 @@ def update_with_digests(
         raise ConfigError(f"chunks of {stored[0].size} and {stored[1].size} B do not hold {weights.size} elements")
     if copy is not None:
         check_arrays(dtype, copy, weights.size)
-    kernel_type = np.dtype(np.int16) if dtype == "fp16" else weights.dtype
-    p, g = weights.view(kernel_type), gradient.view(kernel_type)
-    other = copy.view(kernel_type) if copy is not None else None
+    p, g = typed(dtype, weights), typed(dtype, gradient)
+    other = typed(dtype, copy) if copy is not None else None
     scalars = np.array([run[2].scalars() for run in runs], np.float32).reshape(-1, len(compiled.Scalars._fields))
     items = _SECTION_BYTES[dtype]
     starts = [weights.size * item for item in itertools.accumulate(items[:-1], initial=0)]

@@ -23,6 +23,11 @@ def elements_of(array: npt.NDArray[np.uint8], dtype: str, count: int) -> Array:
     return array[: count * ELEMENT[dtype].itemsize].view(ELEMENT[dtype])
 
 
+def typed(dtype: str, elements: Array) -> Array:
+    """As the loops tell fp16 from bf16: see [Note: element types] in `compiled.py`."""
+    return elements.view(np.int16) if dtype == "fp16" else elements
+
+
 def to_float(dtype: str, elements: Array) -> npt.NDArray[np.float32]:
     """Their values, as fp32."""
     if dtype == "bf16":

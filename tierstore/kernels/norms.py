@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tierstore.errors import ConfigError
 from tierstore.kernels import compiled
 from tierstore.kernels.adam import check_arrays
+from tierstore.kernels.elements import typed
 from tierstore.plan.placement import BLOCK
 
 Piece = tuple[int, int, int]
@@ -31,7 +32,7 @@ def square_sums(dtype: str, gradient: npt.NDArray[Any], out: npt.NDArray[np.floa
     Shapes: gradient [n], out [ceil(n / BLOCK)].
     """
     _check_sums(dtype, gradient, out)
-    compiled.square_sums(_typed(dtype, gradient), out, BLOCK)
+    compiled.square_sums(typed(dtype, gradient), out, BLOCK)
 
 
 def copy_with_square_sums(
@@ -49,7 +50,7 @@ def copy_with_square_sums(
         if not 0 <= start <= start + count <= total.size:
             raise ConfigError(f"a piece of {count} elements at {start} is not inside {total.size}")
     lanes, places = np.zeros((out.size, compiled.LANES)), np.array(pieces, np.int64).reshape(-1, 3)
-    compiled.copy_all_squares(places, _typed(dtype, total), lanes, BLOCK)
+    compiled.copy_all_squares(places, typed(dtype, total), lanes, BLOCK)
     compiled.add_lanes(lanes, out)
 
 
@@ -57,7 +58,7 @@ def add_into(dtype: str, total: npt.NDArray[Any], gradient: npt.NDArray[Any]) ->
     """total += gradient: added in fp32 and rounded once, to nearest even, as torch's in-place addition does."""
     check_arrays(dtype, total, total.size)
     check_arrays(dtype, gradient, total.size)
-    compiled.add_into(_typed(dtype, total), _typed(dtype, gradient))
+    compiled.add_into(typed(dtype, total), typed(dtype, gradient))
 
 
 def _check_sums(dtype: str, gradient: npt.NDArray[Any], out: npt.NDArray[np.float64]) -> None:
@@ -67,8 +68,3 @@ def _check_sums(dtype: str, gradient: npt.NDArray[Any], out: npt.NDArray[np.floa
         raise ConfigError(
             f"{gradient.size} elements have {blocks} partials of float64, got {out.dtype}{list(out.shape)}"
         )
-
-
-def _typed(dtype: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """See [Note: element types] in `compiled.py`."""
-    return array.view(np.int16) if dtype == "fp16" else array
