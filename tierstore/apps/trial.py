@@ -21,6 +21,7 @@ from tierstore.apps.options import TrainOptions
 from tierstore.apps.scratch import clear_scratch, scratch
 from tierstore.apps.turns import take_short_turns
 from tierstore.config import UpdateSchedule
+from tierstore.plan.schedules import updates_in_backward
 from tierstore.plan.step_record import StepRecord
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
@@ -28,7 +29,6 @@ from tierstore.train.report import StepReport
 
 _RECORDED_STEPS = 3
 _SCRATCH = "tune-"
-_IN_BACKWARD = (UpdateSchedule.BACKWARD.value, UpdateSchedule.SPECULATIVE.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Trial:
                     taken_s, report = self.step()
                     seconds[depth].append(taken_s)
                     stalls_s[depth].append(report.seconds["wait"])
-                if report.schedule not in _IN_BACKWARD:
+                if not updates_in_backward(UpdateSchedule(report.schedule)):
                     records.append(self.free_step())
         measured = {depth: Measured.of(seconds[depth], stalls_s[depth]) for depth in depths}
         return measured, StepRecord.typical(records) if records else None
