@@ -1,6 +1,6 @@
 """Measured rates as plain data.
 
-Scope: the table of rates, its JSON form, and the estimator that notices when a rate has changed.
+Scope: the table of rates, its JSON form, and a rate as observed transfers tell it.
 Not here: the measuring (`measure/`), files (`measure/table_file.py`).
 """
 
@@ -68,7 +68,7 @@ class Rate(_Part):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Rate:
-        """Of at least one sample; the quartiles of few are the smallest and the largest."""
+        """Of at least one sample."""
         return cls(*middle(samples))
 
     @property
