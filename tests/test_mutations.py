@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -29,3 +31,13 @@ def test_each_applies_and_names_a_test() -> None:
         for name in names:
             assert f"class {name}" in text or f"def {name}(" in text, mutation.test
     assert len({mutation.name for mutation in mutations}) == len(mutations) >= 60
+
+
+def test_a_name_that_none_has_runs_no_test(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    load("mutations")  # which it imports
+    mutate = load("mutate")
+    monkeypatch.setattr(sys, "argv", ["mutate.py", "--only", "no such name"])
+    monkeypatch.setattr(mutate, "run_tests", lambda *given: (0, ""))
+    with pytest.raises(SystemExit, match="2"):
+        mutate.main()
+    assert "no mutation has that in its name or place" in capsys.readouterr().err

@@ -66,6 +66,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="tell them, and run nothing")
     asked = parser.parse_args()
     chosen = [m for m in MUTATIONS if not asked.only or any(text in f"{m.place} {m.name}" for text in asked.only)]
+    if not chosen:
+        parser.error("no mutation has that in its name or place; --list tells all")
     for mutation in chosen:
         mutation.of((ROOT / mutation.path).read_text())
     outcomes = []
