@@ -33,7 +33,7 @@ from tierstore.apps.bench.serve import Round
 from tierstore.config import format_size
 
 _OURS, _SAFETENSORS, _TORCH = "tierstore load_pack", "safetensors load_file", "torch.load"
-_WIDTH = 2**24  # bytes of a tensor: 4096 x 2048 of bf16
+_TENSOR_BYTES = 2**24  # 4096 x 2048 of bf16; --size is a multiple
 
 
 def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
@@ -45,7 +45,7 @@ def heats(options: BenchOptions, scratch: Path) -> list[list[Contestant]]:
     if options.wants("torch"):
         contestants.append(peer(_TORCH, "load_torch", options.peer_python, path=pickled))
     if options.wants("fio"):
-        contestants += [fio_of(*setting, options, verbs=("read",), path=packed, size=_size(options))
+        contestants += [fio_of(*setting, options, verbs=("read",), path=packed, size=options.size)
                         for setting in FIO_SETTINGS]  # fmt: skip
     return [contestants]
 
@@ -66,9 +66,12 @@ def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
 
 def prepare(options: BenchOptions, scratch: Path) -> None:
     """A checkpoint of bf16 tensors of random bits, its pack, and the same for torch.load; the checkpoint then goes."""
+    from tierstore.archive.packing import PackOptions, pack
+    from tierstore.archive.sources import open_source
+
     checkpoint = scratch / "checkpoint.safetensors"
-    make_checkpoint(checkpoint, _size(options))
-    _pack(checkpoint, _packed(scratch))
+    make_checkpoint(checkpoint, options.size)
+    pack(open_source(checkpoint), PackOptions((_packed(scratch),)), {})
     if options.wants("torch"):
         import torch
         from safetensors.torch import load_file
@@ -83,9 +86,10 @@ def make_checkpoint(path: Path, size_bytes: int) -> None:
     make_file(raw, size_bytes)
     entries = {
         f"model.layers.{index // 4}.mlp.part_{index % 4}.weight": {
-            "dtype": "BF16", "shape": [_WIDTH // 4096, 2048], "data_offsets": [index * _WIDTH, (index + 1) * _WIDTH],
+            "dtype": "BF16", "shape": [4096, 2048],
+            "data_offsets": [index * _TENSOR_BYTES, (index + 1) * _TENSOR_BYTES],
         }
-        for index in range(size_bytes // _WIDTH)
+        for index in range(size_bytes // _TENSOR_BYTES)
     }  # fmt: skip
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
@@ -94,13 +98,6 @@ def make_checkpoint(path: Path, size_bytes: int) -> None:
         while part := data.read(2**26):
             out.write(part)
     raw.unlink()
-
-
-def _pack(checkpoint: Path, packed: Path) -> None:
-    from tierstore.archive.packing import PackOptions, pack
-    from tierstore.archive.sources import open_source
-
-    pack(open_source(checkpoint), PackOptions((packed,)), {})
 
 
 @contextlib.contextmanager
@@ -123,11 +120,6 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         return seconds, {"read": size / seconds / 1e9}
 
     yield {"versions": {"torch": torch.__version__}}, run_round
-
-
-def _size(options: BenchOptions) -> int:
-    """Whole tensors."""
-    return options.size // _WIDTH * _WIDTH
 
 
 def _packed(scratch: Path) -> Path:
