@@ -50,12 +50,9 @@ class Verdict:
     seconds: float
     damages: tuple[Damage, ...]
 
-    @property
-    def rate_bytes_per_s(self) -> float:
-        return self.read_bytes / self.seconds if self.seconds else 0.0
-
     def __str__(self) -> str:
-        rate = f"{self.rate_bytes_per_s / 1e9:.2f} GB/s"
+        rate_bytes_per_s = self.read_bytes / self.seconds if self.seconds else 0.0
+        rate = f"{rate_bytes_per_s / 1e9:.2f} GB/s"
         read = f"{self.chunks} chunks, {format_size(self.read_bytes)} in {self.seconds:.2f} s ({rate})"
         bad = f"{len(self.damages)} damaged" if self.damages else "all as written"
         return f"{self.what}: {bad}; {read}"
@@ -138,11 +135,11 @@ def _largest(chunks: Sequence[CommittedChunk]) -> int:
 def _damages(
     chunks: Sequence[CommittedChunk],
     room: flow.Room,
-    advance: Callable[[int], None] = lambda nbytes: None,
-    backend: Backend | None = None,
+    advance: Callable[[int], None],
+    backend: Backend,
 ) -> list[Damage]:
     damages: list[Damage] = []
-    with OpenFiles(backend or Backend()) as files:
+    with OpenFiles(backend) as files:
 
         def matches(chunk: CommittedChunk, buffer: npt.NDArray[np.uint8]) -> bool:
             files(chunk.path).read_into(buffer[: padded(chunk.stored_bytes)], chunk.offset)
