@@ -29,8 +29,8 @@ def test_efficiency_is_the_share_of_compute(seconds: dict[str, float], expected:
 
 def test_totals_add_up_and_keep_peaks() -> None:
     totals = Totals()
-    totals.add(_report(3, peak_bytes={"gpu": 5}), 2.0, 10, 100)
-    totals.add(_report(4, peak_bytes={"gpu": 3}, skipped=True), 1.0, 10, 200)
+    totals.add(_report(3, peak_bytes={"gpu": 5}), 2.0, 10)
+    totals.add(_report(4, peak_bytes={"gpu": 3}, skipped=True), 1.0, 10)
     assert (totals.first_step, totals.last_step, totals.steps, totals.skipped, totals.tokens) == (3, 4, 2, 1, 20)
     assert totals.bytes["nvme_read"] == 2 * 10**9
     assert totals.seconds["total"] == pytest.approx(2.0)
@@ -39,9 +39,9 @@ def test_totals_add_up_and_keep_peaks() -> None:
 
 
 def test_the_table_of_a_run() -> None:
-    totals = Totals(held_out_before=5.5, held_out_after=2.25, wall_s=4.0)
+    totals = Totals(held_out_before=5.5, held_out_after=2.25, wall_s=4.0, peak_rss_bytes=2**20)
     for step in (1, 2):
-        totals.add(_report(step), 4.0 - step, 100, 2**20)
+        totals.add(_report(step), 4.0 - step, 100)
     rows = dict(summary_rows(totals))
     assert rows["steps"] == "2 (1 to 2)"
     assert rows["training loss"] == "3.000 -> 2.000"
@@ -57,7 +57,7 @@ def test_the_table_of_a_run() -> None:
 def test_the_table_says_where_a_run_diverged() -> None:
     totals = Totals()
     for step, loss in enumerate((1.0, math.inf, math.nan), start=1):
-        totals.add(_report(step), loss, 10, 100)
+        totals.add(_report(step), loss, 10)
     assert dict(summary_rows(totals))["the loss is no number"] == "since step 2: the run has diverged"
 
 

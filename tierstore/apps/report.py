@@ -54,7 +54,7 @@ class Totals:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     peak_rss_bytes: int = 0
 
-    def add(self, report: Any, loss: float, tokens: int, peak_rss_bytes: int) -> None:
+    def add(self, report: Any, loss: float, tokens: int) -> None:
         """Counts one finished step."""
         if self.steps == 0:
             self.first_step, self.first_loss = report.step, loss
@@ -68,7 +68,6 @@ class Totals:
         self.bytes.update(report.bytes)
         for tier, peak in report.peak_bytes.items():
             self.peak_bytes[tier] = max(peak, self.peak_bytes.get(tier, 0))
-        self.peak_rss_bytes = peak_rss_bytes
 
 
 def efficiency(seconds: Any) -> float:
@@ -108,7 +107,7 @@ class Reporter:
         for name in ("groups", "size"):
             table.add_column(name, justify="right")
         for row in rows:
-            table.add_row(_text(row.kind), _text(row.tier), f"{row.groups:,}", format_size(row.bytes))
+            table.add_row(row.kind.value, row.tier.value, f"{row.groups:,}", format_size(row.bytes))
         self.console.print(table)
 
     def codecs(self, decided: Mapping[str, Mapping[str, str]]) -> None:
@@ -199,7 +198,3 @@ def summary_rows(totals: Totals) -> list[tuple[str, str]]:
     if totals.peak_rss_bytes:
         rows.append(("peak resident memory", format_size(totals.peak_rss_bytes)))
     return rows
-
-
-def _text(value: Any) -> str:
-    return str(getattr(value, "value", value))

@@ -212,7 +212,7 @@ class _Run:
         try:
             while self._engine.step_count < last and self._stopped_by is None:
                 report = self._step()
-                self._totals.add(report, self._loss, self._tokens_per_step, peak_resident_bytes())
+                self._totals.add(report, self._loss, self._tokens_per_step)
                 self._reporter.step(report, self._loss, self._tokens_per_step, last)
                 if self._totals.diverged_at == report.step:
                     self._reporter.say(
