@@ -130,21 +130,7 @@ class _Run:
     def describe(self) -> None:
         """Says what will be trained, from where, and where it is placed."""
         parts, options = self._parts, self._options
-        slow = slow_products_notes(options.dtype, options.device)
-        notes = [*parts.recipe.notes, *parts.batches.notes, *slow]
-        if options.why_nothing_is_kept:
-            notes.append(f"{options.why_nothing_is_kept}: however this run ends, only what --export writes remains")
-            if options.export is not None:
-                notes += outputs.little_room(options.export, 4 * self._parameters())
-        unused = parts.source.unexpected if isinstance(parts.source, CheckpointSource) else ()
-        if unused:
-            notes.append(f"tensors of the checkpoint that are not used: {len(unused)}, the first is {unused[0]}")
-        statistics = self._engine.statistics()
-        if reason := statistics["not_on_gpu"]:
-            notes.append(f"no optimizer state lives on the GPU: {reason}")
-        if buffered := statistics["buffered_directories"]:
-            notes.append(f"no O_DIRECT in {', '.join(buffered)}: I/O is buffered, and the page cache takes memory")
-        for note in notes:
+        for note in self._notes():
             self._reporter.say(f"note: {note}")
         count = self._parameters()
         ranks = self._crew.count
@@ -168,6 +154,24 @@ class _Run:
             self._reporter.codecs(self._engine.statistics()["codecs"])
         if self._engine.step_count:
             self._reporter.say(f"resumed after step {self._engine.step_count}")
+
+    def _notes(self) -> list[str]:
+        """What a person may not expect of the run."""
+        parts, options, statistics = self._parts, self._options, self._engine.statistics()
+        slow = slow_products_notes(options.dtype, options.device)
+        notes = [*parts.recipe.notes, *parts.batches.notes, *slow]
+        if options.why_nothing_is_kept:
+            notes.append(f"{options.why_nothing_is_kept}: however this run ends, only what --export writes remains")
+            if options.export is not None:
+                notes += outputs.little_room(options.export, 4 * self._parameters())
+        unused = parts.source.unexpected if isinstance(parts.source, CheckpointSource) else ()
+        if unused:
+            notes.append(f"tensors of the checkpoint that are not used: {len(unused)}, the first is {unused[0]}")
+        if reason := statistics["not_on_gpu"]:
+            notes.append(f"no optimizer state lives on the GPU: {reason}")
+        if buffered := statistics["buffered_directories"]:
+            notes.append(f"no O_DIRECT in {', '.join(buffered)}: I/O is buffered, and the page cache takes memory")
+        return notes
 
     def _parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._parts.model.parameters())
