@@ -128,8 +128,7 @@ def _flops_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
 def _sizes_note(asked: PlanOptions) -> tuple[str, ...]:
     if not _is_measured(asked) or asked.cpu_memory is not None:
         return ()
-    sizes = {"--cpu-memory": asked.cpu_memory, "--nvme-capacity": asked.nvme_capacity}
-    of_it = ", ".join(name for name, given in sizes.items() if given is None)
+    of_it = "--cpu-memory" if asked.nvme_capacity is not None else "--cpu-memory, --nvme-capacity"
     return (f"rates tell no sizes: for {of_it}, which were not given, stand those of a {_DEFAULT_MACHINE}",)
 
 
