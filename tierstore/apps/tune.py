@@ -12,12 +12,13 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.files import read_object, write_object
 from tierstore.apps.heap import prepare_heap
-from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions
+from tierstore.apps.options import Preset, TrainOptions
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import Durability, TierConfig, UpdateSchedule
 from tierstore.cores import update_threads
@@ -319,7 +320,7 @@ def as_train_options(train: TrainOptions, outcome: Outcome) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (Preset, Precision, UpdateSchedule, Durability, FreedMemory)):
+    if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
