@@ -109,8 +109,7 @@ def _rates(table: BandwidthTable) -> Table:
     spreads = spreads_of(table)
     for name, label, unit in NAMES:
         if name in spreads:
-            rate = spreads[name]
-            shown.add_row(label, _number(rate.per_s), f"{_number(rate.low)} .. {_number(rate.high)}", unit)
+            shown.add_row(label, *_cells(spreads[name]), unit)
     return shown
 
 
