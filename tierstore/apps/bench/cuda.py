@@ -28,7 +28,6 @@ from tierstore.apps.bench.case import (
     Contestant,
     Results,
     Row,
-    best_median,
     ours,
     peer,
     ratio,
@@ -80,10 +79,11 @@ def _soon(name: str, **options: Any) -> Contestant:
 def rows(options: BenchOptions, results: Results) -> Sequence[Row]:
     """Tests, GB/s of the link, share of a step in which the model computes."""
     table = [row_of(results[_TESTS], "seconds", "tests marked gpu", "s")]
+    link = results[_LINK]
     for way in ("h2d", "d2h"):
-        pinned = best_median(results, _LINK, f"{way} pinned")
-        bar = Bar(0.9, "of the pinned copy rate", ratio(best_median(results, _LINK, way), pinned))
-        table.append(row_of(results[_LINK], way, way, "GB/s", floor=pinned, floor_of="torch's copies of pinned memory",
+        pinned = link.median(f"{way} pinned")
+        bar = Bar(0.9, "of the pinned copy rate", ratio(link.median(way), pinned))
+        table.append(row_of(link, way, way, "GB/s", floor=pinned, floor_of="torch's copies of pinned memory",
                             bars=[bar]))  # fmt: skip
     for name, given in _MODELS.items():
         result = results[_step_name(name)]
