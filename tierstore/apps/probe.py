@@ -81,7 +81,7 @@ class Outcome:
     machine: Machine
 
 
-def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Launch | None = None) -> Outcome | None:
+def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Launch) -> Outcome | None:
     """Measures, once the files that are asked for can be written (`save`); of several ranks the first does.
 
     Args:
@@ -95,20 +95,25 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Lau
         StorageFull: a directory has not enough room; nothing was written.
         ConfigError: an option cannot work; nothing was written.
     """
+    check_outputs(json=options.json, plot=options.plot)
+    collective = None
+    if launch.count > 1:
+        collective = _time_collectives(options, launch)
+        if launch.rank > 0:
+            return None
+    outcome = measure(options, tell)
+    return replace(outcome, table=replace(outcome.table, collective=collective))
+
+
+def measure(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcome:
+    """All but a collective; see `probe`."""
     from tierstore.device.streams import open_device
     from tierstore.measure.machine import MEMORY_BYTES
     from tierstore.measure.memory import arena_memory
 
-    check_outputs(json=options.json, plot=options.plot)
-    collective = None
-    if launch is not None and launch.count > 1:
-        collective = _time_collectives(options, launch)
-        if launch.rank > 0:
-            return None
     device = open_device(options.device)
     with arena_memory(MEMORY_BYTES * len(options.nvme), "tierstore-probe", device) as (runtime, memory):
-        outcome = _measure(options, device, memory, runtime, tell)
-    return replace(outcome, table=replace(outcome.table, collective=collective))
+        return _measure(options, device, memory, runtime, tell)
 
 
 def save(options: ProbeOptions, outcome: Outcome) -> None:

@@ -164,17 +164,12 @@ def rates_for(train: TrainOptions) -> Rates:
     prepare_heap()
 
     def measured() -> Machine:
-        from tierstore.apps.probe import ProbeOptions, probe
+        from tierstore.apps.probe import ProbeOptions, measure
 
         for directory in train.nvme:
             directory.mkdir(parents=True, exist_ok=True)
-        options = ProbeOptions(
-            nvme=train.nvme, quick=True, size=_PROBED_BYTES, seconds=_PROBED_S, device=train.device
-        )  # fmt: skip
-        outcome = probe(options, lambda what, done: None)
-        if outcome is None:
-            raise ConfigError("tune runs on one rank: start it without torchrun")
-        return machine_of(outcome.table, train)
+        options = ProbeOptions(nvme=train.nvme, quick=True, size=_PROBED_BYTES, seconds=_PROBED_S, device=train.device)
+        return machine_of(measure(options, lambda what, done: None).table, train)
 
     return measured
 
