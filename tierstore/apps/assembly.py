@@ -54,6 +54,7 @@ def assemble(options: TrainOptions, crew: Crew | None = None) -> Parts:
     Raises:
         ConfigError: the model cannot read bytes, or not that many; no such model or data.
     """
+    crew = crew or Crew()
     given = _configuration(options)
     configuration = presets.prepare(copy.deepcopy(given), dropout=options.dropout)
     vocabulary = presets.vocabulary_size(configuration)
@@ -63,11 +64,11 @@ def assemble(options: TrainOptions, crew: Crew | None = None) -> Parts:
     corpus = read_corpus(options.data)
     batches = Batches(
         corpus, length=sequence, batch=options.batch, seed=options.seed, workers=options.workers,
-        pin_memory=options.device.startswith("cuda"), rank=crew.rank if crew else 0, ranks=crew.count if crew else 1,
+        pin_memory=options.device.startswith("cuda"), rank=crew.rank, ranks=crew.count,
     )  # fmt: skip
     torch.manual_seed(options.seed)
     model, source = _deferred(options, configuration)
-    if crew and not crew.leads:  # the weights are those of rank 0; dropout is to be another at every rank
+    if not crew.leads:  # the weights are those of rank 0; dropout is to be another at every rank
         torch.manual_seed(hash((options.seed, crew.rank)) % 2**63)
     model.train()
     if options.checkpointing:
@@ -77,8 +78,11 @@ def assemble(options: TrainOptions, crew: Crew | None = None) -> Parts:
     return Parts(given, model, source, corpus, batches, Recipe(options), sequence)
 
 
-def engine_arguments(options: TrainOptions, parts: Parts, tracer: Tracer, crew: Crew) -> dict[str, Any]:
+def engine_arguments(
+    options: TrainOptions, parts: Parts, tracer: Tracer | None = None, crew: Crew | None = None
+) -> dict[str, Any]:
     """What the engine of a run is made with."""
+    crew = crew or Crew()
     update_threads = None if options.threads is None else min(options.threads, _MOST_UPDATE_THREADS)
     return {
         "model": parts.model,

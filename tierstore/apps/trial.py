@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tierstore.apps.assembly import Parts, assemble, engine_arguments
-from tierstore.apps.crew import Crew
+from tierstore.apps.assembly import assemble, engine_arguments
 from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import TrainOptions
 from tierstore.apps.scratch import clear_scratch, scratch
@@ -23,7 +22,6 @@ from tierstore.apps.turns import take_short_turns
 from tierstore.config import UpdateSchedule
 from tierstore.plan.schedules import updates_in_backward
 from tierstore.plan.step_record import StepRecord
-from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
 from tierstore.train.report import StepReport
 
@@ -72,15 +70,19 @@ class Measured:
 
 
 class Trial:
-    """An engine that trains for some steps only."""
+    """An engine that trains for some steps only.
 
-    def __init__(self, engine: Engine, parts: Parts, device: str) -> None:
-        self._engine, self._parts, self._device = engine, parts, torch.device(device)
+    Args:
+        next_batch: gives the tokens of one step.
+    """
+
+    def __init__(self, engine: Engine, next_batch: Callable[[], torch.Tensor], device: str) -> None:
+        self._engine, self._next_batch, self._device = engine, next_batch, torch.device(device)
 
     def step(self) -> tuple[float, StepReport]:
         """One step of one micro-batch, and its seconds by the clock of the loop."""
         began_s = time.perf_counter()
-        tokens = self._parts.batches.next().to(self._device, non_blocking=True)
+        tokens = self._next_batch().to(self._device, non_blocking=True)
         loss = self._engine(input_ids=tokens, labels=tokens).loss
         self._engine.backward(loss)
         float(loss.detach())  # as a loop does that shows its loss
@@ -90,7 +92,7 @@ class Trial:
     def whole_step(self) -> tuple[float, StepReport]:
         """The same by `train_step`, in which an engine may guess unasked."""
         began_s = time.perf_counter()
-        tokens = self._parts.batches.next().to(self._device, non_blocking=True)
+        tokens = self._next_batch().to(self._device, non_blocking=True)
         report = self._engine.train_step([{"input_ids": tokens, "labels": tokens}])
         return time.perf_counter() - began_s, report
 
@@ -168,8 +170,7 @@ def trial(options: TrainOptions) -> Iterator[Trial]:
             torch.set_num_threads(options.threads)
         parts = assemble(own)
         stack.callback(parts.batches.close)
-        tracer = Tracer(time.perf_counter, enabled=False)
-        engine = stack.enter_context(Engine(**engine_arguments(own, parts, tracer, Crew())))
+        engine = stack.enter_context(Engine(**engine_arguments(own, parts)))
         in_memory = engine.placement.updates_in_memory
         stack.enter_context(serve_steps(own.freed_memory, updates_in_memory=in_memory))
-        yield Trial(engine, parts, options.device)
+        yield Trial(engine, parts.batches.next, options.device)

@@ -33,7 +33,6 @@ import torch
 
 from tierstore.apps.assembly import assemble, engine_arguments
 from tierstore.apps.bench.serve import Round
-from tierstore.apps.crew import Crew
 from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import TrainOptions, options_of_object
 from tierstore.apps.trial import Trial
@@ -74,9 +73,6 @@ class SameTokens:
 
     def next(self) -> torch.Tensor:
         return self._tokens
-
-    def close(self) -> None:
-        pass
 
 
 class LoopLag:
@@ -140,13 +136,12 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         parts.batches.close()
         tokens = SameTokens(train.batch, parts.sequence, parts.configuration.vocab_size)
         own = replace(train, commit_every=_NEVER) if train.commit_every > 1 else train
-        arguments = engine_arguments(own, parts, commits, Crew()) | {"registered": {}}
+        arguments = engine_arguments(own, parts, commits) | {"registered": {}}
         engine = stack.enter_context(Engine(**arguments))
         in_memory = engine.placement.updates_in_memory
         stack.enter_context(serve_steps(train.freed_memory, updates_in_memory=in_memory))
         facts = _facts(engine)
-        same = replace(parts, batches=tokens)  # type: ignore[arg-type]  # has all that a trial asks of batches
-        trial = Trial(engine, same, train.device) if train.accumulate == 1 else None
+        trial = Trial(engine, tokens.next, train.device) if train.accumulate == 1 else None
         if trial is not None and is_recorded(train):
             facts["recorded"] = trial.record().step.to_json()
         on_device = tokens.next().to(train.device)
