@@ -1,4 +1,4 @@
-"""What a person sees of a probe: a progress bar, tables, what bounds, a picture.
+"""What a person sees of a probe: tables, what bounds, a picture.
 
 Scope: rich tables, sentences, the plot. Not here: the figures (`apps/probe.py`).
 Owner: the thread that calls.
@@ -6,13 +6,11 @@ Owner: the thread that calls.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tierstore.apps.plain import show_plain
@@ -26,19 +24,6 @@ from tierstore.plan.model_size import size_name
 from tierstore.plots import new_figure, save_figure
 
 _SHARED = 1.25  # both ways at once against the faster one alone: below it the two share one budget
-
-
-@contextlib.contextmanager
-def progress(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """A bar while something is measured; nothing where the output is no terminal."""
-    if not console.is_terminal:
-        yield lambda what, done: None
-        return
-    bar = Progress(BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn(),
-                   TextColumn("{task.description}", markup=False), console=console, transient=True)  # fmt: skip
-    task = bar.add_task("beginning", total=1.0)
-    with bar:
-        yield lambda what, done: bar.update(task, completed=done, description=what)
 
 
 def show(console: Console, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""A bar for work that takes long: bytes done, rate, time left.
+"""A bar for work that takes long: how far it is, and what it is at.
 
 Scope: one line on a terminal, nothing elsewhere. Not here: what is worked on.
 Owner: the bar belongs to its `with` block.
@@ -10,7 +10,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 
 @contextlib.contextmanager
@@ -21,3 +30,16 @@ def byte_bar(console: Console, what: str, total_bytes: int) -> Iterator[Callable
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda nbytes: bar.advance(task, nbytes)
+
+
+@contextlib.contextmanager
+def share_bar(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """A bar; call what it gives with what is done now, and the share of all that is over. It goes at the end."""
+    if not console.is_terminal:
+        yield lambda what, done: None
+        return
+    bar = Progress(BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn(),
+                   TextColumn("{task.description}", markup=False), console=console, transient=True)  # fmt: skip
+    task = bar.add_task("beginning", total=1.0)
+    with bar:
+        yield lambda what, done: bar.update(task, completed=done, description=what)

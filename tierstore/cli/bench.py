@@ -52,7 +52,7 @@ def bench(
     from tierstore.apps.bench.case import BenchOptions
     from tierstore.apps.bench.report import context_of, save, show
     from tierstore.apps.bench.run import Outcome, cases_of, check_room, clear_left, notes, run_case
-    from tierstore.apps.probe_report import progress
+    from tierstore.apps.progress import share_bar
 
     with told(debug):
         options = BenchOptions(
@@ -73,6 +73,6 @@ def bench(
 
         with interruptible("interrupted; contestants are ended and their files are gone"):
             for one in cases:
-                with progress(console) as tell:
+                with share_bar(console) as tell:
                     outcomes.append(run_case(one, options, tell, keep))
                 show(console, outcomes[-1])

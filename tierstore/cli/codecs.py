@@ -34,12 +34,12 @@ def codecs(
     from rich.console import Console
 
     from tierstore.apps.codecs import CodecOptions, as_table, compare, legend, save, sentences
-    from tierstore.apps.probe_report import progress
+    from tierstore.apps.progress import share_bar
 
     with told(debug):
         options = CodecOptions(path=path, disk=disk, cores=cores, overlapped=overlapped, sample=sample, json=json)
         console = Console()
-        with interruptible("interrupted"), progress(console) as tell:
+        with interruptible("interrupted"), share_bar(console) as tell:
             tried = compare(options, tell)
         console.print(as_table(options, tried))
         for sentence in (legend(options, tried), *sentences(tried)):

@@ -59,7 +59,8 @@ def probe(
         from tierstore.apps.launch import Launch
         from tierstore.apps.probe import ProbeOptions, save
         from tierstore.apps.probe import probe as run
-        from tierstore.apps.probe_report import progress, show
+        from tierstore.apps.probe_report import show
+        from tierstore.apps.progress import share_bar
 
     with told(debug):
         options = ProbeOptions(nvme=tuple(nvme), quick=quick, size=size_, seconds=seconds, device=device,
@@ -68,7 +69,7 @@ def probe(
         console = Console() if launch.rank == 0 else Console(quiet=True, force_terminal=False)
         with interruptible("interrupted; the files that were measured on are gone" if launch.rank == 0 else ""):
             prepare_heap()
-            with progress(console) as tell:
+            with share_bar(console) as tell:
                 outcome = run(options, tell, launch)
             if outcome is not None:
                 show(console, outcome)
