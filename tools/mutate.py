@@ -59,6 +59,11 @@ def outcome_of(mutation: Mutation, tree: Path) -> str:
     return "SURVIVED" if status == 0 else f"NO RESULT:\n{textwrap.indent(output[-2000:], '    ')}\n   "
 
 
+def line_of(mutation: Mutation, outcome: str) -> str:
+    """A row of the table."""
+    return f"{mutation.name:40} {mutation.place:50} {outcome:12} {mutation.test}"
+
+
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -70,18 +75,19 @@ def main() -> int:
         parser.error("no mutation has that in its name or place; --list tells all")
     for mutation in chosen:
         mutation.of((ROOT / mutation.path).read_text())
+    if asked.list:
+        for mutation in chosen:
+            print(line_of(mutation, ""))
+        return 0
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        for name in () if asked.list else COPIED:
+        for name in COPIED:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
             copy(ROOT / name, tree / name)
         for mutation in chosen:
-            outcome = "" if asked.list else outcome_of(mutation, tree)
-            print(f"{mutation.name:40} {mutation.place:50} {outcome:12} {mutation.test}", flush=True)
-            outcomes.append(outcome)
-        if asked.list:
-            return 0
+            outcomes.append(outcome_of(mutation, tree))
+            print(line_of(mutation, outcomes[-1]), flush=True)
         status, output = run_tests(tree, (mutation.test for mutation in chosen), LIMIT_OF_ALL_S)
     if status != 0:
         print(f"the tests fail without a mutation, too:\n{output[-2000:]}")
