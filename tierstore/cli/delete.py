@@ -5,6 +5,7 @@ Not here: the work (`apps/delete.py`).
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ import typer
 
 from tierstore.apps.plain import show_plain
 from tierstore.cli.common import Debug, directory, say, told
+from tierstore.errors import ConfigError
 
 
 def delete(
@@ -27,15 +29,12 @@ def delete(
 
     A store that a process uses is refused, and so is a directory that holds none.
     """
-    import sys
-
     from rich.console import Console
 
     with told(debug):
         from tierstore.apps import delete as app
         from tierstore.apps.files import write_object
         from tierstore.apps.output_files import check_outputs
-        from tierstore.errors import ConfigError
         from tierstore.store.removal import look, remove
 
         check_outputs(json=json)

@@ -14,6 +14,7 @@ from tierstore.apps.plain import show_plain
 from tierstore.cli.common import Debug, directory, say, size_option, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import Codec
+from tierstore.errors import ConfigError
 
 _MEMORY = size_option("The most memory this process may take [default: 1GiB].")
 _TIMEOUT = typer.Option(
@@ -101,7 +102,6 @@ def unpack(
         from tierstore.apps.output_files import check_outputs
         from tierstore.apps.pack import run_unpack
         from tierstore.archive.unpacking import UnpackOptions
-        from tierstore.errors import ConfigError
 
         *packs, destination = sources
         if not packs:
