@@ -27,7 +27,6 @@ from tierstore.plan.placement import Kind
 if TYPE_CHECKING:
     from rich.table import Table
 
-_DEFAULT_SAMPLE_BYTES = 2**26
 _ENDLESS = 1e12  # no codec is that fast
 
 
@@ -47,7 +46,7 @@ class CodecOptions:
     disk: int | None = None
     cores: int = 1
     overlapped: bool = False
-    sample: int = _DEFAULT_SAMPLE_BYTES
+    sample: int = 2**26
     json: Path | None = None
 
     def __post_init__(self) -> None:
@@ -76,7 +75,7 @@ class Tried:
     choice: CodecChoice | None
 
 
-def compare(options: CodecOptions, tell: Callable[[str, float], None] = lambda what, done: None) -> list[Tried]:
+def compare(options: CodecOptions, tell: Callable[[str, float], None]) -> list[Tried]:
     """Tries every codec on every kind and dtype.
 
     Raises:

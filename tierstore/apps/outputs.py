@@ -26,7 +26,7 @@ from tierstore.store.commit import Manifests
 _UNFINISHED = ".companions-unfinished"
 
 
-def check_paths(options: TrainOptions, *, writes: bool = True) -> None:
+def check_paths(options: TrainOptions, *, writes: bool) -> None:
     """A path that cannot be used is found before the first step, not after the last.
 
     Args:
