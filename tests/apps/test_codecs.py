@@ -109,7 +109,7 @@ def test_the_command_shows_ratios_and_on_which_disk_a_codec_pays(tmp_path: Path)
     ("arguments", "sentence"),
     [
         (["nowhere"], "tierstore: nowhere does not exist; give a store or a safetensors file"),
-        ([".", "--disk", "0"], "tierstore: --disk must be at least 1, not 0"),
+        ([".", "--disk", "0/s"], "tierstore: --disk must be at least 1, not 0"),
         ([".", "--disk", "fast"], "Invalid value for '--disk': not a size: 'fast'"),
         ([], "Missing argument 'PATH'"),
     ],

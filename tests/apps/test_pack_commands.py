@@ -206,7 +206,7 @@ def test_a_signal_does_not_wait_for_what_only_computes(
         (["pack", "a", "out", "--memory", "1MiB"], 2, "--memory 1 MiB is too small"),
         (["pack", "a", "out", "--memory", "lots"], 2, "not a size"),
         (["pack", "a", "out", "--chunk", "5000"], 2, "a chunk of 5000 B is not a multiple of 4096"),
-        (["pack", "a", "out", "--codec", "auto", "--read-rate", "0"], 2, "--read-rate 0 reads nothing"),
+        (["pack", "a", "out", "--codec", "auto", "--read-rate", "0/s"], 2, "--read-rate 0 reads nothing"),
         (["pack", "a", "out", "--json", "nowhere/x"], 2, "its directory is missing or not writable"),
         (["verify", "a", "--json", "."], 2, "it is a directory; give the name of a file"),
         (["pack", "empty", "out"], 1, "shorter than the 8 B"),

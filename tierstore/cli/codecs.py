@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, size_option, told
+from tierstore.cli.common import Debug, rate, size_option, told
 from tierstore.cli.interrupts import interruptible
 
 
@@ -20,7 +20,7 @@ def codecs(
         Path, typer.Argument(metavar="PATH", help="Store (its first directory), safetensors file, or a folder of such.")
     ],
     disk: Annotated[
-        int | None, size_option("What a disk reads and writes a second, as 500MB: does it pay?", "RATE")
+        int | None, size_option("What a disk reads and writes a second, as 500MB: does it pay?", "RATE", rate)
     ] = None,
     cores: Annotated[int, typer.Option(help="How many encode and decode at once.")] = 1,
     overlapped: Annotated[

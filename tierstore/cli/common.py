@@ -37,6 +37,11 @@ def size(text: int | str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+def rate(text: int | str) -> int:
+    """Bytes per second: a size, with `/s` behind it or not."""
+    return size(text.removesuffix("/s") if isinstance(text, str) else text)
+
+
 def directory(text: str) -> Path:
     if not text:  # an unset shell variable would otherwise become the current directory
         raise typer.BadParameter("an empty path is not a directory")

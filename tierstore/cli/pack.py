@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, directory, say, size_option, told
+from tierstore.cli.common import Debug, directory, rate, say, size_option, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import Codec
 from tierstore.errors import ConfigError
@@ -40,7 +40,9 @@ def pack(
     read_rate: Annotated[
         int | None,
         size_option(
-            "With auto: bytes per second of the disk to read from; the fastest is taken [default: the smallest]."
+            "With auto: bytes per second of the disk to read from; the fastest is taken [default: the smallest].",
+            "RATE",
+            rate,
         ),
     ] = None,
     shards: Annotated[

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.options import Precision, Preset
-from tierstore.cli.common import Debug, given_options, size, size_option, told
+from tierstore.cli.common import Debug, given_options, rate, size_option, told
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.plan.machine import NODES
@@ -20,10 +20,6 @@ from tierstore.plan.memory import Attention
 _NOT_OF_A_PLAN = ("context", "deepspeed", "write", "json", "plot", "debug")
 
 _OF_DEEPSPEED = ("deepspeed", "write", "gpus", "nodes", "gpu_memory", "cpu_memory", "debug")
-
-
-def _rate(text: int | str) -> int:
-    return size(text.removesuffix("/s") if isinstance(text, str) else text)
 
 
 def plan(
@@ -54,11 +50,11 @@ def plan(
     ] = None,
     cpu_memory: Annotated[int | None, size_option("Of a node.")] = None,
     nvme_capacity: Annotated[int | None, size_option("Of a node's disks together; 0 is none.")] = None,
-    nvme_read: Annotated[int | None, size_option("Bytes per second of a node's disks together.", "RATE", _rate)] = None,
-    nvme_write: Annotated[int | None, size_option("Likewise [default: as --nvme-read].", "RATE", _rate)] = None,
+    nvme_read: Annotated[int | None, size_option("Bytes per second of a node's disks together.", "RATE", rate)] = None,
+    nvme_write: Annotated[int | None, size_option("Likewise [default: as --nvme-read].", "RATE", rate)] = None,
     disks: Annotated[int | None, typer.Option(help="Drives of a node, each as the machine's.")] = None,
     link: Annotated[
-        int | None, size_option("Bytes per second between CPU memory and GPUs, each way, of each link.", "RATE", _rate)
+        int | None, size_option("Bytes per second between CPU memory and GPUs, each way, of each link.", "RATE", rate)
     ] = None,
     links: Annotated[int | None, typer.Option(help="Such links of a node.")] = None,
     flops: Annotated[

@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, told
+from tierstore.cli.common import Debug, rate, size_option, told
 from tierstore.cli.interrupts import interruptible
-from tierstore.config import parse_size
 
 simulate = typer.Typer(no_args_is_help=True, help="A step on paper: fetched layers, or gradient buckets.")
 
@@ -33,19 +32,17 @@ def step(
         float,
         typer.Option(metavar="TIMES", max=1e6, help="Backward takes so many times forward's time; 0: forward only."),
     ] = 0.0,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="For layers on the device [default: depth + 1 of the largest].")
-    ] = None,
+    memory: Annotated[int | None, size_option("For layers on the device [default: depth + 1 of the largest].")] = None,
     disk: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SIZE", help="Bytes per second of a disk; repeat it to stripe over them [default: 1GB]."),
+        list[int] | None,
+        size_option("Bytes per second of a disk; repeat it to stripe over them [default: 1GB].", "RATE", rate),
     ] = None,
     other: Annotated[
-        str, typer.Option(metavar="SIZE", help="Other traffic of the disks per visit of a layer: state, gradients.")
-    ] = "0",
+        int, size_option("Other traffic of the disks per visit of a layer: state, gradients [default: 0].")
+    ] = 0,
     ranks: Annotated[int, typer.Option(help="Each reads 1/N of a layer, and gathers the rest from the others.")] = 1,
     gather: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Bytes per second between the ranks [default: 10GB].")
+        int | None, size_option("Bytes per second between the ranks [default: 10GB].", "RATE", rate)
     ] = None,
     bandwidth: Annotated[
         Path | None,
@@ -67,11 +64,8 @@ def step(
     from tierstore.apps.pipeline import PipelineOptions, as_table, as_text, run, save, verdict
     from tierstore.measure.table_file import read_table
 
-    def rate(text: str) -> float:
-        return float(parse_size(text.removesuffix("/s")))
-
     with told(debug), interruptible("interrupted"):
-        disks, between_ranks = tuple(map(rate, disk or ["1GB"])), rate(gather or "10GB")
+        disks, between_ranks = tuple(map(float, disk or [10**9])), 1e10 if gather is None else float(gather)
         if bandwidth is not None:
             table = read_table(bandwidth)
             disks = disks if disk else (table.read_bytes_per_s,)
@@ -80,8 +74,7 @@ def step(
         options = PipelineOptions(
             layers=tuple(one for text in layer or ["80MB:50x24"] for one in parse_layers(text)),
             depths=tuple(sorted({*(depth or range(5))})), backward=backward,
-            memory=None if memory is None else parse_size(memory), disks=disks,
-            other_bytes=parse_size(other), ranks=ranks, gather_bytes_per_s=between_ranks,
+            memory=memory, disks=disks, other_bytes=other, ranks=ranks, gather_bytes_per_s=between_ranks,
             jitter=jitter, seed=seed, steps=steps, plot=plot, json=json,
         )  # fmt: skip
         rows = run(options)
@@ -99,17 +92,15 @@ def buckets(
         typer.Option(metavar="SIZE:MS[xN]", help="Layers in the order of backward; repeat it [default: 25MB:3x48]."),
     ] = None,
     alpha: Annotated[float, typer.Option(metavar="US", help="Fixed cost of a collective, microseconds.")] = 200.0,
-    beta: Annotated[str, typer.Option(metavar="SIZE", help="Bytes per second of the interconnect.")] = "12GB",
+    beta: Annotated[
+        int, size_option("Bytes per second of the interconnect [default: 12GB].", "RATE", rate)
+    ] = 12 * 10**9,
     launch: Annotated[float, typer.Option(metavar="US", help="What a launch takes from the compute.")] = 0.0,
     before: Annotated[float, typer.Option(metavar="MS", help="Time of a step before backward.")] = 0.0,
-    bucket: Annotated[
-        list[str] | None, typer.Option(metavar="SIZE", help="Bucket size; repeat it [default: a range of them].")
-    ] = None,
-    first_bucket: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Size of the first bucket [default: as the others].")
-    ] = None,
+    bucket: Annotated[list[int] | None, size_option("Bucket size; repeat it [default: a range of them].")] = None,
+    first_bucket: Annotated[int | None, size_option("Size of the first bucket [default: as the others].")] = None,
     in_flight: Annotated[int, typer.Option(help="Collectives at once.")] = 1,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Step time against bucket size.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Step time against bucket size.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -123,9 +114,8 @@ def buckets(
     with told(debug), interruptible("interrupted"):
         options = SweepOptions(
             layers=tuple(one for text in layer or ["25MB:3x48"] for one in parse_layers(text)),
-            link=CostModel(alpha / 1e6, parse_size(beta.removesuffix("/s")), launch / 1e6), before_s=before / 1e3,
-            bucket=tuple(map(parse_size, bucket or ())), in_flight=in_flight,
-            first_bucket=None if first_bucket is None else parse_size(first_bucket), plot=plot, json=json,
+            link=CostModel(alpha / 1e6, beta, launch / 1e6), before_s=before / 1e3,
+            bucket=tuple(bucket or ()), in_flight=in_flight, first_bucket=first_bucket, plot=plot, json=json,
         )  # fmt: skip
         outcome = run(options)
         Console().print(as_table(options, outcome))
