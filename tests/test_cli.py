@@ -310,10 +310,13 @@ def test_only_a_third_interrupt_ends_what_cleans_up(capfd: pytest.CaptureFixture
     )
 
 
-def test_help_names_the_commands() -> None:
-    result = CliRunner().invoke(app, ["--help"])
+@pytest.mark.parametrize(("of", "command"), [([], "train"), (["simulate"], "buckets")])
+def test_help_names_the_commands_with_a_whole_sentence_each(of: list[str], command: str) -> None:
+    result = CliRunner().invoke(app, [*of, "--help"], env={"COLUMNS": "80"})
     assert result.exit_code == 0
-    assert "train" in result.output
+    commands = result.output.partition("Commands:")[2]
+    assert command in commands
+    assert "..." not in commands
 
 
 def test_ctrl_c_in_a_command_that_has_nothing_to_clean_up_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def bench(
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="The tables, with machine and command.")] = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Measure tierstore, its peers and the limits of this machine in one run, in turns."""
+    """Measure tierstore, its peers and the limits of this machine. All take turns in one run."""
     from rich.console import Console
 
     from tierstore.apps.bench.case import BenchOptions

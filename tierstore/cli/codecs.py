@@ -30,7 +30,7 @@ def codecs(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
     debug: Debug = False,
 ) -> None:
-    """What each codec makes of your own weights and optimizer state: ratio, rates, and the disks on which it pays."""
+    """Try every codec on your own weights and optimizer state. Shown: ratio, rates, the disks on which it pays."""
     from rich.console import Console
 
     from tierstore.apps.codecs import CodecOptions, as_table, compare, legend, save, sentences

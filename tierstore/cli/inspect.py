@@ -21,11 +21,11 @@ _PATHS = typer.Argument(
 def inspect(
     paths: Annotated[list[Path], _PATHS],
     tensors: Annotated[bool, typer.Option(help="Name the tensors too, not only groups.")] = True,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="The map of the files.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="The map of the files.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All of it, in bytes.")] = None,
     debug: Debug = False,
 ) -> None:
-    """What a pack or a store holds: groups, tensors, ratios, generation, and a map of each file."""
+    """Show what a pack or a store holds. That is: groups, tensors, ratios, generation, and a map of each file."""
     from rich.console import Console
 
     with told(debug):
@@ -51,9 +51,9 @@ def verify(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Totals and all damage.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Read every byte of a pack, or of a store's last generation, and name what is damaged.
+    """Read every byte of a pack or a store, and name what is damaged. Exit code 1 if anything is.
 
-    Exit code 1 if anything is.
+    Of a store that is its last generation.
     """
     from rich.console import Console
 

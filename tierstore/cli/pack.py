@@ -55,7 +55,7 @@ def pack(
     json: Annotated[Path | None, _JSON] = None,
     debug: Debug = False,
 ) -> None:
-    """Pack a checkpoint in the order in which a step uses it, every chunk with its checksum.
+    """Pack a checkpoint in the order in which a step uses it. Every chunk has its checksum.
 
     Several DST share the groups out among them, so that all disks are read at once.
     """

@@ -104,7 +104,10 @@ def plan(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Bytes by tier, seconds by phase.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Will it fit, and how fast: bytes per tier and component, step time by phase, every strategy, what would help."""
+    """Tell whether a model fits, and how fast it trains.
+
+    Bytes per tier and component, step time by phase, every strategy, what would help.
+    """
     values = {name: value for name, value in locals().items() if name not in _NOT_OF_A_PLAN}
     with told(debug):
         if deepspeed is not None:

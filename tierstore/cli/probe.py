@@ -40,11 +40,11 @@ def probe(
         Path | None, typer.Option(metavar="FILE", help="The table, as train, tune and plan take it, and all figures.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Rate over block size, a line per number of threads.")
+        Path | None, typer.Option(metavar="FILE.png|svg", help="Rate over block size, a line per number of threads.")
     ] = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Measure disks, links, codecs and the optimizer of this machine, alone and beside each other.
+    """Measure disks, links, codecs and optimizer of this machine. Each alone, and beside each other.
 
     What a collective costs too: torchrun --nproc-per-node 2 -m tierstore.cli probe ...
     """

@@ -26,7 +26,9 @@ def step(
     ] = None,
     depth: Annotated[
         list[int] | None,
-        typer.Option(help="Layers fetched ahead: 1 is double buffering, 2 triple; repeat it [default: 0 1 2 3 4]."),
+        typer.Option(
+            metavar="N", help="Layers fetched ahead: 1 is double buffering, 2 triple; repeat it [default: 0 1 2 3 4]."
+        ),
     ] = None,
     backward: Annotated[
         float,
@@ -57,7 +59,7 @@ def step(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Layers fetched ahead of their use, by the policy that the engine runs: what each depth gains, and what bounds."""
+    """Layers fetched ahead of their use: what each depth gains. The policy is the one that the engine runs."""
     from rich.console import Console
 
     from tierstore.apps.buckets import parse_layers
@@ -104,7 +106,7 @@ def buckets(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Step time against the size of gradient buckets, on any interconnect, from the bucket timeline."""
+    """Step time against the size of gradient buckets. On any interconnect, from the bucket timeline."""
     from rich.console import Console
 
     from tierstore.apps.buckets import SweepOptions, as_table, parse_layers, save

@@ -125,7 +125,7 @@ def train(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train a causal language model within the given memory; end with Ctrl-C, go on with --resume auto.
+    """Train a causal language model within the given memory. End with Ctrl-C, go on with --resume auto.
 
     Several ranks: torchrun --nproc-per-node 2 -m tierstore.cli train ... Memory is then per rank, --batch is that of
     all ranks together, and a store opens on any number of ranks.

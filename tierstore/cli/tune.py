@@ -50,7 +50,8 @@ def tune(
     save_record: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the recorded step.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Run the choice and other depths for real.")] = False,
     depth: Annotated[
-        list[int] | None, typer.Option(help="Depths that --measure runs, beside the chosen one [default: 0 1 2 4 8].")
+        list[int] | None,
+        typer.Option(metavar="N", help="Depths that --measure runs, beside the chosen one [default: 0 1 2 4 8]."),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of --measure.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps of each depth in a round.")] = 3,
@@ -61,7 +62,10 @@ def tune(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Predict the time of a training step for every prefetch depth, choose, say what bounds it, and check if asked."""
+    """Choose prefetch depth and schedule for a model on this machine.
+
+    The time of a step is predicted for every depth, what bounds it is said, and both are checked if asked.
+    """
     with told(debug), interruptible("interrupted; its files in --nvme are gone"):
         train = TrainOptions(
             preset=preset, config=config, checkpoint=checkpoint, gpu_memory=gpu_memory, cpu_memory=cpu_memory,
