@@ -365,6 +365,13 @@ def test_what_cannot_be_asked(arguments: list[str], sentence: str, files: list[s
     assert "Traceback" not in result.stderr
 
 
+def test_ranks_do_not_tune_side_by_side(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    result = tune(*files)
+    assert (result.exit_code, result.stderr) == (2, "tierstore: tune runs on one rank: start it without torchrun\n")
+
+
 def test_a_file_that_is_something_else(files: list[str], tmp_path: Path) -> None:
     for name, sentence, code in (("rates.json", "bandwidth table", 1), ("step.json", "must be a JSON object", 2)):
         before = (tmp_path / name).read_text()

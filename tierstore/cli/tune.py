@@ -5,15 +5,18 @@ Not here: the work (`apps/tune.py`), tables and plots (`apps/tune_views.py`). To
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tierstore.apps.launch import Launch
 from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions
 from tierstore.cli.common import Debug, directory, say, size_option, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import UpdateSchedule
+from tierstore.errors import ConfigError
 from tierstore.garbage import loading
 
 
@@ -67,6 +70,8 @@ def tune(
     The time of a step is predicted for every depth, what bounds it is said, and both are checked if asked.
     """
     with told(debug), interruptible("interrupted; its files in --nvme are gone"):
+        if Launch.of(os.environ).count > 1:
+            raise ConfigError("tune runs on one rank: start it without torchrun")
         train = TrainOptions(
             preset=preset, config=config, checkpoint=checkpoint, gpu_memory=gpu_memory, cpu_memory=cpu_memory,
             nvme=tuple(nvme or ()), dtype=dtype, batch=batch, sequence=sequence, clip=clip, update=update, chunk=chunk,
