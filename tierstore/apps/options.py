@@ -137,6 +137,11 @@ class TrainOptions:
             raise ConfigError(f"--resume {self.resume.value} needs the store to resume from: give its --nvme DIR")
 
     @property
+    def commits(self) -> bool:
+        """Whether committed steps outlive the process."""
+        return self.why_nothing_is_kept is None
+
+    @property
     def why_nothing_is_kept(self) -> str | None:
         """The reason why no step outlives the process, for a person; None if committed steps do."""
         if not self.nvme:
@@ -156,7 +161,7 @@ class TrainOptions:
     @property
     def can_go_back(self) -> bool:
         """Whether each step is committed, so that an update that was wrong can be done again."""
-        return self.why_nothing_is_kept is None and self.commit_every == 1
+        return self.commits and self.commit_every == 1
 
 
 def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:

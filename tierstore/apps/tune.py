@@ -20,7 +20,7 @@ from tierstore.apps.files import read_object, write_object
 from tierstore.apps.heap import prepare_heap
 from tierstore.apps.options import Preset, TrainOptions
 from tierstore.apps.output_files import check_outputs
-from tierstore.config import Durability, TierConfig, UpdateSchedule
+from tierstore.config import TierConfig, UpdateSchedule
 from tierstore.cores import update_threads
 from tierstore.errors import ConfigError
 from tierstore.measure.table_file import read_table
@@ -261,12 +261,8 @@ def calibrated_to(recorded: Recorded, train: TrainOptions, machine: Machine) -> 
     """
     placement = next(candidates(recorded.step, train)).placement
     whole = recorded.whole
-    policy = StepPolicy(whole.depth, whole.schedule, train.commit_every, _commits(train))
+    policy = StepPolicy(whole.depth, whole.schedule, train.commit_every, train.commits)
     return calibrated(recorded.step, placement, machine, policy, whole.computing_s, whole.step_s)
-
-
-def _commits(train: TrainOptions) -> bool:
-    return bool(train.nvme) and train.durability is Durability.COMMIT
 
 
 def _tune(
@@ -274,7 +270,7 @@ def _tune(
 ) -> Tuning:
     train = options.train
     found = list(candidates(record, train))
-    return tune(record, found, machine, commit_every=train.commit_every, commits=_commits(train), taken=taken)
+    return tune(record, found, machine, commit_every=train.commit_every, commits=train.commits, taken=taken)
 
 
 def _measure(

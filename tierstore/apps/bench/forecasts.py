@@ -43,7 +43,7 @@ def by_tune(record: StepRecord, train: TrainOptions, machine: Machine, depth: in
     from tierstore.plan.step_model import StepPolicy, forecast
 
     usual = next(candidates(record, train))
-    policy = StepPolicy(depth, usual.schedule, train.commit_every, bool(train.nvme))
+    policy = StepPolicy(depth, usual.schedule, train.commit_every, train.commits)
     return forecast(record, usual.placement, machine, policy).seconds
 
 

@@ -36,7 +36,7 @@ from tierstore.apps.bench.serve import Round
 from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import TrainOptions, options_of_object
 from tierstore.apps.trial import Trial
-from tierstore.config import Durability, MicroBatchSchedule, Tier, UpdateSchedule
+from tierstore.config import MicroBatchSchedule, Tier, UpdateSchedule
 from tierstore.plan.placement import Kind
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
@@ -219,7 +219,7 @@ def _step_s(
 ) -> float:
     """See [Note: a step's time]."""
     loops_s = (starts_s[steps + 1] - starts_s[1]) / steps
-    if not train.nvme or train.durability is Durability.NONE:
+    if not train.commits:
         return loops_s
     if train.commit_every > 1:
         return loops_s + (rested_s - starts_s[-1]) / train.commit_every
