@@ -17,7 +17,7 @@ from typing import Any
 
 from tierstore.apps.deepspeed_keys import NEEDLESS
 from tierstore.apps.files import read_object
-from tierstore.apps.options import TrainOptions, options_of_object
+from tierstore.apps.options import TrainOptions, as_option, options_of_object
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import ConfigError
 
@@ -67,7 +67,7 @@ class Translation:
         words = ["tierstore", "train"]
         for name, value in self.train.items():
             for one in value if isinstance(value, list) else [value]:
-                words += [f"--{name.replace('_', '-')}", f"{one:g}" if isinstance(one, float) else str(one)]
+                words += [as_option(name), f"{one:g}" if isinstance(one, float) else str(one)]
         return shlex.join(words)
 
 
@@ -207,7 +207,7 @@ def _tiers(given: _Given, found: Translation, gpu_memory: int | None, cpu_memory
     found.tiers["device"] = found.train["device"] = "cuda"
     for name, value in (("gpu_memory", gpu_memory), ("cpu_memory", cpu_memory)):
         if value is None:
-            found.notes.append((name, f"DeepSpeed has no budgets: give --{name.replace('_', '-')}"))
+            found.notes.append((name, f"DeepSpeed has no budgets: give {as_option(name)}"))
         else:
             found.tiers[name] = found.train[name] = value
 

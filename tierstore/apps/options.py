@@ -119,18 +119,18 @@ class TrainOptions:
                             ("threads", 1), ("prefetch_depth", 0)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ConfigError(f"--{_dashed(name)} must be at least {least}, not {value}")
+                raise ConfigError(f"{as_option(name)} must be at least {least}, not {value}")
         for name, most in (("seed", 2**63 - 1), ("threads", 1024), ("workers", 1024), ("zero", 3),
                            ("prefetch_depth", 64)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value > most:
-                raise ConfigError(f"--{_dashed(name)} must be at most {most}, not {value}")
+                raise ConfigError(f"{as_option(name)} must be at most {most}, not {value}")
         if self.chunk is not None and not 2**16 <= self.chunk <= 2**25:
             raise ConfigError(f"--chunk must be between 64KiB and 32MiB, not {format_size(self.chunk)}")
         for name in ("lr", "weight_decay", "clip"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"--{_dashed(name)} must be a number that is not negative, not {value}")
+                raise ConfigError(f"{as_option(name)} must be a number that is not negative, not {value}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
         if not self.nvme and self.resume in (Resume.MUST, Resume.PREVIOUS):
@@ -196,5 +196,6 @@ def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return found
 
 
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+def as_option(name: str) -> str:
+    """A field's name as it stands on the command line."""
+    return f"--{name.replace('_', '-')}"

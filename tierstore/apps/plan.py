@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierstore.apps.files import read_object
-from tierstore.apps.options import Precision, Preset
+from tierstore.apps.options import Precision, Preset, as_option
 from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
@@ -232,13 +232,13 @@ def _check_figures(asked: PlanOptions) -> None:
     for name, most in _MOST.items():
         value = getattr(asked, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+            raise ConfigError(f"{as_option(name)} must be at least 1, not {value}")
         if value is not None and value > most:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at most {most}, not {value}")
+            raise ConfigError(f"{as_option(name)} must be at most {most}, not {value}")
     for name in ("gpu_memory", "cpu_memory", "link"):
         value = getattr(asked, name)
         if value is not None and value <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+            raise ConfigError(f"{as_option(name)} must be above 0, not {value}")
     least, highest = _FLOPS
     if asked.flops is not None and not least <= asked.flops <= highest:  # which is false of nan
         raise ConfigError(f"--flops must be from {least:g} to {highest:g}, not {asked.flops:g}; an H100 reaches 5e14")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierstore.apps.options import TrainOptions
+from tierstore.apps.options import TrainOptions, as_option
 
 _NAMES = ("lr", "weight_decay", "warmup")
 
@@ -37,7 +37,7 @@ class Recipe:
         """Takes the stored values over."""
         for name, given in self._values.items():
             if (stored := state[name]) != given:
-                option = f"--{name.replace('_', '-')}"
+                option = as_option(name)
                 self.notes.append(f"the store keeps the {option} {stored} that it was made with; {given} is not used")
         self._values = {name: state[name] for name in _NAMES}
 

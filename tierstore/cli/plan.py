@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.apps.options import Precision, Preset
+from tierstore.apps.options import Precision, Preset, as_option
 from tierstore.cli.common import Debug, given_options, rate, size_option, told
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
@@ -144,7 +144,7 @@ def plan(
 
 
 def _refuse_options_of_a_plan(context: typer.Context) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in given_options(context) if name not in _OF_DEEPSPEED]
+    given = [as_option(name) for name in given_options(context) if name not in _OF_DEEPSPEED]
     if given:
         raise ConfigError(f"{', '.join(given)} cannot be used with --deepspeed: a translation is no plan")
 

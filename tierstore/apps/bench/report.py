@@ -22,6 +22,7 @@ from rich.table import Table
 from tierstore.apps.bench.case import BenchOptions, Row
 from tierstore.apps.bench.run import Outcome
 from tierstore.apps.files import write_object, write_text
+from tierstore.apps.options import as_option
 from tierstore.apps.plain import show_plain
 from tierstore.config import format_size, parse_size
 from tierstore.cores import available_cores
@@ -95,7 +96,7 @@ def _command(case: str, options: BenchOptions) -> str:
     for one in fields(options):
         given = getattr(options, one.name)
         for value in (given if isinstance(given, tuple) else (given,)) if given != one.default else ():
-            words += [f"--{one.name.replace('_', '-')}", *([] if value is True else [_text(one.name, value)])]
+            words += [as_option(one.name), *([] if value is True else [_text(one.name, value)])]
     return shlex.join(words)
 
 
