@@ -164,20 +164,17 @@ def situation_of(asked: PlanOptions) -> Situation:
 
 def model_of(asked: PlanOptions) -> ModelShape:
     """The model of --params, --config or --preset."""
-    given = [name for name in ("params", "config", "preset") if getattr(asked, name) is not None]
-    if len(given) != 1:
-        named = " and ".join(f"--{name}" for name in given)
-        raise ConfigError(
-            f"{named} exclude each other: each says which model to plan for" if given
-            else "which model? give --params 70e9, --config config.json or --preset 124m"
-        )  # fmt: skip
+    given = [f"--{name}" for name in ("params", "config", "preset") if getattr(asked, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other: each says which model to plan for")
     if asked.params is not None:
         return from_parameters(_count(asked.params))
     if asked.preset is not None:
         return from_config(PRESET_FIELDS[asked.preset], f"preset {asked.preset.value}")
-    path = Path(asked.config or "")
-    values = read_object(path, "configuration")
-    return from_config(values, f"{values.get('model_type')} of {path.name}")
+    if asked.config is not None:
+        values = read_object(asked.config, "configuration")
+        return from_config(values, f"{values.get('model_type')} of {asked.config.name}")
+    raise ConfigError("which model? give --params 70e9, --config config.json or --preset 124m")
 
 
 def _count(text: str) -> float:
