@@ -279,7 +279,7 @@ def _batch(given: _Given, found: Translation, ranks: int) -> None:
         micro = _divided(whole, ranks * (steps or 1))
     if steps is None and whole is not None and micro is not None:
         steps = _divided(whole, ranks * micro)
-    if None not in (whole, micro, steps) and whole != (micro or 0) * (steps or 0) * ranks:
+    if whole is not None and micro is not None and steps is not None and whole != micro * steps * ranks:
         raise ConfigError(
             f"train_batch_size {whole} is not micro-batch {micro} x accumulation {steps} x {ranks} ranks: "
             "give the number of ranks as --gpus"
