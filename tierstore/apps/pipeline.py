@@ -78,9 +78,8 @@ class PipelineOptions:
     @property
     def order(self) -> tuple[Visit, ...]:
         """The visits of a step: forward, and backward in reverse."""
-        sizes = [(index, layer.nbytes, layer.compute_s) for index, layer in enumerate(self.layers)]
-        forward = [Visit(index, nbytes, seconds, self.other_bytes) for index, nbytes, seconds in sizes]
-        back = [Visit(index, nbytes, self.backward * s, self.other_bytes) for index, nbytes, s in reversed(sizes)]
+        forward = [Visit(group, one.nbytes, one.compute_s, self.other_bytes) for group, one in enumerate(self.layers)]
+        back = [replace(visit, compute_s=self.backward * visit.compute_s) for visit in reversed(forward)]
         return (*forward, *(back if self.backward else ()))
 
     @property
