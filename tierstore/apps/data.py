@@ -47,6 +47,11 @@ class Corpus:
     description: str
     fingerprint: str
 
+    @property
+    def nbytes(self) -> int:
+        """Of both parts."""
+        return len(self.training) + len(self.held_out)
+
 
 def read_corpus(path: Path | None) -> Corpus:
     """Reads the text of a file, of a directory, or (None) of the running Python's standard library.
@@ -266,8 +271,3 @@ def _ignore_stops(worker: int) -> None:
     del worker
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def corpus_bytes(corpus: Corpus) -> int:
-    """Bytes of both parts."""
-    return len(corpus.training) + len(corpus.held_out)

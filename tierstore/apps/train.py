@@ -25,7 +25,7 @@ from tierstore.apps import outputs
 from tierstore.apps.arithmetic import slow_products_notes
 from tierstore.apps.assembly import Parts, assemble, engine_arguments
 from tierstore.apps.crew import Crew
-from tierstore.apps.data import corpus_bytes, held_out_batches
+from tierstore.apps.data import held_out_batches
 from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.metrics import StepLog, peak_resident_bytes
 from tierstore.apps.options import TrainOptions
@@ -148,7 +148,7 @@ class _Run:
                 f"{ranks} ranks{on}, ZeRO stage {options.zero}, {options.batch // ranks} of {options.batch} samples "
                 "each; places, seconds and bytes are those of rank 0, losses and tokens those of all"
             )
-        self._reporter.say(f"text: {parts.corpus.description}, {format_size(corpus_bytes(parts.corpus))}")
+        self._reporter.say(f"text: {parts.corpus.description}, {format_size(parts.corpus.nbytes)}")
         self._reporter.placement(self._engine.placement.usage())
         if options.codec is not Codec.NONE:
             self._reporter.codecs(self._engine.statistics()["codecs"])
