@@ -53,7 +53,7 @@ def verify(
 ) -> None:
     """Read every byte of a pack or a store, and name what is damaged. Exit code 1 if anything is.
 
-    Of a store that is its last generation.
+    Of a store its last generation is read.
     """
     from rich.console import Console
 
