@@ -14,8 +14,7 @@ import numpy as np
 from tierstore.archive.packing import Packed, PackOptions, pack
 from tierstore.archive.sources import open_source
 from tierstore.config import Codec
-from tierstore.pack.archive import back_to_back
-from tierstore.pack.layout import DTYPE_BITS, TensorSpec, tensor_bytes
+from tierstore.pack.layout import DTYPE_BITS, TensorSpec, back_to_back, tensor_bytes
 from tierstore.pack.validate import read_header
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]

@@ -19,11 +19,10 @@ from tierstore.pack.archive import (
     ArchiveGroup,
     archive_header,
     archive_layout,
-    back_to_back,
     chunk_count,
     read_archive,
 )
-from tierstore.pack.layout import TensorSpec
+from tierstore.pack.layout import TensorSpec, back_to_back
 from tierstore.pack.validate import Header, parse_header
 
 CHUNK = 8192

@@ -37,11 +37,10 @@ from tierstore.pack.archive import (
     ArchiveGroup,
     archive_header,
     archive_layout,
-    back_to_back,
     chunk_count,
 )
 from tierstore.pack.codecs import checksum, checksum_bytes, codec_for
-from tierstore.pack.layout import DTYPE_BITS, item_bytes
+from tierstore.pack.layout import DTYPE_BITS, back_to_back, item_bytes
 from tierstore.plan.order import execution_order, share_out
 
 Bytes = npt.NDArray[np.uint8]

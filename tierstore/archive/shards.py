@@ -11,8 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierstore.pack.archive import back_to_back
-from tierstore.pack.layout import DTYPE_BITS, TensorSpec, build_header, tensor_bytes
+from tierstore.pack.layout import DTYPE_BITS, TensorSpec, back_to_back, build_header, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,13 @@ from tierstore.pack.layout import (
     Layout,
     TensorEntry,
     TensorSpec,
+    back_to_back,
     build_header,
     check_contiguous,
     check_name,
     check_plain_name,
     lay_out,
     quoted,
-    tensor_bytes,
     unused_prefix,
 )
 from tierstore.pack.strict_json import parse_json
@@ -112,16 +112,6 @@ class Archive:
                 content_bytes = min(self.chunk_bytes, group.content_bytes - begin)
                 yield group, begin, ArchiveChunk(content_bytes, offset, stored_bytes, checksum)
                 offset += padded(stored_bytes)
-
-
-def back_to_back(tensors: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:
-    """Tensors with their places in the content of a group."""
-    entries, position = [], 0
-    for spec in tensors:
-        end = position + tensor_bytes(spec.name, spec.dtype, spec.shape)
-        entries.append(TensorEntry(spec.name, spec.dtype, spec.shape, position, end))
-        position = end
-    return tuple(entries)
 
 
 def chunk_count(content_bytes: int, chunk_bytes: int) -> int:
@@ -267,13 +257,9 @@ def _check_against(archive: Archive, header: Header) -> None:
     positions = [group.position for group in archive.groups]
     if positions != sorted(set(positions)):
         raise FormatError("the groups are not in their order")
-    encoded, begin, expected = _encoded_prefix(archive.groups), 0, []
+    encoded, begin, expected = _encoded_prefix(archive.groups), 0, list[TensorEntry]()
     for group in archive.groups:
-        position = begin
-        for spec in _as_stored(group, encoded):
-            end = position + tensor_bytes(spec.name, spec.dtype, spec.shape)
-            expected.append(TensorEntry(spec.name, spec.dtype, spec.shape, position, end))
-            position = end
+        expected += back_to_back(_as_stored(group, encoded), begin)
         begin += group.stored_bytes
     for entry in expected:
         if header.tensors.get(entry.name) != entry:

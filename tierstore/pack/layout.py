@@ -79,7 +79,7 @@ class ChunkSpec:
     @property
     def item_bytes(self) -> int:
         """Bytes of its widest element, which a codec transposes by."""
-        return max(1, *(DTYPE_BITS[dtype] // 8 for _, dtype, _ in self.sections))
+        return max(item_bytes(dtype) for _, dtype, _ in self.sections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +177,16 @@ def check_plain_name(name: str) -> None:
     check_name(name)
     if not name.isprintable() and any(letter < " " or letter == "\x7f" for letter in name):
         raise FormatError(f"the name {quoted(name)} holds a control character")
+
+
+def back_to_back(tensors: Iterable[TensorSpec], begin: int = 0) -> tuple[TensorEntry, ...]:
+    """Tensors with their places from `begin` on."""
+    entries, position = [], begin
+    for spec in tensors:
+        end = position + tensor_bytes(spec.name, spec.dtype, spec.shape)
+        entries.append(TensorEntry(spec.name, spec.dtype, spec.shape, position, end))
+        position = end
+    return tuple(entries)
 
 
 def unused_prefix(start: str, names: Iterable[str]) -> str:
@@ -301,10 +311,9 @@ def _assemble(extents: Sequence[Extent], metadata: Mapping[str, str], *, seal: b
     position, pads = 0, 0
     for extent in extents:
         begin = position
-        for tensor in extent.tensors:
-            end = position + tensor_bytes(tensor.name, tensor.dtype, tensor.shape)
-            entries.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, position, end))
-            position = end
+        for entry in back_to_back(extent.tensors, begin):
+            entries.append(entry)
+            position = entry.end
         places.append((extent.name, begin, position - begin))
         pad_bytes = padded(position) - position
         if pad_bytes:  # [Note: pads]
