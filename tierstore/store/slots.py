@@ -121,6 +121,9 @@ class SlotPack:
 
     Invariant: a write goes to the slot that `committed` does not name, so that the last committed generation stays
     whole until `commit()` says that a newer one is published.
+
+    Attributes:
+        is_coded: chunks are stored as a codec makes them.
     """
 
     def __init__(
@@ -139,29 +142,21 @@ class SlotPack:
         self._tensors = [chunk.tensors for chunk in chunks]
         self._directories = list(directories)
         self._slots = slots
-        self._is_coded = codec is not Codec.NONE
+        self.is_coded = codec is not Codec.NONE
         self._codecs = [codec_for(codec, chunk.item_bytes) for chunk in chunks]
-        build = capacity_pack if self._is_coded else slot_pack
+        build = capacity_pack if self.is_coded else slot_pack
         disks = len(self._directories)
         # Round robin: consecutive chunks are needed at the same time, so each disk reads its part of a group.
         self._layouts: list[Layout] = [build(list(chunks[disk::disks])) for disk in range(disks)]
-        self._places = [self._place(chunk.name, i % disks) for i, chunk in enumerate(chunks)]
-        self._files: list[list[BlockFile]] = []
+        spans = [self._layouts[i % disks].spans[chunk.name] for i, chunk in enumerate(chunks)]
+        self._places = [_Place(i % disks, span.offset, span.padded_bytes) for i, span in enumerate(spans)]
+        self._files: list[BlockFile] = []  # in the order of `paths`
         self._headers_to_write: list[tuple[BlockFile, Bytes]] = []
         self.current: list[ChunkRecord | None] = [None] * len(chunks)
         self.committed: list[ChunkRecord | None] = [None] * len(chunks)
 
-    def _place(self, name: str, disk: int) -> _Place:
-        span = self._layouts[disk].spans[name]
-        return _Place(disk, span.offset, span.padded_bytes)
-
     def __len__(self) -> int:
         return len(self._places)
-
-    @property
-    def is_coded(self) -> bool:
-        """Whether chunks are stored as a codec makes them."""
-        return self._is_coded
 
     @property
     def file_bytes(self) -> int:
@@ -183,7 +178,11 @@ class SlotPack:
     def location(self, index: int, record: ChunkRecord) -> tuple[Path, int, int]:
         """The file in which a state of chunk `index` lies, its offset there, and the bytes of its place."""
         place = self._places[index]
-        return self.paths()[place.disk * self._slots + record.slot], place.offset, place.padded_bytes
+        return self.paths()[self._number(place, record.slot)], place.offset, place.padded_bytes
+
+    def _number(self, place: _Place, slot: int) -> int:
+        """Which of its files, in the order of `paths`."""
+        return place.disk * self._slots + slot
 
     def create(self) -> None:
         """Make the files at full size, so that a full disk shows before the first step.
@@ -195,7 +194,7 @@ class SlotPack:
         try:
             for path, layout in zip(self.paths(), self._layouts_by_path()):
                 file = self._io.backend.create(path, layout.file_bytes)
-                self._files_append(file)
+                self._files.append(file)
                 made.append(path)
                 file.write_from(_aligned(layout.header), 0)
         except BaseException:
@@ -218,14 +217,14 @@ class SlotPack:
         for name, place, record in zip(self._names, self._places, records):
             if record is not None and not (record.slot < self._slots and 0 < record.stored_bytes <= place.padded_bytes):
                 raise FormatError(f"the store is damaged: chunk {name} of {place.padded_bytes} B has the {record}")
-        needed = {(self._places[i].disk, record.slot) for i, record in enumerate(records) if record is not None}
-        for position, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
+        needed = {self._number(self._places[i], record.slot) for i, record in enumerate(records) if record is not None}
+        for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
             with self._io.backend.calling("inspection", path):
                 is_link, size = path.is_symlink(), path.stat().st_size if path.exists() else None
             if is_link:  # it would be written to
                 leads_to = os.path.realpath(path)
                 raise FormatError(f"{path} is a link, which no store makes: it leads to {leads_to}; remove it")
-            is_needed = divmod(position, self._slots) in needed
+            is_needed = number in needed
             if size is None:
                 if is_needed:
                     advice = "restore it from a copy, or go back one with resume='previous'"
@@ -259,7 +258,7 @@ class SlotPack:
             else:
                 file = self._io.backend.create(path, layout.file_bytes)
                 is_made = True
-            self._files_append(file)
+            self._files.append(file)
             expected = _aligned(layout.header)
             header = _aligned(bytes(len(expected)))
             file.read_into(header, 0)
@@ -270,10 +269,10 @@ class SlotPack:
     def _layouts_by_path(self) -> list[Layout]:
         return [layout for layout in self._layouts for _ in range(self._slots)]
 
-    def _files_append(self, file: BlockFile) -> None:
-        if not self._files or len(self._files[-1]) == self._slots:
-            self._files.append([])
-        self._files[-1].append(file)
+    async def _run(self, link: str, index: int, priority: Priority, job: Callable[[Bytes | None], None]) -> None:
+        """One transfer of a chunk: the job gets scratch memory if chunks are coded."""
+        nbytes = self._places[index].padded_bytes
+        await self._io.run(link, self._names[index], nbytes, priority, job, is_coded=self.is_coded)
 
     async def read(
         self, index: int, array: Bytes, priority: Priority, *, record: ChunkRecord | None = None, checks: bool = True
@@ -293,11 +292,10 @@ class SlotPack:
         wanted = record or self.current[index]
         if wanted is None:
             raise FormatError(f"chunk {self._names[index]} was never written")
-        checks = checks or self._is_coded or not wanted.is_of_leaves
-        await self._io.run(
-            _READ, self._names[index], self._places[index].padded_bytes, priority,
-            lambda scratch: self.read_here(index, array, wanted, scratch, checks=checks), is_coded=self._is_coded,
-        )  # fmt: skip
+        checks = checks or self.is_coded or not wanted.is_of_leaves
+        await self._run(
+            _READ, index, priority, lambda scratch: self.read_here(index, array, wanted, scratch, checks=checks)
+        )
         return checks
 
     def read_here(
@@ -305,7 +303,7 @@ class SlotPack:
     ) -> None:
         """The job of `read`, for a worker thread that does more with the bytes in the same hop."""
         place = self._places[index]
-        file = self._files[place.disk][record.slot]
+        file = self._files[self._number(place, record.slot)]
         raw = record.stored_bytes >= place.padded_bytes
         source = array if raw or scratch is None else scratch
         length = padded(record.stored_bytes)
@@ -322,10 +320,9 @@ class SlotPack:
             ChecksumMismatch: names the chunk, its file and its tensors.
         """
         if found != record.checksum:
-            place = self._places[index]
+            path, offset, _ = self.location(index, record)
             raise ChecksumMismatch(
-                f"damaged: chunk {self._names[index]} at offset {place.offset} of "
-                f"{self._files[place.disk][record.slot].path}: "
+                f"damaged: chunk {self._names[index]} at offset {offset} of {path}: "
                 f"{record.stored_bytes} B have checksum {found:016x}, not {record.checksum:016x} as written; "
                 f"of {listed(self._tensors[index])}; restore the store from a copy, or resume='previous'"
             )
@@ -335,10 +332,9 @@ class SlotPack:
         record = self.current[index]
         if record is None:
             raise FormatError(f"chunk {self._names[index]} was never written")
-        await self._io.run(
-            _READ, self._names[index], self._places[index].padded_bytes, priority,
-            lambda scratch: job(lambda array: self.read_here(index, array, record, scratch)), is_coded=self._is_coded,
-        )  # fmt: skip
+        await self._run(
+            _READ, index, priority, lambda scratch: job(lambda array: self.read_here(index, array, record, scratch))
+        )
 
     def hurry(self) -> AbstractContextManager[None]:
         """In here somebody waits for a commit."""
@@ -352,17 +348,15 @@ class SlotPack:
         Args:
             known: the digest of `array`, if who made it computed that, too; of what is encoded it tells nothing.
         """
-        if self._is_coded:
+        if self.is_coded:
             priority = min(priority, Priority.WRITE)  # it holds scratch memory, which others wait for, while it queues
         committed = self.committed[index]
         slot = 0 if committed is None or self._slots == 1 else 1 - committed.slot
-        place = self._places[index]
         records: list[ChunkRecord] = []
-        await self._io.run(
-            _WRITE, self._names[index], place.padded_bytes, priority,
+        await self._run(
+            _WRITE, index, priority,
             lambda scratch: records.append(self._write_chunk(index, slot, array, scratch, known)),
-            is_coded=self._is_coded,
-        )
+        )  # fmt: skip
         self.current[index] = records[0]
 
     def _write_chunk(
@@ -376,7 +370,7 @@ class SlotPack:
             if encoded <= place.padded_bytes - ALIGNMENT:
                 source, stored, known = scratch, encoded, None
                 scratch[stored : padded(stored)] = 0
-        self._files[place.disk][slot].write_from(source[: padded(stored)], place.offset)
+        self._files[self._number(place, slot)].write_from(source[: padded(stored)], place.offset)
         return ChunkRecord(slot, stored, digest(source[:stored]) if known is None else known)
 
     def datasync(self) -> None:
@@ -386,9 +380,8 @@ class SlotPack:
         while self._headers_to_write:
             file, header = self._headers_to_write.pop()
             file.write_from(header, 0)
-        for files in self._files:
-            for file in files:
-                file.datasync()
+        for file in self._files:
+            file.datasync()
 
     def commit(self, records: Sequence[ChunkRecord | None]) -> None:
         """The manifest that holds `records` is published: from now on they are what must not be overwritten."""
@@ -403,7 +396,7 @@ class SlotPack:
         """Close all files, also when the system refuses one."""
         files, self._files = self._files, []
         with contextlib.ExitStack() as closing:
-            for file in (file for row in files for file in row):
+            for file in files:
                 closing.callback(file.close)
 
 
