@@ -37,7 +37,6 @@ from tierstore.pack.archive import (
     ArchiveGroup,
     archive_header,
     archive_layout,
-    chunk_count,
 )
 from tierstore.pack.codecs import checksum, checksum_bytes, codec_for
 from tierstore.pack.layout import DTYPE_BITS, back_to_back, item_bytes
@@ -50,8 +49,6 @@ _THREADS = 2 * flow.THREADS
 _ESTIMATE_MARGIN = 1.05
 """Of the bytes that a codec leaves, over what it left of the samples."""
 CHUNK_BYTES = 8 * 2**20
-_CODEC_ROOM = {Codec.NONE: 0}
-"""Chunks that a codec allocates while it works; 2 unless said here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +125,9 @@ def plan_groups(source: Source, codecs: Codecs, chunk_bytes: int) -> tuple[list[
             tensors = back_to_back([source.tensors[name].spec for name in names])
             content_bytes = tensors[-1].end
             codec = codecs.get(dtype, Codec.NONE) if content_bytes else Codec.NONE
-            lengths = [
-                min(chunk_bytes, content_bytes - number * chunk_bytes)
-                for number in range(chunk_count(content_bytes, chunk_bytes))
-            ]
             plain = ordered.name if ordered.name.isprintable() else repr(ordered.name)[1:-1]
             title = plain if len(by_dtype) == 1 else f"{plain} {dtype}"
-            chunks = tuple((length, 0) for length in lengths)
+            chunks = tuple((min(chunk_bytes, content_bytes - at), 0) for at in range(0, content_bytes, chunk_bytes))
             groups.append(ArchiveGroup(title, len(groups), codec, item_bytes(dtype), tensors, chunks))
     return groups, order.reason
 
@@ -175,7 +168,7 @@ def pack(
     ]
     archives = [replace(one, aliases=_aliases_in(one, source)) for one in archives]
     jobs_room = _room(options, groups)
-    destination = _destination(options)
+    destination = options.destinations[0] if options.names_a_file else options.destinations
     with Publication(destination, options.files, backend, overwrite=options.overwrite) as publication:
         writers = [
             _Writer(archive, dict(source.metadata), path) for archive, path in zip(archives, publication.temporaries)
@@ -184,24 +177,17 @@ def pack(
         with OpenFiles(backend) as sources, OpenFiles(backend, writable=True) as targets:
             job = _Job(source, sources, targets)
             flow.run(_in_execution_order(writers), job, jobs_room, done=lambda task, _: progress(task.content_bytes))
-            identity = _identity(writer.finished("0" * 16) for writer in writers)
-            for writer in writers:
-                writer.finish(identity, targets, backend)
-        finished = tuple(writer.finished(identity) for writer in writers)
+            identity = _identity([writer.groups() for writer in writers])
+            finished = tuple(writer.finish(identity, targets, backend) for writer in writers)
         files = publication.commit(*archive_index(finished, [writer.data_bytes for writer in writers]))
     return Packed(tuple(files), finished)
-
-
-def _destination(options: PackOptions) -> Path | list[Path]:
-    if options.names_a_file:
-        return options.destinations[0]
-    return list(options.destinations)
 
 
 def _room(options: PackOptions, groups: Sequence[ArchiveGroup]) -> flow.Room:
     largest = max((stored for group in groups for stored, _ in group.chunks), default=0)
     chunk_bytes = padded(max(largest, 1))
-    beside = max((_CODEC_ROOM.get(group.codec, 2) for group in groups), default=0) * chunk_bytes
+    # A codec allocates up to two chunks while it works.
+    beside = 2 * chunk_bytes if any(group.codec is not Codec.NONE for group in groups) else 0
     job_bytes = 2 * chunk_bytes + 2 * ALIGNMENT
     return flow.room(options.memory_bytes, job_bytes, beside_bytes=beside, threads=_THREADS)
 
@@ -211,9 +197,9 @@ def _aliases_in(archive: Archive, source: Source) -> dict[str, str]:
     return {alias: name for alias, name in sorted(source.aliases.items()) if name in names}
 
 
-def _identity(archives: Iterator[Archive]) -> str:
-    """Follows from the content: of two equal packs, and of no others."""
-    return f"{checksum_bytes(repr([archive.groups for archive in archives]).encode()):016x}"
+def _identity(groups: list[tuple[ArchiveGroup, ...]]) -> str:
+    """Follows from the content, file by file: of two equal packs, and of no others."""
+    return f"{checksum_bytes(repr(groups).encode()):016x}"
 
 
 @dataclass(eq=False)
@@ -266,17 +252,17 @@ class _Writer:
             self._is_broken = True
             self._turn.notify_all()
 
-    def finished(self, identity: str) -> Archive:
+    def groups(self) -> tuple[ArchiveGroup, ...]:
         """What the file holds, now that all chunks are written."""
-        groups = tuple(
+        return tuple(
             replace(group, chunks=tuple(self.chunks[group.position, number] for number in range(len(group.chunks))))
             for group in self.archive.groups
         )
-        return replace(self.archive, identity=identity, groups=groups)
 
-    def finish(self, identity: str, targets: OpenFiles, backend: Backend) -> None:
+    def finish(self, identity: str, targets: OpenFiles, backend: Backend) -> Archive:
         """Write the header, last: before it, the file is no pack."""
-        header = archive_header(self.finished(identity), self.metadata, self.data_start)
+        archive = replace(self.archive, identity=identity, groups=self.groups())
+        header = archive_header(archive, self.metadata, self.data_start)
         backend.truncate(self.path, self._end)
         file = targets(self.path)
         room = np.empty(len(header) + ALIGNMENT, np.uint8)
@@ -284,6 +270,7 @@ class _Writer:
         room[:] = np.frombuffer(header, np.uint8)
         file.write_from(room, 0)
         file.datasync()
+        return archive
 
 
 @dataclass(frozen=True, slots=True)
