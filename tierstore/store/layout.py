@@ -196,7 +196,7 @@ def _recorded_group(row: Mapping[str, Any]) -> GroupSpec:
     return GroupSpec(row["name"], row["dtype"], row["trainable"], tuple(parameters))
 
 
-def check_same_model(stored: Any, groups: Sequence[GroupSpec], claim: str) -> None:
+def check_same_model(stored: Mapping[str, Any], groups: Sequence[GroupSpec], claim: str) -> None:
     """Refuse another model with the first difference.
 
     Args:
@@ -207,14 +207,14 @@ def check_same_model(stored: Any, groups: Sequence[GroupSpec], claim: str) -> No
         ConfigError: nothing was changed.
     """
 
-    def flat(description: Any) -> dict[str, str]:
+    def flat(groups: Sequence[GroupSpec]) -> dict[str, str]:
         return {
-            name: f"{group['dtype']} {tuple(shape)}{'' if group['trainable'] else ' frozen'} in group {group['name']}"
-            for group in description
-            for name, shape in group["parameters"]
+            p.name: f"{group.dtype} {p.shape}{'' if group.trainable else ' frozen'} in group {group.name}"
+            for group in groups
+            for p in group.parameters
         }
 
-    theirs, ours = flat(stored["groups"]), flat(fingerprint(groups, 0, 0, "")["groups"])
+    theirs, ours = flat(recorded_groups(stored)), flat(groups)
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
             raise ConfigError(
