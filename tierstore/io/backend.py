@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tierstore.alignment import ALIGNMENT as ALIGNMENT  # for those who open files
 from tierstore.errors import ClosedError
 from tierstore.io.block_file import BlockFile as BlockFile  # as `storage_errors`: for those who use a backend
 from tierstore.io.block_file import storage_error
