@@ -119,7 +119,7 @@ def map_at(address: int) -> None:
 def test_a_mapping_forgotten_in_the_child_is_not_unmapped_there(is_closed: bool) -> None:
     """Its address may belong to something newer in the child."""
     arenas = [Arena(2**22)]
-    address = arenas[0]._address
+    address = arenas[0]._bytes.ctypes.data
     views = [arenas[0].pool("test", 4096)._memory]  # what waits for the collector may hold one
     if is_closed:
         arenas[0].close()

@@ -20,6 +20,7 @@ from tierstore.config import Codec
 from tierstore.cores import available_cores
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
+from tierstore.io.memory import aligned_room
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
 from tierstore.pack.layout import item_bytes
 from tierstore.plan.archive_codec import Choice, choose_for_archive
@@ -71,10 +72,9 @@ def _samples(tensors: Sequence[SourceTensor], files: OpenFiles, chunk_bytes: int
     samples = []
     for tensor in large[:: max(1, len(large) // _SAMPLES)][:_SAMPLES]:
         nbytes = min(chunk_bytes, _nbytes(tensor))
-        room: Bytes = np.empty(nbytes + 3 * ALIGNMENT, np.uint8)
         sample: Bytes = np.empty(nbytes, np.uint8)
         begin = (_nbytes(tensor) - nbytes) // 2 // ALIGNMENT * ALIGNMENT
-        Content(tensor.pieces).read(files, begin, sample, room[-room.ctypes.data % ALIGNMENT :])
+        Content(tensor.pieces).read(files, begin, sample, aligned_room(nbytes + 2 * ALIGNMENT))
         samples.append(sample)
     return samples
 

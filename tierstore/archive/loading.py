@@ -11,7 +11,6 @@ there. So each chunk's pages are touched before the chunk is handed to a thread,
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from tierstore.archive.reading import read_content
 from tierstore.config import Codec
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
-from tierstore.io.memory import HUGE_PAGE_BYTES
+from tierstore.io.memory import HUGE_PAGE_BYTES, aligned_room, huge_pages
 from tierstore.pack.archive import ArchiveGroup
 from tierstore.pack.layout import TensorEntry, quoted
 
@@ -90,13 +89,7 @@ def _wanted(files: Sequence[ArchiveFile], names: Iterable[str] | None) -> dict[s
 def _mapping(group: ArchiveGroup) -> Bytes:
     """Memory for a group, at a huge-page boundary; what is never read takes none."""
     size = padded(group.content_bytes)
-    if size < HUGE_PAGE_BYTES:
-        whole: Bytes = np.empty(size + 4096, np.uint8)
-        return whole[-whole.ctypes.data % 4096 :][:size]
-    mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(mapping, np.uint8)
-    return whole[-whole.ctypes.data % HUGE_PAGE_BYTES :][:size]
+    return aligned_room(size) if size < HUGE_PAGE_BYTES else huge_pages(size)[1]
 
 
 def _fill(files: Sequence[ArchiveFile], wanted: Collection[str], memory: Mapping[int, Bytes]) -> None:

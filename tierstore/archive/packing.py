@@ -31,6 +31,7 @@ from tierstore.archive.sources import TORCH_SUFFIXES, Source
 from tierstore.config import Codec
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
+from tierstore.io.memory import aligned_copy
 from tierstore.pack.archive import (
     LARGEST_CHUNK_BYTES,
     Archive,
@@ -265,10 +266,7 @@ class _Writer:
         header = archive_header(archive, self.metadata, self.data_start)
         backend.truncate(self.path, self._end)
         file = targets(self.path)
-        room = np.empty(len(header) + ALIGNMENT, np.uint8)
-        room = room[-room.ctypes.data % ALIGNMENT :][: len(header)]
-        room[:] = np.frombuffer(header, np.uint8)
-        file.write_from(room, 0)
+        file.write_from(aligned_copy(header), 0)
         file.datasync()
         return archive
 

@@ -1,6 +1,6 @@
 """One arena of host memory, cut into pools that lend buffers.
 
-Scope: the mapping, first-fit allocation, first-come waiting, leases.
+Scope: the mapping, first-fit allocation, first-come waiting, leases; aligned memory of one's own.
 Not here: what is worth keeping in memory (see `plan/`); pinning calls (see `device/`, passed in as functions).
 Owner: the loop thread owns pools and leases; no lock is taken. The bytes of a lease belong to its holder.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.alignment import padded
+from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import format_size
 from tierstore.errors import BudgetError, ClosedError
 from tierstore.io.fork import ForkAware, unshare
@@ -25,6 +25,30 @@ from tierstore.io.fork import ForkAware, unshare
 HUGE_PAGE_BYTES = 2 * 2**20
 
 Bytes = npt.NDArray[np.uint8]
+
+
+def huge_pages(nbytes: int) -> tuple[mmap.mmap, Bytes]:
+    """A private anonymous mapping that asks for huge pages, and its bytes, from a huge-page boundary on.
+
+    numpy holds the mapping: it is unmapped when the last view of it is gone, never under one.
+    """
+    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole: Bytes = np.frombuffer(mapping, dtype=np.uint8)
+    return mapping, whole[-whole.ctypes.data % HUGE_PAGE_BYTES :][:nbytes]
+
+
+def aligned_room(nbytes: int) -> Bytes:
+    """New memory that O_DIRECT takes, beside all arenas; contents undefined."""
+    room: Bytes = np.empty(nbytes + ALIGNMENT, np.uint8)
+    return room[-room.ctypes.data % ALIGNMENT :][:nbytes]
+
+
+def aligned_copy(data: bytes) -> Bytes:
+    """`data` in such memory."""
+    room = aligned_room(len(data))
+    room[:] = np.frombuffer(data, np.uint8)
+    return room
 
 
 class Arena(ForkAware):
@@ -52,17 +76,11 @@ class Arena(ForkAware):
         self._pools: dict[str, Pool] = {}
         self._lent_out_bytes = 0
         self._unregister = unregister
-        # One huge page more, so that the first byte lent can stand on a huge-page boundary.
-        mapping = mmap.mmap(-1, self.capacity_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping, memory = huge_pages(self.capacity_bytes)
         unshare(mapping)
-        whole: Bytes = np.frombuffer(mapping, dtype=np.uint8)
-        skip = -whole.ctypes.data % HUGE_PAGE_BYTES
-        # numpy holds the mapping: it is unmapped when the last view of it is gone, never under one.
-        self._bytes: Bytes | None = whole[skip : skip + self.capacity_bytes]
-        self._address = whole.ctypes.data + skip
+        self._bytes: Bytes | None = memory
         if register is not None and self.capacity_bytes:
-            register(self._address, self.capacity_bytes)
+            register(memory.ctypes.data, self.capacity_bytes)
 
     def pool(self, name: str, capacity_bytes: int) -> Pool:
         """A new pool over its own contiguous range (capacity rounded up to 4096).
@@ -97,7 +115,7 @@ class Arena(ForkAware):
         leaked = [lease for pool in self._pools.values() for lease in pool.close()]
         if not leaked and self._bytes is not None:
             if self._unregister is not None and self.capacity_bytes:
-                self._unregister(self._address, self.capacity_bytes)
+                self._unregister(self._bytes.ctypes.data, self.capacity_bytes)
             self._bytes = None  # not before: with its last view the mapping goes
         return leaked
 

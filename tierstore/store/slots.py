@@ -21,7 +21,7 @@ from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Codec
 from tierstore.errors import ChecksumMismatch, FormatError, StorageError
 from tierstore.io.backend import Backend, BlockFile
-from tierstore.io.memory import Pool
+from tierstore.io.memory import Pool, aligned_copy, aligned_room
 from tierstore.io.meter import LinkMeter
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.digests import digest
@@ -196,7 +196,7 @@ class SlotPack:
                 file = self._io.backend.create(path, layout.file_bytes)
                 self._files.append(file)
                 made.append(path)
-                file.write_from(_aligned(layout.header), 0)
+                file.write_from(aligned_copy(layout.header), 0)
         except BaseException:
             self.close()
             for path in made:
@@ -259,8 +259,8 @@ class SlotPack:
                 file = self._io.backend.create(path, layout.file_bytes)
                 is_made = True
             self._files.append(file)
-            expected = _aligned(layout.header)
-            header = _aligned(bytes(len(expected)))
+            expected = aligned_copy(layout.header)
+            header = aligned_room(len(expected))
             file.read_into(header, 0)
             if not np.array_equal(header, expected):
                 self._headers_to_write.append((file, expected))
@@ -398,11 +398,3 @@ class SlotPack:
         with contextlib.ExitStack() as closing:
             for file in files:
                 closing.callback(file.close)
-
-
-def _aligned(data: bytes) -> Bytes:
-    """A copy that O_DIRECT takes; headers are whole pages."""
-    room = np.empty(len(data) + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    room[start : start + len(data)] = np.frombuffer(data, np.uint8)
-    return room[start : start + len(data)]

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from tierstore.alignment import ALIGNMENT, padded
@@ -21,6 +20,7 @@ from tierstore.archive.dtypes import TORCH_DTYPES, torch_dtype
 from tierstore.archive.sources import INDEX, SINGLE, weight_map
 from tierstore.errors import FormatError
 from tierstore.io.backend import Backend, BlockFile
+from tierstore.io.memory import aligned_room
 from tierstore.pack.validate import read_header
 from tierstore.train.filling import PIECE_ELEMENTS
 
@@ -61,9 +61,7 @@ class CheckpointFiles:
             self._open[path] = self._backend.open(path)
             self._stack.callback(self._open[path].close)
         first, end = begin - begin % ALIGNMENT, begin + elements * dtype.itemsize
-        room = np.empty(end - first + 2 * ALIGNMENT, np.uint8)
-        room = room[-room.ctypes.data % ALIGNMENT :]
-        room = room[: padded(end - first)]
+        room = aligned_room(padded(end - first))
         self._open[path].read_into(room, first, required_bytes=end - first)
         content = torch.from_numpy(room)[begin - first : end - first]
         # Old files have headers of any length: a view of another dtype wants a multiple of its size.
