@@ -107,7 +107,7 @@ def test_slot_pack_keeps_the_order_of_sections(tmp_path: Path) -> None:
         ChunkSpec("h.0/state/0", (("exp_avg", "F32", 1000), ("exp_avg_sq", "F32", 1000), ("residual", "I16", 1000))),
         ChunkSpec("h.0/state/1", (("exp_avg", "F32", 3), ("exp_avg_sq", "F32", 3), ("residual", "I16", 3))),
     ]
-    layout = slot_pack(chunks, {"tierstore": "{}"})
+    layout = slot_pack(chunks)
     data = write(tmp_path / "x.safetensors", layout)
     loaded = load_file(tmp_path / "x.safetensors")
     span = layout.spans["h.0/state/1"]

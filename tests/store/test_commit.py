@@ -159,17 +159,17 @@ class TestDirectories:
         def scenario(backend: FaultyBackend) -> None:
             directories = [tmp_path / f"{next(runs)}{name}" for name in "ab"]
             for path in directories:
-                claim_directory(path)
+                claim_directory(path, Backend())
             try:
                 begin_store(directories, backend)
             except StorageError:
-                begin_store(directories)
+                begin_store(directories, Backend())
                 raise
             finally:
                 known = [identity_of(path) for path in directories]
                 store = known[0].store if known[0] else ""
                 assert known == [Identity(store, 0, 2), Identity(store, 1, 2)]
-                end_store_making(directories)
+                end_store_making(directories, Backend())
                 assert not any(map(os.listdir, directories))
 
         for backend in each_fault(EIO, scenario):
@@ -182,15 +182,15 @@ def test_a_store_that_another_run_has_begun_meanwhile(tmp_path: Path) -> None:
     for name in ("manifest-000000000000.json", "weights.a.safetensors"):
         (tmp_path / name).touch()
     with pytest.raises(ConfigError, match="holds generation 0 of a run that has begun there in this moment; go on"):
-        begin_store([tmp_path])
+        begin_store([tmp_path], Backend())
 
 
 def test_a_store_in_fewer_directories_than_one_that_was_broken_off_there(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     for path in (first, second):
-        claim_directory(path)
-    begin_store([first, second])
-    begin_store([first])
+        claim_directory(path, Backend())
+    begin_store([first, second], Backend())
+    begin_store([first], Backend())
     assert identity_of(first) is None
     assert identity_of(second) is not None
 

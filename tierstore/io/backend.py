@@ -122,14 +122,14 @@ class Backend:
         """
         self._refusal = reason
 
-    def create(self, path: Path, size_bytes: int, mode: int = 0o600) -> BlockFile:
+    def create(self, path: Path, size_bytes: int) -> BlockFile:
         """A new file with all its space allocated, so that a full disk is found before anything is written.
 
         Raises:
             StorageFull: not enough space; the new file was removed again.
             StorageError: it exists already (and was left alone), or the system refused (and it was removed).
         """
-        descriptor = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        descriptor = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             try:
                 if size_bytes:

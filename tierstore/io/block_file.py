@@ -64,9 +64,7 @@ class BlockFile(ForkAware):
         is_counted: its transfers are part of the backend's traffic.
     """
 
-    def __init__(
-        self, backend: Backend, path: Path, descriptor: int, direct: bool, *, is_counted: bool = True
-    ) -> None:
+    def __init__(self, backend: Backend, path: Path, descriptor: int, *, direct: bool, is_counted: bool) -> None:
         super().__init__()
         self.path = path
         self.direct = direct

@@ -79,22 +79,16 @@ class WorkerPool(ForkAware):
     Args:
         keep_failure: told of an error in a job whose waiter was cancelled meanwhile (`Runtime.keep_failure`);
             None: the loop's exception handler is.
-        clock: seconds, monotonic.
     """
 
     def __init__(
-        self,
-        name: str,
-        threads: int,
-        keep_failure: Callable[[BaseException], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, name: str, threads: int, keep_failure: Callable[[BaseException], None] | None = None
     ) -> None:
         super().__init__()
         if threads < 1:
             raise ValueError(f"pool {name!r} needs at least one thread, not {threads}")
         self.name = name
         self._keep_failure = keep_failure
-        self._clock = clock
         self._queues: tuple[deque[_Work[Any]], ...] = tuple(deque() for _ in Priority)
         self._order = _USUAL
         self._hurries = 0
@@ -161,7 +155,7 @@ class WorkerPool(ForkAware):
 
     def in_flight(self) -> list[str]:
         """One line per running job, with the stack of its thread, and one for those that wait. Any thread."""
-        now, running, lines = self._clock(), self._running.copy(), []
+        now, running, lines = time.monotonic(), self._running.copy(), []
         for thread in self._threads:
             if thread.name in running:
                 work, start = running[thread.name]
@@ -194,9 +188,9 @@ class WorkerPool(ForkAware):
                 self._is_closed = True  # last: who closes again after an interrupt puts them all
         if not self._is_started:
             return
-        deadline = self._clock() + timeout_s
+        deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, deadline - self._clock()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             raise Timeout(
                 f"worker pool {self.name!r} did not end within {timeout_s} s; in flight: {'; '.join(self.in_flight())}"
@@ -233,7 +227,7 @@ class WorkerPool(ForkAware):
         try:
             while self._tokens.get():
                 if (work := self._next()) is not None:
-                    self._running[name] = (work, self._clock())
+                    self._running[name] = (work, time.monotonic())
                     _run(work)
                     del self._running[name]
                 del work  # an idle thread keeps no buffer or tensor alive

@@ -271,7 +271,7 @@ def lay_out(extents: Sequence[Extent], metadata: Mapping[str, str] | None = None
     return _assemble(ordered, metadata or {}, seal=seal)
 
 
-def slot_pack(chunks: Sequence[ChunkSpec], metadata: Mapping[str, str] | None = None) -> Layout:
+def slot_pack(chunks: Sequence[ChunkSpec]) -> Layout:
     """A pack of chunks, each an aligned span of 1-D tensors in the order given.
 
     Raises:
@@ -288,17 +288,17 @@ def slot_pack(chunks: Sequence[ChunkSpec], metadata: Mapping[str, str] | None = 
             position += tensor_bytes(spec.name, dtype, spec.shape)
             tensors.append(spec)
         extents.append(Extent(chunk.name, tuple(tensors)))
-    return _assemble(extents, metadata or {})
+    return _assemble(extents, {})
 
 
-def capacity_pack(chunks: Sequence[ChunkSpec], metadata: Mapping[str, str] | None = None) -> Layout:
+def capacity_pack(chunks: Sequence[ChunkSpec]) -> Layout:
     """A pack of the same chunks as opaque U8 tensors of fixed capacity, named as the chunks: for encoded chunks."""
     extents, contents = [], []
     for chunk in chunks:
         content_bytes = sum(tensor_bytes(f"{chunk.name}.{name}", dtype, (n,)) for name, dtype, n in chunk.sections)
         contents.append(content_bytes)
         extents.append(Extent(chunk.name, (TensorSpec(chunk.name, "U8", (padded(content_bytes),)),)))
-    layout = _assemble(extents, metadata or {})
+    layout = _assemble(extents, {})
     for span, content_bytes in zip(list(layout.spans.values()), contents, strict=True):
         layout.spans[span.name] = Span(span.name, span.offset, content_bytes, span.padded_bytes)
     return layout

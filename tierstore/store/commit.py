@@ -153,7 +153,7 @@ def _in_use(path: Path) -> StoreLocked:
     return StoreLocked(f"the store {path.parent} is in use by process {process}{what}, or choose another directory")
 
 
-def claim_directory(path: Path, backend: Backend | None = None) -> bool:
+def claim_directory(path: Path, backend: Backend) -> bool:
     """Make a store directory (0700), or accept one that holds nothing but a store.
 
     Directories above it are made too; the name of each new one is durable on return.
@@ -164,7 +164,6 @@ def claim_directory(path: Path, backend: Backend | None = None) -> bool:
         ConfigError: it holds files that no store made; nothing was changed.
         StorageError: it cannot be made or written.
     """
-    backend = backend or Backend()
     try:
         is_made = backend.make_directories(path, 0o700)
         if not path.is_dir():
@@ -226,7 +225,7 @@ def mark_unfinished(directories: Sequence[Path], backend: Backend) -> None:
         backend.sync_directory(directory)
 
 
-def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> None:
+def begin_store(directories: Sequence[Path], backend: Backend) -> None:
     """Mark directories as those of a store that holds no generation yet; what such a store has left is removed.
 
     The mark tells packs that nobody needs from those of a store whose manifests are elsewhere: its directories were
@@ -236,7 +235,6 @@ def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> 
         ConfigError: one holds packs or manifests of a store; nothing was changed.
         StorageError: what is left is marked, or nothing.
     """
-    backend = backend or Backend()
     if numbers := Manifests(directories[0], backend).numbers():
         raise ConfigError(
             f"{directories[0]} holds generation {numbers[0]} of a run that has begun there in this moment; go on "
@@ -259,12 +257,11 @@ def begin_store(directories: Sequence[Path], backend: Backend | None = None) -> 
     _identify(directories, backend)
 
 
-def end_store_making(directories: Sequence[Path], backend: Backend | None = None) -> None:
+def end_store_making(directories: Sequence[Path], backend: Backend) -> None:
     """Take away the mark of `begin_store`: the store holds a generation, or nothing, and then no identity either.
 
     Directories that hold a generation belong together, which they say from now on: an older release did not write it.
     """
-    backend = backend or Backend()
     names = [UNFINISHED]  # last: what is marked can be removed
     known = [identity_of(directory) for directory in directories]
     if not Manifests(directories[0], backend).numbers():

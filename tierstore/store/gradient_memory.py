@@ -33,7 +33,7 @@ class GradientMemory:
         copy: which of the gradients it is that share the pool.
     """
 
-    def __init__(self, placement: Placement, pool: Pool, staging: Pool, copy: int = 0) -> None:
+    def __init__(self, placement: Placement, pool: Pool, staging: Pool, copy: int) -> None:
         self.staging = staging
         self._placement = placement
         self._pool = pool
