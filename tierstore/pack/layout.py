@@ -86,12 +86,10 @@ class ChunkSpec:
 class Span:
     """Where an extent or chunk stands: `offset` counts from the start of the file, a multiple of 4096.
 
-    `padded_bytes` is what one aligned transfer moves; the first `content_bytes` of it are the extent.
+    `padded_bytes` is what one aligned transfer moves.
     """
 
-    name: str
     offset: int
-    content_bytes: int
     padded_bytes: int
 
 
@@ -293,15 +291,11 @@ def slot_pack(chunks: Sequence[ChunkSpec]) -> Layout:
 
 def capacity_pack(chunks: Sequence[ChunkSpec]) -> Layout:
     """A pack of the same chunks as opaque U8 tensors of fixed capacity, named as the chunks: for encoded chunks."""
-    extents, contents = [], []
+    extents = []
     for chunk in chunks:
         content_bytes = sum(tensor_bytes(f"{chunk.name}.{name}", dtype, (n,)) for name, dtype, n in chunk.sections)
-        contents.append(content_bytes)
         extents.append(Extent(chunk.name, (TensorSpec(chunk.name, "U8", (padded(content_bytes),)),)))
-    layout = _assemble(extents, {})
-    for span, content_bytes in zip(list(layout.spans.values()), contents, strict=True):
-        layout.spans[span.name] = Span(span.name, span.offset, content_bytes, span.padded_bytes)
-    return layout
+    return _assemble(extents, {})
 
 
 def _assemble(extents: Sequence[Extent], metadata: Mapping[str, str], *, seal: bool = False) -> Layout:
@@ -314,16 +308,15 @@ def _assemble(extents: Sequence[Extent], metadata: Mapping[str, str], *, seal: b
         for entry in back_to_back(extent.tensors, begin):
             entries.append(entry)
             position = entry.end
-        places.append((extent.name, begin, position - begin))
-        pad_bytes = padded(position) - position
-        if pad_bytes:  # [Note: pads]
+        if pad_bytes := padded(position) - position:  # [Note: pads]
             entries.append(TensorEntry(f"{prefix}{pads}", "U8", (pad_bytes,), position, position + pad_bytes))
             position += pad_bytes
             pads += 1
+        places.append((extent.name, begin, position))
     complete = {**metadata, PAD_KEY: prefix} if pads else dict(metadata)
     header = build_header(entries, complete, seal=seal)
     start = len(header)
-    spans = {name: Span(name, start + begin, size, padded(size)) for name, begin, size in places}
+    spans = {name: Span(start + begin, end - begin) for name, begin, end in places}
     if len(spans) != len(extents):
         raise FormatError(f"{len(extents) - len(spans)} extent names stand twice in one pack")
     return Layout(tuple(entries), spans, header, start + position, complete)
