@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,16 +29,14 @@ class OpenFiles(contextlib.ExitStack):
 
     def __init__(self, backend: Backend, *, writable: bool = False, direct: bool = True) -> None:
         super().__init__()
-        self._backend = backend
-        self._mode = (writable, direct)
+        self._open = partial(backend.open, writable=writable, direct=direct)
         self._files: dict[Path, BlockFile] = {}
         self._lock = threading.Lock()
 
     def __call__(self, path: Path) -> BlockFile:
         with self._lock:
             if path not in self._files:
-                writable, direct = self._mode
-                self._files[path] = self._backend.open(path, writable, direct=direct)
+                self._files[path] = self._open(path)
                 self.callback(self._files[path].close)
             return self._files[path]
 
