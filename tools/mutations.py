@@ -404,7 +404,7 @@ MUTATIONS: Sequence[Mutation] = (
         "self.sync_directory(directory.parent)", POWER_CUT,
     ),
     Mutation(
-        "the mark of an unfinished store comes first", "store/commit.py mark_unfinished",
+        "the mark of an unfinished store comes first", "store/directories.py mark_unfinished",
         "backend.sync_directory(directory)", "store/test_power_cut.py::test_of_a_store_that_is_made",
     ),
     Mutation(
@@ -435,7 +435,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a lock that was removed meanwhile", "io/files.py locked_file", "if is_at(path, descriptor):",
-        "store/test_commit.py::TestLock", "if True:",
+        "store/test_lock.py", "if True:",
     ),
     Mutation(
         "a store that was moved", "store/commit.py Manifests._capture", "self._check_in_place()",
@@ -450,19 +450,19 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_recovery.py::TestMovedAway",
     ),
     Mutation(
-        "ranks that outlive their leader", "store/commit.py StoreLock.add", "self._refuse_members(directory)",
-        "store/test_commit.py",
+        "ranks that outlive their leader", "store/lock.py StoreLock.add", "self._refuse_members(directory)",
+        "store/test_lock.py",
     ),
     Mutation(
         "a child lets go of the lock", "io/fork.py _mark_inherited", "item.let_go()",
-        "store/test_commit.py::TestLock",
+        "store/test_lock.py",
     ),
     Mutation(
         "a child unmaps nothing of its parent", "io/fork.py _mark_inherited",
         "ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))", "io/test_fork.py",
     ),
     never(
-        "directories of others are refused", "store/commit.py claim_directory", "if strangers:",
+        "directories of others are refused", "store/directories.py claim_directory", "if strangers:",
         "train/test_bad_input.py",
     ),
     # Stores of tensors.

@@ -25,7 +25,7 @@ from tierstore.errors import ClosedError, StorageError, StoreLocked, TierstoreEr
 from tierstore.io.runtime import Runtime
 from tierstore.io.watch import Watch
 from tierstore.io.workers import WorkerPool
-from tierstore.store.commit import StoreLock
+from tierstore.store.lock import StoreLock
 from tierstore.store.owner import LoopOwner
 from tierstore.store.updates import UpdatePipeline
 from tierstore.train import assembly

@@ -41,8 +41,9 @@ from tierstore.device.streams import Mark
 from tierstore.device.transfers import CpuDevice
 from tierstore.errors import BudgetError, ChecksumMismatch, ClosedError, ConfigError, StorageError, StoreLocked, Timeout
 from tierstore.store.buffers import plan_buffers
-from tierstore.store.commit import Generation, Manifests
+from tierstore.store.commit import Manifests
 from tierstore.store.extents import ExtentLayout
+from tierstore.store.manifest import Generation
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

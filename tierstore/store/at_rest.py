@@ -19,8 +19,8 @@ from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import init_state, read_master, state_bytes_per_element, write_master
 from tierstore.kernels.elements import elements_of, to_float
 from tierstore.plan.placement import Kind, Placement
-from tierstore.store.commit import Generation
 from tierstore.store.layout import ChunkIndex, GroupSpec
+from tierstore.store.manifest import Generation
 from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.slots import Bytes, SlotPack
 from tierstore.store.tasks import together

@@ -15,10 +15,10 @@ from typing import Any
 from tierstore.errors import ConfigError
 from tierstore.io.memory import Lease
 from tierstore.plan.placement import Kind, Placement
-from tierstore.store.commit import COMMIT, PER_RANK, Generation
+from tierstore.store.commit import COMMIT, PER_RANK
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, GroupSpec
-from tierstore.store.manifest import Captured
+from tierstore.store.manifest import Captured, Generation
 from tierstore.store.rounds import Round
 from tierstore.store.slots import ChunkRecord, SlotPack
 from tierstore.store.store_files import StoreFiles

@@ -17,7 +17,9 @@ from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.runtime import Runtime
 from tierstore.pack.layout import listed
-from tierstore.store.commit import Manifests, StoreLock, end_store_making, identity_of, mark_unfinished
+from tierstore.store.commit import Manifests
+from tierstore.store.directories import end_store_making, identity_of, mark_unfinished
+from tierstore.store.lock import StoreLock
 from tierstore.store.names import holds_data, is_a_lock, is_of_a_store, marks_a_store
 
 

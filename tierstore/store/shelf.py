@@ -25,8 +25,11 @@ from tierstore.config import Codec, Resume
 from tierstore.errors import ClosedError, ConfigError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
+from tierstore.store.commit import Manifests
+from tierstore.store.directories import begin_store, claim_directory, end_store_making
 from tierstore.store.extents import ExtentLayout
+from tierstore.store.lock import StoreLock
+from tierstore.store.manifest import Generation
 from tierstore.store.routes import Nowhere, PackPlace, Place, Route
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 

@@ -19,8 +19,11 @@ from typing import Any
 from tierstore.config import Tier, TierConfig, format_size
 from tierstore.errors import FormatError, StorageFull
 from tierstore.plan.placement import Kind, Placement
-from tierstore.store.commit import Generation, Manifests, StoreLock, begin_store, claim_directory, end_store_making
+from tierstore.store.commit import Manifests
+from tierstore.store.directories import begin_store, claim_directory, end_store_making
 from tierstore.store.layout import Codecs, GroupSpec, chunk_specs, fingerprint
+from tierstore.store.lock import StoreLock
+from tierstore.store.manifest import Generation
 from tierstore.store.slots import SLOT_NAMES, ChunkIO, SlotPack
 from tierstore.store.team import Team, all_succeed, leads
 

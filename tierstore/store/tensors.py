@@ -32,10 +32,10 @@ from tierstore.io.tasks import to_the_end
 from tierstore.io.watch import Watch
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.buffers import DEFAULT_CHUNK_BYTES, BufferPlan, plan_buffers
-from tierstore.store.commit import Generation
 from tierstore.store.copies import DeviceTier
 from tierstore.store.entries import Entry, Homes, recorded_entries
 from tierstore.store.extents import ExtentLayout, check_tensors
+from tierstore.store.manifest import Generation
 from tierstore.store.owner import LoopOwner
 from tierstore.store.routes import Given, Route, flattened, taken
 from tierstore.store.shelf import Directories, Shelf

@@ -24,10 +24,11 @@ from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.placement import Kind, Placement
 from tierstore.store.at_rest import ChunksAtRest
 from tierstore.store.budget import ByteBudget
-from tierstore.store.commit import Generation, StoreLock
 from tierstore.store.gradient_memory import GradientMemory
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, Codecs, GroupSpec
+from tierstore.store.lock import StoreLock
+from tierstore.store.manifest import Generation
 from tierstore.store.marks import Marks
 from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.publishing import Commits

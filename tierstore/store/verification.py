@@ -20,8 +20,9 @@ from tierstore.io.backend import Backend
 from tierstore.io.workers import WorkerPool
 from tierstore.pack.layout import ChunkSpec
 from tierstore.plan.placement import Kind
-from tierstore.store.commit import Generation, Manifests
+from tierstore.store.commit import Manifests
 from tierstore.store.layout import Codecs, chunk_specs, recorded_codecs, recorded_groups
+from tierstore.store.manifest import Generation
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 
 

@@ -24,8 +24,9 @@ from tierstore.kernels import warm_up
 from tierstore.plan.placement import Placement, Request
 from tierstore.plan.schedules import settled
 from tierstore.plan.tiers import place
-from tierstore.store.commit import Generation, StoreLock
 from tierstore.store.layout import check_same_frozen, check_same_model
+from tierstore.store.lock import StoreLock
+from tierstore.store.manifest import Generation
 from tierstore.store.team import leads
 from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer

@@ -35,8 +35,8 @@ from tierstore.pack.codec_rates import COMPRESSING, measure_codec
 from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plan.codec_choice import CodecChoice, Conditions, choose_codec
 from tierstore.plan.placement import Kind
-from tierstore.store.commit import Generation
 from tierstore.store.layout import Codecs, GroupSpec, chunk_specs, recorded_codecs
+from tierstore.store.manifest import Generation
 from tierstore.train.filling import Piece
 from tierstore.train.partition import Partition
 

@@ -15,7 +15,9 @@ from tierstore.config import Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.errors import ChecksumMismatch, ConfigError, FormatError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
-from tierstore.store.commit import COMMIT, Generation, Manifests, StoreLock
+from tierstore.store.commit import COMMIT, Manifests
+from tierstore.store.lock import StoreLock
+from tierstore.store.manifest import Generation
 from tierstore.store.team import Team, leads
 from tierstore.store.training import TrainingStore
 from tierstore.train.capture import check_captured

@@ -1,0 +1,142 @@
+"""The directories of a store: made or accepted, told apart, and marked until they hold a generation.
+
+Scope: which directories a store may have; what is left there of one that was never finished.
+Not here: their lock (`lock.py`), packs (`slots.py`) and manifests (`commit.py`); removing a store (`removal.py`).
+Owner: none; the caller holds the lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tierstore.errors import ConfigError, FormatError, StorageError
+from tierstore.io.backend import Backend
+from tierstore.io.files import why_not_writable
+from tierstore.pack.checked import number_of, object_of, text_of
+from tierstore.pack.strict_json import parse_json
+from tierstore.store.commit import Manifests, unusable
+from tierstore.store.names import IDENTITY, MANIFEST, PACK, UNFINISHED, holds_data, is_of_a_store
+
+_MOST_IDENTITY_BYTES = 1000
+
+
+def claim_directory(path: Path, backend: Backend) -> bool:
+    """Make a store directory (0700), or accept one that holds nothing but a store.
+
+    Directories above it are made too; the name of each new one is durable on return.
+
+    Returns:
+        Whether it was made.
+    Raises:
+        ConfigError: it holds files that no store made; nothing was changed.
+        StorageError: it cannot be made or written.
+    """
+    try:
+        is_made = backend.make_directories(path, 0o700)
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is not a directory")
+        strangers = [name for name in backend.names(path) if not is_of_a_store(name)]
+    except (OSError, StorageError) as error:
+        raise unusable(path, error) from error
+    if strangers:
+        raise ConfigError(f"{path} is not a store: it holds {strangers[0]!r}; give an empty or a new directory")
+    if reason := why_not_writable(path):
+        raise StorageError(f"cannot use {path} as a store: {reason}")
+    return is_made
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which directory of which store a directory is; a file in each of a striped store, made before any pack.
+
+    Packs alone do not tell: those of two stores of one model have the same names, sizes and, perhaps, chunks.
+    """
+
+    store: str
+    directory: int
+    directories: int
+
+
+def identity_of(directory: Path) -> Identity | None:
+    """None: a store of one directory, or made by an older release, or the file is damaged."""
+    path = directory / IDENTITY
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            values = object_of(parse_json(file.read(_MOST_IDENTITY_BYTES), str(path)), Identity.__slots__, str(path))
+        store, number, count = values
+        count = number_of(count, 2, 2**16, f"{path}: directories")
+        return Identity(text_of(store, f"{path}: store"), number_of(number, 0, count - 1, f"{path}: directory"), count)
+    except (OSError, FormatError):
+        return None
+
+
+def _identify(directories: Sequence[Path], backend: Backend) -> None:
+    store = secrets.token_hex(16)
+    for number, directory in enumerate(directories if len(directories) > 1 else ()):
+        identity = Identity(store, number, len(directories))
+        backend.write_file(directory / IDENTITY, json.dumps(asdict(identity)).encode(), 0o600)
+        backend.sync_directory(directory)
+
+
+def mark_unfinished(directories: Sequence[Path], backend: Backend) -> None:
+    """What packs these directories hold is needed by no generation, unless there is a manifest."""
+    for directory in directories:
+        backend.make_empty(directory / UNFINISHED)
+        backend.sync_directory(directory)
+
+
+def begin_store(directories: Sequence[Path], backend: Backend) -> None:
+    """Mark directories as those of a store that holds no generation yet; what such a store has left is removed.
+
+    The mark tells packs that nobody needs from those of a store whose manifests are elsewhere: its directories were
+    given in another order, or not all of them.
+
+    Raises:
+        ConfigError: one holds packs or manifests of a store; nothing was changed.
+        StorageError: what is left is marked, or nothing.
+    """
+    if numbers := Manifests(directories[0], backend).numbers():
+        raise ConfigError(
+            f"{directories[0]} holds generation {numbers[0]} of a run that has begun there in this moment; go on "
+            "with it by resume='auto', or choose another directory"
+        )
+    for directory in directories:
+        names = backend.names(directory)
+        for name in names:
+            if MANIFEST.fullmatch(name) or (UNFINISHED not in names and PACK.fullmatch(name)):
+                first = "it" if directory == directories[0] else directories[0]
+                raise ConfigError(
+                    f"{directory} holds {name} of a store, but {first} is given as its first directory and holds no "
+                    "generation; give all directories of that store in their order, or others"
+                )
+    mark_unfinished(directories, backend)  # before any pack, which nobody could tell from those of another store
+    for directory in directories:
+        for name in backend.names(directory):
+            if holds_data(name) or name == IDENTITY:  # of one that had other directories
+                backend.remove(directory / name)
+    _identify(directories, backend)
+
+
+def end_store_making(directories: Sequence[Path], backend: Backend) -> None:
+    """Take away the mark of `begin_store`: the store holds a generation, or nothing, and then no identity either.
+
+    Directories that hold a generation belong together, which they say from now on: an older release did not write it.
+    """
+    names = [UNFINISHED]  # last: what is marked can be removed
+    known = [identity_of(directory) for directory in directories]
+    if not Manifests(directories[0], backend).numbers():
+        names.insert(0, IDENTITY)
+    elif None in known or len({one.store for one in known if one}) > 1:
+        _identify(directories, backend)
+    for directory in directories:
+        if gone := [directory / name for name in names if (directory / name).exists()]:
+            for path in gone:
+                backend.remove(path)
+            backend.sync_directory(directory)  # or the mark might return beside packs that a generation needs
