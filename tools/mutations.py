@@ -479,7 +479,7 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_tensors_faults.py::test_a_failed_sync_is_final",
     ),
     never(
-        "a pack that is needed is kept", "store/shelf.py Shelf.discard", "if pack.kind in self._protected:",
+        "a pack that is needed is kept", "store/shelf.py Shelf.discard", "if self._is_needed(pack.kind):",
         TENSORS_CUT,
     ),
     Mutation(

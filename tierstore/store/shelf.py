@@ -188,7 +188,6 @@ class Shelf:
         """Packs by generation: of the last two, and of one whose publishing failed: its manifest may be there."""
         if opened is not None:
             self._records[opened.number] = frozenset(opened.records)
-        self._protected: frozenset[str] = frozenset().union(*self._records.values())
         self._old: list[Path] = []
         """Files of packs that the generation before the opened one may need, and this one does not."""
         self._doomed: list[ExtentPack] = []
@@ -269,11 +268,14 @@ class Shelf:
         pack.is_discarded = True
         if pack.is_open:
             return
-        if pack.kind in self._protected:
+        if self._is_needed(pack.kind):
             self._doomed.append(pack)
         else:
             self._live.pop(pack.kind, None)
             self._later(lambda: self.unlink(pack.slots.paths()), f"remove {pack.kind}")
+
+    def _is_needed(self, kind: str) -> bool:
+        return any(kind in kinds for kinds in self._records.values())
 
     def _pack(self, number: int, name: str, layout: ExtentLayout) -> ExtentPack:
         kind = f"put-{number}"
@@ -302,7 +304,6 @@ class Shelf:
         number, self._next_generation = self._next_generation, self._next_generation + 1
         records: dict[str, Sequence[ChunkRecord | None]] = {pack.kind: list(pack.slots.current) for pack in packs}
         self._records[number] = frozenset(records)
-        self._protected = self._protected | records.keys()
         unnamed = [pack for pack in packs if not pack.is_named]
         await self._sync(unnamed, self._directories.sync)
         for pack in unnamed:
@@ -311,7 +312,6 @@ class Shelf:
         self.generation = number
         there = (await self._workers.submit(Priority.WRITE, self._manifests.numbers))[:2]
         self._records = {one: kinds for one, kinds in self._records.items() if one in there}
-        self._protected = frozenset().union(*self._records.values())
         if self._old:
             old, self._old = self._old, []
             self._later(lambda: self.unlink(old), "remove old packs")
@@ -346,13 +346,11 @@ class Shelf:
         await self._manifests.adopt(generation.number)
         await self._workers.submit(Priority.DEMAND, self._directories.finish)
         before = await self._kinds_before(generation.number)
-        self._protected = self._protected.union(before or ())
         found = await self._workers.submit(Priority.DEMAND, self._files)
         self._next_pack = max([-1, *found.values(), *map(_number, rows)]) + 1
         others = {path: kind for path, number in found.items() if (kind := f"put-{number}") not in rows}
-        may_be_needed = {path: before is None or kind in before for path, kind in others.items()}
-        self._old = [path for path in others if may_be_needed[path]]
-        stale = [path for path in others if not may_be_needed[path]]
+        self._old = [path for path, kind in others.items() if before is None or kind in before]
+        stale = [path for path, kind in others.items() if before is not None and kind not in before]
         await self._workers.submit(Priority.DEMAND, self.unlink, stale)
 
     async def _kinds_before(self, number: int) -> frozenset[str] | None:
@@ -376,7 +374,7 @@ class Shelf:
 
     def unnamed(self) -> list[Path]:
         """Files that no generation names: to be removed by a store that closes. Nothing may use a pack any more."""
-        return [path for kind, pack in self._live.items() if kind not in self._protected for path in pack.slots.paths()]
+        return [path for kind, pack in self._live.items() if not self._is_needed(kind) for path in pack.slots.paths()]
 
     def _files(self) -> dict[Path, int]:
         found = {}
