@@ -102,7 +102,7 @@ MUTATIONS: Sequence[Mutation] = (
         "io/test_backend.py::TestDirect", "",
     ),
     Mutation(
-        "space is allocated first", "io/backend.py Backend.create",
+        "space is allocated first", "io/backend.py Backend._allocate",
         "self._call_allocate(descriptor, size_bytes, path)", "io/test_backend.py::TestDirect",
     ),
     Mutation(

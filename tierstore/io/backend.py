@@ -131,12 +131,7 @@ class Backend:
         """
         descriptor = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            try:
-                if size_bytes:
-                    with self.calling(f"allocation of {size_bytes} B", path):
-                        self._call_allocate(descriptor, size_bytes, path)
-            finally:
-                self._close(descriptor, path)
+            self._allocate(descriptor, size_bytes, path)
             return self.open(path, writable=True)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -170,10 +165,14 @@ class Backend:
         Raises:
             StorageFull: not enough space; the file may hold part of it.
         """
-        descriptor = self._open(path, os.O_RDWR, 0)
+        self._allocate(self._open(path, os.O_RDWR, 0), size_bytes, path)
+
+    def _allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        """Allocates space, and closes the descriptor."""
         try:
-            with self.calling(f"allocation of {size_bytes} B", path):
-                self._call_allocate(descriptor, size_bytes, path)
+            if size_bytes:
+                with self.calling(f"allocation of {size_bytes} B", path):
+                    self._call_allocate(descriptor, size_bytes, path)
         finally:
             self._close(descriptor, path)
 
