@@ -108,10 +108,8 @@ class Runtime(ForkAware):
         Raises:
             ClosedError: not started, closed, or the parent's.
         """
-        self.check_process()
-        if self._loop is None or not self._is_open:
-            raise self._closed()
-        return self._loop
+        self._check_open()
+        return cast(asyncio.AbstractEventLoop, self._loop)
 
     def call(
         self,
@@ -132,9 +130,7 @@ class Runtime(ForkAware):
             ClosedError: not running, or closed meanwhile, or the loop thread was ended by something else.
             BaseException: a kept failure (before anything was started), or whatever the coroutine raised.
         """
-        self.check_process()
-        if not self._is_open:
-            raise self._closed()
+        self._check_open()
         self._refuse_loop_thread("call")
         if raises_kept:
             self.raise_failure()
@@ -161,16 +157,12 @@ class Runtime(ForkAware):
 
     def post(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
         """Has the loop call `function` soon; its error is kept and raised by the next `call`. Any thread."""
-        self.check_process()
-        if not self._is_open:
-            raise self._closed()
+        self._check_open()
         self._to_loop(function, *args)
 
     def post_with_next(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
         """Like `post`, but no sooner than something else is called or posted; it goes first then."""
-        self.check_process()
-        if not self._is_open:
-            raise self._closed()
+        self._check_open()
         self._with_next.append(partial(function, *args))
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
@@ -271,6 +263,11 @@ class Runtime(ForkAware):
         # Raised by a call just now, so its waiter has not gone.
         with contextlib.suppress(ValueError):
             self._failures.remove(error)
+
+    def _check_open(self) -> None:
+        self.check_process()
+        if not self._is_open:
+            raise self._closed()
 
     def _closed(self) -> ClosedError:
         return ClosedError(f"runtime {self.name!r} is closed" if self._lost is None else str(self._lost))
