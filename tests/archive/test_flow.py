@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from tierstore.archive.flow import Bytes, Room, _Flow
+from tierstore.archive.flow import Room, _Flow
+from tierstore.io.memory import Bytes
 from tierstore.io.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

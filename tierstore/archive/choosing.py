@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore.alignment import ALIGNMENT
 from tierstore.archive.gather import Content, OpenFiles
@@ -20,13 +19,11 @@ from tierstore.config import Codec
 from tierstore.cores import available_cores
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
-from tierstore.io.memory import aligned_room
+from tierstore.io.memory import Bytes, aligned_room
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
 from tierstore.pack.layout import item_bytes
 from tierstore.plan.archive_codec import Choice, choose_for_archive
 from tierstore.plan.bandwidth import CodecRates
-
-Bytes = npt.NDArray[np.uint8]
 
 _SAMPLES = 3
 

@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import psutil
 
 from tierstore.config import format_size
 from tierstore.errors import BudgetError
-from tierstore.io.memory import Arena, Pool
+from tierstore.io.memory import Arena, Bytes, Pool
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority, WorkerPool
 
-Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 R = TypeVar("R")
 

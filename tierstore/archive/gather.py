@@ -14,14 +14,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.archive.sources import Piece
 from tierstore.io.backend import Backend, BlockFile
-
-Bytes = npt.NDArray[np.uint8]
+from tierstore.io.memory import Bytes
 
 
 class OpenFiles(contextlib.ExitStack):

@@ -15,8 +15,6 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tierstore.alignment import ALIGNMENT, padded
@@ -28,11 +26,10 @@ from tierstore.archive.reading import read_content
 from tierstore.config import Codec
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
-from tierstore.io.memory import HUGE_PAGE_BYTES, aligned_room, huge_pages
+from tierstore.io.memory import HUGE_PAGE_BYTES, Bytes, aligned_room, huge_pages
 from tierstore.pack.archive import ArchiveGroup
 from tierstore.pack.layout import TensorEntry, quoted
 
-Bytes = npt.NDArray[np.uint8]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 

@@ -19,9 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
-import numpy.typing as npt
-
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.archive import flow
 from tierstore.archive.gather import Content, OpenFiles
@@ -31,7 +28,7 @@ from tierstore.archive.sources import TORCH_SUFFIXES, Source
 from tierstore.config import Codec
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.backend import Backend
-from tierstore.io.memory import aligned_copy
+from tierstore.io.memory import Bytes, aligned_copy
 from tierstore.pack.archive import (
     LARGEST_CHUNK_BYTES,
     Archive,
@@ -42,8 +39,6 @@ from tierstore.pack.archive import (
 from tierstore.pack.codecs import checksum, checksum_bytes, codec_for
 from tierstore.pack.layout import DTYPE_BITS, back_to_back, item_bytes
 from tierstore.plan.order import execution_order, share_out
-
-Bytes = npt.NDArray[np.uint8]
 
 _THREADS = 2 * flow.THREADS
 """While half of them read, the other half write."""

@@ -11,9 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from tierstore.alignment import padded
 from tierstore.archive import flow
 from tierstore.archive.gather import OpenFiles
@@ -21,9 +18,8 @@ from tierstore.archive.opening import ArchiveFile, PlacedChunk, check_header, pl
 from tierstore.config import Codec
 from tierstore.errors import ChecksumMismatch, FormatError, TierstoreError
 from tierstore.io.backend import Backend
+from tierstore.io.memory import Bytes
 from tierstore.pack.codecs import checksum, codec_for
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def read_stored(files: OpenFiles, placed: PlacedChunk, buffer: Bytes) -> Bytes:

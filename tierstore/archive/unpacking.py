@@ -15,9 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from tierstore.archive import flow
 from tierstore.archive.gather import OpenFiles
 from tierstore.archive.opening import ArchiveFile, PlacedChunk, placed_chunks
@@ -27,10 +24,9 @@ from tierstore.archive.shards import index_of, shards_of
 from tierstore.archive.sources import INDEX, SINGLE, TORCH_SUFFIXES, own_metadata
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
+from tierstore.io.memory import Bytes
 from tierstore.pack.layout import TensorEntry, TensorSpec, tensor_bytes
 from tierstore.plan.order import natural_key
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore.alignment import ALIGNMENT
 from tierstore.errors import ClosedError, ShortTransfer, StorageError, StorageFull
@@ -24,13 +23,12 @@ from tierstore.io.fork import ForkAware
 
 if TYPE_CHECKING:
     from tierstore.io.backend import Backend
+    from tierstore.io.memory import Bytes
 
 FRUITLESS_LIMIT = 64  # calls in a row that moved nothing before a transfer is given up
 
 _RETRIED = frozenset({errno.EINTR, errno.EAGAIN})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def storage_error(error: OSError, action: str, path: Path) -> StorageError:

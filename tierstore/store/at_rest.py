@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.io.memory import Lease, Pool
+from tierstore.io.memory import Bytes, Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import init_state, read_master, state_bytes_per_element, write_master
 from tierstore.kernels.elements import elements_of, to_float
@@ -22,7 +22,7 @@ from tierstore.plan.placement import Kind, Placement
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.manifest import Generation
 from tierstore.store.on_gpu import StateOnGpu
-from tierstore.store.slots import Bytes, SlotPack
+from tierstore.store.slots import SlotPack
 from tierstore.store.tasks import together
 from tierstore.store.trip_leases import TripLeases
 

@@ -11,16 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tierstore.alignment import padded
 from tierstore.errors import ConfigError, FormatError
 from tierstore.pack.checked import list_of, number_of, text_of
 from tierstore.pack.layout import ChunkSpec, check_plain_name, quoted, tensor_bytes
-
-Bytes = npt.NDArray[np.uint8]
 
 _PACK_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

@@ -21,13 +21,13 @@ import torch
 from tierstore.device.arithmetic import Run
 from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, Reached
+from tierstore.io.memory import Bytes
 from tierstore.io.workers import Priority
 from tierstore.store.changing import Changing
 from tierstore.store.layout import GroupSpec
 from tierstore.store.marks import Marks
 from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.rounds import Round, Trip
-from tierstore.store.slots import Bytes
 from tierstore.store.weights import Weights
 
 

@@ -15,11 +15,11 @@ import torch
 
 from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, Reached
-from tierstore.io.memory import Pool
+from tierstore.io.memory import Bytes, Pool
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.placement import Placement
 from tierstore.store.layout import GroupSpec
-from tierstore.store.slots import Bytes, SlotPack
+from tierstore.store.slots import SlotPack
 
 
 class StateOnGpu:

@@ -14,21 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import format_size
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import BudgetError
-from tierstore.io.memory import Lease, Pool
+from tierstore.io.memory import Bytes, Lease, Pool
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.extents import Chunk, ExtentLayout
 from tierstore.store.slots import SlotPack
 from tierstore.store.tasks import together
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class Place:

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Codec
 from tierstore.errors import ChecksumMismatch, FormatError, StorageError
 from tierstore.io.backend import Backend, BlockFile
-from tierstore.io.memory import Pool, aligned_copy, aligned_room
+from tierstore.io.memory import Bytes, Pool, aligned_copy, aligned_room
 from tierstore.io.meter import LinkMeter
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.digests import digest
@@ -29,7 +28,6 @@ from tierstore.pack.codecs import checksum, codec_for
 from tierstore.pack.layout import ChunkSpec, Layout, capacity_pack, listed, slot_pack
 from tierstore.trace import Tracer
 
-Bytes = npt.NDArray[np.uint8]
 SLOT_NAMES = "ab"
 _READ, _WRITE = "read", "write"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
+from tierstore.io.memory import Bytes
 from tierstore.io.workers import Priority
 from tierstore.kernels.adam import Digests, update_with_digests
 from tierstore.kernels.adam import update as adam_update
@@ -18,7 +19,7 @@ from tierstore.plan.placement import Placement
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.rounds import ParameterUpdate, Trip
-from tierstore.store.slots import Bytes, SlotPack
+from tierstore.store.slots import SlotPack
 from tierstore.store.weights import Weights
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from tierstore.device.streams import ComputeDevice, Mark, Reached
+from tierstore.io.memory import Bytes
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import Digests
 from tierstore.plan.placement import Placement
@@ -27,7 +28,7 @@ from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.marks import Marks
 from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.rounds import ParameterUpdate, Round, Trip, Updates
-from tierstore.store.slots import Bytes, SlotPack
+from tierstore.store.slots import SlotPack
 from tierstore.store.tasks import together
 from tierstore.store.trip_bytes import TripBytes, run_adam
 from tierstore.store.trip_leases import TripLeases
