@@ -78,7 +78,7 @@ class Begun:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.weights, self.state, self.write = KeptPack("weights 1"), KeptPack("state 2"), loop.create_future()
-        self.trip = Trip(0, 0, loop.create_future(), lease=LEASE)
+        self.trip = Trip(0, 0, lease=LEASE)
         round_: Any = SimpleNamespace(
             is_decided=is_decided, reads_weights=False, obstacle=lambda trip: None, updates_of=lambda *_: updates
         )

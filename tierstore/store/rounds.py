@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tierstore.device.streams import Mark, Reached
 from tierstore.io.memory import Lease
@@ -19,9 +20,8 @@ from tierstore.store.gradients import Gradients
 from tierstore.store.slots import ChunkRecord
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterUpdate:
-    """One Adam step of the elements `[start, stop)` of a group."""
+class ParameterUpdate(NamedTuple):
+    """One Adam step of the elements `[start, stop)` of a group, as the kernels take it."""
 
     start: int
     stop: int
@@ -47,7 +47,7 @@ class Trip:
 
     group: int
     chunk: int
-    applied: asyncio.Future[bool]
+    applied: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     recalled: asyncio.Future[None] = field(init=False)
     lease: Lease | None = None
     task: asyncio.Task[None] | None = None

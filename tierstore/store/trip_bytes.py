@@ -122,8 +122,7 @@ def run_adam(
     other = elements_of(copy, spec.dtype, count) if copy is not None else None
     exact = state[: count * spec.need().state_bytes]
     if stored is not None:
-        runs = [(part.start, part.stop, part.coefficients) for part in updates]
-        return update_with_digests(spec.dtype, flat, exact, gradient, runs, other, stored, asks_before)
-    for part in updates:
-        adam_update(spec.dtype, flat, exact, gradient, part.start, part.stop, part.coefficients, other)
+        return update_with_digests(spec.dtype, flat, exact, gradient, updates, other, stored, asks_before)
+    for update in updates:
+        adam_update(spec.dtype, flat, exact, gradient, *update, other)
     return (None, None), (None, None)

@@ -103,7 +103,7 @@ class UpdatePipeline:
         self._rounds = [r for r in self._rounds if any(not t.task.done() for t in r.trips if t.task)] + [round_]
         for group in round_.order:
             for chunk in range(self._placement.chunk_count(group)):
-                self._start(round_, Trip(group, chunk, asyncio.get_running_loop().create_future()))
+                self._start(round_, Trip(group, chunk))
 
     def _start(self, round_: Round, trip: Trip) -> None:
         before = (self.chain.get(trip.key), self.resident_writes.get(trip.key))
@@ -164,8 +164,7 @@ class UpdatePipeline:
         kept = set(round_.kept)
         for trip in sorted(round_.trips, key=lambda trip: trip.key):
             if trip.key in kept:
-                applied = asyncio.get_running_loop().create_future()
-                replacement = Trip(trip.group, trip.chunk, applied, before=trip.before, is_redo=True)
+                replacement = Trip(trip.group, trip.chunk, before=trip.before, is_redo=True)
                 self._start(again, replacement)
                 self._pending[trip.key] = replacement
         self._leases.recall()
@@ -252,7 +251,7 @@ class UpdatePipeline:
             await asyncio.sleep(0)  # who was granted memory has its turn first; until then he counts as starving
         updates = round_.updates_of(trip.group, *self._placement.chunk(trip.group, trip.chunk))
         if updates and trip.group in self._on_gpu:  # which is never applied before the norm is known
-            await self._gpu_updates.apply(round_, trip, [(u.start, u.stop, u.coefficients) for u in updates])
+            await self._gpu_updates.apply(round_, trip, updates)
         else:
             if updates or trip.is_redo:
                 await self._apply(round_, trip, updates)
