@@ -14,9 +14,9 @@ from tierstore.config import AdamWConfig, UpdateSchedule
 from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
 from tierstore.errors import StorageError
+from tierstore.io.tasks import together
 from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.pieces import Piece
-from tierstore.store.tasks import together
 from tierstore.train.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")

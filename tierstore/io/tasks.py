@@ -1,16 +1,40 @@
-"""What coroutines share: work that goes on when its waiter is cancelled, and telling several failures as one.
+"""What coroutines share: work side by side, work that no cancellation stops, and telling several failures as one.
 
-Scope: `to_the_end`, `raise_first`.
-Not here: tasks that outlive their starter (`io/runtime.py` owns those); work side by side (`store/tasks.py`).
+Scope: `together`, `to_the_end`, `raise_first`. Not here: tasks that outlive their starter (`runtime.py` owns those).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
+    """Run all; when one fails the others are cancelled and waited for.
+
+    Raises:
+        BaseException: the first failure itself, not a group of them: callers and users catch the error tree.
+        CancelledError: one of them was cancelled from elsewhere, so not all is done.
+    """
+    works = list(coroutines)
+    if len(works) <= 1:
+        for work in works:
+            await work  # a task of its own would take longer than what small groups do in it
+        return
+    failures: list[BaseException] = []
+    tasks: list[asyncio.Task[Any]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks += [group.create_task(work) for work in works]
+    except BaseExceptionGroup as caught:
+        failures.extend(_leaves(caught))
+    if failures:  # not inside `except`: the failure keeps its own cause and context
+        raise_first(failures)
+    if any(task.cancelled() for task in tasks):  # a group says nothing of it
+        raise asyncio.CancelledError
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
@@ -48,3 +72,11 @@ def raise_first(errors: Iterable[BaseException]) -> NoReturn:
             seen.add(note)
             first.add_note(note)
     raise first
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tierstore.io.tasks import together
 from tierstore.io.workers import Priority, WorkerPool
-from tierstore.store.tasks import together
 
 CLOSE_TIMEOUT_S = 300.0
 

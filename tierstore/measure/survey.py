@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.config import format_size
+from tierstore.io.tasks import together
 from tierstore.measure.disk import DiskFile, Verb
 from tierstore.measure.fio import SHAPES, Fio
 from tierstore.measure.loads import Load, Pace, Runnable, SideBySide, in_turn
 from tierstore.plan.bandwidth import Activity, DirectoryRates, Rate
-from tierstore.store.tasks import together
 
 _VERBS: tuple[Verb, Verb] = ("read", "write")
 _WAYS = (*_VERBS, "both")

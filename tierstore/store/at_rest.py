@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.io.memory import Bytes, Lease, Pool
+from tierstore.io.tasks import together
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import init_state, read_master, state_bytes_per_element, write_master
 from tierstore.kernels.elements import elements_of, to_float
@@ -23,7 +24,6 @@ from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.manifest import Generation
 from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.slots import SlotPack
-from tierstore.store.tasks import together
 from tierstore.store.trip_leases import TripLeases
 
 Floats = npt.NDArray[np.float32]

@@ -24,6 +24,7 @@ from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.errors import TierstoreError
 from tierstore.io.memory import Bytes, Lease
+from tierstore.io.tasks import together
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.elements import ELEMENT, Array, elements_of
 from tierstore.kernels.norms import square_sums
@@ -34,7 +35,6 @@ from tierstore.store.marks import Marks
 from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.pieces import Filling, Piece, cut
 from tierstore.store.slots import SlotPack
-from tierstore.store.tasks import together
 from tierstore.trace import Tracer
 
 _JOB_BYTES = 16 * 2**20

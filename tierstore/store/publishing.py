@@ -14,6 +14,7 @@ from typing import Any
 
 from tierstore.errors import ConfigError
 from tierstore.io.memory import Lease
+from tierstore.io.tasks import together
 from tierstore.plan.placement import Kind, Placement
 from tierstore.store.commit import COMMIT, PER_RANK
 from tierstore.store.gradients import Gradients
@@ -22,7 +23,6 @@ from tierstore.store.manifest import Captured, Generation
 from tierstore.store.rounds import Round
 from tierstore.store.slots import ChunkRecord, SlotPack
 from tierstore.store.store_files import StoreFiles
-from tierstore.store.tasks import together
 from tierstore.store.team import Team, all_succeed, leads
 from tierstore.store.updates import Spawn, UpdatePipeline
 from tierstore.trace import Tracer

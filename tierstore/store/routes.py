@@ -21,10 +21,10 @@ from tierstore.config import format_size
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import BudgetError
 from tierstore.io.memory import Bytes, Lease, Pool
+from tierstore.io.tasks import together
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.extents import Chunk, ExtentLayout
 from tierstore.store.slots import SlotPack
-from tierstore.store.tasks import together
 
 
 class Place:

@@ -28,7 +28,7 @@ from tierstore.errors import BudgetError, ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.file_threads import FileThreads
 from tierstore.io.memory import Arena, Pool
-from tierstore.io.tasks import to_the_end
+from tierstore.io.tasks import to_the_end, together
 from tierstore.io.watch import Watch
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.buffers import DEFAULT_CHUNK_BYTES, BufferPlan, plan_buffers
@@ -40,7 +40,6 @@ from tierstore.store.owner import LoopOwner
 from tierstore.store.routes import Given, Route, flattened, taken
 from tierstore.store.shelf import Directories, Shelf
 from tierstore.store.slots import ChunkIO
-from tierstore.store.tasks import together
 from tierstore.trace import Tracer
 
 

@@ -20,6 +20,7 @@ from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.io.memory import Arena, Lease, Pool
 from tierstore.io.runtime import Runtime
+from tierstore.io.tasks import together
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.placement import Kind, Placement
 from tierstore.store.at_rest import ChunksAtRest
@@ -34,7 +35,6 @@ from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.publishing import Commits
 from tierstore.store.slots import ChunkIO
 from tierstore.store.store_files import StoreFiles
-from tierstore.store.tasks import together
 from tierstore.store.team import Team
 from tierstore.store.trip_leases import TripLeases
 from tierstore.store.updates import UpdatePipeline

@@ -19,6 +19,7 @@ from typing import Any
 
 from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.io.memory import Bytes
+from tierstore.io.tasks import together
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.adam import Digests
 from tierstore.plan.placement import Placement
@@ -29,7 +30,6 @@ from tierstore.store.marks import Marks
 from tierstore.store.on_gpu import StateOnGpu
 from tierstore.store.rounds import ParameterUpdate, Round, Trip, Updates
 from tierstore.store.slots import SlotPack
-from tierstore.store.tasks import together
 from tierstore.store.trip_bytes import TripBytes, run_adam
 from tierstore.store.trip_leases import TripLeases
 from tierstore.store.weights import Weights

@@ -20,13 +20,13 @@ import torch
 from tierstore.config import Tier
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.io.memory import Bytes, Lease, Pool
+from tierstore.io.tasks import together
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.placement import Placement
 from tierstore.store.budget import ByteBudget
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.marks import Marks
 from tierstore.store.slots import SlotPack
-from tierstore.store.tasks import together
 from tierstore.trace import Tracer
 
 Settle = Callable[[int, int], Awaitable[bool]]

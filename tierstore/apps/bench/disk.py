@@ -137,9 +137,9 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
 
 async def _one_pass(disk: DiskFile, verb: Verb, block_bytes: int, threads: int) -> float:
     """Seconds for every block once, each a job that the loop submits, as in the engine."""
+    from tierstore.io.tasks import together
     from tierstore.io.workers import Priority, WorkerPool
     from tierstore.measure.loads import CLOSE_TIMEOUT_S
-    from tierstore.store.tasks import together
 
     load = disk.load(verb, block_bytes, threads)
     workers = WorkerPool("tierstore-bench", threads)
