@@ -8,7 +8,7 @@ Owner: the thread that makes the engine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from tierstore.train.hooks import ModelHooks
 from tierstore.train.opening import check_same_store, find_generation, open_generation
 from tierstore.train.optimizer import AdamStepper, TieredOptimizer
 from tierstore.train.options import Options
+from tierstore.train.parameter_groups import given_groups
 from tierstore.train.partition import Partition
 from tierstore.train.reduction import Reductions
 from tierstore.train.rounds import RoundDriver
@@ -167,7 +168,7 @@ def assemble(
             check_same_model(generation.layout, specs, f"{tiers.nvme[0]} is the store of another model")
             check_same_store(generation, tiers, options.schedule)
         # Before the store is made and takes the weights: what is wrong with the options must not cost them.
-        stepper = AdamStepper(groups, TieredOptimizer(_option_groups(model, groups, parameter_groups), config, step))
+        stepper = AdamStepper(groups, TieredOptimizer(given_groups(model, groups, parameter_groups), config, step))
         if generation is not None:
             stepper.optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
         prepare(stepper.optimizer)
@@ -328,35 +329,3 @@ def _move_buffers(model: nn.Module, device: ComputeDevice) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device.torch_device:
                 module._buffers[name] = buffer.to(device.torch_device)
-
-
-def _option_groups(model: nn.Module, groups: ModelGroups, given: Any) -> list[Any]:
-    """Parameter groups as torch takes them, with parameters of a meta model replaced by the real ones.
-
-    Raises:
-        ConfigError: they are none, or hold nothing.
-    """
-    if given is None:
-        return [{"params": [p for p in model.parameters() if p.requires_grad and p in groups.names]}]
-
-    def real(parameters: Iterable[Any]) -> Iterator[nn.Parameter]:
-        for one in [parameters] if isinstance(parameters, nn.Parameter) else parameters:
-            parameter = one[1] if isinstance(one, tuple) else one  # named, as torch takes them, too
-            yield groups.replaced.get(parameter, parameter)
-
-    items = list(given) if isinstance(given, Iterable) else [given]
-    if all(isinstance(item, Mapping) and "params" in item for item in items):
-        found = [dict(item, params=list(real(item["params"]))) for item in items]
-    elif all(isinstance(item, (nn.Parameter, tuple)) for item in items):
-        found = [{"params": list(real(items))}]
-    else:
-        raise ConfigError("parameter_groups are parameters, or mappings with 'params', as torch.optim takes them")
-    for index, (item, group) in enumerate(zip(items, found)):
-        if isinstance(item, Mapping) and isinstance(item["params"], Iterator) and not group["params"]:
-            raise ConfigError(
-                f"parameter_groups[{index}] is an iterator that gives no parameters, used up perhaps; give a list, "
-                "which may be empty"
-            )
-    if not any(group["params"] for group in found):
-        raise ConfigError("parameter_groups hold no parameters, so that nothing would be trained")
-    return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,6 @@ import numpy.typing as npt
 import torch
 
 from tierstore import kernels
-from tierstore.config import AdamWConfig
 from tierstore.cores import update_threads
 from tierstore.errors import ConfigError
 from tierstore.kernels.adam import (
@@ -35,16 +34,18 @@ from tierstore.kernels.adam import (
 )
 from tierstore.plan.placement import BLOCK
 from tierstore.train.groups import DTYPES
+from tierstore.train.parameter_groups import (
+    IGNORED,
+    UNSUPPORTED,
+    checked_options,
+    coefficients_of,
+    refuse_unsupported,
+    validate_options,
+)
 
 _COMPLEMENTS = {"fp32": None, "bf16": ("residual", torch.int16), "fp16": ("master", torch.float32)}
 _TENSORS_OF_STATE = frozenset({"exp_avg", "exp_avg_sq", "residual", "master"})
 _PIECE = 16 * BLOCK  # elements of one job, about 1 ms of work; jobs of 4 blocks were 10 % slower (2-core Xeon, 2026)
-_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
-_IGNORED = ("foreach", "fused")  # ways to compute the same
-_NO_OPTIONS = frozenset(
-    {"params", "param_names", "name", "initial_lr", "decoupled_weight_decay", *_UNSUPPORTED, *_IGNORED}
-)
-"""What torch keeps beside them in a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,46 +82,6 @@ class _Job:
             torch.autograd.graph.increment_version(self.parameter)  # written behind torch's back
 
 
-def validate_options(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Give a parameter group the hyper-parameters that it lacks; a learning rate that is a tensor stays that tensor.
-
-    Raises:
-        ConfigError: an option is unknown or has no sense; the group was not changed.
-    """
-    refuse_unsupported(group, "(in a parameter group)")
-    of_torch = {"decoupled": group["decoupled_weight_decay"]} if "decoupled_weight_decay" in group else {}
-    options = {**defaults, **of_torch, **{name: value for name, value in group.items() if name not in _NO_OPTIONS}}
-    try:
-        group.update(checked_options(options).model_dump())
-    except ConfigError as error:
-        raise ConfigError(f"{error} (in a parameter group)") from None
-    if isinstance(rate := options["lr"], torch.Tensor):
-        group["lr"] = rate
-
-
-def refuse_unsupported(options: Mapping[str, Any], where: str) -> None:
-    """Options of torch's that would give other results than they promise.
-
-    Raises:
-        ConfigError: one is on.
-    """
-    for name in _UNSUPPORTED:
-        if options.get(name):
-            raise ConfigError(f"{name}={options[name]} is not supported {where}")
-
-
-def checked_options(options: Mapping[str, Any]) -> AdamWConfig:
-    """The hyper-parameters of a parameter group, its learning rate a number or a tensor.
-
-    Raises:
-        ConfigError: one is unknown or has no sense.
-    """
-    rate = options["lr"]
-    if isinstance(rate, torch.Tensor) and rate.numel() != 1:
-        raise ConfigError(f"a learning rate is one number, not a tensor of shape {tuple(rate.shape)}")
-    return AdamWConfig(**{**options, "lr": float(rate) if isinstance(rate, torch.Tensor) else rate})
-
-
 class CPUAdam(torch.optim.Optimizer):
     """AdamW (or Adam with L2 regularization) with one fused pass per parameter; a drop-in for `torch.optim.AdamW`.
 
@@ -153,7 +114,7 @@ class CPUAdam(torch.optim.Optimizer):
         threads: int | None = None,
         **of_torch: bool | None,
     ) -> None:
-        for name in of_torch.keys() - {*_UNSUPPORTED, *_IGNORED}:
+        for name in of_torch.keys() - {*UNSUPPORTED, *IGNORED}:
             raise ConfigError(f"CPUAdam has no option {name!r}")
         refuse_unsupported(of_torch, "by CPUAdam")
         checked_options({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled})
@@ -284,16 +245,7 @@ class CPUAdam(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state.update(_new_state(parameter))
-        beta1, beta2 = group["betas"]
-        coefficients = AdamCoefficients(
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=int(state["step"]) + 1,
-            decoupled=group["decoupled"],
-        )
+        coefficients = coefficients_of(group, int(state["step"]) + 1)
         weights = parameter if parameter.is_contiguous() else parameter.contiguous()
         return _Job(parameter, weights, gradient.resolve_neg().contiguous(), state, coefficients)
 

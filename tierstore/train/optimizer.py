@@ -24,8 +24,8 @@ from tierstore.kernels.adam import AdamCoefficients
 from tierstore.store.layout import GroupSpec
 from tierstore.store.rounds import ParameterUpdate
 from tierstore.train.capture import with_tensors
-from tierstore.train.cpu_adam import checked_options, refuse_unsupported, validate_options
 from tierstore.train.groups import ModelGroups
+from tierstore.train.parameter_groups import checked_options, coefficients_of, refuse_unsupported, validate_options
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -215,19 +215,11 @@ class AdamStepper:
         found: dict[str, object] = {"the number of parameter groups": len(self.optimizer.param_groups)}
         return found | {f"the parameter group of {name}": self._option_group.get(name) for name in self.steps}
 
-    def check(self) -> None:
-        """Refuse hyper-parameters that were set since to what has no sense.
-
-        Raises:
-            ConfigError: names one.
-        """
-        self.options()
-
     def options(self) -> dict[str, object]:
         """What an update would use now, by what it is: the same at all ranks, or their weights drift apart.
 
         Raises:
-            ConfigError: as `check`.
+            ConfigError: one was set since to what has no sense.
         """
         for index, group in enumerate(self.optimizer.param_groups):
             refuse_unsupported(group, f"(in parameter_groups[{index}])")
@@ -250,25 +242,14 @@ class AdamStepper:
             if part.name not in touched:
                 continue
             which = part.options, self.steps[part.name] + 1
-            coefficients = made.get(which) or made.setdefault(which, self._coefficients(*which, gradient_scale))
+            if which not in made:
+                made[which] = coefficients_of(self.optimizer.param_groups[part.options], which[1], gradient_scale)
+            coefficients = made[which]
             start = part.start
             if found and found[-1].stop == start and found[-1].coefficients is coefficients:
                 start = found.pop().start
             found.append(ParameterUpdate(start, part.stop, coefficients))
         return tuple(found)
-
-    def _coefficients(self, options_index: int, step: int, gradient_scale: float) -> AdamCoefficients:
-        options = self.optimizer.param_groups[options_index]
-        return AdamCoefficients(
-            lr=float(options["lr"]),
-            beta1=options["betas"][0],
-            beta2=options["betas"][1],
-            eps=options["eps"],
-            weight_decay=options["weight_decay"],
-            step=step,
-            decoupled=options["decoupled"],
-            gradient_scale=gradient_scale,
-        )
 
     def count(self, touched: Iterable[str]) -> None:
         """These parameters have made a step."""

@@ -306,7 +306,7 @@ class Steps:
             self._generations.flush()
             return
         self._generations.leave_newer()
-        parts.stepper.check()
+        parts.stepper.options()  # refused, if one has no sense
         parts.access.release_all()  # a load on its way would put weights of before over those of after
         with self._order.unbroken():
             self._generations.forget()
