@@ -496,12 +496,12 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     # What would be computed with, and not be trained or kept.
     Mutation(
-        "newcomers are refused", "train/steps.py Steps._forward", "parts.groups.refuse_newcomers(self._model)",
+        "newcomers are refused", "train/steps.py Steps._forward", "parts.groups.refuse_newcomers(parts.model)",
         "train/test_changed_weights.py",
     ),
     Mutation(
         "newcomers are refused when changes are kept", "train/engine.py Engine.gathered",
-        "parts.groups.refuse_newcomers(self._model)", "train/test_changed_weights.py",
+        "parts.groups.refuse_newcomers(parts.model)", "train/test_changed_weights.py",
     ),
     Mutation(
         "changes that are not kept are told", "train/engine.py Engine.gathered",

@@ -237,7 +237,7 @@ def in_the_scheduler(run: Run, error: BaseException) -> None:
     def fails() -> None:
         raise error
 
-    run.engine._generations.scheduler.step = fails
+    run.engine._parts.scheduler.step = fails
 
 
 def in_a_callback(run: Run, error: BaseException) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
@@ -24,12 +25,12 @@ from tierstore.kernels import warm_up
 from tierstore.plan.placement import Placement, Request
 from tierstore.plan.schedules import settled
 from tierstore.plan.tiers import place
-from tierstore.store.layout import check_same_frozen, check_same_model
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
 from tierstore.store.team import leads
 from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer
+from tierstore.train import capture
 from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
 from tierstore.train.codec_trial import codecs_of
@@ -39,7 +40,7 @@ from tierstore.train.gathering import Gathers
 from tierstore.train.groups import ModelGroups, find_groups, refuse_empty_buffers
 from tierstore.train.hooks import ModelHooks
 from tierstore.train.opening import check_same_store, find_generation, open_generation
-from tierstore.train.optimizer import AdamStepper, TieredOptimizer
+from tierstore.train.optimizer import AdamStepper, TieredOptimizer, check_scheduler
 from tierstore.train.options import Options
 from tierstore.train.parameter_groups import given_groups
 from tierstore.train.partition import Partition
@@ -56,12 +57,15 @@ class Assembly:
     """The rooms of one engine.
 
     Attributes:
+        scheduler: what sets the learning rates, if somebody does.
         gathers, reductions: with the other ranks, if there are any.
         links: what moved between the ranks.
         opened: the generation that was resumed; None for a new store.
         not_on_gpu: why no state is on the GPU, where it may be; None if some is.
     """
 
+    model: nn.Module
+    options: Options
     runtime: Runtime
     backend: Backend
     device: ComputeDevice
@@ -71,6 +75,7 @@ class Assembly:
     collector: GradientCollector
     hooks: ModelHooks
     stepper: AdamStepper
+    scheduler: Any
     driver: RoundDriver
     tracer: Tracer
     partition: Partition
@@ -130,31 +135,31 @@ def assemble(
     parameter_groups: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]] | None,
     source: Any,
     step: Callable[[], object],
-    prepare: Callable[[TieredOptimizer], None],
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    registered: Mapping[str, capture.Stateful],
     tracer: Tracer,
     clock: Callable[[], float],
-    backend: Backend | None = None,
+    backend: Backend,
 ) -> Assembly:
     """Make everything that an engine is made of, or nothing.
 
     Args:
-        prepare: called with the optimizer before anything is changed; what it raises ends the making.
+        source: of weights; None is the model.
+        step: that of the engine, for its optimizer.
 
     Raises:
         TierstoreError: what was begun is taken down again.
     """
-    backend = backend or Backend()
     runtime = Runtime(timeout_s=tiers.timeout_s)
     runtime.describe(backend.in_flight)
     store: TrainingStore | None = None
     lock: StoreLock | None = None
+    is_durable = options.durability is Durability.COMMIT
     try:
         device = open_device(tiers.device, clock, tracer)
         runtime.start()
-        shared = asdict(options) | tiers.model_dump(include=_SHARED_TIERS) | config.model_dump()
-        shared["update"] = shared.pop("schedule")
-        partition.check_same(shared | {"nvme": "given" if tiers.nvme else "not given"})
-        team = partition.team(tiers, is_durable=options.durability is Durability.COMMIT)
+        partition.check_same(_shared_options(tiers, config, options))
+        team = partition.team(tiers, is_durable=is_durable)
         lock = StoreLock(member=None if leads(team) else team.rank)
         generation = find_generation(runtime, tiers, options, backend, lock, partition, team)
         pieces: Iterable[Piece] = weights_of(model) if source is None else source.stream()
@@ -164,14 +169,16 @@ def assemble(
         partition.check_same_model(specs)
         warm_up({spec.dtype for spec in specs})
         if generation is not None:
-            check_same_frozen(generation.layout, specs, str(tiers.nvme[0]))
-            check_same_model(generation.layout, specs, f"{tiers.nvme[0]} is the store of another model")
-            check_same_store(generation, tiers, options.schedule)
+            check_same_store(generation, specs, tiers, options.schedule)
         # Before the store is made and takes the weights: what is wrong with the options must not cost them.
         stepper = AdamStepper(groups, TieredOptimizer(given_groups(model, groups, parameter_groups), config, step))
         if generation is not None:
             stepper.optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
-        prepare(stepper.optimizer)
+        scheduler = None
+        if lr_scheduler is not None:
+            scheduler = lr_scheduler(stepper.optimizer)
+            check_scheduler(scheduler)
+        _check_storable(model, registered, is_written=is_durable and bool(tiers.nvme))
         partition.check_same(stepper.members() | stepper.options())
         codecs, pieces = codecs_of(tiers, generation, pieces, specs, partition, runtime, clock)
         is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())
@@ -180,8 +187,7 @@ def assemble(
         placement, not_on_gpu = _placed(request, tiers, device, {spec.dtype for spec in specs}, options)
         store = TrainingStore(
             [group.spec for group in groups.groups], placement, tiers, device, runtime, backend, tracer, clock,
-            is_durable=options.durability is Durability.COMMIT, lock=lock, team=team, codecs=codecs,
-            codec_scratch_bytes=request.scratch_bytes,
+            is_durable=is_durable, lock=lock, team=team, codecs=codecs, codec_scratch_bytes=request.scratch_bytes,
         )  # fmt: skip
         if generation is None:
             runtime.call(store.files.create)
@@ -197,14 +203,42 @@ def assemble(
         if options.is_auto:
             schedule = settled(schedule, shares_cores=device.kind == "cpu", in_memory=in_memory)
         driver = RoundDriver(schedule, store, runtime, is_unasked=options.is_auto)
-        return _hook_up(
-            model, groups, store, runtime, backend, device, stepper, driver, tracer, clock, partition, generation,
-            not_on_gpu,
+        links = {"gather": LinkMeter(clock), "reduce": LinkMeter(clock)} if partition.is_shared else {}
+        gathers = None if partition.keeps_all else Gathers(partition, device, links["gather"], tracer)
+        reductions = None
+        if partition.is_shared:
+            reductions = Reductions(partition, groups.groups, runtime, device, links["reduce"], tracer)
+        access = DeviceAccess(groups.groups, store, runtime, device, clock, gathers)
+        hooks = ModelHooks(model, groups, access)
+        collector = _collector(groups, store, runtime, device, reductions)
+        _hook_up(groups, access, collector, stepper, driver, reductions)
+        depth = DepthChooser(access, store, runtime, device, partition, links)
+        return Assembly(
+            model, options, runtime, backend, device, store, groups, access, collector, hooks, stepper, scheduler,
+            driver, tracer, partition, gathers, reductions, links, depth, generation, not_on_gpu,
         )  # fmt: skip
     except BaseException:
         _take_down(runtime, store, lock)
         partition.close(tiers.timeout_s)
         raise
+
+
+def _shared_options(tiers: TierConfig, config: AdamWConfig, options: Options) -> dict[str, object]:
+    """By name, what is the same at all ranks."""
+    shared = asdict(options) | tiers.model_dump(include=_SHARED_TIERS) | config.model_dump()
+    shared["update"] = shared.pop("schedule")
+    return shared | {"nvme": "given" if tiers.nvme else "not given"}
+
+
+def _check_storable(model: nn.Module, registered: Mapping[str, capture.Stateful], *, is_written: bool) -> None:
+    """Refuse states that a generation could not hold.
+
+    Raises:
+        ConfigError: names one.
+    """
+    states = {name: value.state_dict() for name, value in registered.items()}
+    of_model = capture.module_state(model) if is_written else capture.extra_states(model)
+    capture.plain(states | of_model, "captured")
 
 
 def _placed(
@@ -267,34 +301,25 @@ def _take_down(runtime: Runtime, store: TrainingStore | None, lock: StoreLock | 
                 room.release()
 
 
-def _hook_up(
-    model: nn.Module,
-    groups: ModelGroups,
-    store: TrainingStore,
-    runtime: Runtime,
-    backend: Backend,
-    device: ComputeDevice,
-    stepper: AdamStepper,
-    driver: RoundDriver,
-    tracer: Tracer,
-    clock: Callable[[], float],
-    partition: Partition,
-    generation: Generation | None,
-    not_on_gpu: str | None,
-) -> Assembly:
-    links = {"gather": LinkMeter(clock), "reduce": LinkMeter(clock)} if partition.is_shared else {}
-    gathers = None if partition.keeps_all else Gathers(partition, device, links["gather"], tracer)
-    reductions = None
-    if partition.is_shared:
-        reductions = Reductions(partition, groups.groups, runtime, device, links["reduce"], tracer)
-    access = DeviceAccess(groups.groups, store, runtime, device, clock, gathers)
-    hooks = ModelHooks(model, groups, access)
-
+def _collector(
+    groups: ModelGroups, store: TrainingStore, runtime: Runtime, device: ComputeDevice, reductions: Reductions | None
+) -> GradientCollector:
     def is_free(group: int) -> bool:
         weights = groups.groups[group]
         return not (weights.saved_views() or weights.is_viewed())
 
-    collector = GradientCollector(groups, runtime, device, store.placement.gpu_gradient_bytes, is_free, reductions)
+    return GradientCollector(groups, runtime, device, store.placement.gpu_gradient_bytes, is_free, reductions)
+
+
+def _hook_up(
+    groups: ModelGroups,
+    access: DeviceAccess,
+    collector: GradientCollector,
+    stepper: AdamStepper,
+    driver: RoundDriver,
+    reductions: Reductions | None,
+) -> None:
+    """What access and collector ask of the updates, and tell them."""
 
     def on_complete(index: int) -> Callable[[Mark], None] | None:
         return driver.decide_group(index, stepper.updates(index, collector.touched, driver.guessed_scale))
@@ -312,10 +337,6 @@ def _hook_up(
     collector.before_update = before_update
     access.read_late = lambda index: driver.read_late(groups.groups[index].spec.name)
     access.awaits_update = awaits_update
-    return Assembly(
-        runtime, backend, device, store, groups, access, collector, hooks, stepper, driver, tracer, partition, gathers,
-        reductions, links, DepthChooser(access, store, runtime, device, partition, links), generation, not_on_gpu,
-    )  # fmt: skip
 
 
 def _bind(groups: ModelGroups, store: TrainingStore, device: ComputeDevice) -> None:

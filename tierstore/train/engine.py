@@ -36,7 +36,7 @@ from tierstore.train.assembly import Assembly, assemble
 from tierstore.train.call_order import CallOrder, in_turn
 from tierstore.train.generations import Generations
 from tierstore.train.meters import StepMeters
-from tierstore.train.optimizer import LossScale, TieredOptimizer, check_scheduler
+from tierstore.train.optimizer import LossScale, TieredOptimizer
 from tierstore.train.options import check_kinds, options_of
 from tierstore.train.partition import partition_of
 from tierstore.train.report import StepReport
@@ -107,43 +107,24 @@ class Engine:
             model, update, max_grad_norm, commit_every, durability, resume, overlap,
             may_skip=bool(scale.growth_interval), has_store=bool(tiers.nvme),
         )  # fmt: skip
-        self._model = model
-        for name, value in (registered or {}).items():
+        registered = registered or {}
+        for name, value in registered.items():
             capture.check_stateful(name, value, model)
         tiers = with_rates(tiers)
-        scheduler: Any = None
-
-        def prepare(optimizer: TieredOptimizer) -> None:
-            nonlocal scheduler
-            if lr_scheduler is not None:
-                scheduler = lr_scheduler(optimizer)
-                check_scheduler(scheduler)
-            states = {name: value.state_dict() for name, value in (registered or {}).items()}
-            is_written = tiers.nvme and options.durability is Durability.COMMIT
-            of_model = capture.module_state(model) if is_written else capture.extra_states(model)
-            capture.plain(states | of_model, "captured")  # whether it can be stored
-
         self._parts: Assembly = assemble(
             model, tiers, optimizer or AdamWConfig(), options, partition_of(zero, process_group, device_mesh, tiers),
-            parameter_groups, initialize, self.step, prepare, tracer or Tracer(clock, enabled=False), clock, backend,
+            parameter_groups, initialize, self.step, lr_scheduler, registered,
+            tracer or Tracer(clock, enabled=False), clock, backend or Backend(),
         )  # fmt: skip
         self.optimizer.on_zero_grad = self.zero_grad
         can_resume = self._parts.store.files.is_durable and commit_every == 1
         self._order = CallOrder(self._parts.driver, self._parts.runtime, can_resume=can_resume)
         self._parts.hooks.refuse_outside = partial(self._order.refuse_after_backward, "a call of the model")
-        self._generations = Generations(self._parts, model, scale, registered or {}, commit_every)
+        self._generations = Generations(self._parts, scale, registered)
         try:
             self._meters = StepMeters(self._parts, clock)
-            self._steps = Steps(
-                model, self._parts, self._order, self._generations, self._meters, scale,
-                max_grad_norm=options.max_grad_norm, overlap=options.overlap,
-            )  # fmt: skip
-            self._generations.scheduler = scheduler
-            if self._parts.opened is not None:
-                is_previous = options.resume is Resume.PREVIOUS
-                self._generations.restore(self._parts.opened.captured, is_previous=is_previous)
-            else:
-                self._generations.commit(None)
+            self._steps = Steps(self._parts, self._order, self._generations, self._meters, scale)
+            self._generations.begin()
             self._parts.depth.begin(tiers)
         except BaseException:
             self._parts.close()
@@ -271,7 +252,7 @@ class Engine:
     @property
     def model(self) -> nn.Module:
         """The model that was given; the engine calls this one."""
-        return self._model
+        return self._parts.model
 
     @property
     def optimizer(self) -> TieredOptimizer:
@@ -318,13 +299,13 @@ class Engine:
         with contextlib.ExitStack() as block:
             block.enter_context(self._order.alone("gathered()"))
             self.flush()
-            groups = block.enter_context(whole.gathered(parts, self._model, whole.checked_names(names), is_kept))
+            groups = block.enter_context(whole.gathered(parts, whole.checked_names(names), is_kept))
             block.enter_context(self._order.gathering(groups if modify else ()))
             with parts.hooks.watching():  # a loss may be made of what is read here
                 yield
             if modify:
                 self._order.refuse_within_step("gathered(modify=True)")
-                parts.groups.refuse_newcomers(self._model)
+                parts.groups.refuse_newcomers(parts.model)
                 whole.keep_changes(parts, groups)
                 self._generations.commit_change()
             else:
@@ -361,9 +342,10 @@ class Engine:
             GraphError: the model has a parameter that is not the engine's.
         """
         self._order.refuse_after_backward("state_dict()")
-        self._open_parts().groups.refuse_newcomers(self._model)
+        parts = self._open_parts()
+        parts.groups.refuse_newcomers(parts.model)
         self.flush()
-        return whole.state_dict(self._open_parts(), self._model)
+        return whole.state_dict(parts)
 
     @in_turn
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -377,10 +359,11 @@ class Engine:
         self._order.refuse_within_step("load_state_dict")
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"load_state_dict() takes tensors by name, not {type(state_dict).__name__}")
-        self._open_parts().groups.refuse_newcomers(self._model)  # which would keep their values
+        parts = self._open_parts()
+        parts.groups.refuse_newcomers(parts.model)  # which would keep their values
         self._generations.leave_newer()
         self.flush()
-        whole.load_state_dict(self._open_parts(), self._model, state_dict)
+        whole.load_state_dict(parts, state_dict)
         self._generations.commit_change()
 
     @in_turn
@@ -393,9 +376,10 @@ class Engine:
         self._order.refuse_after_backward("export()")
         if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
             raise ConfigError(f"export() takes a directory, not {directory!r}")
-        self._open_parts().groups.refuse_newcomers(self._model)
+        parts = self._open_parts()
+        parts.groups.refuse_newcomers(parts.model)
         self.flush()
-        whole.export(self._open_parts(), self._model, Path(directory))
+        whole.export(parts, Path(directory))
 
     def statistics(self) -> dict[str, Any]:
         """Totals since the engine was made: bytes by link, peaks by tier, generation, codecs, depth, buffered I/O.

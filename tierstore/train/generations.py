@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from tierstore.config import UpdateSchedule
+from tierstore.config import Resume, UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.pack.layout import listed
 from tierstore.store.gradients import Gradients
@@ -34,29 +32,19 @@ class Pending:
 
 
 class Generations:
-    """The progress of a run, and its commits.
-
-    Args:
-        commit_every: a commit is due every so many steps; the last one that was not waits for `publish`.
+    """The progress of a run, and its commits: one is due every `commit_every` steps, between them it waits.
 
     Attributes:
         step_count: finished steps.
-        scheduler: what sets the learning rates, if somebody does.
         pending: gradients that arrived in the last step and are applied in the next one (a delayed update).
         gradient_set: which of the store's gradients the step in progress collects.
     """
 
-    def __init__(
-        self, parts: Assembly, model: nn.Module, loss_scale: LossScale, registered: Mapping[str, capture.Stateful],
-        commit_every: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, parts: Assembly, loss_scale: LossScale, registered: Mapping[str, capture.Stateful]) -> None:
         self._parts = parts
-        self._model = model
         self._loss_scale = loss_scale
         self._registered = dict(registered)
-        self._commit_every = commit_every
         self.step_count = 0
-        self.scheduler: Any = None
         self.pending: Pending | None = None
         self.gradient_set = 0
         if parts.driver.schedule is UpdateSchedule.DELAYED:
@@ -103,7 +91,7 @@ class Generations:
             return
         pending = self._parts.store.gradients[1 - self.gradient_set] if self.pending is not None else None
         self._waiting = (round_, self._captured(), pending)
-        if self.step_count % self._commit_every == 0:
+        if self.step_count % self._parts.options.commit_every == 0:
             self.publish()
 
     def commit_change(self) -> None:
@@ -151,7 +139,7 @@ class Generations:
         Raises:
             ConfigError: a resumed run has gone on, and the state of this one is that of the step before.
         """
-        capture.check_stateful(name, value, self._model)
+        capture.check_stateful(name, value, self._parts.model)
         if name in self._to_restore and self.step_count > self._resumed_at:
             raise ConfigError(
                 f"{name!r} is registered after step {self.step_count}, and would get its state after step "
@@ -161,16 +149,16 @@ class Generations:
         self._restore_registered(name)
 
     def _captured(self) -> dict[str, Any]:
-        optimizer = self._parts.stepper.optimizer
+        optimizer, scheduler = self._parts.stepper.optimizer, self._parts.scheduler
         state = {
             "step": self.step_count,
             "steps": self._parts.stepper.steps,
             "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
             "optimizer": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
             # What an earlier run had, and this one has not, or not yet, stays as it was.
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else self._left_schedule,
+            "scheduler": scheduler.state_dict() if scheduler is not None else self._left_schedule,
             "registered": self._to_restore | {name: value.state_dict() for name, value in self._registered.items()},
-            "buffers": capture.module_state(self._model),
+            "buffers": capture.module_state(self._parts.model),
             "pending": None,
         }
         if self.pending is not None:
@@ -180,23 +168,27 @@ class Generations:
         plain: dict[str, Any] = capture.plain(state) | {"random": capture.random_states()}
         return plain
 
-    def restore(self, captured: Mapping[str, Any], *, is_previous: bool) -> None:
-        """Go on from a generation.
-
-        Args:
-            is_previous: there is a newer one, which stays until the state changes.
+    def begin(self) -> None:
+        """Go on from the generation that was opened; of a new store, commit the first one.
 
         Raises:
-            FormatError: of other buffers, or of random states that the generators do not know.
+            FormatError: it is of other buffers, or of random states that the generators do not know.
         """
-        self._is_previous = is_previous
+        if self._parts.opened is None:
+            self.commit(None)
+        else:
+            self._restore(self._parts.opened.captured)
+
+    def _restore(self, captured: Mapping[str, Any]) -> None:
+        # A newer one stays until the state changes.
+        self._is_previous = self._parts.options.resume is Resume.PREVIOUS
         self.step_count = self._resumed_at = captured["step"]
         self._parts.stepper.steps.update(captured["steps"])
         self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
-        if self.scheduler is None:
+        if self._parts.scheduler is None:
             self._left_schedule = captured["scheduler"]
         elif captured["scheduler"] is not None:
-            self.scheduler.load_state_dict(capture.with_tensors(captured["scheduler"]))
+            self._parts.scheduler.load_state_dict(capture.with_tensors(captured["scheduler"]))
             self._parts.stepper.optimizer.restore(captured["optimizer"])  # making it has set the first step's rates
         if (pending := captured["pending"]) is not None:
             touched = set(pending["touched"])
@@ -206,7 +198,7 @@ class Generations:
         self._to_restore = dict(own["registered"])
         for name in list(self._registered):
             self._restore_registered(name)
-        capture.load_buffers(self._model, own["buffers"])
+        capture.load_buffers(self._parts.model, own["buffers"])
         capture.restore_random_states(own["random"])
         if is_new_rank:
             capture.reseed(self._parts.partition.position)

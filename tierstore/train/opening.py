@@ -16,6 +16,7 @@ from tierstore.errors import ChecksumMismatch, ConfigError, FormatError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.store.commit import COMMIT, Manifests
+from tierstore.store.layout import GroupSpec, check_same_frozen, check_same_model
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
 from tierstore.store.team import Team, leads
@@ -148,13 +149,17 @@ def open_generation(runtime: Runtime, store: TrainingStore, generation: Generati
         ) from None
 
 
-def check_same_store(generation: Generation, tiers: TierConfig, schedule: UpdateSchedule) -> None:
+def check_same_store(
+    generation: Generation, groups: Sequence[GroupSpec], tiers: TierConfig, schedule: UpdateSchedule
+) -> None:
     """Refuse what this run cannot go on with; nothing was changed.
 
     Raises:
-        ConfigError: it is another store, or was made in another way.
+        ConfigError: it is the store of another model, or was made in another way.
     """
     layout = generation.layout
+    check_same_frozen(layout, groups, str(tiers.nvme[0]))
+    check_same_model(layout, groups, f"{tiers.nvme[0]} is the store of another model")
     if generation.captured["pending"] is not None and schedule is not UpdateSchedule.DELAYED:
         raise ConfigError(
             f"the store in {tiers.nvme[0]} was trained with update='delayed', and the gradients of its last step are "

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from tierstore.config import MicroBatchSchedule, UpdateSchedule, choice
 from tierstore.errors import ConfigError, TierstoreError
@@ -33,25 +32,18 @@ if TYPE_CHECKING:
 class Steps:
     """Runs one step after the other; the public methods are those of the engine, and told there.
 
-    Args:
-        overlap: False waits for every update and commit inside `step`.
-
     Attributes:
         callbacks: called inside every step, before its commit is published.
     """
 
     def __init__(
-        self, model: nn.Module, parts: Assembly, order: CallOrder, generations: Generations, meters: StepMeters,
-        loss_scale: LossScale, *, max_grad_norm: float | None, overlap: bool,
-    ) -> None:  # fmt: skip
-        self._model = model
+        self, parts: Assembly, order: CallOrder, generations: Generations, meters: StepMeters, loss_scale: LossScale
+    ) -> None:
         self._parts = parts
         self._order = order
         self._generations = generations
         self._meters = meters
         self._loss_scale = loss_scale
-        self._max_grad_norm = max_grad_norm
-        self._overlap = overlap
         self.callbacks: list[Callable[[StepReport], None]] = []
         self._losses: list[torch.Tensor] = []  # of the micro-batches of this train_step
         self._zeroed = 0  # how often the gradients of this step were forgotten
@@ -65,7 +57,7 @@ class Steps:
 
     def _watched_model(self, *args: Any, **kwargs: Any) -> Any:
         with self._parts.hooks.watching():
-            return self._model(*args, **kwargs)
+            return self._parts.model(*args, **kwargs)
 
     def _forward(self, run: Callable[[], Any], count: int = 1) -> Any:
         """`run` calls the model so many times, and is watched."""
@@ -74,7 +66,7 @@ class Steps:
         self._order.refuse_after_backward("another forward")
         if torch.is_grad_enabled():
             self._order.refuse_while_modified()
-        parts.groups.refuse_newcomers(self._model)
+        parts.groups.refuse_newcomers(parts.model)
         if torch.is_grad_enabled() and not parts.driver.has_begun:
             self._generations.leave_newer()
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
@@ -221,7 +213,7 @@ class Steps:
         for callback in self.callbacks:
             callback(report)
         self._generations.commit(parts.driver.last_round)
-        if not self._overlap:
+        if not parts.options.overlap:
             self._generations.flush()
         parts.access.prefetch_start()
         return report
@@ -234,8 +226,8 @@ class Steps:
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         # What a scheduler looks for, also one that others step: the step went past optimizer.step().
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        if (scheduler := self._generations.scheduler) is not None and is_finite:
-            scheduler.step()
+        if parts.scheduler is not None and is_finite:
+            parts.scheduler.step()
         self._generations.step_count += 1
         parts.depth.step_ended(self._meters.computing_s)
         report = self._meters.report(
@@ -272,7 +264,7 @@ class Steps:
         if late:  # at all ranks, or it was refused by now
             parts.driver.refuse_late(late[0])
         parts.depth.agree(depth)
-        norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, self._max_grad_norm)
+        norm, clip = clip_coefficient(square_sum, self._loss_scale.scale, parts.options.max_grad_norm)
         is_finite = math.isfinite(norm) or not self._loss_scale.growth_interval
         arrived = Pending(touched, clip / self._loss_scale.scale) if is_finite else None
         now = arrived

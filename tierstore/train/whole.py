@@ -75,14 +75,14 @@ def _answer(parts: Assembly) -> None:
         _chunk(parts, parts.groups.groups[asked[0]], asked[1])
 
 
-def state_dict(parts: Assembly, model: nn.Module) -> dict[str, torch.Tensor]:
+def state_dict(parts: Assembly) -> dict[str, torch.Tensor]:
     """As the model's own: weights in fp32, tied ones under each name (one tensor), and copies of all else."""
     by_name: dict[str, torch.Tensor] = {}
     for group in parts.groups.groups:
         for spec in group.spec.parameters:
             by_name[spec.name] = torch.cat(list(masters(parts, group, spec.start, spec.stop))).reshape(spec.shape)
     result: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():  # the parameters themselves: nothing is read
+    for name, value in parts.model.state_dict(keep_vars=True).items():  # the parameters themselves: nothing is read
         if isinstance(value, nn.Parameter) and value in parts.groups.names:  # whatever its module is called by now
             result[name] = by_name[parts.groups.names[value]]
         elif isinstance(value, torch.Tensor):  # a buffer, or a parameter without elements
@@ -92,21 +92,23 @@ def state_dict(parts: Assembly, model: nn.Module) -> dict[str, torch.Tensor]:
     return result
 
 
-def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
     """Set all weights and buffers from full tensors, and the modules' extra states that are given; moments stay.
 
     Raises:
         FormatError: a tensor is missing, unknown or of another shape; nothing was changed.
     """
     wanted = {spec.name: spec.shape for group in parts.groups.groups for spec in group.spec.parameters}
-    wanted |= {name: tuple(buffer.shape) for name, buffer in capture.persistent_buffers(model).items()}
+    buffers = capture.persistent_buffers(parts.model)
+    wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     given = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
     wrong = [
         f"{name} {given.get(name, 'no tensor') if name in state else 'missing'}, expected {shape}"
         for name, shape in wanted.items()
         if given.get(name) != shape
     ]
-    wrong += [f"{name} is not in the model" for name in sorted(state.keys() - model.state_dict(keep_vars=True).keys())]
+    known = parts.model.state_dict(keep_vars=True).keys()
+    wrong += [f"{name} is not in the model" for name in sorted(state.keys() - known)]
     if wrong:
         raise FormatError(f"{len(wrong)} tensors do not fit the model: {'; '.join(wrong[:5])}")
     parts.access.release_all()
@@ -123,15 +125,13 @@ def load_state_dict(parts: Assembly, model: nn.Module, state: Mapping[str, torch
         parts.access.weights_changed(every)
         parts.access.release_all()
     with torch.no_grad():
-        for name, buffer in capture.persistent_buffers(model).items():
+        for name, buffer in buffers.items():
             buffer.copy_(state[name])
-    capture.load_extra_states(model, state)
+    capture.load_extra_states(parts.model, state)
 
 
 @contextlib.contextmanager
-def gathered(
-    parts: Assembly, model: nn.Module, names: Sequence[str], is_kept: Callable[[int], bool]
-) -> Iterator[list[int]]:
+def gathered(parts: Assembly, names: Sequence[str], is_kept: Callable[[int], bool]) -> Iterator[list[int]]:
     """The groups of these parameters, and of all below these modules, on the device, until the end of the block.
 
     What was changed and not kept is undone, also what somebody holds a view of, which stays on the device.
@@ -144,7 +144,7 @@ def gathered(
         BudgetError: they do not fit together.
     """
     index_of = {parameter: group.index for group in parts.groups.groups for parameter in group.parameters}
-    wanted = sorted({index_of[p] for name in names for p in _parameters_at(model, name) if p in index_of})
+    wanted = sorted({index_of[p] for name in names for p in _parameters_at(parts.model, name) if p in index_of})
     sizes, placement = parts.access.sizes, parts.store.placement
     room, beside = placement.gpu_weight_bytes, 2 * max(placement.gpu_gradient_bytes, COMPANY_BYTES)
     if (wanted_bytes := sum(sizes[group] for group in wanted)) > room:
@@ -256,7 +256,7 @@ def as_trained(dtype: str, master: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(weights).view(TORCH_DTYPES[dtype])
 
 
-def export(parts: Assembly, model: nn.Module, directory: Path) -> None:
+def export(parts: Assembly, directory: Path) -> None:
     """Stream weights, in the dtype they are trained in, and persistent buffers to ordinary safetensors.
 
     Of the modules' extra states those that are tensors, for nothing else has a place there. Rank 0 writes.
@@ -274,8 +274,8 @@ def export(parts: Assembly, model: nn.Module, directory: Path) -> None:
         for group in parts.groups.groups:
             for spec in group.spec.parameters:
                 yield TensorOut(spec.name, spec.shape, group.parameters[0].dtype, rounded(group, spec))
-        others = {name: p for name, p in model.named_parameters() if p.numel() == 0} | capture.module_state(model)
-        for name, value in others.items():
+        empty = {name: p for name, p in parts.model.named_parameters() if p.numel() == 0}
+        for name, value in (empty | capture.module_state(parts.model)).items():
             if isinstance(value, torch.Tensor):
                 yield TensorOut(name, tuple(value.shape), value.dtype, iter([value.detach().cpu().reshape(-1)]))
 
