@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from tierstore.errors import TierstoreError
     from tierstore.store.tensors import TensorStore
     from tierstore.trace import Tracer
-    from tierstore.train.collective_costs import fit_cost_model
     from tierstore.train.cpu_adam import CPUAdam
+    from tierstore.train.data_parallel.collective_costs import fit_cost_model
+    from tierstore.train.data_parallel.overlap import OverlapProfiler
+    from tierstore.train.data_parallel.reducer import GradientReducer
     from tierstore.train.engine import Engine
     from tierstore.train.loading import PrefetchingLoader
     from tierstore.train.materialize import deferred
-    from tierstore.train.overlap import OverlapProfiler
-    from tierstore.train.reducer import GradientReducer
     from tierstore.train.report import StepReport
 
 __all__ = [
@@ -65,8 +65,8 @@ _HOME = {
     "Codec": "config",
     "Durability": "config",
     "Engine": "train.engine",
-    "GradientReducer": "train.reducer",
-    "OverlapProfiler": "train.overlap",
+    "GradientReducer": "train.data_parallel.reducer",
+    "OverlapProfiler": "train.data_parallel.overlap",
     "PrefetchingLoader": "train.loading",
     "Resume": "config",
     "StepReport": "train.report",
@@ -77,7 +77,7 @@ _HOME = {
     "Tracer": "trace",
     "UpdateSchedule": "config",
     "deferred": "train.materialize",
-    "fit_cost_model": "train.collective_costs",
+    "fit_cost_model": "train.data_parallel.collective_costs",
     "format_size": "config",
     "load_pack": "archive.loading",
     "parse_size": "config",

@@ -1,7 +1,7 @@
 """Pictures: a figure without a window, and its file.
 
 Scope: the one place that imports matplotlib, and says how to get it.
-Not here: what is drawn (`apps/`, `train/overlap_views.py`).
+Not here: what is drawn (`apps/`, `train/data_parallel/overlap_views.py`).
 Owner: the caller owns its figure; there is no current figure, and no state.
 """
 

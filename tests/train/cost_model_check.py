@@ -67,8 +67,8 @@ def predicted(ready_s: dict[str, float], sizes: dict[str, int], layout: list[lis
 def check(rank: int, ranks: int, layers: int, width: int, batch: int, steps: int) -> list[dict[str, Any]]:
     from torch import distributed
 
-    from tierstore.train.collective_costs import fit_cost_model
-    from tierstore.train.reducer import GradientReducer
+    from tierstore.train.data_parallel.collective_costs import fit_cost_model
+    from tierstore.train.data_parallel.reducer import GradientReducer
 
     torch.manual_seed(rank)
     module = nn.Sequential(*[layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())])

@@ -24,7 +24,7 @@ from torch import distributed, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from tierstore.train.reducer import GradientReducer
+from tierstore.train.data_parallel.reducer import GradientReducer
 
 Step = Callable[[torch.Tensor], None]
 

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from tierstore.errors import ConfigError
-from tierstore.train.collective_costs import fit_cost_model
-from tierstore.train.overlap import OverlapProfiler, Summary
-from tierstore.train.reducer import GradientReducer
+from tierstore.train.data_parallel.collective_costs import fit_cost_model
+from tierstore.train.data_parallel.overlap import OverlapProfiler, Summary
+from tierstore.train.data_parallel.reducer import GradientReducer
 
 WIDTH, LAYERS = 192, 6
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tierstore.errors import ConfigError, GraphError, RankLost
 from tierstore.plan.cost_model import CostModel
+from tierstore.train.data_parallel.reducer import GradientReducer
 from tierstore.train.ranks import all_gather_flat
-from tierstore.train.reducer import GradientReducer
 
 WIDTH = 24
 CAP_BYTES = 4096

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from tierstore.errors import ConfigError
 from tierstore.plan.buckets import Gradient, form_buckets, timeline
 from tierstore.plan.cost_model import CostModel, fit_timings
-from tierstore.train.collective_costs import SIZES_BYTES, fit_cost_model, time_collectives
+from tierstore.train.data_parallel.collective_costs import SIZES_BYTES, fit_cost_model, time_collectives
 
 LINK = CostModel(300e-6, 2e9, launch_s=20e-6)
 

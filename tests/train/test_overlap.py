@@ -19,8 +19,8 @@ from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.plan.buckets import BucketEvent
 from tierstore.plan.cost_model import CostModel
 from tierstore.plan.diagnosis import Pause, PauseKind, Symptom
-from tierstore.train.buckets import BucketRecord, StepRecord
-from tierstore.train.overlap import OverlapProfiler
+from tierstore.train.data_parallel.buckets import BucketRecord, StepRecord
+from tierstore.train.data_parallel.overlap import OverlapProfiler
 
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
 US = 1e-6

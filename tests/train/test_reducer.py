@@ -13,7 +13,7 @@ from ranks import run_ranks
 from reducing import all_same_as_ddp, early, flat_shards, hidden, in_flight, stale_pair, suited
 from torch import distributed
 
-from tierstore.train.buckets import assign_buckets
+from tierstore.train.data_parallel.buckets import assign_buckets
 
 CASES: dict[str, tuple[str, int, str | None, bool]] = {
     "plain": ("all", 1, None, False),

@@ -1,7 +1,7 @@
 """Step time against bucket size on any interconnect, on paper: as a table, a plot, JSON.
 
 Scope: what `tierstore simulate buckets` asks and shows.
-Not here: the timeline (`plan/buckets.py`); a measured step (`train/overlap.py`).
+Not here: the timeline (`plan/buckets.py`); a measured step (`train/data_parallel/overlap.py`).
 Owner: nothing is kept between calls.
 """
 

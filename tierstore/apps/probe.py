@@ -134,7 +134,7 @@ def save(options: ProbeOptions, outcome: Outcome) -> None:
 def _time_collectives(options: ProbeOptions, launch: Launch) -> CostModel | None:
     """Alpha and beta of an all-reduce between the ranks; None where the time did not depend on the size."""
     from tierstore.apps.crew import joined
-    from tierstore.train.collective_costs import fit_cost_model
+    from tierstore.train.data_parallel.collective_costs import fit_cost_model
 
     device = f"cuda:{launch.local_rank}" if options.device == "cuda" else options.device
     with joined(launch, device):

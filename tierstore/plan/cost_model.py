@@ -1,7 +1,7 @@
 """What a collective costs: alpha and beta of an interconnect, and their fit to timed collectives.
 
 Scope: `T(n) = alpha + n / beta`, the sizes that follow from it, a robust fit with its residual.
-Not here: the timing (`train/collective_costs.py`), when collectives run (`plan/buckets.py`).
+Not here: the timing (`train/data_parallel/collective_costs.py`), when collectives run (`plan/buckets.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What keeps a measured step from being shorter, in words, and what each remedy would make of it.
 
 Scope: one measured step, the timeline that explains it, and remedies tried on that timeline.
-Not here: measuring (`train/overlap.py`); the timeline itself (`plan/buckets.py`).
+Not here: measuring (`train/data_parallel/overlap.py`); the timeline itself (`plan/buckets.py`).
 
 [Note: at the measured overlap]
 A remedy is tried on what was measured, not on an ideal step: gradients are ready when they were seen to be, less the

@@ -1,7 +1,7 @@
 """The ranks that train together: who they are, their collectives, and who of them is missing when one fails.
 
 Scope: a process group with a heart beat, collectives on flat tensors under one name for every version of torch.
-Not here: what is reduced or gathered, and when (`reducer.py`, `partition.py`).
+Not here: what is reduced or gathered, and when (`reduction.py`, `gathering.py`, `data_parallel/`).
 Owner: the thread that makes it; `waiting` is entered by any thread.
 
 [Note: who is missing] A collective that fails names a socket, or nothing. So every rank counts in the group's store

@@ -1,7 +1,7 @@
 """Gradients of all ranks made one, group by group, under the rest of backward.
 
 Scope: the bucket of a group, the order of reductions, and handing the result to the store.
-Not here: when a group's gradient is complete (`backward.py`); reducing without offload (`reducer.py`).
+Not here: when a group's gradient is complete (`backward.py`); reducing without offload (`data_parallel/`).
 Owner: buckets are filled by the thread that runs backward; everything else is the loop's, with a thread of its own.
 
 [Note: the order of reductions] Every backward reduces every trainable group once, in one order at every rank: that in

@@ -26,8 +26,8 @@ import torch
 from torch import distributed, nn
 
 from tierstore.apps.bench.serve import Round
-from tierstore.train.collective_costs import fit_cost_model
-from tierstore.train.reducer import GradientReducer
+from tierstore.train.data_parallel.collective_costs import fit_cost_model
+from tierstore.train.data_parallel.reducer import GradientReducer
 
 _RANKS = 2
 _END = -1.0

@@ -31,7 +31,7 @@ from typing import Any
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.plan.buckets import BucketEvent, Gradient, Timeline
 from tierstore.plan.diagnosis import MeasuredStep, Pause, PauseKind
-from tierstore.train.overlap import ProfiledStep
+from tierstore.train.data_parallel.overlap import ProfiledStep
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _HOOKED = f"autograd::engine::evaluate_function: {_ACCUMULATE}"

@@ -31,14 +31,14 @@ from torch.utils._pytree import tree_leaves
 from tierstore.errors import ClosedError, ConfigError, GraphError
 from tierstore.plan.cost_model import CostModel
 from tierstore.trace import Tracer
-from tierstore.train.agreement import broadcast_flat, check_same, described
-from tierstore.train.arrangement import Arrangement
-from tierstore.train.buckets import Bucket, BucketRecord, BucketSet, StepRecord
-from tierstore.train.launching import CommHook, Launcher, LaunchQueue
-from tierstore.train.places import Places
+from tierstore.train.data_parallel.agreement import broadcast_flat, check_same, described
+from tierstore.train.data_parallel.arrangement import Arrangement
+from tierstore.train.data_parallel.buckets import Bucket, BucketRecord, BucketSet, StepRecord
+from tierstore.train.data_parallel.launching import CommHook, Launcher, LaunchQueue
+from tierstore.train.data_parallel.options import ReducerOptions
+from tierstore.train.data_parallel.places import Places
+from tierstore.train.data_parallel.readiness import Readiness
 from tierstore.train.ranks import Ranks
-from tierstore.train.readiness import Readiness
-from tierstore.train.reducer_options import ReducerOptions
 
 
 class GradientReducer:

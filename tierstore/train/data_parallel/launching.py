@@ -25,7 +25,7 @@ from torch import distributed
 
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
-from tierstore.train.buckets import Bucket, HookBucket
+from tierstore.train.data_parallel.buckets import Bucket, HookBucket
 from tierstore.train.ranks import Ranks, is_nccl, reduce_scatter_flat
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from tierstore.errors import GraphError
-from tierstore.train.buckets import Bucket, BucketSet, assign_buckets
+from tierstore.train.data_parallel.buckets import Bucket, BucketSet, assign_buckets
 
 _NOT_ZEROED = (
     "delayed=True needs zero_grad(set_to_none=True) between a step and the next backward: .grad is of the step before"

@@ -16,7 +16,7 @@ from tierstore.plan.buckets import BucketEvent
 from tierstore.plots import new_figure, save_figure
 
 if TYPE_CHECKING:
-    from tierstore.train.overlap import ProfiledStep, Summary
+    from tierstore.train.data_parallel.overlap import ProfiledStep, Summary
 
 _COLUMNS = 72  # of the bars
 _MOST_ROWS = 40

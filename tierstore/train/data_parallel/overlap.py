@@ -22,8 +22,8 @@ from tierstore.plan.diagnosis import Diagnosis, MeasuredStep, Pause, PauseKind, 
 from tierstore.trace import Tracer
 
 if TYPE_CHECKING:
-    from tierstore.train.buckets import StepRecord
-    from tierstore.train.reducer import GradientReducer
+    from tierstore.train.data_parallel.buckets import StepRecord
+    from tierstore.train.data_parallel.reducer import GradientReducer
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class OverlapProfiler:
             FormatError: not such a trace.
             ConfigError: it has no step with a reduction of gradients.
         """
-        from tierstore.train.overlap_trace import read_steps
+        from tierstore.train.data_parallel.overlap_trace import read_steps
 
         profiler = cls(skip=0)
         profiler.steps = read_steps(path)
@@ -265,7 +265,7 @@ class OverlapProfiler:
 
     def report(self, model: CostModel | None = None) -> str:
         """Table of buckets, timeline of the typical step, and diagnosis, as text."""
-        from tierstore.train.overlap_views import table_lines, timeline_lines
+        from tierstore.train.data_parallel.overlap_views import table_lines, timeline_lines
 
         step = self.typical()
         parts = [table_lines(self.summary()), timeline_lines(step), report_lines(step.measured, self.diagnose(model))]
@@ -278,7 +278,7 @@ class OverlapProfiler:
             ConfigError: matplotlib is not installed.
             StorageError: the file cannot be written.
         """
-        from tierstore.train.overlap_views import draw_timeline
+        from tierstore.train.data_parallel.overlap_views import draw_timeline
 
         draw_timeline(self.typical(), path)
 

@@ -14,11 +14,11 @@ import torch
 
 from tierstore.plan.buckets import Gradient, best_bucket_bytes
 from tierstore.plan.cost_model import CostModel
-from tierstore.train.agreement import broadcast_flat
-from tierstore.train.launching import Launcher
-from tierstore.train.places import Places
+from tierstore.train.data_parallel.agreement import broadcast_flat
+from tierstore.train.data_parallel.launching import Launcher
+from tierstore.train.data_parallel.options import ReducerOptions
+from tierstore.train.data_parallel.places import Places
 from tierstore.train.ranks import Ranks
-from tierstore.train.reducer_options import ReducerOptions
 
 
 class Arrangement:
