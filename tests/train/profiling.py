@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tierstore.errors import ConfigError
 from tierstore.train.data_parallel.collective_costs import fit_cost_model
-from tierstore.train.data_parallel.overlap import OverlapProfiler, Summary
+from tierstore.train.data_parallel.overlap import OverlapProfiler
+from tierstore.train.data_parallel.overlap_steps import Summary
 from tierstore.train.data_parallel.reducer import GradientReducer
 
 WIDTH, LAYERS = 192, 6

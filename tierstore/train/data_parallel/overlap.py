@@ -1,7 +1,8 @@
 """How much of the communication hides behind backward, measured per step and bucket.
 
-Scope: recording steps of a `GradientReducer`, steps of a torch profiler trace, medians, what they say.
-Not here: reading a trace (`overlap_trace.py`), drawing (`overlap_views.py`), the diagnosis (`plan/diagnosis.py`).
+Scope: the public face, and recording steps of a `GradientReducer`.
+Not here: steps and medians (`overlap_steps.py`), reading a trace (`overlap_trace.py`), drawing (`overlap_views.py`),
+the diagnosis (`plan/diagnosis.py`).
 Owner: the thread that runs the steps.
 """
 
@@ -10,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tierstore.errors import ConfigError
@@ -20,68 +19,13 @@ from tierstore.plan.buckets import BucketEvent, Gradient, Timeline
 from tierstore.plan.cost_model import CostModel, Timing, fit_timings
 from tierstore.plan.diagnosis import Diagnosis, MeasuredStep, Pause, PauseKind, diagnose, report_lines
 from tierstore.trace import Tracer
+from tierstore.train.data_parallel.overlap_steps import ProfiledStep, Summary
+from tierstore.train.data_parallel.overlap_trace import read_steps
+from tierstore.train.data_parallel.overlap_views import draw_timeline, table_lines, timeline_lines
 
 if TYPE_CHECKING:
     from tierstore.train.data_parallel.buckets import StepRecord
     from tierstore.train.data_parallel.reducer import GradientReducer
-
-
-@dataclass(frozen=True, slots=True)
-class ProfiledStep:
-    """One step; times in `measured` are seconds from its start.
-
-    Attributes:
-        start_s: on the clock of the recording.
-        names: of the parameters in each bucket, as far as they are known.
-        gathers: collectives that fetch parameters (FSDP); they are shown, and not judged.
-    """
-
-    start_s: float
-    measured: MeasuredStep
-    names: tuple[tuple[str, ...], ...] = ()
-    gathers: tuple[BucketEvent, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """All of the step."""
-        return self.measured.seconds
-
-    @property
-    def timeline(self) -> Timeline:
-        """The end of backward, and the buckets."""
-        return self.measured.timeline
-
-
-@dataclass(frozen=True, slots=True)
-class BucketRow:
-    """One bucket, medians over steps; times in seconds from the start of a step."""
-
-    index: int
-    nbytes: int
-    ready_s: float
-    start_s: float
-    end_s: float
-    communication_s: float
-    exposed_s: float
-
-    @property
-    def hidden_share(self) -> float:
-        """Share of its communication that costs nothing."""
-        return 1 - self.exposed_s / self.communication_s if self.communication_s > 0 else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Medians over steps. `rest_s` is what follows the last bucket: the optimizer."""
-
-    steps: int
-    seconds: float
-    compute_s: float
-    communication_s: float
-    exposed_s: float
-    hidden_share: float
-    rest_s: float
-    buckets: tuple[BucketRow, ...]
 
 
 class OverlapProfiler:
@@ -137,8 +81,6 @@ class OverlapProfiler:
             FormatError: not such a trace.
             ConfigError: it has no step with a reduction of gradients.
         """
-        from tierstore.train.data_parallel.overlap_trace import read_steps
-
         profiler = cls(skip=0)
         profiler.steps = read_steps(path)
         return profiler
@@ -231,18 +173,7 @@ class OverlapProfiler:
     def summary(self) -> Summary:
         """Medians over all steps whose buckets are those of the typical one."""
         shape = [event.nbytes for event in self.typical().timeline.events]
-        alike = [step for step in self.steps if [event.nbytes for event in step.timeline.events] == shape]
-        runs = [step.timeline for step in alike]
-        return Summary(
-            steps=len(alike),
-            seconds=median(step.seconds for step in alike),
-            compute_s=median(run.compute_s for run in runs),
-            communication_s=median(run.communication_s for run in runs),
-            exposed_s=median(run.exposed_s for run in runs),
-            hidden_share=median(run.hidden_share for run in runs),
-            rest_s=median(step.seconds - step.timeline.seconds for step in alike),
-            buckets=tuple(_row(index, runs) for index in range(len(shape))),
-        )
+        return Summary.of([step for step in self.steps if [event.nbytes for event in step.timeline.events] == shape])
 
     def interconnect(self) -> CostModel:
         """Alpha and beta as the buckets themselves show them: under load, and only of their sizes.
@@ -265,8 +196,6 @@ class OverlapProfiler:
 
     def report(self, model: CostModel | None = None) -> str:
         """Table of buckets, timeline of the typical step, and diagnosis, as text."""
-        from tierstore.train.data_parallel.overlap_views import table_lines, timeline_lines
-
         step = self.typical()
         parts = [table_lines(self.summary()), timeline_lines(step), report_lines(step.measured, self.diagnose(model))]
         return "\n\n".join("\n".join(lines) for lines in parts)
@@ -278,8 +207,6 @@ class OverlapProfiler:
             ConfigError: matplotlib is not installed.
             StorageError: the file cannot be written.
         """
-        from tierstore.train.data_parallel.overlap_views import draw_timeline
-
         draw_timeline(self.typical(), path)
 
     def to_chrome(self, path: str | os.PathLike[str]) -> None:
@@ -288,26 +215,6 @@ class OverlapProfiler:
         for number, step in enumerate(self.steps):
             _trace(tracer, number, step)
         tracer.to_chrome(path)
-
-
-def _row(index: int, runs: Sequence[Timeline]) -> BucketRow:
-    events = [run.events[index] for run in runs]
-    return BucketRow(
-        index=index,
-        nbytes=events[0].nbytes,
-        ready_s=median(event.ready_s for event in events),
-        start_s=median(event.start_s for event in events),
-        end_s=median(event.end_s for event in events),
-        communication_s=median(_own_s(run, index) for run in runs),
-        exposed_s=median(_own_s(run, index, run.compute_s) for run in runs),
-    )
-
-
-def _own_s(run: Timeline, index: int, from_s: float = 0.0) -> float:
-    """Time of one collective after `from_s`, without that in which it waited for those before it."""
-    event = run.events[index]
-    free_s = max([from_s, *(earlier.end_s for earlier in run.events[:index])])
-    return max(0.0, event.end_s - max(event.start_s, free_s))
 
 
 def _trace(tracer: Tracer, number: int, step: ProfiledStep) -> None:

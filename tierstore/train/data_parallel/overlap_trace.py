@@ -24,14 +24,14 @@ import zlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Any
 
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.plan.buckets import BucketEvent, Gradient, Timeline
 from tierstore.plan.diagnosis import MeasuredStep, Pause, PauseKind
-from tierstore.train.data_parallel.overlap import ProfiledStep
+from tierstore.train.data_parallel.overlap_steps import ProfiledStep
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _HOOKED = f"autograd::engine::evaluate_function: {_ACCUMULATE}"
@@ -88,7 +88,7 @@ def read_steps(path: str | os.PathLike[str]) -> list[ProfiledStep]:
     """
     events = _load(path)
     if any(event.category == "kernel" for event in events):
-        events = _DeviceTimes(events).applied()
+        events = _on_device_time(events)
     collectives = _with_launches(events)
     windows = _windows(events)
     found = [_step(window, events, collectives) for window in windows]
@@ -302,27 +302,19 @@ def _pauses(
             yield Pause(PauseKind.COLLECTIVE, one.event.start_s - begun_s, one.event.end_s - begun_s)
 
 
-class _DeviceTimes:
-    """Moves the ends of gradients to when the device has made them: the host only queues their kernels."""
-
-    def __init__(self, events: Sequence[_Event]) -> None:
-        self._events = events
-        launched: dict[Any, float] = {
-            event.args["correlation"]: event.start_s for event in events
-            if event.category in ("cuda_runtime", "cuda_driver") and "correlation" in event.args
-        }  # fmt: skip
-        kernels = sorted(
-            (launched.get(event.args.get("correlation"), event.start_s), event.end_s) for event in events
-            if event.category == "kernel" and not _NCCL.search(event.name)
-        )  # fmt: skip
-        self._launches_s = [launch_s for launch_s, _ in kernels]
-        self._done_s = list(accumulate((end_s for _, end_s in kernels), max))
-
-    def applied(self) -> list[_Event]:
-        """All events, gradients on the device's time."""
-        return [self._moved(event) if event.name == _ACCUMULATE else event for event in self._events]
-
-    def _moved(self, event: _Event) -> _Event:
-        queued = bisect_right(self._launches_s, event.end_s)
-        done_s = max(event.end_s, self._done_s[queued - 1]) if queued else event.end_s
-        return _Event(event.name, event.category, event.start_s, done_s, event.thread, event.args)
+def _on_device_time(events: Sequence[_Event]) -> list[_Event]:
+    """All events, the ends of gradients moved to when the device has made them: the host only queues their kernels."""
+    launched: dict[Any, float] = {
+        event.args["correlation"]: event.start_s for event in events
+        if event.category in ("cuda_runtime", "cuda_driver") and "correlation" in event.args
+    }  # fmt: skip
+    kernels = sorted(
+        (launched.get(event.args.get("correlation"), event.start_s), event.end_s) for event in events
+        if event.category == "kernel" and not _NCCL.search(event.name)
+    )  # fmt: skip
+    launches_s = [launch_s for launch_s, _ in kernels]
+    done_s = [-math.inf, *accumulate((end_s for _, end_s in kernels), max)]
+    return [
+        replace(event, end_s=max(event.end_s, done_s[bisect_right(launches_s, event.end_s)]))
+        if event.name == _ACCUMULATE else event for event in events
+    ]  # fmt: skip

@@ -1,7 +1,7 @@
 """A profiled step for the eye: a table and a timeline as text, a timeline as a picture.
 
 Scope: lines of text that fit a terminal of 100 columns, a PNG file.
-Not here: the figures (`overlap.py`).
+Not here: the figures (`overlap_steps.py`).
 Owner: nothing is kept between calls.
 """
 
@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from tierstore.config import format_size
 from tierstore.plan.buckets import BucketEvent
 from tierstore.plots import new_figure, save_figure
-
-if TYPE_CHECKING:
-    from tierstore.train.data_parallel.overlap import ProfiledStep, Summary
+from tierstore.train.data_parallel.overlap_steps import ProfiledStep, Summary
 
 _COLUMNS = 72  # of the bars
 _MOST_ROWS = 40
