@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import RankLost, TierstoreError
-from tierstore.train import partition
+from tierstore.train import filling, partition
 from tierstore.train import ranks as train_ranks
 from tierstore.train.engine import Engine
 from tierstore.train.gathering import Gathers
@@ -101,7 +101,7 @@ def objects_told(rank: int, ranks: int) -> tuple[list[int], dict[str, Any]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "exchange", noted)
-        patch.setattr(partition, "PIECE_ELEMENTS", 1000)
+        patch.setattr(filling, "PIECE_ELEMENTS", 1000)
         tiers = TierConfig(gpu_memory="4MiB", cpu_memory="24MiB", timeout_s=20.0)
         with Engine(tiny(seed=rank), tiers, zero=3) as engine:
             so_far = told.copy()

@@ -226,6 +226,7 @@ def test_pieces_follow_the_stream(
 ) -> None:
     """Dead draws, live draws and ragged ends, around every bound of a piece."""
     monkeypatch.setattr("tierstore.train.deferred.program.PIECE_ELEMENTS", 64)
+    monkeypatch.setattr("tierstore.train.filling.PIECE_ELEMENTS", 64)
 
     class Drawn(nn.Module):
         def __init__(self, elements: int) -> None:

@@ -32,7 +32,7 @@ from tierstore.pack.layout import TensorSpec, some_of, tensor_bytes
 from tierstore.train.capture import persistent_buffers
 from tierstore.train.checkpoint_files import CheckpointFiles, Stored, stored_tensors
 from tierstore.train.conversion import Recipe, recipes
-from tierstore.train.filling import PIECE_ELEMENTS, Piece
+from tierstore.train.filling import Piece, in_pieces
 
 MAX_SHARD_BYTES = 5 * 10**9
 _QUANTIZED = "quantized weights cannot be trained"
@@ -103,7 +103,7 @@ class CheckpointSource:
                         raise self._misfit([f"{name}: {shape} converted, {list(self._shapes[name])} in the model"])
                     if name in self._floating and not _is_float(values.dtype):
                         raise self._misfit([f"{name}: {values.dtype} converted, and {_QUANTIZED}"])
-                    yield from self._deliver(name, _cut(values.reshape(-1)))
+                    yield from self._deliver(name, in_pieces(values.reshape(-1)))
 
     @cached_property
     def _plan(self) -> _Plan:
@@ -161,11 +161,6 @@ class CheckpointSource:
 def _is_float(dtype: torch.dtype) -> bool:
     """Whether torch converts it to other floats, which it does not with pairs of 4-bit ones."""
     return dtype.is_floating_point and dtype is not torch.float4_e2m1fn_x2
-
-
-def _cut(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    for start in range(0, values.numel(), PIECE_ELEMENTS):
-        yield start, values[start : start + PIECE_ELEMENTS]
 
 
 @torch.no_grad()

@@ -54,6 +54,12 @@ def weights_of(model: nn.Module) -> Iterator[Piece]:
     return pieces()
 
 
+def in_pieces(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """A flat tensor cut: the first element of each piece, and views."""
+    for start in range(0, values.numel(), PIECE_ELEMENTS):
+        yield start, values[start : start + PIECE_ELEMENTS]
+
+
 class _Filler:
     def __init__(self, store: TrainingStore, runtime: Runtime, keep: bool) -> None:
         self._keep = keep

@@ -35,7 +35,7 @@ from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.placement import BLOCK
 from tierstore.store.layout import GroupSpec, check_same_model, fingerprint, shard
 from tierstore.store.team import Alone, Team, attempt, outcome, results
-from tierstore.train.filling import PIECE_ELEMENTS, Piece
+from tierstore.train.filling import Piece, in_pieces
 from tierstore.train.ranks import Ranks, refuse_different
 
 T = TypeVar("T")
@@ -307,8 +307,8 @@ class _RankTeam:
 def _small(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Pieces that a rank has memory for, in CPU memory."""
     for name, offset, values in pieces:
-        for start in range(0, values.numel(), PIECE_ELEMENTS):
-            yield Piece(name, offset + start, values[start : start + PIECE_ELEMENTS].detach().cpu().contiguous())
+        for start, part in in_pieces(values):
+            yield Piece(name, offset + start, part.detach().cpu().contiguous())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ Owner: none; traits are immutable and computed once per operator.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tierstore.train.deferred.program import SELF
+from tierstore.train.deferred.program import SELF, tensors_of
 
 _aten = torch.ops.aten
 
@@ -120,15 +120,3 @@ class Call:
         if "full" not in name:
             return None
         return self.kwargs["fill_value"] if "fill_value" in self.kwargs else self.args[2 if name == "new_full" else 1]
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dictionaries of arguments."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_of(item)

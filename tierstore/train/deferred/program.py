@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tierstore.train.filling import PIECE_ELEMENTS, Piece
+from tierstore.train.filling import PIECE_ELEMENTS, Piece, in_pieces
 
 NORMAL_BLOCK = 16
 _ADVANCE_WORDS = 2**16
@@ -76,7 +76,7 @@ class Draw:
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any]
     view: View
     dtype: torch.dtype
 
@@ -125,16 +125,14 @@ class Step:
     draw: Draw | None = None
     function: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
     is_in_place: bool = True
     is_exact: bool = False
 
     def constants(self) -> Iterator[torch.Tensor]:
-        sources = [*self.args, *self.kwargs.values()]
+        yield from tensors_of((self.args, self.kwargs))
         if self.draw is not None:
-            sources += [*self.draw.args, *self.draw.kwargs.values()]
-        for source in sources:
-            yield from (item for item in _flattened(source) if isinstance(item, torch.Tensor))
+            yield from tensors_of((self.draw.args, self.draw.kwargs))
 
     def outline(self, source: torch.Tensor) -> torch.Tensor:
         """Shape and dtype (a meta tensor) of what a step that is not in place makes of `source`."""
@@ -281,8 +279,8 @@ class _Held:
             return
         values = self._request.view.on(self._advance(None)).reshape(-1)
         self._storage = None
-        for start in range(0, values.numel(), PIECE_ELEMENTS):
-            yield Piece(self._request.name, start, values[start : start + PIECE_ELEMENTS])
+        for start, part in in_pieces(values):
+            yield Piece(self._request.name, start, part)
 
     def _advance(self, draw: Draw | None) -> torch.Tensor:
         request = self._request
@@ -334,9 +332,13 @@ def _applied(steps: Iterable[Step], values: torch.Tensor, start: int) -> torch.T
     return values
 
 
-def _flattened(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flattened(item)
-    else:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dictionaries of arguments."""
+    if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tierstore.errors import ConfigError
-from tierstore.train.deferred.operators import Call, tensors_of
-from tierstore.train.deferred.program import SELF, Draw, Step, View
+from tierstore.train.deferred.operators import Call
+from tierstore.train.deferred.program import SELF, Draw, Step, View, tensors_of
 from tierstore.train.deferred.records import ADVICE, Record, Records
 from tierstore.train.deferred.timeline import Timeline
 

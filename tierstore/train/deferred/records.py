@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_map
 
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
-from tierstore.train.deferred.operators import tensors_of
-from tierstore.train.deferred.program import Request, Step, View
+from tierstore.train.deferred.program import Request, Step, View, tensors_of
 
 ADVICE = "construct the model ordinarily, without `deferred`, or load a checkpoint"
 _PRUNE_EVERY = 4096
