@@ -37,9 +37,13 @@ class Launcher:
     Args:
         device: of all buckets.
         clock: seconds.
+        scatter: each rank gets its part of a bucket only.
+        timed: it is told exactly when collectives end.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, clock: Callable[[], float], *, scatter: bool) -> None:
+    def __init__(
+        self, ranks: Ranks, device: torch.device, clock: Callable[[], float], *, scatter: bool, timed: bool
+    ) -> None:
         self._ranks = ranks
         self._group: Any = ranks.group
         self._clock = clock
@@ -47,7 +51,7 @@ class Launcher:
         self._device = device
         self.hook: CommHook | None = None
         self.hook_state: Any = None
-        self.is_timed = False
+        self._is_timed = timed
         self.is_cuda = device.type == "cuda"
         # gloo takes CUDA tensors too, and blocks the host in wait().
         self._is_stream_ordered = self.is_cuda and is_nccl(self._group, device)
@@ -80,7 +84,7 @@ class Launcher:
 
     def begin(self) -> None:
         """A backward begins."""
-        if self.is_cuda and self.is_timed:
+        if self.is_cuda and self._is_timed:
             self._base = (self.now(), self._clock())
 
     def note_stream(self, bucket: Bucket) -> None:
@@ -107,13 +111,13 @@ class Launcher:
         with self._ranks.waiting(self._name(bucket)):
             if self._stream is None:
                 bucket.work = self._collective(bucket)
-                if self.is_timed:
+                if self._is_timed:
                     self._time(bucket)
                 return
             for mark in bucket.ready_marks:
                 self._stream.wait_event(mark)
             with torch.cuda.stream(self._stream):
-                if self.is_timed:
+                if self._is_timed:
                     bucket.begun_mark = self._event(self._stream)
                 bucket.work = self._collective(bucket)
                 if self._is_stream_ordered:
@@ -139,12 +143,11 @@ class Launcher:
         begun_s = self._clock()
         if self._is_stream_ordered:
             stream = torch.cuda.current_stream(self._device)
-            before = self._event(stream) if self.is_timed else None
+            before = self._event(stream) if self._is_timed else None
             stream.wait_event(bucket.done_mark)
-            bucket.wait_marks = (before, self._event(stream)) if self.is_timed else ()
+            bucket.wait_marks = (before, self._event(stream)) if self._is_timed else ()
         else:
-            inside = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-            with self._ranks.waiting(self._name(bucket)), inside:
+            with self._ranks.waiting(self._name(bucket)), self._in_stream():
                 self._settle(bucket)
             if self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -179,8 +182,7 @@ class Launcher:
 
     def start_used(self, flags: bytearray) -> tuple[torch.Tensor, Any]:
         """Start the collective that says what any rank has used: the maximum of everybody's flags."""
-        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with self._ranks.waiting("the all-reduce of used parameters"), stream:
+        with self._ranks.waiting("the all-reduce of used parameters"), self._in_stream():
             here = torch.frombuffer(bytearray(flags), dtype=torch.uint8)
             if self.is_cuda:
                 here = here.pin_memory()  # else the host would wait for the stream, and all buckets before this
@@ -197,18 +199,21 @@ class Launcher:
             RankLost: the collective failed, or its timeout has passed.
         """
         used, work = started
-        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with self._ranks.waiting("the all-reduce of used parameters"), stream:
+        with self._ranks.waiting("the all-reduce of used parameters"), self._in_stream():
             if not self._is_stream_ordered:
                 work.wait()
             return bytearray(used.tolist()) if is_read else None
+
+    def _in_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """The communication stream is the current one in here, if there is one."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _name(self, bucket: Bucket) -> str:
         verb = "reduce-scatter" if self._scatter else "all-reduce"
         return f"the {verb} of bucket {bucket.index} ({bucket.nbytes} B)"
 
     def _event(self, stream: Any) -> Any:
-        event = torch.cuda.Event(enable_timing=self.is_timed)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=self._is_timed)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 

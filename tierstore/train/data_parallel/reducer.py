@@ -110,8 +110,7 @@ class GradientReducer:
         self._owns_ranks = not isinstance(process_group, Ranks)
         self.ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
         device, scatter = self._parameters[0].device, options.scatters
-        self._launcher = Launcher(self.ranks, device, clock, scatter=scatter)
-        self._launcher.is_timed = timed
+        self._launcher = Launcher(self.ranks, device, clock, scatter=scatter, timed=timed)
         self._tracer = tracer or Tracer(clock, enabled=False)
         if tracer is None and device.type == "cuda":
             self._tracer.annotate = torch.cuda.nvtx.range
