@@ -19,17 +19,15 @@ A step that does not speculate, for it rests or may be interrupted, is updated a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tierstore.config import UpdateSchedule
 from tierstore.device.streams import Mark, Reached
 from tierstore.errors import ClosedError, ConfigError, GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.plan.schedules import updates_in_backward
-from tierstore.store.rounds import ParameterUpdate, Round
+from tierstore.store.rounds import ParameterUpdate, Round, Updates
 from tierstore.store.training import TrainingStore
-
-Updates = dict[int, Sequence[ParameterUpdate]]
 
 
 class Speculation:
@@ -224,7 +222,7 @@ class RoundDriver:
         """Forward is over: updates of the step before need not wait for it any more."""
         self._runtime.post(self._store.updates.allow_through, None)
 
-    def decide(self, updates: Updates, *, is_plain: bool = True, used: Mark | None = None) -> Round | None:
+    def decide(self, updates: Updates, *, is_plain: bool = True, used: Mark | None = None) -> None:
         """The step is complete; these are its updates, empty if it is skipped.
 
         Args:
@@ -233,7 +231,7 @@ class RoundDriver:
         """
         round_ = self._round
         if round_ is None:
-            return None
+            return
         is_guessed = self.is_streaming and self.is_speculating
         self.speculation.was(is_plain, is_guessed=is_guessed)
         is_redo = is_guessed and not is_plain
@@ -245,9 +243,8 @@ class RoundDriver:
         if self.schedule is UpdateSchedule.STEP:
             self._runtime.call(self._store.updates.round_ended, decided)
         self.last_round = decided
-        return decided
 
-    async def _decide(self, round_: Round, updates: Mapping[int, Sequence[ParameterUpdate]], is_redo: bool) -> Round:
+    async def _decide(self, round_: Round, updates: Updates, is_redo: bool) -> Round:
         pipeline = self._store.updates
         pipeline.decide(round_, updates)  # also if others are redone: for what is not decided yet, this is right
         if is_redo:
@@ -258,5 +255,4 @@ class RoundDriver:
 
     def give_up(self) -> None:
         """No step will follow: what was read ahead is let go."""
-        if self._round is not None:
-            self.decide({})
+        self.decide({})

@@ -16,6 +16,7 @@ import torch
 
 from tierstore.config import MicroBatchSchedule, UpdateSchedule, choice
 from tierstore.errors import ConfigError, TierstoreError
+from tierstore.store.rounds import Updates
 from tierstore.train.assembly import Assembly
 from tierstore.train.call_order import CallOrder
 from tierstore.train.generations import Generations, Pending
@@ -23,7 +24,6 @@ from tierstore.train.meters import StepMeters
 from tierstore.train.micro_batches import called, check_loss, losses_side_by_side, mean_of, own_loss
 from tierstore.train.optimizer import LossScale, clip_coefficient
 from tierstore.train.report import StepReport
-from tierstore.train.rounds import Updates
 
 if TYPE_CHECKING:
     from tierstore.train.engine import Engine

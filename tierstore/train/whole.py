@@ -261,7 +261,7 @@ def export(parts: Assembly, directory: Path) -> None:
 
     Of the modules' extra states those that are tensors, for nothing else has a place there. Rank 0 writes.
     """
-    if parts.partition.ranks is not None and parts.partition.ranks.rank > 0:
+    if not parts.partition.is_first:
         _answer(parts)
         return
     is_shared = parts.partition.is_shared
