@@ -278,7 +278,7 @@ def _fill(
     def work() -> None:
         coming = partition.from_first(pieces)
         try:
-            fill(store, runtime, groups, coming)
+            fill(store, runtime, groups.groups, coming)
         except Exception:
             for _ in coming:  # the others still take them
                 pass

@@ -8,7 +8,8 @@ Owner: the thread that makes the engine.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from tierstore.errors import ConfigError, FormatError
 from tierstore.io.runtime import Runtime
 from tierstore.store.layout import ParameterSpec
 from tierstore.store.training import TrainingStore
-from tierstore.train.groups import ModelGroups, refuse_taken
+from tierstore.train.groups import Group, refuse_taken
 
 PIECE_ELEMENTS = 2**20
 _OPEN_CHUNKS = 2
@@ -113,38 +114,26 @@ class _Filler:
         return self._open[key]
 
     def _close(self, key: tuple[int, int]) -> None:
-        self._runtime.call(self._put, key, self._open.pop(key))
+        put = partial(self._store.at_rest.put, keep_moments=self._keep)
+        self._runtime.call(put, *key, self._open.pop(key))
         self._written.add(key)
-
-    async def _put(self, key: tuple[int, int], master: npt.NDArray[np.float32]) -> None:
-        await self._store.at_rest.put(*key, master, keep_moments=self._keep)
 
 
 def fill(
-    store: TrainingStore,
-    runtime: Runtime,
-    groups: ModelGroups,
-    pieces: Iterable[Piece],
-    *,
-    keep: bool = False,
-    only: Collection[int] | None = None,
+    store: TrainingStore, runtime: Runtime, groups: Iterable[Group], pieces: Iterable[Piece], *, keep: bool = False
 ) -> None:
-    """Write all weights.
+    """Write all weights of these groups.
 
     Args:
-        pieces: (parameter, first element, flat values), each element once, in any order; what the model does not have
+        pieces: (parameter, first element, flat values), each element once, in any order; what is not of these groups
             is left out.
         keep: moments stay; otherwise they are zero.
-        only: just these groups.
 
     Raises:
         FormatError: a parameter got too many or too few elements.
     """
     places: dict[str, tuple[int, ParameterSpec]] = {
-        spec.name: (group.index, spec)
-        for group in groups.groups
-        for spec in group.spec.parameters
-        if only is None or group.index in only
+        spec.name: (group.index, spec) for group in groups for spec in group.spec.parameters
     }
     missing = {name: spec.numel for name, (_, spec) in places.items()}
     filler = _Filler(store, runtime, keep)

@@ -115,7 +115,7 @@ def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
     names = [spec.name for group in parts.groups.groups for spec in group.spec.parameters]
     pieces = (Piece(name, 0, state[name].detach().reshape(-1)) for name in names)
     parts.driver.can_redo = False
-    fill(parts.store, parts.runtime, parts.groups, pieces, keep=True)
+    fill(parts.store, parts.runtime, parts.groups.groups, pieces, keep=True)
     parts.access.settle()
     for group in parts.groups.groups:  # what somebody holds a view of has stayed on the device
         _reload(parts, group.index)
@@ -245,7 +245,7 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
         raise ConfigError(wrong[0])
     parts.driver.can_redo = False
     for group in changed:
-        fill(parts.store, parts.runtime, parts.groups, pieces(group), keep=True, only={group.index})
+        fill(parts.store, parts.runtime, [group], pieces(group), keep=True)
         group.accept_changes()
 
 
