@@ -117,13 +117,13 @@ class CPUAdam(torch.optim.Optimizer):
         for name in of_torch.keys() - {*UNSUPPORTED, *IGNORED}:
             raise ConfigError(f"CPUAdam has no option {name!r}")
         refuse_unsupported(of_torch, "by CPUAdam")
-        checked_options({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
+        checked_options(defaults)
         if threads is not None and (type(threads) is not int or threads < 1):
             raise ConfigError(f"threads must be a whole number of at least 1, got {threads!r}")
         self._threads = update_threads(threads)
         self._pool: ThreadPoolExecutor | None = None
         self._pool_pid = 0
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
         super().__init__(params, defaults)
         kernels.warm_up(sorted({DTYPES[p.dtype] for group in self.param_groups for p in group["params"]}))
 

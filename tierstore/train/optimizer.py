@@ -37,15 +37,14 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter] | Sequence[Mapping[str, Any]],
+        parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
         config: AdamWConfig,
         step: Callable[[], object],
     ) -> None:
         self._engine_step = step
         self.on_zero_grad: Callable[[], None] = lambda: None
         self._is_made = False
-        items: list[Any] = [dict(g) if isinstance(g, Mapping) else g for g in parameters]
-        super().__init__(items, config.model_dump())
+        super().__init__(parameters, config.model_dump())
         self._is_made = True
         _look_at_others()
 

@@ -165,12 +165,8 @@ class Partition:
         Raises:
             ConfigError: at all of them.
         """
-
-        def check() -> None:
-            check_same_model(first, groups, "rank 0 trains another model")
-
         first = self.agree("the model", fingerprint(groups, 0, 0, ""))
-        self.all_succeed("the model", check)
+        self.all_succeed("the model", lambda: check_same_model(first, groups, "rank 0 trains another model"))
 
     def agree(self, what: str, mine: T) -> T:
         """What rank 0 gives."""
