@@ -64,10 +64,11 @@ class Steps:
         parts = self._parts
         self._order.refuse_broken()
         self._order.refuse_after_backward("another forward")
-        if torch.is_grad_enabled():
+        trains = torch.is_grad_enabled()
+        if trains:
             self._order.refuse_while_modified()
         parts.groups.refuse_newcomers(parts.model)
-        if torch.is_grad_enabled() and not parts.driver.has_begun:
+        if trains and not parts.driver.has_begun:
             self._generations.leave_newer()
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
             parts.collector.expect(count)
@@ -78,7 +79,7 @@ class Steps:
         parts.access.stops_at_step = self._order.is_syncing and not parts.driver.is_streaming
         parts.access.begin_forward()
         try:
-            with self._meters.phase("forward") if torch.is_grad_enabled() else self._meters.outside():
+            with self._meters.phase("forward") if trains else self._meters.outside():
                 output = run()
             parts.access.check_unchanged()
             return output

@@ -9,7 +9,7 @@ Owner: the reducer; the thread that runs backward.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class Bucket:
     missing: int = 0
     is_ready: bool = False
     work: Any = None
-    streams: set[Any] | None = None
+    streams: set[Any] = field(default_factory=set)
     ready_marks: Sequence[Any] = ()
     begun_mark: Any = None
     done_mark: Any = None
@@ -117,7 +117,7 @@ class Bucket:
     def begin(self, missing: int) -> None:
         """A backward begins that makes `missing` of its gradients."""
         self.missing, self.is_ready = missing, False
-        self.done_s, self.exposed_s, self.streams = None, 0.0, None
+        self.done_s, self.exposed_s, self.streams = None, 0.0, set()
         self.ready_marks, self.begun_mark, self.wait_marks = (), None, ()
 
 

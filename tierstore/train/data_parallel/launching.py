@@ -52,10 +52,10 @@ class Launcher:
         self.hook: CommHook | None = None
         self.hook_state: Any = None
         self._is_timed = timed
-        self.is_cuda = device.type == "cuda"
+        self._is_cuda = device.type == "cuda"
         # gloo takes CUDA tensors too, and blocks the host in wait().
-        self._is_stream_ordered = self.is_cuda and is_nccl(self._group, device)
-        self._stream = torch.cuda.Stream(device, priority=-1) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        self._is_stream_ordered = self._is_cuda and is_nccl(self._group, device)
+        self._stream = torch.cuda.Stream(device, priority=-1) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._base: tuple[Any, float] | None = None
 
     @property
@@ -69,7 +69,7 @@ class Launcher:
 
     def now(self) -> Any:
         """A moment of backward: seconds, or on CUDA an event of the current stream. See `seconds_between`."""
-        if not self.is_cuda:
+        if not self._is_cuda:
             return self._clock()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
@@ -77,29 +77,27 @@ class Launcher:
 
     def seconds_between(self, first: Any, last: Any) -> float:
         """Between two moments. On CUDA waits for the last one."""
-        if not self.is_cuda:
+        if not self._is_cuda:
             return float(last - first)
         last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
 
     def begin(self) -> None:
         """A backward begins."""
-        if self.is_cuda and self._is_timed:
+        if self._is_cuda and self._is_timed:
             self._base = (self.now(), self._clock())
 
     def note_stream(self, bucket: Bucket) -> None:
-        """A gradient of `bucket` was just put into its place. Only needed on CUDA."""
-        if bucket.streams is None:
-            bucket.streams = set()
-        bucket.streams.add(torch.cuda.current_stream(self._device))
+        """A gradient of `bucket` was just put into its place."""
+        if self._is_cuda:
+            bucket.streams.add(torch.cuda.current_stream(self._device))
 
     def mark_ready(self, bucket: Bucket) -> None:
         """All gradients of `bucket` are in their places."""
         bucket.is_ready = True
         bucket.ready_s = self._clock()
-        if self.is_cuda:
-            self.note_stream(bucket)
-            bucket.ready_marks = [self._event(stream) for stream in bucket.streams or ()]
+        self.note_stream(bucket)
+        bucket.ready_marks = [self._event(stream) for stream in bucket.streams]
 
     def start(self, bucket: Bucket) -> None:
         """Start the collective.
@@ -184,7 +182,7 @@ class Launcher:
         """Start the collective that says what any rank has used: the maximum of everybody's flags."""
         with self._ranks.waiting("the all-reduce of used parameters"), self._in_stream():
             here = torch.frombuffer(bytearray(flags), dtype=torch.uint8)
-            if self.is_cuda:
+            if self._is_cuda:
                 here = here.pin_memory()  # else the host would wait for the stream, and all buckets before this
             used = here.to(self._device, non_blocking=True)
             work = distributed.all_reduce(used, distributed.ReduceOp.MAX, group=self._group, async_op=True)

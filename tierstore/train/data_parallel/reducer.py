@@ -320,16 +320,14 @@ class GradientReducer:
         if not self._is_open:
             self._open()
         self._last_s = self._clock()
-        if (moments := self._arrangement.moments) is not None:
-            moments[index] = self._launcher.now()
+        self._arrangement.came(index)
         if not self._readiness.came(index):
             return
         bucket = self._places.current.home[index]
         if bucket.is_ready:
             raise self._readiness.too_late(index)
         self._places.place(index)
-        if self._launcher.is_cuda:
-            self._launcher.note_stream(bucket)
+        self._launcher.note_stream(bucket)
         if self._readiness.reached[index]:
             bucket.missing -= 1
             if not bucket.missing:
