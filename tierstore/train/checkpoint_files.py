@@ -2,12 +2,11 @@
 
 Scope: one file, or shards with an index; bounded memory.
 Not here: which tensor goes where (`checkpoints.py`, `conversion.py`); headers (`pack/`).
-Owner: whoever gives `CheckpointFiles` its exit stack closes the files with it.
+Owner: whoever makes `CheckpointFiles` closes them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,10 +37,13 @@ class Stored:
 class CheckpointFiles:
     """The files of a checkpoint, opened when first read; O_DIRECT, so that the page cache is left alone."""
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
+    def __init__(self) -> None:
         self._backend = Backend()
         self._open: dict[Path, BlockFile] = {}
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
 
     def pieces(self, stored: Stored) -> Iterator[tuple[int, torch.Tensor]]:
         dtype = _dtype(stored)
@@ -59,7 +61,6 @@ class CheckpointFiles:
     def _read(self, path: Path, begin: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
         if path not in self._open:
             self._open[path] = self._backend.open(path)
-            self._stack.callback(self._open[path].close)
         first, end = begin - begin % ALIGNMENT, begin + elements * dtype.itemsize
         room = aligned_room(padded(end - first))
         self._open[path].read_into(room, first, required_bytes=end - first)

@@ -90,8 +90,7 @@ class CheckpointSource:
             As `names`.
         """
         plan = self._plan
-        with contextlib.ExitStack() as stack:
-            files = CheckpointFiles(stack)
+        with contextlib.closing(CheckpointFiles()) as files:
             for name, source in plan.direct:
                 yield from self._deliver(name, files.pieces(plan.stored[source]))
             for recipe in plan.converted:
