@@ -42,7 +42,7 @@ _QUANTIZED = "quantized weights cannot be trained"
 class _Plan:
     parameters: frozenset[str]
     stored: dict[str, Stored]
-    direct: list[tuple[str, str]]  # (name in the model, name in the checkpoint), in file order
+    direct: list[tuple[str, Stored]]  # by name in the model, in file order
     converted: list[Recipe]
     unexpected: tuple[str, ...]
 
@@ -91,8 +91,8 @@ class CheckpointSource:
         """
         plan = self._plan
         with contextlib.closing(CheckpointFiles()) as files:
-            for name, source in plan.direct:
-                yield from self._deliver(name, files.pieces(plan.stored[source]))
+            for name, tensor in plan.direct:
+                yield from self._deliver(name, files.pieces(tensor))
             for recipe in plan.converted:
                 cooked = recipe.cook(self._model, lambda name: files.whole(plan.stored[name]))
                 for target in recipe.targets:
@@ -111,7 +111,7 @@ class CheckpointSource:
         # First the canonical name of a tied weight, then its others: the first one found is taken.
         found.sort(key=lambda recipe: recipe.targets[0] in self._canonical.values(), reverse=True)
         filled: set[str] = set()
-        direct: list[tuple[str, str]] = []
+        direct: list[tuple[str, Stored]] = []
         problems: list[str] = []
         converted = []
         for recipe in found:
@@ -121,13 +121,9 @@ class CheckpointSource:
             elif recipe.converter is not None:
                 converted.append(recipe)
             elif names[0] in self._shapes:
-                direct.append((names[0], recipe.sources[0]))
-                shape, wanted = stored[recipe.sources[0]].shape, self._shapes[names[0]]
-                if shape != wanted:
-                    problems.append(f"{names[0]}: {list(shape)} in the checkpoint, {list(wanted)} in the model")
-                dtype = stored[recipe.sources[0]].dtype
-                if names[0] in self._floating and dtype in TORCH_DTYPES and not _is_float(TORCH_DTYPES[dtype]):
-                    problems.append(f"{names[0]}: {dtype} in the checkpoint, and {_QUANTIZED}")
+                tensor = stored[recipe.sources[0]]
+                direct.append((names[0], tensor))
+                problems += self._problems_of(names[0], tensor)
             filled.update(names)
         problems += [
             f"{name}: missing, {list(shape)} in the model"
@@ -138,8 +134,16 @@ class CheckpointSource:
             raise self._misfit(problems)
         if meta := [name for name, buffer in self._buffers.items() if buffer.is_meta]:
             raise ConfigError(f"{len(meta)} buffers are on the meta device, first {meta[0]!r}: build with deferred()")
-        direct.sort(key=lambda item: (stored[item[1]].path, stored[item[1]].begin))
+        direct.sort(key=lambda item: (item[1].path, item[1].begin))
         return _Plan(frozenset(self._canonical.values()), stored, direct, converted, tuple(sorted(unused)))
+
+    def _problems_of(self, name: str, tensor: Stored) -> Iterator[str]:
+        """Why a stored tensor cannot be this one of the model."""
+        shape, wanted, dtype = tensor.shape, self._shapes[name], tensor.dtype
+        if shape != wanted:
+            yield f"{name}: {list(shape)} in the checkpoint, {list(wanted)} in the model"
+        if name in self._floating and dtype in TORCH_DTYPES and not _is_float(TORCH_DTYPES[dtype]):
+            yield f"{name}: {dtype} in the checkpoint, and {_QUANTIZED}"
 
     def _deliver(self, name: str, pieces: Iterator[tuple[int, torch.Tensor]]) -> Iterator[Piece]:
         buffer = self._buffers.get(name)
