@@ -62,9 +62,7 @@ class RoundDriver:
             would refuse calls between backward and step(); and a loop that sets learning rates there shall go on.
     """
 
-    def __init__(
-        self, schedule: UpdateSchedule, store: TrainingStore, runtime: Runtime, *, is_unasked: bool = False
-    ) -> None:
+    def __init__(self, schedule: UpdateSchedule, store: TrainingStore, runtime: Runtime, *, is_unasked: bool) -> None:
         self._schedule = schedule
         self._is_unasked = is_unasked
         self._guesses_unasked = is_unasked and schedule is UpdateSchedule.SPECULATIVE
