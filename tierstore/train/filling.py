@@ -72,43 +72,35 @@ class _Filler:
 
     def put(self, group: int, start: int, values: torch.Tensor) -> None:
         """Elements from `start` of a group on; those that other ranks keep are left out."""
-        size = self._store.placement.chunk_elements
         spec = self._store.groups[group]
-        first, last = spec.kept_part(start, start + values.numel())
-        if first >= last:
-            return
-        begin = first + spec.first - start
-        start, values = first, values[begin : begin + last - first]
-        position = 0
-        while position < values.numel():
-            chunk = (start + position) // size
-            first, stop = self._store.placement.chunk(group, chunk)
-            count = min(stop - start - position, values.numel() - position)
-            master = self._opened(group, chunk)
-            offset = start + position - first
-            target = torch.from_numpy(master[offset : offset + count])
-            target.copy_(values[position : position + count])
-            self._left[group, chunk] -= count
-            if self._left[group, chunk] == 0:
-                self._close((group, chunk))
-            position += count
+        zero = start - spec.first  # where the values begin, perhaps before what is kept
+        here, last = spec.kept_part(start, start + values.numel())
+        while here < last:
+            key = group, here // self._store.placement.chunk_elements
+            begin, end = self._store.placement.chunk(*key)
+            stop = min(end, last)
+            target = torch.from_numpy(self._opened(key)[here - begin : stop - begin])
+            target.copy_(values[here - zero : stop - zero])
+            self._left[key] -= stop - here
+            if self._left[key] == 0:
+                self._close(key)
+            here = stop
 
     def finish(self) -> None:
         """Write what is still open."""
         for key in list(self._open):
             self._close(key)
 
-    def _opened(self, group: int, chunk: int) -> npt.NDArray[np.float32]:
-        key = (group, chunk)
+    def _opened(self, key: tuple[int, int]) -> npt.NDArray[np.float32]:
         if key in self._open:
             self._open.move_to_end(key)
             return self._open[key]
         while len(self._open) >= _OPEN_CHUNKS:
             self._close(next(iter(self._open)))
         if key in self._written:
-            self._open[key] = self._runtime.call(self._store.at_rest.read, group, chunk)
+            self._open[key] = self._runtime.call(self._store.at_rest.read, *key)
         else:
-            start, stop = self._store.placement.chunk(group, chunk)
+            start, stop = self._store.placement.chunk(*key)
             self._open[key] = np.zeros(stop - start, np.float32)
             self._left.setdefault(key, stop - start)
         return self._open[key]
