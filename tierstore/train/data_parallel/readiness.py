@@ -16,8 +16,6 @@ from tierstore.errors import GraphError
 from tierstore.pack.layout import some_of
 from tierstore.train.graph import leaves_of
 
-_UNKNOWN = 1 << 30  # gradients to come, while a static graph is being learnt
-
 
 class Readiness:
     """Counts every parameter in one backward after the other.
@@ -43,7 +41,7 @@ class Readiness:
         self._index: dict[torch.Tensor, int] = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._find_unused, self.is_static = find_unused, static
         self.is_learning = static
-        self._expected = [_UNKNOWN if static else 1] * len(self.names)
+        self._expected = [] if static else [1] * len(self.names)  # gradients in a backward; none are while learning
         self.searches = find_unused and not static
         self.begin(None)
 
@@ -82,9 +80,9 @@ class Readiness:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise GraphError(f"{name} was frozen when the reducer was made, and needs a gradient now")
-        self._left = self._expected.copy()
+        self._came = [0] * len(self.names)
         self.order: list[int] = []
-        if self.is_static:
+        if self.is_static and not self.is_learning:
             self.reached = bytearray(count > 0 for count in self._expected)
         else:
             self.reached = bytearray(b"\1") * len(self.names) if reached is None else reached
@@ -95,10 +93,14 @@ class Readiness:
         Raises:
             GraphError: there was a last one before.
         """
-        left = self._left[index] = self._left[index] - 1
+        self._came[index] += 1
+        if self.is_learning:
+            self.order.append(index)
+            return False
+        left = self._expected[index] - self._came[index]
         if left < 0:
             raise self.too_late(index)
-        if left == 0 or self.is_learning:
+        if left == 0:
             self.order.append(index)
         return left == 0
 
@@ -108,7 +110,7 @@ class Readiness:
         if self.is_static:
             count = self._expected[index]
             return GraphError(f"{name} got more gradients than in the first backward ({count}): not a static graph")
-        if self._left[index] < 0:
+        if self._came[index] > self._expected[index]:
             return GraphError(
                 f"{name} got its gradient twice in one backward, as reentrant checkpointing does: use static_graph=True"
             )
@@ -124,20 +126,18 @@ class Readiness:
             GraphError: it was not what the options promise. Nothing is left half done.
         """
         if self.is_learning:
-            self.is_learning = False
-            self._expected = [_UNKNOWN - left for left in self._left]
+            self.is_learning, self._expected = False, self._came
             return
-        changed = [i for i, left in enumerate(self._left) if left] if self.is_static or not self._find_unused else []
+        if self._find_unused and not self.is_static:
+            return
+        changed = [i for i, count in enumerate(self._expected) if self._came[i] != count]
         if not changed:
             return
         if self.is_static:
             text = "the graph of this backward is not that of the first (static_graph=True)"
         else:
             text = "this backward left parameters out (find_unused=False)"
-        lines = [
-            f"{self.names[i]} got {self._expected[i] - self._left[i]} of {self._expected[i]} gradients"
-            for i in changed
-        ]
+        lines = [f"{self.names[i]} got {self._came[i]} of {self._expected[i]} gradients" for i in changed]
         raise GraphError(f"{text}: {some_of(lines)}")
 
     def last_order(self) -> list[int]:
