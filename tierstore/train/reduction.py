@@ -44,7 +44,6 @@ class Buckets:
 
     def __init__(self, partition: Partition) -> None:
         self._parts = partition.count if partition.scatters else 1
-        self.rank = partition.rank if partition.scatters else 0
 
     def part(self, spec: GroupSpec) -> int:
         """Elements of one part, without its flags."""
