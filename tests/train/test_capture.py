@@ -16,7 +16,7 @@ from torch import nn
 
 from tierstore.errors import ConfigError, FormatError
 from tierstore.train import capture
-from tierstore.train.capture import load_buffers, module_state, plain, with_tensors
+from tierstore.train.capture import load_module_state, module_state, plain, with_tensors
 
 WAY = Way()
 
@@ -130,16 +130,16 @@ def test_modules_come_back_as_they_were() -> None:
     model[0].queue, model[0].calls = torch.ones(3, 2, dtype=torch.bfloat16), ["a"]
     model[1].num_batches_tracked += 5
     queue = other[0].queue
-    load_buffers(other, plain(module_state(model)))
+    load_module_state(other, plain(module_state(model)))
     assert other[0].queue is queue
     assert torch.equal(queue, model[0].queue)
     assert other[0].calls == ["a"]
     assert other[1].num_batches_tracked == 5
     values = plain(module_state(model))
     del values["0._extra_state"]  # of a store that is older
-    load_buffers(other, values)
+    load_module_state(other, values)
     with pytest.raises(FormatError, match=r"'0\.queue' is only in the store; one that came or went"):
-        load_buffers(other[1:], values)
+        load_module_state(other[1:], values)
 
 
 @pytest.mark.parametrize(

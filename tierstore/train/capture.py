@@ -205,7 +205,7 @@ def module_state(model: nn.Module) -> dict[str, Any]:
     return persistent_buffers(model) | extra_states(model)
 
 
-def load_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
+def load_module_state(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Put back what `module_state` gave; buffers had another shape or dtype then, perhaps.
 
     A store that is older has no extra states.

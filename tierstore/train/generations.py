@@ -198,7 +198,7 @@ class Generations:
         self._to_restore = dict(own["registered"])
         for name in list(self._registered):
             self._restore_registered(name)
-        capture.load_buffers(self._parts.model, own["buffers"])
+        capture.load_module_state(self._parts.model, own["buffers"])
         capture.restore_random_states(own["random"])
         if is_new_rank:
             capture.reseed(self._parts.partition.position)
