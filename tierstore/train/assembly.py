@@ -178,7 +178,7 @@ def assemble(
         if lr_scheduler is not None:
             scheduler = lr_scheduler(stepper.optimizer)
             check_scheduler(scheduler)
-        _check_storable(model, registered, is_written=is_durable and bool(tiers.nvme))
+        capture.check_storable(model, registered, is_written=is_durable and bool(tiers.nvme))
         partition.check_same(stepper.members() | stepper.options())
         codecs, pieces = codecs_of(tiers, generation, pieces, specs, partition, runtime, clock)
         is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())
@@ -228,17 +228,6 @@ def _shared_options(tiers: TierConfig, config: AdamWConfig, options: Options) ->
     shared = asdict(options) | tiers.model_dump(include=_SHARED_TIERS) | config.model_dump()
     shared["update"] = shared.pop("schedule")
     return shared | {"nvme": "given" if tiers.nvme else "not given"}
-
-
-def _check_storable(model: nn.Module, registered: Mapping[str, capture.Stateful], *, is_written: bool) -> None:
-    """Refuse states that a generation could not hold.
-
-    Raises:
-        ConfigError: names one.
-    """
-    states = {name: value.state_dict() for name, value in registered.items()}
-    of_model = capture.module_state(model) if is_written else capture.extra_states(model)
-    capture.plain(states | of_model, "captured")
 
 
 def _placed(

@@ -243,3 +243,17 @@ def check_stateful(name: str, value: Any, model: nn.Module) -> None:
         raise ConfigError(f"cannot register {name!r}: it holds weights of the model, which every generation has anyway")
     if not callable(getattr(value, "state_dict", None)) or not callable(getattr(value, "load_state_dict", None)):
         raise ConfigError(f"cannot register {name!r}: {type(value).__name__} has no state_dict and load_state_dict")
+
+
+def check_storable(model: nn.Module, registered: Mapping[str, Stateful], *, is_written: bool) -> None:
+    """Refuse states that a generation could not hold.
+
+    Args:
+        is_written: generations go to a store, and buffers with them.
+
+    Raises:
+        ConfigError: names one.
+    """
+    states = {name: value.state_dict() for name, value in registered.items()}
+    of_model = module_state(model) if is_written else extra_states(model)
+    plain(states | of_model, "captured")
