@@ -82,9 +82,10 @@ class Filling:
 
     def _fill(self, memory: Bytes) -> None:
         total = elements_of(memory, self.dtype, self.elements)
+        arrived = sum(part.gradient.numel() for part in self.parts)
         if self.is_new:
             memory[total.nbytes :] = 0
-            if sum(part.gradient.numel() for part in self.parts) < len(total):
+            if arrived < len(total):
                 total[:] = 0
         places = _all_in_place(self.device, total, self.parts) if self.is_new else None
         if self.partials is None or places is None:
@@ -93,7 +94,7 @@ class Filling:
             self.after.synchronize()
             start_s = self.device.counters.clock()
             copy_with_square_sums(self.dtype, places, total, self.partials)
-            self.device.counters.add("d2h", total.itemsize * sum(count for *_, count in places), start_s)
+            self.device.counters.add("d2h", total.itemsize * arrived, start_s)
 
     def _copy_and_measure(self, total: Array) -> None:
         first = [part for part in self.parts if part.is_first]
