@@ -1,6 +1,7 @@
 """A cold pack into memory: `load_pack` against safetensors, torch.load and fio's reads.
 
-Scope: contestants and rows; `contend` is our own side. Not here: the peers' (`tools/peers/load_*.py`, `disk_fio.py`).
+Scope: contestants and rows; `contend` is our own side.
+Not here: the peers' sides (`tools/peers/load_*.py`, `tools/peers/disk_fio.py`).
 The file leaves the page cache before each round, and memory is touched once before the clock starts: a virtual machine
 may have given it back to its host.
 """
