@@ -242,6 +242,19 @@ def test_memory_of_a_collective_that_does_not_end_is_kept(
     device.allocate(storage, 64)
 
 
+def test_a_mark_is_asked_with_its_gpu_current(
+    device: CudaDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that waits for marks names no GPU: asked by it, CUDA would take memory of the first one."""
+    seen: list[list[torch.device]] = []
+    monkeypatch.setattr(RecordedEvent, "synchronize", lambda self: seen.append(cuda.devices.copy()))
+    monkeypatch.setattr(RecordedEvent, "query", lambda self: seen.append(cuda.devices.copy()))
+    mark = device.record()
+    mark.synchronize()
+    mark.is_done()
+    assert seen == [[device.torch_device]] * 2
+
+
 def test_pinning(device: CudaDevice, cuda: RecordingCuda) -> None:
     arena = Arena(8192, device.pin, device.unpin)
     arena.close()

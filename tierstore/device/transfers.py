@@ -170,14 +170,19 @@ class CpuDevice:
 
 
 class _EventMark:
-    def __init__(self, event: Any) -> None:
+    """An event, asked with its GPU current: another one, of a thread that named none, would get a context for that."""
+
+    def __init__(self, event: Any, current: Callable[[], AbstractContextManager[None]]) -> None:
         self._event = event
+        self._current = current
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        with self._current():
+            self._event.synchronize()
 
     def is_done(self) -> bool:
-        return bool(self._event.query())
+        with self._current():
+            return bool(self._event.query())
 
 
 class _Queue:
@@ -249,7 +254,7 @@ class CudaDevice:
     def record(self) -> Mark:
         event = self._event()
         event.record(self._cuda.current_stream(self.torch_device))
-        return _EventMark(event)
+        return _EventMark(event, self.current)
 
     def stream(self) -> Hashable:
         found: Hashable = self._cuda.current_stream(self.torch_device)
