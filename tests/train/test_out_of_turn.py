@@ -18,6 +18,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.streams import Reached
+from tierstore.device.transfers import CpuDevice
 from tierstore.errors import BudgetError, ClosedError, ConfigError, GraphError, TierstoreError
 from tierstore.io.memory import Lease
 from tierstore.store.gradients import Arrival
@@ -295,6 +296,41 @@ def test_a_train_step_that_failed_is_given_again(options: dict[str, Any], schedu
     (norms, found), (right_norms, right) = run("failing", True), run("right", False)
     assert norms == right_norms
     assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("update", [*STREAMING, *LATER])
+def test_weights_that_found_no_room_on_the_device_are_asked_for_again(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a large batch takes of a GPU is free when a smaller one is tried."""
+    full, allocate = threading.Event(), CpuDevice.allocate
+
+    def allocate_if_not_full(*given: Any) -> None:
+        if full.is_set():
+            raise BudgetError("the GPU has no room")
+        allocate(*given)
+
+    model, data = Net(), batches(4)
+    optimizer = plain(model)
+    engine = tight_engine(tmp_path, update)
+    engine.fix_prefetch_depth(1)
+    monkeypatch.setattr(CpuDevice, "allocate", allocate_if_not_full)
+    for x in data:
+        full.set()
+        for _ in range(2):
+            with pytest.raises(BudgetError, match="the GPU has no room"):
+                engine(x)
+        full.clear()
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+        loss_of(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_weights(engine, model)
+    full.set()
+    with pytest.raises(BudgetError, match="the GPU has no room"):
+        engine(data[0])
+    engine.close()
 
 
 @pytest.mark.parametrize("update", LATER)

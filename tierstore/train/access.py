@@ -249,6 +249,7 @@ class DeviceAccess:
 
     def _go_to(self, group: int) -> None:
         self._account()
+        self._forget_without_room()  # by now there may be some
         self._refresh_stale()
         position = self._locate(group)
         if position is not None:
@@ -263,6 +264,8 @@ class DeviceAccess:
         self._move(decision.evict, decision.load)
         if group not in self._ready:
             self._wait_for(group)
+            if (error := self._moves.without_room.get(group)) is not None:
+                raise error
         self._kept.discard(group)
         show(self._groups[group])
         self._since = self._clock()
@@ -328,9 +331,19 @@ class DeviceAccess:
         return None
 
     def _wait_for(self, group: int) -> None:
+        """Until a group is ready, or it is known that it has no room, and it is not held any more."""
         begin = self._clock()
         self._runtime.call(self._moves.loaded, group)
         self.stall_s += self._clock() - begin
+        if group in self._moves.without_room:
+            self._held.discard(group)
+            self._stale.discard(group)
+
+    def _forget_without_room(self) -> None:
+        for group in list(self._moves.without_room):
+            self._held.discard(group)
+            self._stale.discard(group)
+            del self._moves.without_room[group]
 
     def _account(self) -> None:
         """Add the time since the last visit began to that visit."""

@@ -2,8 +2,8 @@
 
 Scope: one drop, load or refresh of a group after the other, and waiting for them.
 Not here: which groups move, and when (`access.py`); the bytes (`store/weights.py`).
-Owner: the loop thread. Only `ready` is the training side's, too: a group is added here when it is whole on the device,
-and taken out there when it is to be dropped or its weights change.
+Owner: the loop thread. Only `ready` and `without_room` are the training side's, too: a group is added here when it is
+whole on the device, or cannot be, and taken out there when it is to be dropped, its weights change, or it is asked for.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierstore.device.streams import Mark
+from tierstore.errors import BudgetError
 from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority
 from tierstore.store.training import TrainingStore
@@ -40,6 +41,7 @@ class GroupMoves:
 
     Attributes:
         ready: groups that are whole on the device, with the weights that they have now.
+        without_room: groups for whose last load the device had no memory, and what it said; they are not there.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class GroupMoves:
         self._loads: dict[int, asyncio.Task[None]] = {}
         self._drops: dict[int, asyncio.Task[None]] = {}
         self.ready: set[int] = set()
+        self.without_room: dict[int, BudgetError] = {}
         self._changes = [0] * len(groups)
         store.updates.changing.on_spoilt = self.ready.discard
 
@@ -91,6 +94,8 @@ class GroupMoves:
             else:
                 await gathers.complete(index, turn, work())
             self._store.updates.changing.refuse_spoilt(group)
+            if not self._store.weights.is_valid_on_device(group):  # see `without_room`
+                return
             self.ready.add(group)
             if self._changes[group] != changes:  # looked at last, for the other thread may be between its two
                 self.ready.discard(group)
@@ -100,7 +105,14 @@ class GroupMoves:
     async def _load(self, group: int) -> None:
         if group in self._drops:
             await asyncio.shield(self._drops[group])
-        await self._store.weights.load(group, Priority.DEMAND)
+        try:
+            await self._store.weights.load(group, Priority.DEMAND)
+        except BudgetError as error:
+            # With other ranks, who have room, it is lost; else who needs it is told, and it is asked for again.
+            if self._gathers is not None or self._store.weights.on_device(group) is not None:
+                raise
+            self.without_room[group] = error
+            return
         await self._store.updates.applied(group)
 
     async def _refresh(self, group: int, before: asyncio.Task[None] | None) -> None:
@@ -109,7 +121,7 @@ class GroupMoves:
         await self._store.updates.applied(group)
 
     async def loaded(self, group: int) -> None:
-        """Wait until a group that was asked for is ready, and as its update should have left it."""
+        """Wait until a group that was asked for is ready, and as its update should have left it, or has no room."""
         await asyncio.shield(self._loads[group])
         self._store.updates.changing.refuse_spoilt(group)
 
