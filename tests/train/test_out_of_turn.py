@@ -211,6 +211,43 @@ def test_two_threads_in_one_engine_are_told_and_harm_nothing(where: str, tmp_pat
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
+def test_hooks_of_backward_may_look_in_also_where_autograd_runs_them_in_a_thread_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does on a GPU, with the hooks on saved tensors of the thread that waits, and none of Python's context."""
+    backward, names, seen = torch.Tensor.backward, [], []
+
+    def backward_in_a_thread(loss: torch.Tensor) -> None:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def run() -> None:
+            with torch.autograd.graph.saved_tensors_hooks(*hooks):
+                backward(loss)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    x = batches(1)[0]
+    with tight_engine(tmp_path) as engine:
+
+        def look(*_: object) -> None:
+            names.append(threading.current_thread().name)
+            with engine.gathered("blocks.0"):
+                seen.append(engine.model.get_parameter("blocks.0.0.weight").isfinite().all())
+            seen.append(engine.gradient("blocks.3.0.weight").isfinite().all())
+
+        with engine.no_sync():
+            engine.backward(loss_of(engine(x)))
+        loss = loss_of(engine(x))
+        loss.register_hook(look)
+        monkeypatch.setattr(torch.Tensor, "backward", backward_in_a_thread)
+        engine.backward(loss)
+        engine.step()
+    assert names != [threading.current_thread().name]
+    assert [bool(one) for one in seen] == [True, True]
+
+
 def test_nobody_reads_weights_that_another_thread_is_changing() -> None:
     told = []
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+import torch
+
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.runtime import Runtime
 from tierstore.train.caller import warn_caller
@@ -53,6 +55,7 @@ class CallOrder:
         self._blocks = 0  # of `gathering` that have begun and not ended
         self._modified: Counter[int] = Counter()
         self._lock = threading.Lock()
+        self._is_walked = False
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
@@ -62,7 +65,7 @@ class CallOrder:
             ConfigError: another thread is.
             ClosedError: this is the child of a fork.
         """
-        if self in _INSIDE.get():
+        if self in _INSIDE.get() or (self._is_walked and torch._C._current_graph_task_id() != -1):
             yield
             return
         if not self._lock.acquire(blocking=False):
@@ -77,6 +80,15 @@ class CallOrder:
         finally:
             _INSIDE.set(tuple(order for order in _INSIDE.get() if order is not self))
             self._lock.release()
+
+    @contextlib.contextmanager
+    def walked(self) -> Iterator[None]:
+        """Autograd walks a graph in here: of a GPU in a thread of its own, whose hooks have no context of this one."""
+        self._is_walked = True
+        try:
+            yield
+        finally:
+            self._is_walked = False
 
     @property
     def is_broken(self) -> bool:

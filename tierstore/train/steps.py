@@ -105,7 +105,7 @@ class Steps:
         with self._order.unbroken(keeps_weights=not is_streaming):
             try:
                 with self._meters.phase("backward"):
-                    with parts.hooks.watching():
+                    with parts.hooks.watching(), self._order.walked():
                         scaled.backward()  # type: ignore[no-untyped-call]
                     parts.collector.finish()
             finally:
