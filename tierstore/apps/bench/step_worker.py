@@ -36,6 +36,7 @@ from tierstore.apps.bench.serve import Round
 from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.options import TrainOptions, options_of_object
 from tierstore.apps.trial import Trial
+from tierstore.apps.turns import take_short_turns
 from tierstore.config import MicroBatchSchedule, Tier, UpdateSchedule
 from tierstore.plan.placement import Kind
 from tierstore.trace import Tracer
@@ -132,6 +133,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
         for directory in train.nvme:
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
         prepare_heap()
+        take_short_turns(train.device)
         parts = assemble(train)
         parts.batches.close()
         tokens = SameTokens(train.batch, parts.sequence, parts.configuration.vocab_size)
