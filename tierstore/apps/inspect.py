@@ -128,12 +128,12 @@ def tree(content: Content, *, tensors: bool = True) -> Tree:
     for path, size, parts in content.files:
         stored = sum(part.stored_bytes for part in parts)
         ratio = sum(part.content_bytes for part in parts) / stored if stored else 1.0
-        branch = root.add(escape(f"{path}: {format_size(size)}, {len(parts)} groups, ratio {ratio:.3f}"))
+        branch = root.add(escape(f"{path}: {format_size(size)}, groups {len(parts)}, ratio {ratio:.3f}"))
         branch.add(_map(parts, size))
         for number, part in enumerate(parts):
             title = Text("■ ", style=_COLORS[number % len(_COLORS)])
             title.append(
-                f"{part.name}: {len(part.tensors)} tensors, {format_size(part.content_bytes)}, {part.chunks} chunks, "
+                f"{part.name}: tensors {len(part.tensors)}, {format_size(part.content_bytes)}, chunks {part.chunks}, "
                 f"{part.codec}, ratio {part.ratio:.3f}, at byte {part.begin}", style="default",
             )  # fmt: skip
             leaf = branch.add(title)
