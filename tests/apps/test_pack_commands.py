@@ -69,7 +69,7 @@ def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str) -> None:
 
     assert "all as written" in run("verify", tmp_path / "p", *memory).output
     tree = run("inspect", tmp_path / "p", "--json", tmp_path / "i", "--plot", tmp_path / "map.png").output
-    assert "h.1: 2 tensors" in tree
+    assert "h.1: tensors 2" in tree
     assert "'h.1.zeros' BF16 [60, 700]" in tree
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     groups = json.loads((tmp_path / "i").read_text())["files"][0]["groups"]
