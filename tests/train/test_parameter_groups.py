@@ -75,12 +75,14 @@ def test_another_optimizer_that_would_train_nothing_is_refused(tmp_path: Path) -
     model, head = WAY.model(), nn.Linear(5, 7)
     usual = torch.optim.SGD(model.parameters(), lr=0.1)
     with_head = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    of_nothing = torch.optim.SGD([{"params": []}], lr=0.1)
     nn.functional.mse_loss(head(torch.ones(1, 5)), torch.zeros(1, 7)).backward()
     before = head.weight.detach().clone()
     with opened(WAY, tmp_path, model=model) as run:
         run.until(1)
         with pytest.raises(ConfigError, match=r"SGD.step would change nothing: .* call engine.step\(\)"):
             usual.step()
+        of_nothing.step()
         with_head.step()
         assert not torch.equal(head.weight, before)
         run.until(2)

@@ -123,7 +123,7 @@ def _refuse_idle(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if isinstance(optimizer, TieredOptimizer):
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if all("_tierstore_access" in parameter.__dict__ and parameter.grad is None for parameter in parameters):
+    if parameters and all("_tierstore_access" in p.__dict__ and p.grad is None for p in parameters):
         kind = type(optimizer).__name__
         raise ConfigError(
             f"{kind}.step would change nothing: the gradients of these parameters go to their engine; call "
