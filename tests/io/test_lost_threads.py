@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import re
 import threading
 from collections.abc import Iterator
@@ -126,6 +127,11 @@ def test_a_lost_loop_that_nobody_waited_for_is_told_by_close() -> None:
     with pytest.raises(ClosedError, match="was ended by SystemExit"):
         runtime.close()
     runtime.close()
+
+
+def test_a_deadline_tells_what_a_partial_calls() -> None:
+    with Runtime("test") as runtime, pytest.raises(Timeout, match=r"^forever did not end .*\n  task forever: "):
+        runtime.call(functools.partial(forever), timeout_s=0.01)
 
 
 def test_a_deadline_tells_the_call_the_file_and_the_stacks(tmp_path: Path) -> None:

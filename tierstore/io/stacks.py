@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ _FRAMES = 4
 
 def named(function: Callable[..., object], arguments: Sequence[object] = ()) -> str:
     """A function, and which thing it works on: those of its arguments that are names or paths."""
+    while isinstance(function, partial):
+        function = function.func
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return " ".join([name, *(str(argument) for argument in arguments if isinstance(argument, str | Path))])
 
