@@ -23,7 +23,7 @@ from tierstore.archive.dtypes import TORCH_DTYPES
 from tierstore.archive.publish import Publication
 from tierstore.archive.sources import INDEX, PARTIAL, SINGLE
 from tierstore.errors import ConfigError, DoneButFor, FormatError, StorageError, StorageFull
-from tierstore.io.backend import Backend, Traffic
+from tierstore.io.backend import Backend, BlockFile, Traffic
 from tierstore.train.checkpoints import CheckpointSource, TensorOut, write_checkpoint
 from tierstore.train.materialize import deferred
 
@@ -101,6 +101,24 @@ def test_reads_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     _, values, _ = loaded(tmp_path, gpt2)
     assert_same({name: value.bfloat16() for name, value in values.items()}, original)
     assert max(piece.numel() for _, _, piece in CheckpointSource(tmp_path, gpt2()).stream()) == 1000
+
+
+def test_all_files_are_closed_also_when_the_system_refuses_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpt2().save_pretrained(tmp_path, max_shard_size="20KB")
+    close, closed = BlockFile.close, set()
+
+    def refused(file: BlockFile) -> None:
+        close(file)
+        closed.add(file.path)
+        raise OSError(errno.EIO, "close")
+
+    monkeypatch.setattr(BlockFile, "close", refused)
+    with pytest.raises(OSError, match="close"):
+        list(CheckpointSource(tmp_path, gpt2()).stream())
+    assert closed == set(tmp_path.glob("model-*.safetensors"))
+    assert len(closed) > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool])

@@ -16,9 +16,10 @@ import torch
 
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.archive.dtypes import TORCH_DTYPES, torch_dtype
+from tierstore.archive.gather import OpenFiles
 from tierstore.archive.sources import INDEX, SINGLE, weight_map
 from tierstore.errors import FormatError
-from tierstore.io.backend import Backend, BlockFile
+from tierstore.io.backend import Backend
 from tierstore.io.memory import aligned_room
 from tierstore.pack.validate import read_header
 from tierstore.train.filling import PIECE_ELEMENTS
@@ -38,12 +39,11 @@ class CheckpointFiles:
     """The files of a checkpoint, opened when first read; O_DIRECT, so that the page cache is left alone."""
 
     def __init__(self) -> None:
-        self._backend = Backend()
-        self._open: dict[Path, BlockFile] = {}
+        self._files = OpenFiles(Backend())
 
     def close(self) -> None:
-        for file in self._open.values():
-            file.close()
+        """Close all of them, also when the system refuses one."""
+        self._files.close()
 
     def pieces(self, stored: Stored) -> Iterator[tuple[int, torch.Tensor]]:
         dtype = _dtype(stored)
@@ -59,11 +59,9 @@ class CheckpointFiles:
         return values
 
     def _read(self, path: Path, begin: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        if path not in self._open:
-            self._open[path] = self._backend.open(path)
         first, end = begin - begin % ALIGNMENT, begin + elements * dtype.itemsize
         room = aligned_room(padded(end - first))
-        self._open[path].read_into(room, first, required_bytes=end - first)
+        self._files(path).read_into(room, first, required_bytes=end - first)
         content = torch.from_numpy(room)[begin - first : end - first]
         # Old files have headers of any length: a view of another dtype wants a multiple of its size.
         aligned = content if begin % dtype.itemsize == 0 else content.clone()
