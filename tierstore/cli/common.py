@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tierstore.apps.options import as_option
 from tierstore.apps.stopping import let_go
 from tierstore.config import parse_size
 from tierstore.errors import BudgetError, ConfigError, TierstoreError
@@ -100,6 +101,6 @@ def _as_options(text: str) -> str:
 
     def option(found: re.Match[str]) -> str:
         name, value, budget = found.groups()
-        return f"--{(name or budget).replace('_', '-')}" + (f" {value}" if name else "")
+        return as_option(name or budget) + (f" {value}" if name else "")
 
     return _ARGUMENT.sub(option, " ".join(text.split()).removeprefix("TierConfig: "))
