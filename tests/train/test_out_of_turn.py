@@ -7,6 +7,7 @@ import contextlib
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,10 +91,13 @@ def check_weights(engine: Engine, model: nn.Module) -> None:
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
-def train_both(engine: Engine, model: nn.Module, data: list[torch.Tensor]) -> None:
-    """By the engine and by plain torch, to the same weights."""
+def train_both(
+    engine: Engine, model: nn.Module, data: list[torch.Tensor], before: Callable[[torch.Tensor], None] = lambda x: None
+) -> None:
+    """By the engine and by plain torch, to the same weights; before each step something else may come."""
     optimizer = plain(model)
     for x in data:
+        before(x)
         engine.backward(loss_of(engine(x)))
         engine.step()
         loss_of(model(x)).backward()
@@ -347,23 +351,18 @@ def test_weights_that_found_no_room_on_the_device_are_asked_for_again(
             raise BudgetError("the GPU has no room")
         allocate(*given)
 
-    model, data = Net(), batches(4)
-    optimizer = plain(model)
-    engine = tight_engine(tmp_path, update)
-    engine.fix_prefetch_depth(1)
-    monkeypatch.setattr(CpuDevice, "allocate", allocate_if_not_full)
-    for x in data:
+    def fail_twice(x: torch.Tensor) -> None:
         full.set()
         for _ in range(2):
             with pytest.raises(BudgetError, match="the GPU has no room"):
                 engine(x)
         full.clear()
-        engine.backward(loss_of(engine(x)))
-        engine.step()
-        loss_of(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check_weights(engine, model)
+
+    data = batches(4)
+    engine = tight_engine(tmp_path, update)
+    engine.fix_prefetch_depth(1)
+    monkeypatch.setattr(CpuDevice, "allocate", allocate_if_not_full)
+    train_both(engine, Net(), data, before=fail_twice)
     full.set()
     with pytest.raises(BudgetError, match="the GPU has no room"):
         engine(data[0])
