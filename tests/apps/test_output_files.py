@@ -72,6 +72,8 @@ def content(folder: Path) -> dict[Path, bytes]:
         ("train --nvme new --trace store/weights.a.safetensors", "has the name of a checkpoint"),
         ("train --trace loop", "cannot write --trace loop"),
         ("delete loop", "loop is a link to "),
+        ("verify p --json -", "cannot write --json -: standard output is for what is shown; give the name of a file"),
+        ("unpack p -", "what has this name is ./-"),
     ],
 )
 def test_nothing_is_written_over(there: Path, arguments: str, said: str) -> None:

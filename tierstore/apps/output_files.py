@@ -65,6 +65,8 @@ def check_writable(name: str, path: Path) -> None:
     Raises:
         ConfigError: names the option and the path.
     """
+    if path == Path("-"):
+        raise ConfigError(f"cannot write --{name} -: standard output is for what is shown; give the name of a file")
     if os.path.islink(os.path.realpath(path)):
         raise ConfigError(f"cannot write --{name} {path}: the link leads back to itself")
     parent = path.absolute().parent
