@@ -209,6 +209,9 @@ def test_a_signal_does_not_wait_for_what_only_computes(
         (["pack", "a", "out", "--codec", "auto", "--read-rate", "0/s"], 2, "--read-rate 0 reads nothing"),
         (["pack", "a", "out", "--json", "nowhere/x"], 2, "its directory is missing or not writable"),
         (["verify", "a", "--json", "."], 2, "it is a directory; give the name of a file"),
+        (["pack", "a", "away"], 2, "/away is a link to no directory"),
+        (["pack", "a", "away/below"], 2, "cannot write to away/below: "),
+        (["pack", "a", "empty/below"], 2, "/empty is not a directory"),
         (["pack", "empty", "out"], 1, "shorter than the 8 B"),
         (["unpack", "a"], 2, "give a pack and a destination"),
         (["unpack", "a", "out"], 1, "is an ordinary safetensors file, not a pack"),
@@ -227,6 +230,7 @@ def test_bad_input_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     small_checkpoint(tmp_path / "a")
     (tmp_path / "empty").touch()
+    (tmp_path / "away").symlink_to("gone")
     before = sorted(tmp_path.rglob("*"))
     result = run(*arguments, code=code)
     assert message in result.output

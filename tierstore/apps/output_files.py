@@ -1,6 +1,7 @@
-"""The files that a command writes at its end, checked before its work begins: they can be written, and spoil nothing.
+"""Where a command writes, checked before its work begins: it can, and spoils nothing.
 
-Scope: paths by the option that names them. Not here: what `train` writes (`apps/outputs.py`), the writing.
+Scope: paths of files and directories by the option that names them.
+Not here: what `train` writes (`apps/outputs.py`), the writing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tierstore.errors import ConfigError
+from tierstore.io.files import why_no_directory
 from tierstore.store.names import holds_data
 
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -57,6 +59,16 @@ def check_outputs(taken: Iterable[Path | None] = (), **files: Path | None) -> No
 
         check_name(plot)
         new_figure(1, 1)  # matplotlib is there
+
+
+def check_directory(name: str, path: Path) -> None:
+    """It is a directory, or can be made one.
+
+    Raises:
+        ConfigError: names the option and the path.
+    """
+    if reason := why_no_directory(path):
+        raise ConfigError(f"cannot use --{name} {path}: {reason}")
 
 
 def check_writable(name: str, path: Path) -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.apps.options import TrainOptions
-from tierstore.apps.output_files import COMPANIONS, check_outputs, check_writable, refuse_store
+from tierstore.apps.output_files import COMPANIONS, check_directory, check_outputs, check_writable, refuse_store
 from tierstore.archive.publish import turn
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_errors
-from tierstore.io.files import make_anew, why_not_writable
+from tierstore.io.files import make_anew
 from tierstore.store.commit import Manifests
 
 _UNFINISHED = ".companions-unfinished"
@@ -36,11 +36,11 @@ def check_paths(options: TrainOptions, *, writes: bool) -> None:
         ConfigError: names the option and the path; nothing was changed.
     """
     for store in options.nvme:
-        _check_directory("nvme", store)
+        check_directory("nvme", store)
     if not writes:
         return
     if options.export is not None:
-        _check_directory("export", options.export)
+        check_directory("export", options.export)
         check_writable("export", options.export)
         refuse_store("export", options.export, options.export)
     taken = (options.export, options.config, options.checkpoint, options.data, options.bandwidth)
@@ -110,12 +110,3 @@ def copy_companions(source: Path, directory: Path) -> None:
             with storage_errors(f"copy to {directory}", source / name), _whole(directory) as made:
                 if not (directory / name).exists():  # what the one before has made
                     shutil.copyfile(source / name, made / name)
-
-
-def _check_directory(name: str, path: Path) -> None:
-    """It is a directory, or can be made below the nearest one that is there."""
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
-    if not there.is_dir():
-        raise ConfigError(f"cannot use --{name} {path}: {there} is not a directory")
-    if reason := why_not_writable(there):
-        raise ConfigError(f"cannot use --{name} {path}: {reason}")

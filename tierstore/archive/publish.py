@@ -34,7 +34,7 @@ from tierstore.archive.sources import INDEX, PARTIAL, SINGLE, small_file, weight
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, DoneButFor, StorageError, StorageFull, TierstoreError
 from tierstore.io.backend import Backend, storage_errors
-from tierstore.io.files import is_at, locked_file, takes_lock
+from tierstore.io.files import is_at, locked_file, takes_lock, why_no_directory
 
 _OLD_INDEX = f"old-{INDEX}{PARTIAL}"
 _TURN_S, _POLL_S = 60.0, 0.02
@@ -195,8 +195,8 @@ class Publication(contextlib.ExitStack):
                     held = f"{path.parent} holds a checkpoint of its own, {path.name}"
                     raise ConfigError(f"{held}; give another destination")
             for directory in self.directories:
-                if directory.exists() and not directory.is_dir():
-                    raise ConfigError(f"{directory} is not a directory")
+                if reason := why_no_directory(directory):
+                    raise ConfigError(f"cannot write to {directory}: {reason}")
 
     def _make_directory(self, directory: Path) -> None:
         """With those above it; what is empty in the end is removed again."""

@@ -120,6 +120,18 @@ def is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
+def why_no_directory(path: Path) -> str | None:
+    """Why a path is no directory, and cannot be made one below the nearest that is there; None as `why_not_writable`.
+
+    Raises:
+        OSError: of looking at it.
+    """
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+    if there.is_dir():
+        return why_not_writable(there)
+    return f"{there} is a link to no directory" if there.is_symlink() else f"{there} is not a directory"
+
+
 def why_not_writable(directory: Path) -> str | None:
     """Why no file can be made in a directory, as far as the system says before it is tried; None if it says nothing."""
     if os.access(directory, os.W_OK | os.X_OK):
