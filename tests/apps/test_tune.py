@@ -338,6 +338,9 @@ def test_where_nothing_can_be_written_no_work_begins(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write --write"):
         run(options, begun, lambda said: None)
     assert list(tmp_path.iterdir()) == []
+    for path, reason in (("/dev/null", "not a directory"), ("/dev/null/below", "/dev/null is not a directory")):
+        with pytest.raises(ConfigError, match=f"cannot use --nvme {path}: .*{reason}"):
+            run(TuneOptions(train=TrainOptions(nvme=(Path(path),))), begun, pytest.fail)
 
 
 @pytest.mark.parametrize(

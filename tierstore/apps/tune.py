@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tierstore.apps.files import read_object, write_object
 from tierstore.apps.heap import prepare_heap
 from tierstore.apps.options import Preset, TrainOptions
-from tierstore.apps.output_files import check_outputs
+from tierstore.apps.output_files import check_directory, check_outputs
 from tierstore.config import TierConfig, UpdateSchedule
 from tierstore.cores import update_threads
 from tierstore.errors import ConfigError
@@ -113,6 +113,9 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
     """
     files = {name: getattr(options, name) for name in ("save_record", "write", "plot", "json")}
     check_outputs([options.record, options.train.config, options.train.bandwidth], **files)
+    if options.record is None or options.measure or options.train.bandwidth is None:
+        for directory in options.train.nvme:
+            check_directory("nvme", directory)
     found = _recorded(options, say)
     seen = [rates()]
     record = found if isinstance(found, StepRecord) else calibrated_to(found, _as_recorded(options.train), seen[0])
