@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -55,7 +56,7 @@ def run(*arguments: object, code: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("codec", ["none", "auto"])
-def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str) -> None:
+def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     tensors = small_checkpoint(tmp_path / "model" / "model.safetensors")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
@@ -72,6 +73,13 @@ def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str) -> None:
     assert "h.1: tensors 2" in tree
     assert "'h.1.zeros' BF16 [60, 700]" in tree
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("tierstore.apps.inspect.FIRST_TENSORS", 3)
+    options: list[list[str]] = [[], ["--tensors"], ["--no-tensors"]]
+    first, every, none = (run("inspect", tmp_path / "p", *given).output for given in options)
+    assert [len(re.findall(r"' [BF]\w+ \[", shown)) for shown in (first, every, none)] == [3, 8, 0]
+    assert "h.2: tensors" in first
+    assert "5 more lines of tensors: --tensors shows all" in first
+    assert "more lines" not in every + none
     groups = json.loads((tmp_path / "i").read_text())["files"][0]["groups"]
     assert [group["name"] for group in groups] == ["embeddings", "h.0", "h.1", "h.2", "norm"]
 

@@ -27,6 +27,7 @@ from tierstore.pack.validate import read_header
 from tierstore.plots import new_figure, save_figure
 from tierstore.store.verification import committed_chunks, is_of_tensors, tensors_of
 
+FIRST_TENSORS = 40
 _MAP_CELLS = 64
 _SHADES = "█▒"
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
@@ -121,8 +122,14 @@ def _store(paths: Sequence[Path]) -> Content:
     return Content(what, facts, tuple(files))
 
 
-def tree(content: Content, *, tensors: bool = True) -> Tree:
-    """Files, their maps, groups and tensors."""
+def tree(content: Content, *, tensors: bool | None = None) -> Tree:
+    """Files, their maps, groups and tensors.
+
+    Args:
+        tensors: True: all of them are named, False: none; None: the first, and it is said how many more there are.
+    """
+    total = sum(len(part.tensors) for _, _, parts in content.files for part in parts)
+    left = total if tensors else 0 if tensors is False else FIRST_TENSORS
     facts = ", ".join(f"{key} {value}" for key, value in content.facts.items() if value != {})
     root = Tree(escape(f"{content.what} ({facts})"))
     for path, size, parts in content.files:
@@ -137,10 +144,13 @@ def tree(content: Content, *, tensors: bool = True) -> Tree:
                 f"{part.codec}, ratio {part.ratio:.3f}, at byte {part.begin}", style="default",
             )  # fmt: skip
             leaf = branch.add(title)
-            for row in part.tensors if tensors else ():
+            for row in part.tensors[:left]:
                 leaf.add(escape(f"{quoted(row.name)} {row.dtype} {list(row.shape)}"))
+            left -= min(left, len(part.tensors))
     for alias, name in content.facts.get("aliases", {}).items():
         root.add(escape(f"{quoted(alias)} is {quoted(name)}"))
+    if tensors is None and total > FIRST_TENSORS:
+        root.add(f"{total - FIRST_TENSORS:,} more lines of tensors: --tensors shows all")
     return root
 
 

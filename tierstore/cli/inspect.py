@@ -20,7 +20,9 @@ _PATHS = typer.Argument(
 
 def inspect(
     paths: Annotated[list[Path], _PATHS],
-    tensors: Annotated[bool, typer.Option(help="Name the tensors too, not only groups.")] = True,
+    tensors: Annotated[
+        bool | None, typer.Option(help="Name all tensors, or only groups [default: the first 40].")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="The map of the files.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="All of it, in bytes.")] = None,
     debug: Debug = False,
