@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from fake_engine import FakePlacement, FakeReport
 from rich.console import Console
 
 from tierstore.apps.report import Reporter, Totals, efficiency, summary_rows
+from tierstore.config import Tier
 
 
 def _report(step: int, **changes: object) -> FakeReport:
@@ -88,11 +90,14 @@ def test_a_terminal_gets_a_live_line() -> None:
     assert "tokens/s" in output.getvalue()
 
 
-def test_the_placement_is_a_table() -> None:
-    output = io.StringIO()
-    Reporter(Console(file=output, width=80)).placement(FakePlacement().usage())
-    rows = [line.replace("│", " ").split() for line in output.getvalue().splitlines()]
-    assert ["weights", "nvme", "3", "3", "MiB"] in rows
+@pytest.mark.parametrize(("has_gpu", "tier"), [(True, "gpu"), (False, "gpu (main memory)")])
+def test_the_placement_is_a_table(has_gpu: bool, tier: str) -> None:
+    output, rows = io.StringIO(), FakePlacement().usage()
+    rows += (replace(rows[0], tier=Tier.GPU),)
+    Reporter(Console(file=output, width=80)).placement(rows, has_gpu=has_gpu)
+    shown = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.getvalue().splitlines()]
+    assert ["weights", "nvme", "3", "3 MiB"] in shown
+    assert ["weights", tier, "3", "3 MiB"] in shown
 
 
 def test_text_is_not_interpreted() -> None:

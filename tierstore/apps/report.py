@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from tierstore.apps.plain import show_plain
-from tierstore.config import format_size
+from tierstore.config import Tier, format_size
 
 _LINE_INTERVAL_S = 5.0
 _LINKS = {"nvme_read": "disk read", "nvme_write": "disk write", "h2d": "to GPU tier", "d2h": "from GPU tier"}
@@ -99,7 +99,7 @@ class Reporter:
         """One line of text, not interpreted."""
         show_plain(self.console, sentence)
 
-    def placement(self, rows: Iterable[Any]) -> None:
+    def placement(self, rows: Iterable[Any], *, has_gpu: bool) -> None:
         """Which kind of data lives on which tier."""
         table = Table(title="placement", title_justify="left")
         for name in ("kind", "tier"):
@@ -107,7 +107,9 @@ class Reporter:
         for name in ("groups", "size"):
             table.add_column(name, justify="right")
         for row in rows:
-            table.add_row(row.kind.value, row.tier.value, f"{row.groups:,}", format_size(row.bytes))
+            is_memory = row.tier is Tier.GPU and not has_gpu
+            tier = f"{row.tier.value} (main memory)" if is_memory else row.tier.value
+            table.add_row(row.kind.value, tier, f"{row.groups:,}", format_size(row.bytes))
         self.console.print(table)
 
     def codecs(self, decided: Mapping[str, Mapping[str, str]]) -> None:

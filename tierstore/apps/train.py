@@ -149,7 +149,7 @@ class _Run:
                 "each; places, seconds and bytes are those of rank 0, losses and tokens those of all"
             )
         self._reporter.say(f"text: {parts.corpus.description}, {format_size(parts.corpus.nbytes)}")
-        self._reporter.placement(self._engine.placement.usage())
+        self._reporter.placement(self._engine.placement.usage(), has_gpu=self._device.type != "cpu")
         if options.codec is not Codec.NONE:
             self._reporter.codecs(self._engine.statistics()["codecs"])
         if self._engine.step_count:
