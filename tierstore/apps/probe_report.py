@@ -118,7 +118,7 @@ def _codecs(table: BandwidthTable) -> Table:
 
 
 def _slowdowns(table: BandwidthTable) -> Table:
-    shown = _table("times as long beside something else", ("", *(one.value for one in Activity)))
+    shown = _table("times as long as alone: the row beside the column", ("", *(one.value for one in Activity)))
     for activity in Activity:
         factors = {s.beside: s.factor for s in table.slowdowns if s.activity is activity}
         cells = [f"{factors[other]:.2f}" if other in factors else "" for other in Activity]
