@@ -107,22 +107,24 @@ def test_all_auto_of_hugging_face(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "lr", "warmup"),
+    ("scheduler", "lr", "warmup", "defaults"),
     [
-        ({"type": "WarmupLR"}, 1e-3, 1000),
-        ({"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}, 3e-4, None),
-        ({"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 5}}, 1e-3, 5),
-        ({"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}, 3e-4, 100),
-        ({"type": "OneCycle"}, 3e-4, None),
+        ({"type": "WarmupLR"}, 1e-3, 1000, 2),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}, 3e-4, None, 0),
+        ({"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 5}}, 1e-3, 5, 1),
+        ({"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}, 3e-4, 100, 1),
+        ({"type": "OneCycle"}, 3e-4, None, 0),
     ],
 )
-def test_schedules(scheduler: dict[str, Any], lr: float, warmup: int | None, tmp_path: Path) -> None:
+def test_schedules(scheduler: dict[str, Any], lr: float, warmup: int | None, defaults: int, tmp_path: Path) -> None:
     found = of({"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "scheduler": scheduler}, tmp_path)
     assert (found.train["lr"], found.optimizer["lr"], found.train.get("warmup")) == (lr, lr, warmup)
     for name in scheduler.get("params", {}):
         if name not in ("warmup_max_lr", "warmup_num_steps") or warmup is None:
             assert f"scheduler.params.{name}" in dict(found.notes)
     assert "scheduler" in dict(found.notes)
+    told = {name: note for name, note in found.notes if "left out: " in note and name.startswith("scheduler")}
+    assert sum("DeepSpeed's default" in note for note in told.values()) == defaults
 
 
 def test_what_a_schedule_has_and_train_has_not_is_named(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ _TRANSLATED = {
     "scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps",
 }  # fmt: skip
 _BETAS, _EPS = [0.9, 0.999], 1e-8
-_WARMUP_LR = 1e-3  # of WarmupLR and WarmupDecayLR, whatever the optimizer's own
+_WARMUP_LRS = {"WarmupLR": 1e-3, "WarmupDecayLR": 1e-3}  # whatever the optimizer's own
 _WARMUP_STEPS = {"WarmupLR": 1000, "WarmupDecayLR": 1000, "WarmupCosineLR": 100}
 _ADAMS = {"adam", "adamw", "cpuadam", "deepspeedcpuadam", "fusedadam"}
 
@@ -259,10 +259,14 @@ def _schedule(given: _Given, found: Translation) -> None:
     kind = given.text("scheduler.type", "")
     if not kind:
         return
-    if kind in ("WarmupLR", "WarmupDecayLR") and not given.is_auto("scheduler.params.warmup_max_lr"):
-        found.optimizer["lr"] = found.train["lr"] = given.number("scheduler.params.warmup_max_lr", _WARMUP_LR)
+    if kind in _WARMUP_LRS and not given.is_auto("scheduler.params.warmup_max_lr"):
+        found.optimizer["lr"] = found.train["lr"] = given.number("scheduler.params.warmup_max_lr", _WARMUP_LRS[kind])
     if kind in _WARMUP_STEPS and not given.is_auto("scheduler.params.warmup_num_steps"):
         found.train["warmup"] = given.whole("scheduler.params.warmup_num_steps", _WARMUP_STEPS[kind], least=0)
+    defaults = {"warmup_num_steps": _WARMUP_STEPS.get(kind), "warmup_max_lr": _WARMUP_LRS.get(kind)}
+    for name, default in defaults.items():
+        if default is not None and not given.has(key := f"scheduler.params.{name}"):
+            found.notes.append((key, f"left out: {default:g}, DeepSpeed's default"))
     if kind == "WarmupLR":
         advice = "in a loop of your own: Engine(lr_scheduler=...); train warms up linearly, DeepSpeed by default by log"
     else:
