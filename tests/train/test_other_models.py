@@ -65,6 +65,17 @@ def test_a_scripted_block_is_refused(tmp_path: Path) -> None:
     refused(Scripted(), tmp_path, "module norm went through torch.jit")
 
 
+def test_a_lazy_module_is_refused_until_it_has_weights(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with pytest.raises(ConfigError, match=r"parameter 1\.weight has no shape yet"), opened(WAY, tmp_path, model=model):
+        pass
+    assert not any(tmp_path.iterdir())
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    with opened(WAY, tmp_path, model=model):
+        pass
+
+
 @pytest.mark.parametrize("make", [nn.Identity, lambda: nn.ParameterList([torch.zeros(0, 3)])], ids=["none", "empty"])
 def test_a_model_without_parameters_is_refused(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     refused(make(), tmp_path, "the model has no parameters")

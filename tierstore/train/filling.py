@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from tierstore.errors import ConfigError, FormatError
 from tierstore.io.runtime import Runtime
@@ -39,9 +40,13 @@ def weights_of(model: nn.Module) -> Iterator[Piece]:
     """The weights of an ordinary model; a parameter's memory is let go when its piece was taken.
 
     Raises:
-        ConfigError: an engine has taken them; or, when it is its turn, a parameter is on the meta device.
+        ConfigError: an engine has taken them, or a lazy module has none yet; or, when it is its turn, a parameter is on
+            the meta device.
     """
     refuse_taken(model)
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise ConfigError(f"parameter {lazy} has no shape yet (a lazy module); call the model once, under no_grad")
     tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     tensors.reverse()
 
