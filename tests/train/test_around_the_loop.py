@@ -54,7 +54,6 @@ def one_step(engine: Engine, batch: torch.Tensor) -> float:
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "sum": lambda p: p.sum(),
     "item": lambda p: p[0, 0].item(),
-    "repr": repr,
     "detach": lambda p: p.detach(),
     "data": lambda p: p.data,
     "numpy": lambda p: p.detach().numpy(),
@@ -144,6 +143,16 @@ def test_whole_models_are_read_through_the_engine(tmp_path: Path) -> None:
                 read(engine.model)
         assert sum(p.numel() for p in engine.model.parameters()) == sum(p.numel() for p in tiny().parameters())
         assert "TinyModel" in repr(engine.model)
+
+
+def test_a_weight_can_be_shown_everywhere(tmp_path: Path) -> None:
+    model = nn.EmbeddingBag(3, 4)  # which shows its weight, and throws that away
+    with Engine(model, disk(tmp_path)) as engine:
+        assert "engine.gathered(['weight'])" in repr(model.weight)
+        assert str(model) == str(nn.EmbeddingBag(3, 4))
+        with engine.gathered("weight"):
+            assert "containing:" in repr(model.weight)
+    assert "is closed" in repr(model.weight)
 
 
 @each_schedule

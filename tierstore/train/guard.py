@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tierstore.errors import ClosedError
+from tierstore.errors import ClosedError, TierstoreError
 from tierstore.train.groups import Group
 
 
@@ -126,6 +126,13 @@ class OffloadedParameter(nn.Parameter):
         finally:
             for access, group in entered:
                 access.leave(group)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Also where it cannot be read: `print(model)` asks for it, if there is an `EmbeddingBag`, and a debugger."""
+        try:
+            return str(super().__repr__())  # type: ignore[no-untyped-call]
+        except TierstoreError as error:
+            return f"Parameter without values here: {error}"
 
     def as_subclass(self, cls: Any) -> Any:
         """As torch's, which would not ask `__torch_function__`."""
