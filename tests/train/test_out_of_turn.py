@@ -775,6 +775,23 @@ def test_sparse_gradients_are_refused_by_name(tmp_path: Path) -> None:
         engine.backward(engine(torch.tensor([1])).sum())
 
 
+class TakesItsJacobian(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jacrev(self.inner)(x)
+
+
+def test_gradients_by_torch_func_are_refused_with_another_way(tmp_path: Path) -> None:
+    with (
+        Engine(TakesItsJacobian(), disk(tmp_path)) as engine,
+        pytest.raises(GraphError, match=r"torch\.func\.grad.*use torch\.autograd\.grad"),
+    ):
+        engine(torch.ones(8))
+
+
 def test_what_is_no_loss_breaks_nothing(tmp_path: Path) -> None:
     x = batches(1)[0]
     with tight_engine(tmp_path) as engine:

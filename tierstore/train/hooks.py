@@ -63,11 +63,22 @@ class ModelHooks:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Forward and backward run in this."""
+        """Forward and backward run in this.
+
+        Raises:
+            GraphError: what runs takes gradients in a way that torch does not allow where there are such hooks.
+        """
         self._watchers += 1
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
+        except RuntimeError as error:
+            if "torch.func" not in str(error) or "saved tensor hooks" not in str(error):
+                raise
+            raise GraphError(
+                "the model calls torch.func.grad, vjp, jacrev or hessian, which torch does not allow while the engine "
+                "looks at what is saved for backward; use torch.autograd.grad(..., create_graph=True)"
+            ) from error
         finally:
             self._watchers -= 1
 
