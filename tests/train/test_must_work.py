@@ -5,6 +5,7 @@ Not here: one of the three for each model, on a device whose kernels are late (`
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +187,14 @@ class ReadElsewhere(Stack):
         return functional.linear(x, self.enter.weight[:3]) + self.head(x)
 
 
+class Copies(Stack):
+    """Layers are copied in forward, before the engine has them."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        copied = copy.deepcopy(self.layers[2])
+        return super().forward(x) + self.head(copied(self.enter(x)))
+
+
 class OwnParameters(Stack):
     """Parameters of the model itself, and of every layer of a list in a list."""
 
@@ -325,8 +334,8 @@ class Tied(Stack):
 
 MODELS = [
     Stack, CalledTwice, Checkpointed, CheckpointedReentrant, CheckpointedTwice, CheckpointedInPairs, InPlace, InParts,
-    LayersRecomputeParts, Dictionaries, ReadElsewhere, OwnParameters, Buffers, Adapted, FirstFrozen, SomeFrozen,
-    Skipping, Mixture, Growing, Late, Tied,
+    LayersRecomputeParts, Dictionaries, ReadElsewhere, Copies, OwnParameters, Buffers, Adapted, FirstFrozen,
+    SomeFrozen, Skipping, Mixture, Growing, Late, Tied,
 ]  # fmt: skip
 LATE = list(zip(MODELS, itertools.cycle(SCHEDULES)))
 """These are compared on a device whose kernels are late, in `test_stream_order.py`."""

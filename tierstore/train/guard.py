@@ -134,6 +134,12 @@ class OffloadedParameter(nn.Parameter):
         except TierstoreError as error:
             return f"Parameter without values here: {error}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """What a model copies in forward belongs to nobody, so it is of the parameter's own class."""
+        hidden, copied = type(self), super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied.__class__ = nn.Parameter if hidden is OffloadedParameter else hidden.__bases__[1]
+        return copied  # type: ignore[no-any-return]
+
     def as_subclass(self, cls: Any) -> Any:
         """As torch's, which would not ask `__torch_function__`."""
         return self.__torch_function__(torch.Tensor.as_subclass, (type(self),), (self, cls))
