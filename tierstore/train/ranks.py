@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed
@@ -119,7 +119,6 @@ class Ranks:
         # another has ended would meet the addresses that its ranks have left in the store, and ranks that are in other
         # groups besides would not meet at all.
         name = f"{self.name}/{'-'.join(map(str, chosen))}/{self._subgroups}"
-        made: ProcessGroup
         with self.waiting("all ranks to meet"):
             made, _ = _new_process_group_helper(
                 len(chosen),
@@ -131,7 +130,7 @@ class Ranks:
                 timeout=timedelta(seconds=share * self.timeout_s),
             )
         _world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(chosen)}
-        return made
+        return cast(ProcessGroup, made)  # this rank is one of its members
 
     @property
     def wait_s(self) -> float:

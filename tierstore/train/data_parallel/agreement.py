@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -55,7 +56,8 @@ def broadcast_flat(ranks: Ranks, tensors: Sequence[torch.Tensor], what: str) -> 
             else:
                 flat = batch[0].new_empty(sum(tensor.numel() for tensor in batch))
             data = flat.view(torch.uint8)  # backends refuse other dtypes, each its own
-            begun.append((batch, flat, distributed.broadcast(data, group=ranks.group, group_src=0, async_op=True)))
+            work: Any = distributed.broadcast(data, group=ranks.group, group_src=0, async_op=True)
+            begun.append((batch, flat, work))
         for batch, flat, work in begun:
             work.wait()
             if ranks.rank != 0:
