@@ -26,7 +26,10 @@ from tierstore.archive.sources import INDEX, open_source
 from tierstore.archive.torch_files import load_without_data
 from tierstore.errors import FormatError
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"),  # by torch
+]
 SPARSE_BYTES = 2**38  # of holes: more than most machines have
 
 

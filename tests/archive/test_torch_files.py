@@ -24,7 +24,10 @@ from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.config import Codec
 from tierstore.errors import ChecksumMismatch, ConfigError, FormatError
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"),  # by torch
+]
 MEMORY = 2**40
 
 
