@@ -149,7 +149,7 @@ def test_tensors_come_back_as_they_were(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0.0, 1.5], [-2.0, float("inf")]]).to(dtype)
     found = with_tensors(plain({"nested": [tensor]}))["nested"][0]
     assert found.dtype == dtype
-    assert torch.equal(found, tensor)
+    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))  # the infinity may be a NaN of 8 bits
 
 
 def test_tensors_that_are_lazily_conjugate_or_negative_are_kept_as_they_read() -> None:
