@@ -24,9 +24,10 @@ from tierstore.config import AdamWConfig, Tier, TierConfig
 from tierstore.errors import ClosedError, StorageError, StoreLocked, TierstoreError, Timeout
 from tierstore.io.runtime import Runtime
 from tierstore.io.watch import Watch
-from tierstore.io.workers import WorkerPool
+from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.lock import StoreLock
 from tierstore.store.owner import LoopOwner
+from tierstore.store.routes import Route
 from tierstore.store.updates import UpdatePipeline
 from tierstore.train import assembly
 from tierstore.train.engine import Engine
@@ -353,6 +354,30 @@ def test_a_call_of_a_tensor_store_that_came_too_late_can_be_repeated(
             tensor_stores.assert_at_rest(store)
 
     tensor_stores.run(main())
+
+
+def test_files_that_were_to_be_closed_behind_what_hangs_are_closed_with_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Hanging(HANG, at=10**9, kinds=("fsync",))
+    slow_to_judge(disk, monkeypatch)
+    copy = Route.copy
+
+    async def then_hang(self: Route, *given: Any) -> None:
+        await copy(self, *given)
+        disk.at = disk.counted
+        self.workers.submit(Priority.DEMAND, disk.sync_directory, tmp_path)  # before the pack is closed
+
+    async def main() -> None:
+        async with store:
+            monkeypatch.setattr(Route, "copy", then_hang)
+            await store.put("h.0", tensor_stores.block(1), tier=Tier.NVME)
+
+    store = TensorStore.open(tensor_stores.config(tmp_path, timeout_s=0.1, io_threads=1), backend=disk)
+    with pytest.raises(Timeout):
+        tensor_stores.run(main())
+    disk.goes_on.set()
+    tensor_stores.run(store.close())
 
 
 def test_an_inner_deadline_is_told_as_it_was(tmp_path: Path) -> None:

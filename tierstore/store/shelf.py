@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -219,10 +220,18 @@ class Shelf:
         return pack
 
     async def _close(self, pack: ExtentPack) -> None:
+        is_closed = threading.Event()
+
+        def close() -> None:
+            pack.slots.close()
+            is_closed.set()
+
         try:
-            await self._workers.submit(Priority.WRITE, pack.slots.close)
-        except ClosedError:  # the threads are gone, or were given up and may still use it
-            self._directories.before_release.callback(pack.slots.close)
+            with contextlib.suppress(ClosedError):
+                await self._workers.submit(Priority.WRITE, close)
+        finally:  # who was cancelled hears of no error
+            if not is_closed.is_set():  # the threads are gone, or were given up and may still use it
+                self._directories.before_release.callback(pack.slots.close)
 
     @contextlib.asynccontextmanager
     async def opened(self, pack: ExtentPack, priority: Priority) -> AsyncIterator[PackPlace]:
