@@ -198,6 +198,29 @@ def test_close_says_what_hangs(pool: WorkerPool) -> None:
     asyncio.run(play())
 
 
+def test_what_a_thread_has_just_taken_is_given_up_too(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, begun, take = Gate(), list[str](), pool._next
+
+    def take_slowly() -> Any:
+        work = take()
+        if work is not None and threading.current_thread() in pool._threads:
+            gate()
+        return work
+
+    monkeypatch.setattr(pool, "_next", take_slowly)
+
+    async def play() -> None:
+        job = pool.submit(Priority.DEMAND, begun.append, "begun")
+        gate.begun.wait(30)
+        pool.give_up()
+        gate.may_end.set()
+        with pytest.raises(ClosedError, match="given up"):
+            await job
+
+    asyncio.run(play())
+    assert not begun
+
+
 def test_a_closed_loop_loses_the_result_quietly(pool: WorkerPool) -> None:
     gate = Gate()
 

@@ -228,7 +228,10 @@ class WorkerPool(ForkAware):
             while self._tokens.get():
                 if (work := self._next()) is not None:
                     self._running[name] = (work, time.monotonic())
-                    _run(work)
+                    if self._lost is None:
+                        _run(work)
+                    else:  # given up between the two lines above, by who has not found it
+                        _end(work, None, self._lost)
                     del self._running[name]
                 del work  # an idle thread keeps no buffer or tensor alive
         except BaseException as error:  # a job keeps its own to itself: this ends the thread
