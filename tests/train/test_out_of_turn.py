@@ -172,8 +172,14 @@ def test_two_threads_in_one_engine_are_told_and_harm_nothing(where: str, tmp_pat
         is_inside.set()
         assert may_go.wait(30)
 
+    def from_a_backward(call: Callable[[], object]) -> None:
+        other = torch.ones((), requires_grad=True) * 2
+        other.register_hook(lambda gradient: call() and None)
+        other.backward()
+
     def calls(engine: Engine) -> dict[str, Any]:
         return {
+            "a hook of another model": lambda: from_a_backward(engine.step),
             "the engine": lambda: engine(x), "backward": lambda: engine.backward(torch.ones(())), "step": engine.step,
             "train_step": lambda: engine.train_step([x], loss_of), "zero_grad": engine.optimizer.zero_grad,
             "state_dict": engine.state_dict, "load_state_dict": lambda: engine.load_state_dict({}),
@@ -218,19 +224,27 @@ def test_two_threads_in_one_engine_are_told_and_harm_nothing(where: str, tmp_pat
 def test_hooks_of_backward_may_look_in_also_where_autograd_runs_them_in_a_thread_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it does on a GPU, with the hooks on saved tensors of the thread that waits, and none of Python's context."""
+    """As it does on a GPU, and on a CPU where backwards are nested deeper than 60."""
     backward, names, seen = torch.Tensor.backward, [], []
 
-    def backward_in_a_thread(loss: torch.Tensor) -> None:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, then: Callable[[], None]) -> torch.Tensor:  # type: ignore[override]
+            ctx.then = then
+            return x * 2
 
-        def run() -> None:
-            with torch.autograd.graph.saved_tensors_hooks(*hooks):
-                backward(loss)
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+            ctx.then()
+            return gradient, None
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+    def backward_deep(loss: torch.Tensor, depth: int = 64) -> None:
+        if depth == 0:
+            backward(loss)
+            return
+        with torch.enable_grad():
+            nested = Nested.apply(torch.ones((), requires_grad=True), lambda: backward_deep(loss, depth - 1))
+        torch.autograd.backward(nested)
 
     x = batches(1)[0]
     with tight_engine(tmp_path) as engine:
@@ -245,7 +259,7 @@ def test_hooks_of_backward_may_look_in_also_where_autograd_runs_them_in_a_thread
             engine.backward(loss_of(engine(x)))
         loss = loss_of(engine(x))
         loss.register_hook(look)
-        monkeypatch.setattr(torch.Tensor, "backward", backward_in_a_thread)
+        monkeypatch.setattr(torch.Tensor, "backward", backward_deep)
         engine.backward(loss)
         engine.step()
     assert names != [threading.current_thread().name]

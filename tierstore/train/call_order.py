@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -26,8 +25,25 @@ from tierstore.train.rounds import RoundDriver
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_INSIDE: ContextVar[tuple[CallOrder, ...]] = ContextVar("_INSIDE", default=())
-"""Whose calls this thread is in, or waits for: threads that a call starts have a copy of its context."""
+_INSIDE: ContextVar[tuple[object, ...]] = ContextVar("_INSIDE", default=())
+"""The calls that this thread is in, or waits for: threads that a call starts have a copy of its context."""
+_WALKS = "tierstore: calls in which autograd walks a graph"
+"""Of a GPU in a thread of its own, which has none of the context, but what torch keeps for the thread that waits."""
+
+
+def _walks() -> tuple[object, ...]:
+    return tuple(torch._C._get_obj_in_tls(_WALKS)) if torch._C._is_key_in_tls(_WALKS) else ()
+
+
+@contextlib.contextmanager
+def walked() -> Iterator[None]:
+    """Autograd walks a graph in here, whose hooks are inside of what this thread is inside of."""
+    before = _walks()
+    try:
+        torch._C._stash_obj_in_tls(_WALKS, (*before, *_INSIDE.get()))
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_WALKS, before)
 
 
 class CallOrder:
@@ -52,10 +68,11 @@ class CallOrder:
         self.is_syncing = True
         self.has_backward = self.has_final_backward = False
         self.is_closed = False
-        self._blocks = 0  # of `gathering` that have begun and not ended
-        self._modified: Counter[int] = Counter()
+        self._gathered: dict[object, Collection[int]] = {}
+        """By block of `gathering` in progress, the groups that it changes."""
         self._lock = threading.Lock()
-        self._is_walked = False
+        self._holder: object = None
+        """The call in progress."""
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
@@ -65,30 +82,25 @@ class CallOrder:
             ConfigError: another thread is.
             ClosedError: this is the child of a fork.
         """
-        if self in _INSIDE.get() or (self._is_walked and torch._C._current_graph_task_id() != -1):
+        if self._holder in (*_INSIDE.get(), *_walks()):
             yield
             return
-        if not self._lock.acquire(blocking=False):
-            self._runtime.check_process()
-            raise ConfigError(
-                f"{what} was called while another thread is in a call of the same engine; let one thread at a time "
-                "call it, by a lock of yours around each"
-            )
+        call = object()
         try:
-            _INSIDE.set((*_INSIDE.get(), self))
+            _INSIDE.set((*_INSIDE.get(), call))
+            with self._lock:
+                self._holder = self._holder or call
+            if self._holder is not call:
+                self._runtime.check_process()
+                raise ConfigError(
+                    f"{what} was called while another thread is in a call of the same engine; let one thread at a time "
+                    "call it, by a lock of yours around each"
+                )
             yield
         finally:
-            _INSIDE.set(tuple(order for order in _INSIDE.get() if order is not self))
-            self._lock.release()
-
-    @contextlib.contextmanager
-    def walked(self) -> Iterator[None]:
-        """Autograd walks a graph in here: of a GPU in a thread of its own, whose hooks have no context of this one."""
-        self._is_walked = True
-        try:
-            yield
-        finally:
-            self._is_walked = False
+            if self._holder is call:  # first, and by no call: Ctrl-C comes after it, and then nobody is inside
+                self._holder = None
+            _INSIDE.set(tuple(one for one in _INSIDE.get() if one is not call))
 
     @property
     def is_broken(self) -> bool:
@@ -122,20 +134,18 @@ class CallOrder:
         self._keeps_weights &= keeps_weights
 
     @contextlib.contextmanager
-    def gathering(self, modified: Iterable[int]) -> Iterator[None]:
+    def gathering(self, modified: Collection[int]) -> Iterator[None]:
         """Somebody reads weights in here, and changes those of some groups."""
-        groups = list(modified)
-        self._blocks += 1
-        self._modified.update(groups)
+        block = object()
         try:
+            self._gathered[block] = modified
             yield
         finally:
-            self._blocks -= 1
-            self._modified.subtract(groups)
+            self._gathered.pop(block, None)
 
     def is_modified(self, group: int) -> bool:
         """Whether somebody changes its weights, and keeps that."""
-        return self._modified[group] > 0
+        return any(group in groups for groups in self._gathered.values())
 
     def refuse_closed(self) -> None:
         """Nothing goes on in a closed engine, nor in the child of a fork.
@@ -166,7 +176,7 @@ class CallOrder:
         Raises:
             ConfigError: somebody does.
         """
-        if any(self._modified.values()):
+        if any(self._gathered.values()):
             raise ConfigError("weights are being changed by gathered(modify=True); train after it")
 
     def refuse_while_gathered(self, what: str) -> None:
@@ -175,7 +185,7 @@ class CallOrder:
         Raises:
             ConfigError: somebody does.
         """
-        if self._blocks:
+        if self._gathered:
             raise ConfigError(f"weights are in use by gathered(); call {what} after it")
 
     def refuse_within_step(self, what: str) -> None:
