@@ -276,6 +276,24 @@ def begin_late(rank: int, ranks: int) -> str:
     return str(lost.value)
 
 
+def begin_beside_a_stopped_one(rank: int, ranks: int, timeout_s: float) -> str:
+    """What the last rank is told when the first one, which keeps the store, is stopped before it begins."""
+    port = [0]
+    if rank == 0:
+        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    distributed.broadcast_object_list(port, 0)
+    if rank == 0:
+        store.wait([f"tierstore/begun/0-1/{ranks - 1}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    store = distributed.TCPStore("127.0.0.1", port[0], is_master=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_ranks, "_get_default_store", lambda: store)
+        with pytest.raises(RankLost) as lost:
+            Ranks(timeout_s=timeout_s)
+    return str(lost.value)
+
+
 def lose_the_store(rank: int, ranks: int, how: int, timeout_s: float) -> tuple[str, bool]:
     """What the first rank is told when the last one, which keeps the store, has had a signal; whether its heart beats.
 

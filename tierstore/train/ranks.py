@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
 from typing import Any, TypeVar, cast
@@ -84,9 +84,8 @@ class Ranks:
             )
         except RuntimeError as error:
             where = f"rank {self.rank} of {self.count} waited for all ranks to begin"
-            with contextlib.suppress(RuntimeError):
-                if late := [rank for rank in range(self.count) if store.add(f"{key}{rank}", 0) < begun]:
-                    where += f", and rank {', '.join(map(str, late))} did not in time"
+            if late := self._told(lambda: [rank for rank in range(self.count) if store.add(f"{key}{rank}", 0) < begun]):
+                where += f", and rank {', '.join(map(str, late))} did not in time"
             raise RankLost(
                 f"{where}: see whether one has died or is stuck; if they take so long to build the model, give "
                 f"init_process_group a longer timeout; start all ranks again ({error})"
@@ -213,18 +212,26 @@ class Ranks:
 
     def _last_words(self, what: str) -> tuple[dict[int, str], dict[int, str]] | None:
         """What the other ranks say now, and a while later, and that this one says no more; None without an answer."""
-        said: list[tuple[dict[int, str], dict[int, str]]] = []
 
-        def ask() -> None:
+        def say() -> tuple[dict[int, str], dict[int, str]]:
+            self.close()  # the last that is said is this
+            self._store.set(str(self.rank), f"{_GAVE_UP} has given up waiting for {what}")
+            before = self._beats()
+            time.sleep(3 * _BEAT_S)
+            return before, self._beats()
+
+        return self._told(say)
+
+    def _told(self, ask: Callable[[], T]) -> T | None:
+        """What the store says; None: it does not answer in time, or fails."""
+        said: list[T] = []
+
+        def run() -> None:
             with contextlib.suppress(RuntimeError):
-                self.close()  # the last that is said is this
-                self._store.set(str(self.rank), f"{_GAVE_UP} has given up waiting for {what}")
-                before = self._beats()
-                time.sleep(3 * _BEAT_S)
-                said.append((before, self._beats()))
+                said.append(ask())
 
         # A store whose keeper is stopped holds who asks it, for as long as its own timeout.
-        asking = threading.Thread(target=ask, name="tierstore-last-words", daemon=True)
+        asking = threading.Thread(target=run, name="tierstore-last-words", daemon=True)
         asking.start()
         asking.join(self._answer_s)
         return said[0] if said else None
