@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 from tierstore.cores import update_threads
 from tierstore.device.transfers import CpuDevice
 from tierstore.errors import ConfigError, FormatError, StorageError
-from tierstore.io.runtime import Runtime
 from tierstore.measure import compute, links
 from tierstore.measure.loads import Load
 from tierstore.measure.machine import measure_machine
@@ -30,13 +30,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_SIDE", {"cpu": 64})
 
 
-@pytest.mark.usefixtures("small", "one_thread")
-def test_every_rate_and_every_pair(runtime: Runtime) -> None:
+@pytest.mark.usefixtures("small", "one_thread", "no_leaks")
+def test_every_rate_and_every_pair() -> None:
     disk = {Activity.READ: Load(lambda: None, 1.0), Activity.WRITE: Load(lambda: None, 1.0)}
     told: list[float] = []
-    machine = runtime.call(
-        measure_machine, CpuDevice(), np.zeros(4 * MIB, np.uint8), 0.001, 1, lambda what, done: told.append(done), disk
-    )
+    memory = np.zeros(4 * MIB, np.uint8)
+    machine = asyncio.run(measure_machine(CpuDevice(), memory, 0.001, 1, lambda what, done: told.append(done), disk))
     assert {"h2d", "d2h", "matmul", "adam", "adam fp32", "norm", "memory", "checksum"} <= set(machine.rates)
     assert {(one.codec, one.data) for one in machine.codecs} == {
         (codec, data) for codec in COMPRESSING for data in ("bf16", "fp32")
