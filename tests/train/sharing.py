@@ -18,7 +18,8 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from tierstore.config import AdamWConfig, TierConfig
-from tierstore.errors import RankLost, TierstoreError
+from tierstore.device.transfers import CpuDevice
+from tierstore.errors import BudgetError, RankLost, TierstoreError
 from tierstore.train import filling, partition
 from tierstore.train import ranks as train_ranks
 from tierstore.train.engine import Engine
@@ -341,3 +342,24 @@ def train_apart(rank: int, ranks: int, directory: str, *, has_hosts: bool = Fals
         if has_hosts:
             patch.setattr(partition, "_boot", lambda: f"host {rank}")
         return train(rank, ranks, f"{directory}/{rank}", 1, **options)
+
+
+def find_no_room(rank: int, ranks: int, timeout_s: float) -> str:
+    """What a rank is told in the second step, for whose weights the last one finds no memory."""
+    allocate, full = CpuDevice.allocate, [False]
+
+    def allocate_if_not_full(*given: Any) -> None:
+        if full[0]:
+            raise BudgetError("the GPU has no room")
+        allocate(*given)
+
+    tiers = TierConfig(gpu_memory="3MiB", cpu_memory="24MiB", timeout_s=timeout_s)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuDevice, "allocate", allocate_if_not_full)
+        engine = Engine(tiny(blocks=6), tiers, AdamWConfig(lr=1e-2), zero=3)
+        with pytest.raises(TierstoreError) as told, engine:  # noqa: PT012
+            for batch in batches(2, rank, ranks):
+                engine.backward(next_token_loss(engine, batch))
+                engine.step()
+                full[0] = rank == ranks - 1
+    return f"{type(told.value).__name__}: {told.value}"

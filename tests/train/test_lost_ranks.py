@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kill_ranks import STEPS, TIMEOUT_S, lose_and_resume, moments, waits_of
 from ranks import outcomes_of, run_ranks
-from sharing import begin_beside_a_stopped_one, begin_late, lose, lose_the_store, meet_late, meet_once
+from sharing import begin_beside_a_stopped_one, begin_late, find_no_room, lose, lose_the_store, meet_late, meet_once
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
@@ -58,6 +58,13 @@ def test_one_that_does_not_begin_and_keeps_the_store() -> None:
     last = outcomes_of(2, begin_beside_a_stopped_one, 2.0, timeout_s=2.0, stopped=[0])[1]
     assert last.value is not None, last.error
     assert last.value.startswith("rank 1 of 2 waited for all ranks to begin: see whether one has died or is stuck")
+
+
+def test_a_rank_without_room_for_weights_ends_the_others() -> None:
+    first, last = run_ranks(2, find_no_room, TIMEOUT_S)
+    assert last == "BudgetError: the GPU has no room"
+    assert first.startswith("RankLost: rank 0 of 2 waited for the weights of ")
+    assert "and rank 1 has left (closed); see why there" in first
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
