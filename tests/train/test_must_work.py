@@ -25,6 +25,12 @@ SCHEDULES = [("forward", 1.0), ("backward", None), ("speculative", 0.1)]
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
 
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a worker that has run tests of ranks, too: they make it larger."""
+    monkeypatch.setitem(globals(), "WIDTH", 16)
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
