@@ -40,6 +40,7 @@ def interrupted_at(number: int, run: Callable[[], None]) -> bool:
                     raise KeyboardInterrupt
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 asks for it before it begins to trace
     sys.settrace(trace)
     try:
         contextvars.copy_context().run(run)

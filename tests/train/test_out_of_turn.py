@@ -172,14 +172,8 @@ def test_two_threads_in_one_engine_are_told_and_harm_nothing(where: str, tmp_pat
         is_inside.set()
         assert may_go.wait(30)
 
-    def from_a_backward(call: Callable[[], object]) -> None:
-        other = torch.ones((), requires_grad=True) * 2
-        other.register_hook(lambda gradient: call() and None)
-        other.backward()
-
     def calls(engine: Engine) -> dict[str, Any]:
         return {
-            "a hook of another model": lambda: from_a_backward(engine.step),
             "the engine": lambda: engine(x), "backward": lambda: engine.backward(torch.ones(())), "step": engine.step,
             "train_step": lambda: engine.train_step([x], loss_of), "zero_grad": engine.optimizer.zero_grad,
             "state_dict": engine.state_dict, "load_state_dict": lambda: engine.load_state_dict({}),

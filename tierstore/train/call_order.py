@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -27,23 +26,6 @@ T = TypeVar("T")
 
 _INSIDE: ContextVar[tuple[object, ...]] = ContextVar("_INSIDE", default=())
 """The calls that this thread is in, or waits for: threads that a call starts have a copy of its context."""
-_WALKS = "tierstore: calls in which autograd walks a graph"
-"""Of a GPU in a thread of its own, which has none of the context, but what torch keeps for the thread that waits."""
-
-
-def _walks() -> tuple[object, ...]:
-    return tuple(torch._C._get_obj_in_tls(_WALKS)) if torch._C._is_key_in_tls(_WALKS) else ()
-
-
-@contextlib.contextmanager
-def walked() -> Iterator[None]:
-    """Autograd walks a graph in here, whose hooks are inside of what this thread is inside of."""
-    before = _walks()
-    try:
-        torch._C._stash_obj_in_tls(_WALKS, (*before, *_INSIDE.get()))
-        yield
-    finally:
-        torch._C._stash_obj_in_tls(_WALKS, before)
 
 
 class CallOrder:
@@ -70,9 +52,9 @@ class CallOrder:
         self.is_closed = False
         self._gathered: dict[object, Collection[int]] = {}
         """By block of `gathering` in progress, the groups that it changes."""
-        self._lock = threading.Lock()
-        self._holder: object = None
-        """The call in progress."""
+        self._holder: dict[str, object] = {}
+        """The call in progress, if one is. No lock: Ctrl-C could come between taking it and knowing that."""
+        self._is_walked = False
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
@@ -82,15 +64,14 @@ class CallOrder:
             ConfigError: another thread is.
             ClosedError: this is the child of a fork.
         """
-        if self._holder in (*_INSIDE.get(), *_walks()):
+        held = self._holder.get("call")
+        if held in _INSIDE.get() or (self._is_walked and torch._C._current_graph_task_id() != -1):
             yield
             return
         call = object()
         try:
             _INSIDE.set((*_INSIDE.get(), call))
-            with self._lock:
-                self._holder = self._holder or call
-            if self._holder is not call:
+            if self._holder.setdefault("call", call) is not call:
                 self._runtime.check_process()
                 raise ConfigError(
                     f"{what} was called while another thread is in a call of the same engine; let one thread at a time "
@@ -98,9 +79,21 @@ class CallOrder:
                 )
             yield
         finally:
-            if self._holder is call:  # first, and by no call: Ctrl-C comes after it, and then nobody is inside
-                self._holder = None
+            if "call" in self._holder and self._holder["call"] is call:  # calls nothing: Ctrl-C comes after it
+                del self._holder["call"]
             _INSIDE.set(tuple(one for one in _INSIDE.get() if one is not call))
+
+    @contextlib.contextmanager
+    def walked(self) -> Iterator[None]:
+        """Autograd walks a graph in here: of a GPU in a thread of its own, whose hooks have no context of this one.
+
+        A hook of another model's backward, in another thread at the same time, is taken for one of them.
+        """
+        self._is_walked = True
+        try:
+            yield
+        finally:
+            self._is_walked = False
 
     @property
     def is_broken(self) -> bool:

@@ -18,7 +18,7 @@ from tierstore.config import MicroBatchSchedule, UpdateSchedule, choice
 from tierstore.errors import ConfigError, TierstoreError
 from tierstore.store.rounds import Updates
 from tierstore.train.assembly import Assembly
-from tierstore.train.call_order import CallOrder, walked
+from tierstore.train.call_order import CallOrder
 from tierstore.train.generations import Generations, Pending
 from tierstore.train.meters import StepMeters
 from tierstore.train.micro_batches import called, check_loss, losses_side_by_side, mean_of, own_loss
@@ -105,7 +105,7 @@ class Steps:
         with self._order.unbroken(keeps_weights=not is_streaming):
             try:
                 with self._meters.phase("backward"):
-                    with parts.hooks.watching(), walked():
+                    with parts.hooks.watching(), self._order.walked():
                         scaled.backward()  # type: ignore[no-untyped-call]
                     parts.collector.finish()
             finally:
