@@ -73,7 +73,7 @@ def content(folder: Path) -> dict[Path, bytes]:
         ("train --trace loop", "cannot write --trace loop"),
         ("delete loop", "loop is a link to "),
         ("verify p --json -", "cannot write --json -: standard output is for what is shown; give the name of a file"),
-        ("unpack p -", "what has this name is ./-"),
+        ("unpack p -", "nothing is read from or written to a pipe"),
     ],
 )
 def test_nothing_is_written_over(there: Path, arguments: str, said: str) -> None:

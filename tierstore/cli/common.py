@@ -47,7 +47,7 @@ def directory(text: str) -> Path:
     if not text:  # an unset shell variable would otherwise become the current directory
         raise typer.BadParameter("an empty path is not a directory")
     if text == "-":
-        raise typer.BadParameter("nothing is read from or written to a pipe here; what has this name is ./-")
+        raise typer.BadParameter("nothing is read from or written to a pipe here; give a path")
     return Path(text)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tierstore.errors import ClosedError, TierstoreError
+from tierstore.errors import ClosedError, GraphError
 from tierstore.train.groups import Group
 
 
@@ -131,7 +131,7 @@ class OffloadedParameter(nn.Parameter):
         """Also where it cannot be read: `print(model)` asks for it, if there is an `EmbeddingBag`, and a debugger."""
         try:
             return str(super().__repr__())  # type: ignore[no-untyped-call]
-        except TierstoreError as error:
+        except (GraphError, ClosedError) as error:  # not a failure that was kept: it is told once, and not here
             return f"Parameter without values here: {error}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

@@ -76,7 +76,7 @@ class ModelHooks:
             if "torch.func" not in str(error) or "saved tensor hooks" not in str(error):
                 raise
             raise GraphError(
-                "the model calls torch.func.grad, vjp, jacrev or hessian, which torch does not allow while the engine "
+                "torch.func.grad, vjp, jacrev or hessian was called, which torch does not allow while the engine "
                 "looks at what is saved for backward; use torch.autograd.grad(..., create_graph=True)"
             ) from error
         finally:
