@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tierstore.errors import ConfigError
-from tierstore.io.files import why_no_directory
+from tierstore.io.directories import why_no_directory
 from tierstore.store.names import holds_data
 
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",

@@ -34,7 +34,8 @@ from tierstore.archive.sources import INDEX, PARTIAL, SINGLE, small_file, weight
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, DoneButFor, StorageError, StorageFull, TierstoreError
 from tierstore.io.backend import Backend, storage_errors
-from tierstore.io.files import is_at, locked_file, takes_lock, why_no_directory
+from tierstore.io.directories import why_no_directory
+from tierstore.io.files import is_at, locked_file, takes_lock
 
 _OLD_INDEX = f"old-{INDEX}{PARTIAL}"
 _TURN_S, _POLL_S = 60.0, 0.02

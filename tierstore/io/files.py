@@ -1,7 +1,7 @@
 """Small files: read whole and replaced whole, by threads.
 
-Scope: manifests, reports, indexes; whether a directory takes one; a directory to make some in; locks.
-Not here: chunks (see `io/backend.py`).
+Scope: manifests, reports, indexes; a directory to make some in; locks.
+Not here: chunks (see `io/backend.py`); whether a directory takes files (`io/directories.py`).
 Owner: no state; the caller sees to it that one writer at a time replaces a path.
 """
 
@@ -118,24 +118,3 @@ def is_at(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def why_no_directory(path: Path) -> str | None:
-    """Why a path is no directory, and cannot be made one below the nearest that is there; None as `why_not_writable`.
-
-    Raises:
-        OSError: of looking at it.
-    """
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
-    if there.is_dir():
-        return why_not_writable(there)
-    return f"{there} is a link to no directory" if there.is_symlink() else f"{there} is not a directory"
-
-
-def why_not_writable(directory: Path) -> str | None:
-    """Why no file can be made in a directory, as far as the system says before it is tried; None if it says nothing."""
-    if os.access(directory, os.W_OK | os.X_OK):
-        return None
-    if os.statvfs(directory).f_flag & os.ST_RDONLY:
-        return f"the file system of {directory} is read-only"
-    return f"no permission to write in {directory}"

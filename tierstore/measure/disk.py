@@ -24,7 +24,7 @@ from tierstore.alignment import ALIGNMENT
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, StorageFull
 from tierstore.io.backend import Backend, BlockFile
-from tierstore.io.files import why_not_writable
+from tierstore.io.directories import why_not_writable
 from tierstore.io.memory import Bytes
 from tierstore.measure.loads import Load
 

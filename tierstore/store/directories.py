@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import Backend
-from tierstore.io.files import why_not_writable
+from tierstore.io.directories import why_not_writable
 from tierstore.pack.checked import number_of, object_of, text_of
 from tierstore.pack.strict_json import parse_json
 from tierstore.store.commit import Manifests, unusable

@@ -17,7 +17,7 @@ import tierstore
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
-from tierstore.io.files import why_not_writable
+from tierstore.io.directories import why_not_writable
 from tierstore.plan.bandwidth import middle
 
 PEERS = ("deepspeed", "fio", "torch", "safetensors")

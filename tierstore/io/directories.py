@@ -1,0 +1,31 @@
+"""Whether a directory takes files, as far as the system says before it is tried.
+
+Scope: sentences for people, without what is slow to import. Not here: the trying.
+Owner: no state.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def why_no_directory(path: Path) -> str | None:
+    """Why a path is no directory, and cannot be made one below the nearest that is there; None as `why_not_writable`.
+
+    Raises:
+        OSError: of looking at it.
+    """
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+    if there.is_dir():
+        return why_not_writable(there)
+    return f"{there} is a link to no directory" if there.is_symlink() else f"{there} is not a directory"
+
+
+def why_not_writable(directory: Path) -> str | None:
+    """Why no file can be made in a directory, as far as the system says before it is tried; None if it says nothing."""
+    if os.access(directory, os.W_OK | os.X_OK):
+        return None
+    if os.statvfs(directory).f_flag & os.ST_RDONLY:
+        return f"the file system of {directory} is read-only"
+    return f"no permission to write in {directory}"
