@@ -20,7 +20,7 @@ from torch import nn
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
-from tierstore.errors import BudgetError, ClosedError, ConfigError, GraphError, TierstoreError
+from tierstore.errors import BudgetError, ClosedError, ConfigError, GraphError, StorageError, TierstoreError
 from tierstore.io.memory import Lease
 from tierstore.store.gradients import Arrival
 from tierstore.store.pieces import Piece
@@ -798,6 +798,33 @@ def test_gradients_by_torch_func_are_refused_with_another_way(tmp_path: Path) ->
         pytest.raises(GraphError, match=r"torch\.func\.grad.*use torch\.autograd\.grad"),
     ):
         engine(torch.ones(8))
+
+
+class ShowsAWeight(Net):
+    def __init__(self, before: Callable[[], None]) -> None:
+        super().__init__()
+        self.before = before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before()
+        repr(next(self.blocks[0].parameters()))  # it has gone for those after it
+        return super().forward(x)
+
+
+def test_a_failure_that_was_kept_is_not_lost_by_showing_a_weight(tmp_path: Path) -> None:
+    kept: list[BaseException] = []
+
+    def keep() -> None:
+        for error in kept:
+            engine._parts.runtime.keep_failure(error)
+
+    engine = tight_engine(tmp_path, model=ShowsAWeight(keep))
+    with engine:
+        engine(batches(1)[0])
+        kept.append(StorageError("a write behind has failed"))
+        with pytest.raises(StorageError, match="a write behind has failed"):
+            engine(batches(1)[0])
+        kept.clear()
 
 
 def test_what_is_no_loss_breaks_nothing(tmp_path: Path) -> None:
