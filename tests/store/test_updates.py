@@ -276,13 +276,45 @@ def test_a_trip_whose_gradient_is_on_its_way_keeps_its_place(will_go: bool) -> N
         starving, granted = (Trip(0, chunk, loop.create_future()) for chunk in (1, 0))
 
         async def reserve(nbytes: int, granted: Any, elsewhere: Any, who: Any) -> Any:
-            leases._queued[FakeRound(may_go=lambda trip: True)] = {starving: None}  # its gradient came first
+            asks = FakeRound(may_go=lambda trip: True, opened={0})
+            leases._queued[asks] = {0: {starving: None}}  # its gradient came first
             return SimpleNamespace(array=np.zeros(8, np.uint8))
 
         pool: Any = SimpleNamespace(reserve=reserve)
         leases = TripLeases(pool, pool)
         round_: Any = FakeRound(may_go=lambda trip: False, will_go=lambda trip: will_go)
         assert await leases.reserve(round_, granted, 8) is will_go
+
+    asyncio.run(play())
+
+
+def test_who_starves_is_sought_among_those_that_may_be_applied() -> None:
+    """It is asked for each trip, while nearly all that wait are of groups that backward has not reached."""
+
+    async def play() -> None:
+        arena, loop = Arena(4096), asyncio.get_running_loop()
+        pool = arena.pool("update", 4096)
+        leases, asked = TripLeases(pool, arena.pool("gradients", 0)), list[int]()
+
+        def may_go(trip: Trip) -> bool:
+            asked.append(trip.group)
+            return False
+
+        round_: Any = FakeRound(will_go=lambda trip: True, may_go=may_go, opened={7}, free_above=lambda trip: None)
+        held = pool.try_reserve(4096)
+        assert held is not None
+        waiting = [
+            loop.create_task(leases.reserve(round_, Trip(group, 0, loop.create_future()), 4096)) for group in range(50)
+        ]
+        await asyncio.sleep(0)
+        leases.recall()
+        assert asked == [7]
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        leases.recall()
+        assert asked == [7]
+        held.free()
 
     asyncio.run(play())
 

@@ -93,6 +93,7 @@ class Round:
         number: rounds of later steps have higher ones.
         is_void: nobody knows of it; the gradients are those of the round that takes its place.
         used: after it no kernel of this step, or of what came between, reads weights. Set when the round is decided.
+        opened: groups whose trips may be applied, as soon as their gradients are here.
     """
 
     _numbers = itertools.count()
@@ -129,7 +130,7 @@ class Round:
         self._rank = {group: rank for rank, group in enumerate(self.order)}
         self._eager = eager
         self._allowed = 0 if is_lazy else len(self.order)
-        self._opened: set[int] = set()
+        self.opened: set[int] = set()
         self._gates: dict[int, asyncio.Future[None]] = {}  # of groups that somebody waits for
 
     def lend_places(self) -> None:
@@ -168,14 +169,14 @@ class Round:
     def _open(self, groups: Iterable[int]) -> None:
         for group in groups:
             is_allowed = self._rank[group] < self._allowed or group in self._eager
-            if group in self._updates and is_allowed and group not in self._opened:
-                self._opened.add(group)
+            if group in self._updates and is_allowed and group not in self.opened:
+                self.opened.add(group)
                 if group in self._gates:
                     self._gates.pop(group).set_result(None)
 
     def is_open(self, group: int) -> bool:
         """Whether trips of this group may be applied, as soon as their gradients are here."""
-        return group in self._opened
+        return group in self.opened
 
     def may_go(self, trip: Trip) -> bool:
         """Whether a trip of this round can be applied now."""
@@ -191,7 +192,7 @@ class Round:
 
     def obstacle(self, trip: Trip) -> asyncio.Future[None] | None:
         """What a trip that may not go has to wait for first. Many wait for it: nobody may cancel it."""
-        if trip.group in self._opened:
+        if trip.group in self.opened:
             return self.gradients.coming(*trip.key)
         if trip.group not in self._gates:
             self._gates[trip.group] = asyncio.get_running_loop().create_future()

@@ -38,14 +38,14 @@ class TripLeases:
     def __init__(self, pool: Pool, gradients: Pool) -> None:
         self._pool = pool
         self._gradients = gradients
-        self._queued: dict[Round, dict[Trip, None]] = {}  # wait for memory
+        self._queued: dict[Round, dict[int, dict[Trip, None]]] = {}  # wait for memory, by group
         self._holding: dict[Trip, Round] = {}  # have it, or have been granted it
         self._in_places: dict[Trip, None] = {}  # have what they hold from gradients; recalled in the order of need
         self._borrowers = 0
 
     async def reserve(self, round_: Round, trip: Trip, nbytes: int) -> bool:
         """Wait for a trip's lease. False: others need that memory sooner."""
-        self._queued.setdefault(round_, {})[trip] = None
+        self._queued.setdefault(round_, {}).setdefault(trip.group, {})[trip] = None
 
         def granted() -> None:
             self._leave_queue(round_, trip)
@@ -69,10 +69,13 @@ class TripLeases:
         )
 
     def _leave_queue(self, round_: Round, trip: Trip) -> None:
-        if (queued := self._queued.get(round_)) is not None:
-            queued.pop(trip, None)
-            if not queued:
-                del self._queued[round_]
+        queued = self._queued.get(round_, {})
+        if (alike := queued.get(trip.group)) is not None:
+            alike.pop(trip, None)
+            if not alike:
+                del queued[trip.group]
+                if not queued:
+                    del self._queued[round_]
 
     def is_owed(self, round_: Round) -> bool:
         """Whether a trip of an earlier round waits for memory: those of this one wait with being applied."""
@@ -134,7 +137,12 @@ class TripLeases:
 
     def _is_starving(self) -> bool:
         """Whether a trip waits for memory, and needs nothing else."""
-        return any(round_.may_go(trip) for round_, queued in self._queued.items() for trip in queued)
+        return any(
+            round_.may_go(trip)
+            for round_, queued in self._queued.items()
+            for group in round_.opened & queued.keys()  # asked at each turn: not all that are queued
+            for trip in queued[group]
+        )
 
     def _recall(self, trips: Iterable[Trip]) -> None:
         """Those that have their lease already; who was granted one looks himself when he has his turn."""
