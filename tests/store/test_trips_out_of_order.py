@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,12 +54,19 @@ class SlowPack:
 
 
 class Gradients:
-    """One chunk to a group, each with a place of its own; with their memory."""
+    """One chunk to a group, each with a place of its own, or spilled; with their memory.
+
+    Args:
+        staging: one gradient passes it at a time.
+        spilled: groups whose gradients do.
+    """
 
     on_change: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, pool: Pool, sizes: Sequence[int]) -> None:
-        self._pool, self._sizes = pool, sizes
+    def __init__(self, pool: Pool, sizes: Sequence[int], staging: Pool, spilled: Container[int]) -> None:
+        self._pool, self._sizes, self._staging, self._spilled = pool, sizes, staging, spilled
+        self._awaited: set[int] = set()
+        self._staged: dict[int, Lease] = {}
         self._starts: dict[int, int] = {}
         self._coming: dict[int, asyncio.Future[None]] = {}
         self._short: set[int] = set()
@@ -79,8 +86,15 @@ class Gradients:
     def is_short_of(self, group: int, chunk: int) -> bool:
         return group in self._short
 
-    def coming(self, group: int, chunk: int) -> asyncio.Future[None] | None:
+    def awaited(self, group: int, chunk: int) -> asyncio.Future[None] | None:
+        if group in self._coming:
+            self._awaited.add(group)
         return self._coming.get(group)
+
+    def let_go(self, group: int, chunk: int) -> None:
+        self._awaited.discard(group)
+        if group in self._staged:
+            self._staged.pop(group).free()
 
     async def fetch(self, group: int, chunk: int, into: Any) -> Any:
         return None
@@ -90,15 +104,29 @@ class Gradients:
         return self._accept(group)
 
     async def _accept(self, group: int) -> None:
-        if group not in self._leases:
-            self._short.add(group)
-            asyncio.get_running_loop().call_soon(lambda: self.on_change() if self._short else None)
-            self._leases[group] = await self._pool.reserve_at(self._starts[group], self._sizes[group])
-            self._short.discard(group)
+        if group in self._spilled:
+            lease = await self._granted(group, self._staging.reserve(PAGE))
+            await turns(3)
+            if group in self._awaited:
+                self._staged[group] = lease
+            else:
+                lease.free()
+        elif group not in self._leases:
+            memory = self._pool.reserve_at(self._starts[group], self._sizes[group])
+            self._leases[group] = await self._granted(group, memory)
         self._coming.pop(group).set_result(None)
         self.on_change()
 
+    async def _granted(self, group: int, memory: Coroutine[Any, Any, Lease]) -> Lease:
+        self._short.add(group)
+        asyncio.get_running_loop().call_soon(lambda: self.on_change() if self._short else None)
+        try:
+            return await memory
+        finally:
+            self._short.discard(group)
+
     def drop(self, group: int, chunk: int) -> None:
+        self.let_go(group, chunk)
         if group in self._leases:
             self._leases.pop(group).free()
 
@@ -110,6 +138,7 @@ class World:
         trip_bytes, gradient_bytes: of each group.
         own_bytes: what trips have besides the places of gradients.
         slowness: how many turns of the loop a read, a write or a kernel takes, asked each time.
+        spilled: groups whose gradients go to the disk.
     """
 
     def __init__(
@@ -118,12 +147,14 @@ class World:
         gradient_bytes: Sequence[int],
         own_bytes: int,
         slowness: Callable[[], int] = lambda: 0,
+        spilled: Container[int] = (),
     ) -> None:
         self.groups = range(len(trip_bytes))
-        arena = Arena(own_bytes + sum(gradient_bytes))
+        arena = Arena(own_bytes + sum(gradient_bytes) + PAGE)
         self.own = arena.pool("update", own_bytes)
         self.places = arena.pool("gradients", sum(gradient_bytes))
-        self.gradients: Any = Gradients(self.places, gradient_bytes)
+        self.staging = arena.pool("spill", PAGE)
+        self.gradients: Any = Gradients(self.places, gradient_bytes, self.staging, spilled)
         self.leases = TripLeases(self.own, self.places)
         self.state_pack = SlowPack(len(self.groups), slowness)
         specs: Any = [
@@ -210,7 +241,7 @@ class World:
             task.result()
         for group in self.groups:
             self.gradients.drop(group, 0)
-        assert (self.own.used_bytes, self.places.used_bytes) == (0, 0)
+        assert [pool.used_bytes for pool in (self.own, self.places, self.staging)] == [0, 0, 0]
         assert not [*self.leases._queued, *self.leases._holding, *self.leases._in_places]
 
 
@@ -502,6 +533,8 @@ def test_steps_in_any_order_end(seed: int, mode: str) -> None:
     trips = [PAGE * draw.randint(1, 6) for _ in range(count)]
     gradients = [PAGE * draw.randint(1, 4) for _ in range(count)]
 
+    spilled = draw.sample(range(count), draw.choice([0, 0, 1, count]))
+
     def slowness() -> int:
         return draw.choice([0, 3, 6, 60, 150])
 
@@ -509,7 +542,7 @@ def test_steps_in_any_order_end(seed: int, mode: str) -> None:
         return draw.sample(range(count), draw.randint(1, count))
 
     async def play() -> None:
-        world = World(trips, gradients, max(trips) * draw.choice([1, 1, 2, 3]), slowness)
+        world = World(trips, gradients, max(trips) * draw.choice([1, 1, 2, 3]), slowness, spilled)
         order = list(reversed(range(count)))
         is_streaming = mode == "speculative"
         world.gradients.arrange(order)

@@ -74,14 +74,16 @@ class Begun:
     """A trip of a chunk whose write for a commit is on its way, as far as it goes without that."""
 
     def __init__(
-        self, previous: Any = None, updates: Any = ("one",), is_decided: bool = False, **answers: bool
-    ) -> None:
+        self, previous: Any = None, updates: Any = ("one",), is_decided: bool = False, may_go: bool = False,
+        **answers: bool,
+    ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
         self.weights, self.state, self.write = KeptPack("weights 1"), KeptPack("state 2"), loop.create_future()
         self.trip = Trip(0, 0, lease=LEASE)
         round_: Any = SimpleNamespace(
-            is_decided=is_decided, reads_weights=False, obstacle=lambda trip: None, updates_of=lambda *_: updates
-        )
+            is_decided=is_decided, reads_weights=False, obstacle=lambda trip: None, updates_of=lambda *_: updates,
+            may_go=lambda trip: may_go,
+        )  # fmt: skip
         work = pipeline(self.weights, self.state, **answers)._read_ahead(round_, self.trip, previous, self.write)
         self.ahead = loop.create_task(work)
 
@@ -186,7 +188,7 @@ def test_a_gate_outlives_a_trip_that_is_recalled_or_cancelled_at_it() -> None:
     async def play() -> None:
         loop = asyncio.get_running_loop()
         coming: list[Any] = [loop.create_future(), loop.create_future()]
-        gradients: Any = SimpleNamespace(coming=lambda group, chunk: coming[0] if coming else None)
+        gradients: Any = SimpleNamespace(awaited=lambda group, chunk: coming[0] if coming else None)
         round_ = Round([0], gradients, reads_weights=False, is_lazy=False, keeps_gradients=False, barrier=None)
         packs = KeptPack("weights"), KeptPack("state")
         packs[0].current = packs[1].current = ["record"] * 3

@@ -28,6 +28,7 @@ class Trip:
     Attributes:
         delivered: its new weights went to the device by themselves.
         has_places: its memory is that of gradients that come later.
+        awaits: it needs nothing but its gradient, which then stays in memory for it (`staged`).
     """
 
     key: Key
@@ -36,6 +37,8 @@ class Trip:
     ended: Signal = field(default_factory=Signal)
     delivered: bool = False
     has_places: bool = False
+    awaits: bool = False
+    staged: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +190,7 @@ class Store:
         if write is not None:
             yield write
         yield round_.gates[group]
+        trip.awaits = not trip.arrived.is_set
         yield trip.arrived
         yield from self._apply(round_, trip)
         if state_bytes or weight_bytes:
@@ -215,7 +219,7 @@ class Store:
             yield self.work.submit("update", "d2h", gradient_bytes, UPDATE)  # the new weights
             return
         spilled = self.is_spilled(group)
-        yield self._io("read", gradient_bytes if spilled else 0, UPDATE)
+        yield self._io("read", gradient_bytes if spilled and not trip.staged else 0, UPDATE)
         if round_.reads_weights and group in self._announced:
             yield self._announced[group]
         trip.delivered = group in self._allocated
@@ -228,6 +232,8 @@ class Store:
             round_.kept_bytes += gradient_bytes
         elif not spilled:
             self._gradients.free(gradient_bytes)
+        elif trip.staged:
+            self._spill.free(gradient_bytes)
         self.clock.set(trip.applied)
 
     def applied(self, group: int) -> Process:
@@ -300,7 +306,9 @@ class Store:
         yield self.work.submit("update", "d2h", nbytes, UPDATE)
         if spilled:
             yield self._io("write", nbytes, WRITE)
-            self._spill.free(nbytes)
+            trip.staged = trip.awaits
+            if not trip.staged:
+                self._spill.free(nbytes)
         self.clock.set(trip.arrived)
 
     # --- commits --------------------------------------------------------------------------------------------------

@@ -61,7 +61,16 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True)
 class _Chunk:
+    """The gradient of one chunk.
+
+    Attributes:
+        staged: on NVMe, and still here for the update that has waited for it.
+        is_awaited: an update waits for it that needs nothing else.
+    """
+
     lease: Lease | None = None
+    staged: Lease | None = None
+    is_awaited: bool = False
     is_filled: bool = False
     is_measured: bool = False
     coming: deque[asyncio.Future[None]] = field(default_factory=deque)
@@ -229,8 +238,11 @@ class Gradients:
                 await spill.read(index, lease.array, Priority.DEMAND)
             await self._collect([(one, lease.array)])
             await spill.write(index, lease.array)
+            if one.is_final and one.state.is_awaited:
+                one.state.staged = lease
         finally:
-            lease.free()
+            if one.state.staged is not lease:
+                lease.free()
 
     async def _collect(self, deliveries: Sequence[tuple[_Delivery, Bytes | Span]]) -> None:
         """Copy, and measure what is final, in one job."""
@@ -308,6 +320,20 @@ class Gradients:
         coming = self._chunks[group, chunk].coming
         return coming[-1] if coming else None
 
+    def awaited(self, group: int, chunk: int) -> asyncio.Future[None] | None:
+        """As `coming`, for an update that needs nothing else: what comes stays in memory until it is let go."""
+        coming = self.coming(group, chunk)
+        self._chunks[group, chunk].is_awaited = coming is not None
+        return coming
+
+    def let_go(self, group: int, chunk: int) -> None:
+        """The update does not wait for this chunk, or has been applied: what is on NVMe need not be in memory."""
+        state = self._chunks[group, chunk]
+        state.is_awaited = False
+        if state.staged is not None:
+            state.staged.free()
+            state.staged = None
+
     async def arrived(self, group: int, chunk: int) -> None:
         """Wait until nothing of this chunk is on its way."""
         if (coming := self.coming(group, chunk)) is not None:
@@ -325,14 +351,15 @@ class Gradients:
         """
         await self.arrived(group, chunk)
         state = self._chunks[group, chunk]
+        lease = state.lease or state.staged
         start, stop = self._placement.chunk(group, chunk)
         if group in self._on_gpu:
             span = self._on_gpu.gradient(group, chunk)
             there = (span.storage, span.offset, into[: span.nbytes], Reached())
             await self._on_gpu.workers.submit(Priority.UPDATE, self._device.copy_out_range, *there)
-        elif state.lease is None:
+        elif lease is None:
             await self._need_spill().read(self._index(group, chunk), into, Priority.UPDATE)
-        source = state.lease.array if state.lease is not None else into
+        source = lease.array if lease is not None else into
         return elements_of(source, self._groups[group].dtype, stop - start)
 
     async def read(self, group: int, start: int, stop: int) -> Array:
@@ -378,6 +405,7 @@ class Gradients:
 
     def drop(self, group: int, chunk: int) -> None:
         """The gradient of this chunk is used up."""
+        self.let_go(group, chunk)
         state = self._chunks[group, chunk]
         if state.lease is not None:
             state.lease.free()

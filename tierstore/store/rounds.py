@@ -193,7 +193,7 @@ class Round:
     def obstacle(self, trip: Trip) -> asyncio.Future[None] | None:
         """What a trip that may not go has to wait for first. Many wait for it: nobody may cancel it."""
         if trip.group in self.opened:
-            return self.gradients.coming(*trip.key)
+            return self.gradients.awaited(*trip.key)
         if trip.group not in self._gates:
             self._gates[trip.group] = asyncio.get_running_loop().create_future()
         return self._gates[trip.group]

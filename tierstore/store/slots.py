@@ -122,6 +122,7 @@ class SlotPack:
 
     Attributes:
         is_coded: chunks are stored as a codec makes them.
+        moved_bytes: of whole chunks, read and written, as they are in memory.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class SlotPack:
         self._directories = list(directories)
         self._slots = slots
         self.is_coded = codec is not Codec.NONE
+        self.moved_bytes = 0
         self._codecs = [codec_for(codec, chunk.item_bytes) for chunk in chunks]
         build = capacity_pack if self.is_coded else slot_pack
         disks = len(self._directories)
@@ -271,6 +273,7 @@ class SlotPack:
         """One transfer of a chunk: the job gets scratch memory if chunks are coded."""
         nbytes = self._places[index].padded_bytes
         await self._io.run(link, self._names[index], nbytes, priority, job, is_coded=self.is_coded)
+        self.moved_bytes += nbytes
 
     async def read(
         self, index: int, array: Bytes, priority: Priority, *, record: ChunkRecord | None = None, checks: bool = True

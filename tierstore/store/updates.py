@@ -247,6 +247,7 @@ class UpdatePipeline:
 
     async def _travel(self, round_: Round, trip: Trip, before: _Before) -> None:
         while not await self._read_ahead(round_, trip, *before):
+            round_.gradients.let_go(*trip.key)
             self._leases.give_back(trip)
             await asyncio.sleep(0)  # who was granted memory has its turn first; until then he counts as starving
         updates = round_.updates_of(trip.group, *self._placement.chunk(trip.group, trip.chunk))
@@ -261,6 +262,7 @@ class UpdatePipeline:
                 round_.kept.append(trip.key)
             elif not round_.is_void:
                 round_.gradients.drop(*trip.key)
+            round_.gradients.let_go(*trip.key)
         if updates:
             await self._write(round_, trip)
         elif trip.is_redo and self._packs is not None:

@@ -122,12 +122,12 @@ def test_steps_in_memory_have_bars_against_each_torch_beside_them(dtype: str, tm
 def test_bytes_of_fp32_have_bars_of_their_own(tmp_path: Path) -> None:
     options = BenchOptions(nvme=tmp_path, dtype="fp32")
     own = step._OWN[0]
-    moved = result(own.name, 2.0, bytes_per_parameter=32.0)
-    moved.facts = {"on_disk": {"weights": 0.25, "gradients": 0.5}}
+    moved = result(own.name, 2.0, bytes_per_parameter=32.0, spilled_per_parameter=4.0)
+    moved.facts = {"weights_on_disk": 0.25}
     found = results_of(options, tmp_path, moved=moved)
     (row,) = [row for row in step._bytes_rows(options, found) if row.contestant == own.name]
-    # m and v read and written, the weights written: 20 B; a quarter of the weights read twice, half of the gradients
-    # written and read.
+    # m and v read and written, the weights written: 20 B; a quarter of the weights read twice. Of the 32 moved B four
+    # were gradients.
     assert (row.bars[0].bound, row.bars[0].measured) == (20 + 2, 32 - 4)
 
 
@@ -140,8 +140,10 @@ def test_a_peer_that_is_not_wanted_does_not_start(tmp_path: Path) -> None:
 def test_bars_compare_with_deepspeed_and_with_the_floor(options: BenchOptions, tmp_path: Path) -> None:
     own, _, counted = step._OWN[:3]
     ours = result(own.name, 2.0, rss=300, read_bytes=1e9, written_bytes=1e9, bytes_per_parameter=30.0)
-    spilling = result(counted.name, 2.0, read_bytes=1e9, written_bytes=1e9, bytes_per_parameter=30.0)
-    spilling.facts = {"on_disk": {"weights": 0.5, "gradients": 1.0}}
+    spilling = result(
+        counted.name, 2.0, read_bytes=1e9, written_bytes=1e9, bytes_per_parameter=30.0, spilled_per_parameter=4.0
+    )
+    spilling.facts = {"weights_on_disk": 0.5}
     table = {"read_bytes_per_s": 2e9, "write_bytes_per_s": 2e9, "shared_bytes_per_s": 2e9, "h2d_bytes_per_s": 1e9,
              "d2h_bytes_per_s": 1e9, "memory_bytes_per_s": 1e9, "adam_elements_per_s": 1e9}  # fmt: skip
     found = results_of(

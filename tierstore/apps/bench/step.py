@@ -247,11 +247,10 @@ def _bytes_rows(options: BenchOptions, results: Results) -> Iterator[Row]:
         result = results[own.name]
         if not own.stored or own.options.get("commit_every", 1) > 1:
             continue
-        shares = result.facts.get("on_disk", {})
-        spilled = both_ways * float(shares.get("gradients", 0))
+        spilled = result.median("spilled_per_parameter") or 0.0
         is_vertical = own.options.get("micro_batches") == MicroBatchSchedule.VERTICAL.value
         passes = 1 if is_vertical else own.options.get("accumulate", 1)
-        most = state + passes * both_ways * float(shares.get("weights", 0))
+        most = state + passes * both_ways * float(result.facts.get("weights_on_disk", 0))
         found = result.median("bytes_per_parameter")
         kept = None if found is None else found - spilled
         bar = Bar(most, f"B, and {spilled:.1f} B of spilled gradients", kept, at_most=True)

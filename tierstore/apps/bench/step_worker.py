@@ -166,18 +166,13 @@ def is_recorded(train: TrainOptions) -> bool:
 def _facts(engine: Engine) -> dict[str, Any]:
     placement = engine.placement
     usage = {(row.kind, row.tier): row.bytes for row in placement.usage()}
-
-    def on_disk(kind: Kind) -> float:
-        """Which part of what is at rest lives there."""
-        at_rest = [usage.get((kind, tier), 0) for tier in (Tier.CPU, Tier.NVME)]
-        return at_rest[1] / max(sum(at_rest), 1)
-
+    in_memory, on_disk = (usage.get((Kind.WEIGHTS, tier), 0) for tier in (Tier.CPU, Tier.NVME))
     return {
         "versions": {"torch": torch.__version__},
         "parameters": sum(need.elements for need in placement.groups),
         "groups": len(placement.groups),
         "usage": {f"{kind.value} {tier.value}": nbytes for (kind, tier), nbytes in usage.items()},
-        "on_disk": {kind.value: on_disk(kind) for kind in (Kind.WEIGHTS, Kind.GRADIENTS)},
+        "weights_on_disk": on_disk / max(in_memory + on_disk, 1),
     }
 
 
@@ -190,7 +185,7 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits,
         engine.flush()
         commits.ends_s.clear()
         lag.take_ms()
-        starts_s, taken, before = [], [], engine.statistics()
+        starts_s, taken, before, spilled_before = [], [], engine.statistics(), _spilled_bytes(engine)
         for _ in range(steps + 2):
             starts_s.append(time.perf_counter())
             taken.append(stepper.step())
@@ -203,7 +198,8 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits,
         links = ("nvme_read", "nvme_write")
         moved = [(after["bytes"][link] - before["bytes"][link]) / (steps + 2) for link in links]
         figures = _figures(stepper, taken) | {"read_bytes": moved[0], "written_bytes": moved[1]}
-        figures |= {"bytes_per_parameter": sum(moved) / parameters}
+        spilled = (_spilled_bytes(engine) - spilled_before) / (steps + 2)
+        figures |= {"bytes_per_parameter": sum(moved) / parameters, "spilled_per_parameter": spilled / parameters}
         figures |= {"drained_s": (rested_s - starts_s[0]) / (steps + 2), "lag_p99_ms": lag.take_ms()}
         if trial is not None:
             if "computing_s" not in figures and is_recorded(train):
@@ -214,6 +210,11 @@ def _rounds(stepper: Stepper, train: TrainOptions, steps: int, commits: Commits,
         return step_s, {name: value for name, value in figures.items() if math.isfinite(value)}
 
     return run_round
+
+
+def _spilled_bytes(engine: Engine) -> int:
+    """Of gradients, written to the disk and read again since the engine was made."""
+    return sum(pack.moved_bytes for pack in engine._parts.store.files.packs[2:])
 
 
 def _step_s(

@@ -1,0 +1,123 @@
+"""A gradient on its way to NVMe: for how long it stays in memory for an update that waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from placements import request
+
+from tierstore.config import Tier
+from tierstore.device.streams import Reached, open_device
+from tierstore.io.memory import Arena, Bytes, Pool, aligned_room
+from tierstore.io.workers import Priority, WorkerPool
+from tierstore.plan.tiers import place_uniformly
+from tierstore.store.gradient_memory import GradientMemory
+from tierstore.store.gradients import Arrival, Gradients
+from tierstore.store.layout import GroupSpec, ParameterSpec
+from tierstore.store.marks import Marks
+from tierstore.store.pieces import Piece
+from tierstore.trace import Tracer
+
+SPEC = GroupSpec("g", "fp32", True, (ParameterSpec("w", (1000,), 0),))
+VALUES = np.arange(1000, dtype=np.float32)
+NBYTES = 4096
+
+
+class Disk:
+    """A pack of one chunk."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self._stored: Bytes | None = None
+
+    def padded_bytes(self, index: int) -> int:
+        return NBYTES
+
+    async def write(self, index: int, array: Bytes) -> None:
+        self._stored = array.copy()
+
+    async def read(self, index: int, array: Bytes, priority: Priority) -> None:
+        assert self._stored is not None
+        self.reads += 1
+        array[:] = self._stored
+
+
+def with_spilled(play: Callable[[Gradients, Disk, Pool], Awaitable[None]]) -> None:
+    """Play with the gradients of one small group, which live on NVMe, and their staging memory."""
+    placement = place_uniformly(
+        request((SPEC.need(),), 2**20), weights=Tier.NVME, gradients=Tier.NVME, state=Tier.NVME
+    )
+
+    async def run() -> None:
+        arena, disk, workers, no_gpu = Arena(2 * NBYTES), Disk(), WorkerPool("compute", 1), ()
+        pool, staging = arena.pool("gradients", NBYTES), arena.pool("spill", NBYTES)
+        pack: Any = disk
+        on_gpu: Any = no_gpu
+        gradients = Gradients(
+            [SPEC], placement, GradientMemory(placement, pool, staging, 0), pack, on_gpu, workers, open_device("cpu"),
+            Marks(), Tracer(time.perf_counter, enabled=False),
+        )  # fmt: skip
+        try:
+            await play(gradients, disk, staging)
+        finally:
+            workers.close(5.0)
+        assert staging.used_bytes == 0
+
+    asyncio.run(run())
+
+
+def arrival(*, is_final: bool = True) -> Arrival:
+    return Arrival(0, [Piece(0, torch.from_numpy(VALUES.copy()), True)], Reached(), is_final)
+
+
+async def check_fetched(gradients: Gradients) -> None:
+    assert np.array_equal(await gradients.fetch(0, 0, aligned_room(NBYTES)), VALUES)
+
+
+def test_an_update_that_waits_for_a_gradient_does_not_read_it_again() -> None:
+    async def play(gradients: Gradients, disk: Disk, staging: Pool) -> None:
+        accepted = gradients.accept([arrival()])
+        assert gradients.awaited(0, 0) is not None
+        await accepted
+        await check_fetched(gradients)
+        assert disk.reads == 0
+        gradients.let_go(0, 0)
+        assert staging.used_bytes == 0
+        await check_fetched(gradients)  # for a redo
+        assert disk.reads == 1
+
+    with_spilled(play)
+
+
+@pytest.mark.parametrize("why", ["nobody waits", "he has given way", "more will come"])
+def test_without_one_its_memory_is_free_at_once(why: str) -> None:
+    async def play(gradients: Gradients, disk: Disk, staging: Pool) -> None:
+        accepted = gradients.accept([arrival(is_final=why != "more will come")])
+        if why != "nobody waits":
+            assert gradients.awaited(0, 0) is not None
+        if why == "he has given way":
+            gradients.let_go(0, 0)
+        await accepted
+        assert staging.used_bytes == 0
+        assert gradients.awaited(0, 0) is None  # it is there
+        await check_fetched(gradients)
+        assert disk.reads == 1
+
+    with_spilled(play)
+
+
+def test_what_is_dropped_takes_no_memory() -> None:
+    async def play(gradients: Gradients, disk: Disk, staging: Pool) -> None:
+        accepted = gradients.accept([arrival()])
+        gradients.awaited(0, 0)
+        await accepted
+        gradients.drop(0, 0)
+        assert not gradients.is_filled(0, 0)
+
+    with_spilled(play)
