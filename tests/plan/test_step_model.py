@@ -110,7 +110,7 @@ def test_a_later_update_hides_under_the_next_forward() -> None:
 
 
 def test_what_backward_leaves_is_updated_as_the_next_forward_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = placed(16 * MIB, UpdateSchedule.SPECULATIVE, gpu_memory=64 * MIB)
+    placement = placed(13 * MIB // 2, UpdateSchedule.SPECULATIVE, gpu_memory=64 * MIB)  # where little is lent
     found = step(placement, UpdateSchedule.SPECULATIVE, seconds=0.03)
     monkeypatch.setattr(Store, "rearrange", lambda *_: None)
     as_they_came = step(placement, UpdateSchedule.SPECULATIVE, seconds=0.03)

@@ -480,6 +480,26 @@ def test_what_backward_has_left_is_updated_as_the_next_forward_needs_it() -> Non
     asyncio.run(play())
 
 
+def test_what_backward_has_left_has_the_places_of_all_gradients() -> None:
+    """None of them comes before the next backward."""
+
+    async def play() -> None:
+        world = World([PAGE] * 3, [PAGE] * 3, PAGE)
+        with one_at_a_time(world.own, 1):
+            round_ = world.begin([2, 1, 0])
+            for group in (2, 1, 0):
+                await world.gradient(round_, group)
+            await turns(200)
+            tasks = [trip_of(round_, group).task for group in world.groups]
+            assert [task is not None and task.done() for task in tasks] == [False, True, True]
+            world.decide(round_, [0, 1, 2])
+            await turns(200)
+            assert all(task is not None and task.done() for task in tasks)
+        await world.check_all_ends()
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize(("moves_places", "own_pages"), [(True, 3), (False, 2)])
 def test_an_update_does_not_wait_for_a_load_behind_updates_of_the_next_step(moves_places: bool, own_pages: int) -> None:
     """The load waits for the memory of a group whose gradient comes where one of this step is, or whose update waits

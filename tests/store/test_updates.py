@@ -106,6 +106,17 @@ def test_it_reads_beside_the_write_for_a_commit_and_changes_nothing_before_its_e
     asyncio.run(play())
 
 
+@pytest.mark.parametrize(("may_go", "priority"), [(False, Priority.PREFETCH), (True, Priority.UPDATE)])
+def test_what_an_update_waits_for_is_read_before_others_are_written(may_go: bool, priority: Priority) -> None:
+    async def play() -> None:
+        begun = Begun(may_go=may_go)
+        begun.write.set_result(None)
+        assert await begun.ahead
+        assert begun.state.asked == [("read", priority, None)]
+
+    asyncio.run(play())
+
+
 def test_without_an_update_it_waits_too() -> None:
     """Its end drops the gradient, which may be part of that commit (`delayed`)."""
 

@@ -187,9 +187,9 @@ class _Trainer:
 
     def _end_step(self, round_: Round, number: int) -> Process:
         self.store.decide(round_, round_.order)
-        self.store.approve(round_)
         if self.policy.schedule is UpdateSchedule.SPECULATIVE:
             self.store.rearrange(round_, tuple(dict.fromkeys(self.order)))
+        self.store.approve(round_)
         if self.policy.schedule is UpdateSchedule.STEP:
             yield from [trip.ended for trip in round_.trips.values()]
         self.stale = self.held & set(round_.order)

@@ -110,11 +110,10 @@ class Store:
     def _is_on_disk(self, group: int) -> bool:
         return self.placement.weights_home[group] is Tier.NVME
 
-    def _io(self, verb: str, nbytes: int, priority: int) -> Signal:
+    def _io(self, verb: str, nbytes: int, priority: int, *, is_checked: bool = True) -> Signal:
         """One chunk from or to the disks; what is read is checked, but for what Adam checks in passing."""
         moved = self.work.submit("io", verb, nbytes, priority)
-        is_checked = verb == "read" and nbytes and priority != PREFETCH
-        if not is_checked or self.machine.table.checksum_bytes_per_s is None:
+        if verb != "read" or not nbytes or not is_checked or self.machine.table.checksum_bytes_per_s is None:
             return moved
         return self.clock.spawn(self._verified(moved, nbytes))
 
@@ -147,8 +146,11 @@ class Store:
 
     def approve(self, round_: Round) -> None:
         """The step is over: gradients that were kept may go."""
+        if round_.later_bytes:  # all of their memory is free until the next backward
+            round_.later_bytes = dict.fromkeys(round_.order, self.placement.pools.gradients)
         self._gradients.free(round_.kept_bytes or 0)
         round_.kept_bytes = None
+        self._update.look_again()
 
     def decide(self, round_: Round, groups: Iterable[int]) -> None:
         """What these groups get is known."""
@@ -186,7 +188,8 @@ class Store:
         state_bytes = 0 if self._is_state_in_memory(trip.key) else placement.state_bytes(group, chunk)
         weight_bytes = placement.weight_bytes(group, chunk) if self._is_on_disk(group) else 0
         read_bytes = (state_bytes, weight_bytes if round_.reads_weights else 0)
-        yield from [self._io("read", nbytes, PREFETCH) for nbytes in read_bytes]
+        priority = UPDATE if round_.gates[group].is_set and trip.arrived.is_set else PREFETCH
+        yield from [self._io("read", nbytes, priority, is_checked=False) for nbytes in read_bytes]
         if write is not None:
             yield write
         yield round_.gates[group]

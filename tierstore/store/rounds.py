@@ -187,7 +187,11 @@ class Round:
         return self.is_open(trip.group) and not self.gradients.memory.is_short_of(*trip.key)
 
     def free_above(self, trip: Trip) -> int | None:
-        """From which byte on all places are of gradients that come after this trip's; None if it may have none."""
+        """From which byte on a trip may have places of gradients: those that come after its own, and all once the
+        update was approved; None if it may have none.
+        """
+        if self.borrows and self.is_decided and not self.keeps_gradients:
+            return 0
         return self._places_end.get(trip.group)
 
     def obstacle(self, trip: Trip) -> asyncio.Future[None] | None:

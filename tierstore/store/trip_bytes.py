@@ -46,19 +46,19 @@ class TripBytes:
         self._on_gpu = on_gpu
         self._index = index
 
-    def reads(self, trip: Trip, with_weights: bool) -> Iterator[Coroutine[Any, Any, None]]:
+    def reads(self, trip: Trip, with_weights: bool, priority: Priority) -> Iterator[Coroutine[Any, Any, None]]:
         """What of a chunk is not in memory."""
         if self._packs is None:
             return
         if trip.is_redo or not self.is_state_in_memory(trip):
-            yield self._read(trip, self._packs, 1)
+            yield self._read(trip, self._packs, 1, priority)
         if trip.is_redo or (with_weights and self._weights.is_home_nvme(trip.group)):
-            yield self._read(trip, self._packs, 0)
+            yield self._read(trip, self._packs, 0, priority)
 
-    async def _read(self, trip: Trip, packs: tuple[SlotPack, SlotPack], part: int) -> None:
+    async def _read(self, trip: Trip, packs: tuple[SlotPack, SlotPack], part: int, priority: Priority) -> None:
         """Weights (0) or state (1); they are checked in the pass of Adam if that sees them as they are stored."""
         is_checked = await packs[part].read(  # no pass over both makes digests if one of them is coded
-            self._index(*trip.key), self.parts(trip)[part], Priority.PREFETCH,
+            self._index(*trip.key), self.parts(trip)[part], priority,
             record=trip.before[part] if trip.is_redo else None, checks=trip.is_redo or _is_any_coded(packs),
         )  # fmt: skip
         trip.unchecked[part] = not is_checked

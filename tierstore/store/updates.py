@@ -287,7 +287,9 @@ class UpdatePipeline:
             return False
         is_idle = round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk))
         if not is_idle or trip.is_redo:
-            await together(self._bytes.reads(trip, round_.reads_weights))
+            # What an update waits for goes before writes, which only give back memory.
+            priority = Priority.UPDATE if round_.may_go(trip) else Priority.PREFETCH
+            await together(self._bytes.reads(trip, round_.reads_weights, priority))
         if write is not None and not await self._unless_recalled(round_, trip, write):
             return False
         if is_idle and not trip.is_redo:
