@@ -106,9 +106,14 @@ def test_bytes_per_step_are_the_plan_s(tmp_path_factory: Any, update: str, clip:
     if update == "delayed":  # pending gradients that live in CPU memory are written for a commit
         kept = [g for g in range(BLOCKS) if placement.gradient_home[g] is Tier.CPU]
         kept_bytes = sum(placement.gradient_bytes(g, c) for g in kept for c in range(placement.chunk_count(g)))
-    # Speculation: now and then, in either of the two runs, a chunk is read once more or once less, as a race between
-    # updates and what reads ahead ends: seen in 3 of 36 runs, with three of them at a time.
-    assert abs(read - plan.read_bytes) <= (4 * GROUP_BYTES / COUNTED if update == "speculative" else 0), loads
+    if update == "speculative":
+        # Now and then, in either of the two runs, a chunk is read once more or once less, as a race between updates and
+        # what reads ahead ends: seen in 3 of 36 runs, with three of them at a time. And a spilled gradient for which
+        # its update waits is not read again.
+        more_bytes = 4 * GROUP_BYTES / COUNTED
+        assert -plan.read[Kind.GRADIENTS] - more_bytes <= read - plan.read_bytes <= more_bytes, loads
+    else:
+        assert read == plan.read_bytes, loads
     assert written == plan.written_bytes + kept_bytes, loads
 
 

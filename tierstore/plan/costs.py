@@ -65,7 +65,8 @@ def step_traffic(placement: Placement, pattern: StepPattern = StepPattern()) -> 
     """NVMe traffic of a step in which every trainable group is updated.
 
     With all of a bf16 model on disk it is 26 B per parameter: weights read 2 + 2 and written 2, state read 10 and
-    written 10. With the weights in CPU memory 22, fp32 28, fp16 30; spilled bf16 gradients add 4; padding comes on top.
+    written 10. With the weights in CPU memory 22, fp32 28, fp16 30; spilled bf16 gradients add 4 (2 where an update in
+    backward already waits for them, which is not counted here); padding comes on top.
     """
     loads = pattern.weight_loads
     if loads is not None and len(loads) != len(placement.groups):
