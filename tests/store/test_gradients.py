@@ -48,15 +48,15 @@ class Disk:
         array[:] = self._stored
 
 
-def with_spilled(play: Callable[[Gradients, Disk, Pool], Awaitable[None]]) -> None:
+def with_spilled(play: Callable[[Gradients, Disk, Pool], Awaitable[None]], places: int = 1) -> None:
     """Play with the gradients of one small group, which live on NVMe, and their staging memory."""
     placement = place_uniformly(
         request((SPEC.need(),), 2**20), weights=Tier.NVME, gradients=Tier.NVME, state=Tier.NVME
     )
 
     async def run() -> None:
-        arena, disk, workers, no_gpu = Arena(2 * NBYTES), Disk(), WorkerPool("compute", 1), ()
-        pool, staging = arena.pool("gradients", NBYTES), arena.pool("spill", NBYTES)
+        arena, disk, workers, no_gpu = Arena((1 + places) * NBYTES), Disk(), WorkerPool("compute", 1), ()
+        pool, staging = arena.pool("gradients", NBYTES), arena.pool("spill", places * NBYTES)
         pack: Any = disk
         on_gpu: Any = no_gpu
         gradients = Gradients(
@@ -64,7 +64,7 @@ def with_spilled(play: Callable[[Gradients, Disk, Pool], Awaitable[None]]) -> No
             Marks(), Tracer(time.perf_counter, enabled=False),
         )  # fmt: skip
         try:
-            await play(gradients, disk, staging)
+            await asyncio.wait_for(play(gradients, disk, staging), 60.0)
         finally:
             workers.close(5.0)
         assert staging.used_bytes == 0
@@ -72,8 +72,8 @@ def with_spilled(play: Callable[[Gradients, Disk, Pool], Awaitable[None]]) -> No
     asyncio.run(run())
 
 
-def arrival(*, is_final: bool = True) -> Arrival:
-    return Arrival(0, [Piece(0, torch.from_numpy(VALUES.copy()), True)], Reached(), is_final)
+def arrival(start: int = 0, stop: int = 1000, *, is_final: bool = True) -> Arrival:
+    return Arrival(0, [Piece(start, torch.from_numpy(VALUES[start:stop].copy()), True)], Reached(), is_final)
 
 
 async def check_fetched(gradients: Gradients) -> None:
@@ -108,6 +108,44 @@ def test_without_one_its_memory_is_free_at_once(why: str) -> None:
         assert gradients.awaited(0, 0) is None  # it is there
         await check_fetched(gradients)
         assert disk.reads == 1
+
+    with_spilled(play)
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("waits_before", [True, False])
+def test_of_several_arrivals_the_last_stays(places: int, waits_before: bool) -> None:
+    """Reentrant checkpoints hand a group over more than once."""
+
+    async def play(gradients: Gradients, disk: Disk, staging: Pool) -> None:
+        accepted = [gradients.accept([arrival(0, 400)])]
+        if waits_before:
+            gradients.awaited(0, 0)
+        accepted.append(gradients.accept([arrival(400, 1000)]))
+        while (coming := gradients.awaited(0, 0)) is not None:
+            tasks = [asyncio.ensure_future(one) for one in accepted]
+            accepted.clear()
+            await coming
+            await asyncio.gather(*tasks)
+        assert staging.used_bytes == NBYTES
+        before = disk.reads
+        await check_fetched(gradients)
+        assert disk.reads == before
+        gradients.let_go(0, 0)
+
+    with_spilled(play, places)
+
+
+def test_what_is_staged_makes_way_for_more() -> None:
+    async def play(gradients: Gradients, disk: Disk, staging: Pool) -> None:
+        first = gradients.accept([arrival(0, 400)])
+        gradients.awaited(0, 0)
+        await first
+        second = gradients.accept([arrival(400, 1000)])
+        assert gradients.awaited(0, 0) is not None  # before its update has begun
+        await second
+        await check_fetched(gradients)
+        gradients.let_go(0, 0)
 
     with_spilled(play)
 

@@ -480,6 +480,30 @@ def test_what_backward_has_left_is_updated_as_the_next_forward_needs_it() -> Non
     asyncio.run(play())
 
 
+def test_a_trip_that_gives_way_leaves_its_gradient_on_the_disk() -> None:
+    """In memory it would wait for the trip's own memory, and others for that."""
+
+    async def play() -> None:
+        world = World([PAGE] * 2, [PAGE] * 2, PAGE, spilled=[1])
+        world.gradients.arrange([1, 0])
+        with one_at_a_time(world.staging, 1):
+            round_ = world.begin([1, 0], borrows=False)
+            await turns()
+            gradient = world.gradient(round_, 1)
+            await turns()
+            trip_of(round_, 1).recall()
+            await turns()
+            assert trip_of(round_, 0).lease is not None
+        await gradient
+        assert world.staging.used_bytes == 0
+        world.gradient(round_, 0)
+        await turns()
+        world.decide(round_, [0, 1])
+        await world.check_all_ends()
+
+    asyncio.run(play())
+
+
 def test_what_backward_has_left_has_the_places_of_all_gradients() -> None:
     """None of them comes before the next backward."""
 

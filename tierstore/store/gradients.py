@@ -48,7 +48,7 @@ class Arrival(NamedTuple):
         pieces: emptied when they are taken, and no reference is kept when all is copied: if the caller has none, the
             thread that copies last gives back the memory, which may take milliseconds.
         after: the device work that must be over before they are valid.
-        is_final: no more is expected in this step, so the partial norms are computed on the way.
+        is_final: of the last backward of a step, so the partial norms are computed on the way; rarely more follows.
         is_streaming: the update is decided already, so memory taken now comes free soon.
     """
 
@@ -65,12 +65,12 @@ class _Chunk:
 
     Attributes:
         staged: on NVMe, and still here for the update that has waited for it.
-        is_awaited: an update waits for it that needs nothing else.
+        awaited: the end of that delivery, the last one, for which an update waits that needs nothing else.
     """
 
     lease: Lease | None = None
     staged: Lease | None = None
-    is_awaited: bool = False
+    awaited: asyncio.Future[None] | None = None
     is_filled: bool = False
     is_measured: bool = False
     coming: deque[asyncio.Future[None]] = field(default_factory=deque)
@@ -238,7 +238,7 @@ class Gradients:
                 await spill.read(index, lease.array, Priority.DEMAND)
             await self._collect([(one, lease.array)])
             await spill.write(index, lease.array)
-            if one.is_final and one.state.is_awaited:
+            if one.is_final and one.arrived is one.state.awaited:
                 one.state.staged = lease
         finally:
             if one.state.staged is not lease:
@@ -321,15 +321,17 @@ class Gradients:
         return coming[-1] if coming else None
 
     def awaited(self, group: int, chunk: int) -> asyncio.Future[None] | None:
-        """As `coming`, for an update that needs nothing else: what comes stays in memory until it is let go."""
+        """As `coming`, for an update that needs nothing else: what is there then stays in memory until it is let go."""
         coming = self.coming(group, chunk)
-        self._chunks[group, chunk].is_awaited = coming is not None
+        if coming is not None:
+            self.let_go(group, chunk)  # a part, to which more is added
+            self._chunks[group, chunk].awaited = coming
         return coming
 
     def let_go(self, group: int, chunk: int) -> None:
         """The update does not wait for this chunk, or has been applied: what is on NVMe need not be in memory."""
         state = self._chunks[group, chunk]
-        state.is_awaited = False
+        state.awaited = None
         if state.staged is not None:
             state.staged.free()
             state.staged = None
