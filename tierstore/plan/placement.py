@@ -6,7 +6,8 @@ Not here: the decision (`plan/tiers.py`), when bytes move (`plan/prefetch.py`), 
 [Note: pools] Each pool is a range of its own in which waiters queue in order, and a task that holds memory of one pool
 waits only for a later one in: weights, gradients, spill, update, device. So nothing waits in a circle, and the floor of
 each pool is one lease: one chunk's whole trip. What a pool has above its floor is speed. (A trip in places of
-gradients, see that note in `store/trip_leases.py`, holds memory before its own gradient does: it is recalled.)
+gradients, see that note in `store/trip_leases.py`, holds memory before its own gradient does: it is recalled. A spilled
+gradient stays in staging only for a trip that has its memory, and waits for none.)
 """
 
 from __future__ import annotations
