@@ -29,9 +29,10 @@ from tierstore.config import Tier, TierConfig
 from tierstore.errors import TierstoreError
 from tierstore.train.engine import Engine
 
-MARK = 0.7531908642
-MARKS = re.compile(r"0\.75319|7\.5319|75319|secretword", re.IGNORECASE)
-TOKEN = 75319
+MARK = 75.3125  # exact in every dtype
+TOKEN = 753190864208
+MARKS = re.compile(r"75\.3125|7\.53125e|753190864208")
+SECRET = re.compile(r"secretword|83\D{1,3}101\D{1,3}99\D{1,3}114", re.IGNORECASE)  # or its tokens, which are bytes
 
 
 def told(text: str) -> list[str]:
@@ -111,7 +112,7 @@ def test_a_run_prints_and_traces_nothing_of_its_text(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, [*arguments, "--debug"])  # the store holds a run
     shown = result.output + refused.output + everything(refused.exception or Exception())
     assert refused.exit_code != 0
-    assert not told(shown + log.read_text() + trace.read_text())
+    assert not SECRET.search(shown + log.read_text() + trace.read_text())
     assert {key for line in log.read_text().splitlines() for key in json.loads(line)} >= {"loss"}
     for path in store.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
