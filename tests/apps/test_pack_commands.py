@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import read_safetensors, small_checkpoint, write_safetensors
+from commands import run_program
 from typer.testing import CliRunner
 
 import tierstore
@@ -196,14 +197,15 @@ def test_damage_is_shown_and_is_an_exit_code(tmp_path: Path) -> None:
 def test_a_signal_does_not_wait_for_what_only_computes(
     phase: str, number: signal.Signals, command: str, tmp_path: Path
 ) -> None:
-    small_checkpoint(tmp_path / "a")
-    root = str(Path(tierstore.__file__).parents[1])
-    arguments = [str(int(number)), phase, command, "a", "out"]
-    result = subprocess.run([sys.executable, "-c", ENDLESS, *arguments], cwd=tmp_path, env={"PYTHONPATH": root},
-                            capture_output=True, text=True, timeout=60)  # fmt: skip
+    program, work = tmp_path / "endless.py", tmp_path / "work"
+    program.write_text(ENDLESS)
+    work.mkdir()
+    small_checkpoint(work / "a")
+    arguments = [program, int(number), phase, command, work / "a", work / "out"]
+    result = run_program([str(one) for one in arguments], tmp_path)
     said = "tierstore: interrupted; what was not finished is removed\n"
     assert (result.returncode, result.stderr) == (128 + number, said)
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert [path.name for path in work.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize(
