@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import forked
 from typer.testing import CliRunner
 
 import tierstore
 from tierstore.apps import preset_sizes
-from tierstore.apps.bench import cuda
+from tierstore.apps.bench import cuda, disk
 from tierstore.apps.bench import run as bench_run
 from tierstore.apps.bench.case import Answer, Bar, BenchOptions, Case, Contestant, Result, ratio, row_of
 from tierstore.apps.bench.report import context_of, markdown
@@ -37,7 +38,8 @@ def result(name: str, trouble: str | None = None, seconds: float = 1.0, **figure
     return Result(Contestant(name, (), False), {"versions": {name: "1"}}, answers, trouble)
 
 
-def test_disk_in_small(disk_path: Path) -> None:
+def test_disk_in_small(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_OUR_SETTINGS", disk._OUR_SETTINGS[:1])
     files = disk_path / "out.json", disk_path / "out.md"
     done = bench("disk", "--peer", "torch", "--size", "64MiB", "--rounds", "1", "--nvme", str(disk_path),
                  "--json", str(files[0]), "--markdown", str(files[1]))  # fmt: skip
@@ -53,13 +55,15 @@ def test_disk_in_small(disk_path: Path) -> None:
     assert "tierstore 32 MiB x 4" in done.output
 
 
-def test_load_in_small(disk_path: Path) -> None:
+def test_load_in_small(disk_path: Path, tmp_path: Path) -> None:
     """In a process of its own: what the tests before have left in this one is more than packing may take."""
     asked = ["--peer", "safetensors", "--size", "64MiB", "--rounds", "1", "--nvme", str(disk_path)]
-    command = [sys.executable, "-m", "tierstore.cli", "bench", "load", *asked]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"})
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"x safetensors\.torch\.load_file: [\d.]+, (met|short)", done.stdout), done.stdout
+    output, errors = tmp_path / "output", tmp_path / "errors"
+    with forked(["bench", "load", *asked], output, errors, {"COLUMNS": "120"}) as process:
+        process.join(60)
+    assert process.exitcode == 0, errors.read_text()
+    said = output.read_text()
+    assert re.search(r"x safetensors\.torch\.load_file: [\d.]+, (met|short)", said), said
     assert os.listdir(disk_path) == []
 
 
