@@ -1,6 +1,6 @@
 """The train command as a process of its own: the real engine, a real disk, real kills.
 
-Where neither the start nor the end of the interpreter matters, the process is a fork that has imported everything.
+Processes are forks of one that has imported everything; a whole interpreter trains in `test_ranks.py`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
@@ -25,7 +23,6 @@ from typer.testing import CliRunner
 
 from tierstore.cli import app
 
-ROOT = Path(__file__).parents[2]
 TINY = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64,
         "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 LARGE = TINY | {"vocab_size": 4096, "n_layer": 8, "n_embd": 768, "n_head": 12}
@@ -45,27 +42,20 @@ def folder(disk_path: Path) -> Iterator[Path]:
 def command(folder: Path, name: str, *options: str, steps: int = 30) -> list[str]:
     """A run of its own name: store `name`, lines `name.jsonl`."""
     return [
-        sys.executable, "-m", "tierstore.cli", "train", "--config", f"{folder}/config.json", "--data", f"{folder}/text",
-        "--nvme", f"{folder}/{name}", "--json", f"{folder}/{name}.jsonl", "--gpu-memory", "400KiB", "--cpu-memory",
-        "1400KiB", "--dtype", "fp32", "--batch", "2", "--sequence", "32", "--dropout", "0.1", "--steps", str(steps),
-        "--threads", "1", *options,
+        "train", "--config", f"{folder}/config.json", "--data", f"{folder}/text", "--nvme", f"{folder}/{name}",
+        "--json", f"{folder}/{name}.jsonl", "--gpu-memory", "400KiB", "--cpu-memory", "1400KiB", "--dtype", "fp32",
+        "--batch", "2", "--sequence", "32", "--dropout", "0.1", "--steps", str(steps), "--threads", "1", *options,
     ]  # fmt: skip
-
-
-def run(folder: Path, name: str, *options: str, steps: int = 30) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, name, *options, steps=steps), cwd=ROOT, capture_output=True, text=True, timeout=WAITING_S
-    )
 
 
 def forked(folder: Path, name: str, *options: str, steps: int = 30) -> AbstractContextManager[BaseProcess]:
     """What it says is in the files `output` and `errors`."""
-    return commands.forked(command(folder, name, *options, steps=steps)[3:], folder / "output", folder / "errors")
+    return commands.forked(command(folder, name, *options, steps=steps), folder / "output", folder / "errors")
 
 
 def here(folder: Path, name: str, *options: str, steps: int = 30) -> Any:
     """The same in this process, where what is asked is not of processes: it need not import anything again."""
-    return CliRunner().invoke(app, command(folder, name, *options, steps=steps)[3:])
+    return CliRunner().invoke(app, command(folder, name, *options, steps=steps))
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -73,9 +63,10 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_a_person_trains_is_killed_goes_on_and_exports(folder: Path) -> None:
-    whole = run(folder, "whole", "--trace", f"{folder}/trace.json")
-    assert whole.returncode == 0, whole.stderr
-    assert "held-out loss" in whole.stdout
+    with forked(folder, "whole", "--trace", f"{folder}/trace.json") as process:
+        process.join(WAITING_S)
+    assert process.exitcode == 0, (folder / "errors").read_text()
+    assert "held-out loss" in (folder / "output").read_text()
     expected = lines(folder, "whole")
     assert [line["step"] for line in expected] == list(range(1, 31))
     assert expected[-1]["loss"] < 0.8 * expected[0]["loss"]
