@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -124,14 +125,13 @@ def test_the_next_pack_of_another_shape_clears_what_a_killed_one_left(tmp_path: 
 def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
     old = small_checkpoint(tmp_path / "a", blocks=1)
     new = small_checkpoint(tmp_path / "b", blocks=2)
-    (tmp_path / "count").mkdir()
-    run(tmp_path / "a", (tmp_path / "count" / "p",), FaultyBackend(), shards=2)
-    count = calls_of(tmp_path / "b", (tmp_path / "count" / "p",), shards=2, overwrite=True)
-    whole = sorted(path.name for path in (tmp_path / "count" / "p").iterdir())
+    run(tmp_path / "a", (tmp_path / "p",), FaultyBackend(), shards=2)
+    shutil.copytree(tmp_path / "p", tmp_path / "count")
+    count = calls_of(tmp_path / "b", (tmp_path / "count",), shards=2, overwrite=True)
+    whole = sorted(path.name for path in (tmp_path / "count").iterdir())
     seen = set()
     for at in range(count):
-        destination = tmp_path / str(at)
-        run(tmp_path / "a", (destination,), FaultyBackend(), shards=2)
+        destination = shutil.copytree(tmp_path / "p", tmp_path / str(at))
         with contextlib.suppress(Killed):
             run(tmp_path / "b", (destination,), KillingBackend(at=at), shards=2, overwrite=True)
         files = open_archive([destination])
@@ -147,10 +147,10 @@ def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
 def test_a_single_file_over_shards_is_all_or_nothing_and_leaves_none_of_them(tmp_path: Path) -> None:
     small_checkpoint(tmp_path / "a", blocks=1)
     new = small_checkpoint(tmp_path / "b", blocks=2)
+    run(tmp_path / "a", (tmp_path / "p",), FaultyBackend(), shards=2)
     count = 0
     for at in range(10**6):
-        folder = tmp_path / str(at)
-        run(tmp_path / "a", (folder,), FaultyBackend(), shards=2)
+        folder = shutil.copytree(tmp_path / "p", tmp_path / str(at))
         backend = KillingBackend(at=at)
         with contextlib.suppress(Killed):
             run(tmp_path / "b", (folder / SINGLE,), backend, overwrite=True)
