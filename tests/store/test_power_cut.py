@@ -15,7 +15,7 @@ from tensor_stores import QuickBackend
 
 from tierstore.archive.sources import SINGLE
 
-BEGIN, END = 2, 4
+BEGIN = 2
 WAYS = {
     "memory": Way("forward", cpu_memory=MEMORY),
     "disk": Way("forward", cpu_memory=DISK, blocks=2),  # two blocks are more than the least budget keeps in memory
@@ -36,6 +36,11 @@ class Case:
     expected: list[State]
     closed: Path
 
+    @property
+    def end(self) -> int:
+        """After the next commit."""
+        return BEGIN + self.way.commit_every
+
 
 def journal_of(way: Way, folder: Path, until: int) -> tuple[StoreDisk, list[Change]]:
     """What is there, and what training does to it from opening to closing."""
@@ -50,7 +55,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     way, folder = WAYS[request.param], tmp_path_factory.mktemp("closed")
     with opened(way, folder) as run:
         run.until(BEGIN)
-    return Case(way, expected_states(way, tmp_path_factory.mktemp("expected"), END), folder)
+    expected = expected_states(way, tmp_path_factory.mktemp("expected"), BEGIN + way.commit_every)
+    return Case(way, expected, folder)
 
 
 def check(way: Way, image: Image, folder: Path, expected: list[State]) -> None:
@@ -60,25 +66,25 @@ def check(way: Way, image: Image, folder: Path, expected: list[State]) -> None:
 
 
 def test_what_is_left_opens_and_goes_on_exactly(case: Case, tmp_path: Path) -> None:
-    """At each instant of two steps, of opening the store before them and of closing it after them."""
+    """At each instant of opening the store, of the steps up to the next commit, and of closing it after that."""
     known = []
-    for image in images(*journal_of(case.way, shutil.copytree(case.closed, tmp_path / "run"), END)):
+    for image in images(*journal_of(case.way, shutil.copytree(case.closed, tmp_path / "run"), case.end)):
         check(case.way, image, tmp_path / "left", case.expected)
         known.append(image.known)
-    assert {known[0], known[-1]} == {BEGIN - case.way.commit_every, END}
+    assert {known[0], known[-1]} == {BEGIN - case.way.commit_every, case.end}
 
 
-@pytest.mark.parametrize("directories", [1, 2])
-def test_of_a_store_that_is_made(directories: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("directories", "steps"), [(1, 1), (2, 0)])
+def test_of_a_store_that_is_made(directories: int, steps: int, tmp_path: Path) -> None:
     """A sync that has no need in one directory has one in two, of which a manifest syncs only the first; or the other
     way, for only those of several say which they are.
     """
     way = Way("delayed", cpu_memory=DISK, directories=directories)  # it has the most packs
-    expected = expected_states(way, tmp_path / "expected", 1)
+    expected = expected_states(way, tmp_path / "expected", steps)
     draws = {1: 0, 2: 1}[directories]  # what comes between two directories shows only where some of it is durable
-    for image in images(*journal_of(way, tmp_path / "run", 1), draws=draws):
+    for image in images(*journal_of(way, tmp_path / "run", steps), draws=draws):
         check(way, image, tmp_path / "left", expected)
-    assert image.known == 1
+    assert image.known == steps
 
 
 @pytest.mark.parametrize("commit_every", [1, 3])
@@ -95,14 +101,14 @@ def test_a_pack_made_anew_is_there_after_a_cut(tmp_path: Path) -> None:
 
     In two directories, for a manifest is published by a sync of the first one.
     """
-    way, folder = replace(WAYS["disk"], directories=2), tmp_path / "run"
-    expected = expected_states(way, tmp_path / "expected", END)
+    way, folder, end = replace(WAYS["disk"], directories=2), tmp_path / "run", 4
+    expected = expected_states(way, tmp_path / "expected", end)
     journal_of(way, folder, 1)
     for path in folder.glob("*/*.a.safetensors"):
         path.unlink()
-    disk, journal = journal_of(way, folder, END)
+    disk, journal = journal_of(way, folder, end)
     (last,) = images(disk, journal, instants={len(journal)}, draws=0)
-    assert check_resumes(way, last.restore(tmp_path / "left"), expected) == END
+    assert check_resumes(way, last.restore(tmp_path / "left"), expected) == end
 
 
 def test_of_an_export(tmp_path: Path) -> None:

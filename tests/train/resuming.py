@@ -160,8 +160,9 @@ def check_resumes(way: Way, folder: Path, expected: list[State], **changes: Any)
     with opened(way, folder, **changes) as run:
         found = run.engine.step_count
         expected[found].check_equal(State.of(run))
-        run.until(len(expected) - 1)
-        expected[-1].check_equal(State.of(run))
+        if found < len(expected) - 1:
+            run.until(len(expected) - 1)
+            expected[-1].check_equal(State.of(run))
     return found
 
 
