@@ -35,28 +35,29 @@ CASES = [
 ]
 
 
-def pack(folder: Path) -> None:
+def pack(given: Path, folder: Path) -> None:
     options = PackOptions((folder / "out",), shards=2, memory_bytes=MEMORY)
-    run_pack(folder.parent / "a", options, "none", None, CONSOLE, timeout_s=TIMEOUT_S)
+    run_pack(given / "a", options, "none", None, CONSOLE, timeout_s=TIMEOUT_S)
 
 
-def unpack(folder: Path) -> None:
-    run_unpack([folder.parent / "p"], UnpackOptions(folder / "out", 5000, MEMORY), CONSOLE, timeout_s=TIMEOUT_S)
+def unpack(given: Path, folder: Path) -> None:
+    run_unpack([given / "p"], UnpackOptions(folder / "out", 5000, MEMORY), CONSOLE, timeout_s=TIMEOUT_S)
 
 
-def verify(folder: Path) -> None:
-    assert not run_verify([folder.parent / "p"], MEMORY, CONSOLE, timeout_s=TIMEOUT_S).damages
+def verify(given: Path, folder: Path) -> None:
+    assert not run_verify([given / "p"], MEMORY, CONSOLE, timeout_s=TIMEOUT_S).damages
 
 
-WORK: dict[str, Callable[[Path], None]] = {"pack": pack, "unpack": unpack, "verify": verify}
+WORK: dict[str, Callable[[Path, Path], None]] = {"pack": pack, "unpack": unpack, "verify": verify}
 
 
-def done_with(work: Callable[[Path], None], folder: Path, disk: FaultyBackend, patch: pytest.MonkeyPatch) -> set[str]:
+def done_with(command: str, given: Path, folder: Path, disk: FaultyBackend) -> set[str]:
     """What is there when it is done; deadlines pass only where the disk hangs."""
     folder.mkdir()
-    patch.setattr(watch, "Backend", lambda: disk)
-    patch.setattr(watch.Watch, "begin", lambda self: lambda: disk.is_hung.is_set() and not disk.goes_on.is_set())
-    work(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "Backend", lambda: disk)
+        patch.setattr(watch.Watch, "begin", lambda self: lambda: disk.is_hung.is_set() and not disk.goes_on.is_set())
+        WORK[command](given, folder)
     return names(folder)
 
 
@@ -64,19 +65,31 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, `a`, and a pack of it, `p`."""
+    folder = tmp_path_factory.mktemp("given")
+    small_checkpoint(folder / "a", blocks=1)
+    run_pack(folder / "a", PackOptions((folder / "p",), shards=2, memory_bytes=MEMORY), "none", None, CONSOLE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(given: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[set[str], list[str]]]:
+    """What each command leaves, and its calls."""
+    disks, folder = {command: FaultyBackend() for command in WORK}, tmp_path_factory.mktemp("undisturbed")
+    return {command: (done_with(command, given, folder / command, disk), disk.calls) for command, disk in disks.items()}
+
+
 @pytest.mark.parametrize(("command", "kind", "place"), CASES)
 def test_a_call_that_never_returns(
-    command: str, kind: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, kind: str, place: str, given: Path, undisturbed: dict[str, tuple[set[str], list[str]]], tmp_path: Path
 ) -> None:
-    small_checkpoint(tmp_path / "a", blocks=1)
-    work: Any = WORK[command]
-    options = PackOptions((tmp_path / "p",), shards=2, memory_bytes=MEMORY)
-    run_pack(tmp_path / "a", options, "none", None, CONSOLE)
-    clean, threads = FaultyBackend(kinds=(kind,)), set(threading.enumerate())
-    whole = done_with(work, tmp_path / "clean", clean, monkeypatch)
-    disk = FaultyBackend(HANG, at=0 if place == "first" else clean.counted - 1, kinds=(kind,))
+    whole, calls = undisturbed[command]
+    threads = set(threading.enumerate())
+    disk = FaultyBackend(HANG, at=0 if place == "first" else calls.count(kind) - 1, kinds=(kind,))
     with pytest.raises(Timeout) as caught:
-        done_with(work, tmp_path / "hangs", disk, monkeypatch)
+        done_with(command, given, tmp_path / "hangs", disk)
     there = names(tmp_path / "hangs")
     disk.goes_on.set()
     for thread in set(threading.enumerate()) - threads:
@@ -89,7 +102,7 @@ def test_a_call_that_never_returns(
     left = names(tmp_path / "hangs")
     assert not left or (place == "last" and left == whole), "it removes what it made, if it was not all but done"
     if not left:
-        assert done_with(work, tmp_path / "again", FaultyBackend(), monkeypatch) == whole
+        assert done_with(command, given, tmp_path / "again", FaultyBackend()) == whole
 
 
 def test_what_asks_the_system_in_its_own_way_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
