@@ -68,7 +68,7 @@ def test_an_interrupted_or_short_transfer_goes_on(
         expected[BEGUN + 1].check_equal(go_on(folder, backend))
 
 
-@pytest.mark.parametrize("fault", [ENOSPC, EINTR, EAGAIN, NOTHING], ids=str)
+@pytest.mark.parametrize("fault", [ENOSPC, EINTR, NOTHING], ids=str)
 def test_any_other_is_raised_at_once_with_its_place_and_nothing_is_lost(
     fault: Fault, calls: list[str], begun: Path, expected: list[State], tmp_path: Path
 ) -> None:
@@ -227,7 +227,7 @@ def is_refused(work: Coroutine[Any, Any, dict[Tier, float]]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("fault", [EINTR, EAGAIN, UNALIGNED, PART, NOTHING, FLIP], ids=str)
+@pytest.mark.parametrize("fault", [EINTR, PART, NOTHING, FLIP], ids=str)
 def test_a_transfer_of_a_tensor_store(fault: Fault, tmp_path: Path) -> None:
     """It goes on, or it is told; no value is ever another one."""
     clean = FaultyBackend()
