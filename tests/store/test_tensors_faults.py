@@ -237,7 +237,9 @@ def test_a_fault_at_any_call_leaves_every_entry_whole(tmp_path: Path, fault: Fau
     async def main(at: int) -> bool:
         backend, path = QuickFaultyBackend(kinds=("allocate", "pwrite") if fault is ENOSPC else ()), tmp_path / str(at)
         async with TensorStore.open(config(path), backend=backend) as store:
-            await bring_all_to(store, 1)
+            for tier in TIERS:
+                await store.put(tier.value, block(1), tier=tier)
+            await store.commit()
             await settled(store)
             backend.calls.clear()
             backend.counted, backend.at, backend.fault = 0, at, fault
