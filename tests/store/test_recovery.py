@@ -37,6 +37,7 @@ from tierstore.store.verification import committed_chunks
 
 STEPS = 4
 WAY = Way("forward", cpu_memory=DISK, width=96)  # two chunks in a block
+STRIPED = replace(WAY, cpu_memory="64MiB", directories=2)
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
@@ -79,8 +80,13 @@ def refuse(way: Way, folder: Path, kind: type[TierstoreError], **changes: Any) -
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("update", ["step", "forward", "speculative", "delayed"])
-@pytest.mark.parametrize("way_of_setting", ["gathered", "load_state_dict"])
+@pytest.mark.parametrize(
+    ("update", "way_of_setting"),
+    [
+        ("step", "gathered"), ("forward", "gathered"), ("speculative", "gathered"), ("delayed", "gathered"),
+        ("forward", "load_state_dict"),
+    ],
+)  # fmt: skip
 def test_what_is_set_after_a_step_whose_commit_an_error_prevented_is_what_is_committed(
     tmp_path: Path, update: str, way_of_setting: str
 ) -> None:
@@ -540,11 +546,10 @@ class TestMovedAway:
         run.step()
         run.engine.flush()
 
-    @pytest.mark.parametrize("way", [WAY, replace(WAY, cpu_memory="64MiB", directories=2)], ids=["disk", "striped"])
+    @pytest.mark.parametrize(("way", "which"), [(WAY, 0), (STRIPED, 0), (STRIPED, 1)], ids=["disk", "first", "second"])
     @pytest.mark.parametrize("is_replaced", [False, True])
-    @pytest.mark.parametrize("which", [0, -1])
     def test_nothing_is_committed_elsewhere(
-        self, way: Way, is_replaced: bool, which: int, tmp_path: Path, expected: list[State]
+        self, way: Way, which: int, is_replaced: bool, tmp_path: Path, expected: list[State]
     ) -> None:
         run = open_run(way, tmp_path)
         run.until(1)
