@@ -112,7 +112,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(TREES)
 def test_any_state_round_trips(state: Any) -> None:
     assert same(round_trip(state), state)

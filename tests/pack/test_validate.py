@@ -244,7 +244,7 @@ NEARLY = st.dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(NEARLY, st.integers(0, 12))
 def test_any_json_parses_or_raises(content: Any, data_bytes: int) -> None:
     text = json.dumps(content).encode()
