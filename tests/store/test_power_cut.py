@@ -24,6 +24,8 @@ WAYS = {
     "gpu": Way("forward", state_on_gpu=True),
     "every second": Way("forward", cpu_memory=DISK, commit_every=2),
 }
+ENDS = dict.fromkeys(WAYS, BEGIN + 1) | {"disk": BEGIN + 2, "every second": BEGIN + 2}
+"""After how many steps. "disk" commits a second time, which syncs only what was written since the first."""
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
@@ -38,8 +40,7 @@ class Case:
 
     @property
     def end(self) -> int:
-        """After the next commit."""
-        return BEGIN + self.way.commit_every
+        return len(self.expected) - 1
 
 
 def journal_of(way: Way, folder: Path, until: int) -> tuple[StoreDisk, list[Change]]:
@@ -55,8 +56,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     way, folder = WAYS[request.param], tmp_path_factory.mktemp("closed")
     with opened(way, folder) as run:
         run.until(BEGIN)
-    expected = expected_states(way, tmp_path_factory.mktemp("expected"), BEGIN + way.commit_every)
-    return Case(way, expected, folder)
+    return Case(way, expected_states(way, tmp_path_factory.mktemp("expected"), ENDS[request.param]), folder)
 
 
 def check(way: Way, image: Image, folder: Path, expected: list[State]) -> None:
@@ -66,7 +66,7 @@ def check(way: Way, image: Image, folder: Path, expected: list[State]) -> None:
 
 
 def test_what_is_left_opens_and_goes_on_exactly(case: Case, tmp_path: Path) -> None:
-    """At each instant of opening the store, of the steps up to the next commit, and of closing it after that."""
+    """At each instant of a step or two, of opening the store before them and of closing it after them."""
     known = []
     for image in images(*journal_of(case.way, shutil.copytree(case.closed, tmp_path / "run"), case.end)):
         check(case.way, image, tmp_path / "left", case.expected)
