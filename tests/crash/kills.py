@@ -33,9 +33,8 @@ import xxhash
 from crash.children import LOST, Blow, Marks, run_children
 from crash.claims import Broken, Findings
 from faults import FaultyBackend
+from runs import VOCABULARY, next_token_loss, tiny
 from torch import distributed
-from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from tierstore.apps.data import Batches, Corpus
 from tierstore.apps.stopping import StopRequest
@@ -136,15 +135,6 @@ class KillingBackend(FaultyBackend):
         return call(view)
 
 
-def make_model(dtype: torch.dtype) -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=2, n_embd=96, n_head=4, vocab_size=256, n_positions=32, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).to(dtype)
-
-
 def descriptors() -> int:
     """Open ones of this process."""
     return len(os.listdir("/proc/self/fd"))
@@ -170,8 +160,9 @@ def make_engine(variant: Variant, place: Place, batches: Batches, backend: Killi
         nvme=[place.folder / f"store{n}" for n in range(variant.directories)],
     )  # fmt: skip
     return Engine(
-        make_model(variant.dtype), tiers, AdamWConfig(lr=1e-2, weight_decay=0.1), update=variant.update,
-        max_grad_norm=None if variant.update == "backward" else 0.5, commit_every=variant.commit_every, resume="auto",
+        tiny(variant.dtype, blocks=2, dropout=0.1), tiers, AdamWConfig(lr=1e-2, weight_decay=0.1),
+        update=variant.update, max_grad_norm=None if variant.update == "backward" else 0.5,
+        commit_every=variant.commit_every, resume="auto",
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
         registered={"data": batches}, backend=backend,
     )  # fmt: skip
@@ -193,7 +184,7 @@ def train(variant: Variant, place: Place, kill_at: int | None) -> None:
                 "gloo", init_method=f"file://{place.folder}/meeting", rank=place.rank, world_size=place.ranks,
                 timeout=timedelta(seconds=TIMEOUT_S),
             )  # fmt: skip
-    text = np.random.default_rng(3).integers(0, 256, 20_000, dtype=np.uint8)
+    text = np.random.default_rng(3).integers(0, VOCABULARY, 20_000, dtype=np.uint8)
     batches = Batches(
         Corpus(text, text, "noise", "noise"), length=17, batch=2, seed=4, workers=variant.workers, rank=place.rank,
         ranks=place.ranks,
@@ -231,10 +222,9 @@ def loop(engine: Engine, batches: Batches, place: Place, stop: StopRequest) -> N
     while engine.step_count < STEPS and not is_asked_to_stop(stop, place.ranks):
         tokens = batches.next()
         # Python's and numpy's generators matter to the losses, too.
-        tokens[0, 0] = (random.randrange(256) + np.random.randint(256)) % 256
+        tokens[0, 0] = (random.randrange(VOCABULARY) + np.random.randint(VOCABULARY)) % VOCABULARY
         place.phase("forward")
-        logits = engine(input_ids=tokens).logits.float()
-        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        loss = next_token_loss(engine, tokens)
         place.phase("backward")
         engine.backward(loss)
         place.phase("step")

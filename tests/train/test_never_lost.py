@@ -23,7 +23,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Any]:
     """Exit code of the tool, and its findings or, if there are none, its output; of one process, for its start."""
     folder = tmp_path_factory.mktemp("crashes")
     command = [str(TOOL), "--directory", str(folder), "--json", str(folder / "json")]
-    command += ["--kills", str(KILLS * len(VARIANTS)), "--cuts", "4", "--soak", "20"]
+    command += ["--kills", str(KILLS * len(VARIANTS)), "--cuts", "2", "--soak", "8"]
     command += [word for variant in VARIANTS for word in ("--variant", variant)]
     ended = run_program(command, tmp_path_factory.mktemp("said"), wait_s=300.0)
     assert [path.name for path in folder.iterdir()] in (["json"], []), "a store is left"
