@@ -32,20 +32,21 @@ RATES = BandwidthTable(100 * MIB, 100 * MIB, 100 * MIB, 1e12, 1e12, 1e12, 1e12)
 EXACT = [UpdateSchedule.STEP, UpdateSchedule.FORWARD, UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE]
 
 
-def record(seconds: float = 0.01, between_s: float = 0.0) -> StepRecord:
-    groups = tuple(GroupNeed(f"h.{i}", ELEMENTS, 2, 10, True) for i in range(LAYERS))
-    there = tuple((group, seconds) for group in range(LAYERS))
-    back = tuple((group, 2 * seconds) for group in reversed(range(LAYERS)))
-    return StepRecord(groups, there, back, tuple(reversed(range(LAYERS))), between_s)
+def record(seconds: float = 0.01, between_s: float = 0.0, layers: int = LAYERS) -> StepRecord:
+    groups = tuple(GroupNeed(f"h.{i}", ELEMENTS, 2, 10, True) for i in range(layers))
+    there = tuple((group, seconds) for group in range(layers))
+    back = tuple((group, 2 * seconds) for group in reversed(range(layers)))
+    return StepRecord(groups, there, back, tuple(reversed(range(layers))), between_s)
 
 
 def placed(
-    cpu_memory: int, schedule: UpdateSchedule, gpu_memory: int = 6 * MIB, *, nvme: bool = True, chunk: int | None = None
-) -> Placement:
+    cpu_memory: int, schedule: UpdateSchedule, gpu_memory: int = 6 * MIB, *, nvme: bool = True,
+    chunk: int | None = None, layers: int = LAYERS,
+) -> Placement:  # fmt: skip
     tiers = TierConfig(
         gpu_memory=gpu_memory, cpu_memory=cpu_memory, nvme=["x"] if nvme else [], chunk_bytes=chunk, io_threads=2
     )
-    return place(request_for(record().groups, tiers, schedule, None))
+    return place(request_for(record(layers=layers).groups, tiers, schedule, None))
 
 
 def step(
@@ -73,7 +74,7 @@ def test_bytes_are_those_of_the_plan(schedule: UpdateSchedule, cpu_memory: int) 
     assert found.written_bytes == pytest.approx(plan.written_bytes, rel=0.02)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     extra=st.integers(0, 64), schedule=st.sampled_from(EXACT), depth=st.integers(0, 8),
     seconds=st.sampled_from([0.0, 0.003, 0.05]), commit_every=st.integers(1, 2),
@@ -311,33 +312,31 @@ class TestTuning:
         found = tune(record(0.05), both, machine, taken=(both[0], 7))
         assert (found.choice.candidate, found.choice.depth) == (both[0], 7)
         assert found.two_disks.seconds < found.choice.forecasts[7].seconds == found.choice.best.seconds
-        free = tune(record(0.05), both, machine)
-        assert [(one.schedule, step) for one, step in found.others] == [
-            (UpdateSchedule.FORWARD, free.choice.forecasts[USUAL_DEPTH])
-        ]
+        policy = StepPolicy(USUAL_DEPTH, UpdateSchedule.FORWARD)
+        assert found.others == ((both[1], forecast(record(0.05), both[1].placement, machine, policy)),)
 
-    @pytest.mark.parametrize(("contention", "drag"), [(0.0, 1.0), (0.4, 1.3), (3.0, 0.8)])
+    @pytest.mark.parametrize(("contention", "drag"), [(0.0, 1.3), (2.0, 0.8)])
     def test_what_a_recorded_step_shows_of_contention_and_drag_is_found_again(
         self, contention: float, drag: float
     ) -> None:
-        (usual,) = self.candidates(UpdateSchedule.FORWARD)
+        short, placement = record(layers=4), placed(15 * MIB, UpdateSchedule.FORWARD, layers=4)
         slower = {(Activity.MATMUL, Activity.READ): 1.5, (Activity.MATMUL, Activity.WRITE): 1.5}
         machine = Machine(RATES, io_threads=2, slower=slower)
         policy = StepPolicy(USUAL_DEPTH, UpdateSchedule.FORWARD)
-        seen = forecast(replace(record(), contention=contention, drag=drag), usual.placement, machine, policy)
-        found = calibrated(record(), usual.placement, machine, policy, seen.computing_s, seen.seconds)
-        assert forecast(found, usual.placement, machine, policy).seconds == pytest.approx(seen.seconds, rel=0.01)
+        seen = forecast(replace(short, contention=contention, drag=drag), placement, machine, policy)
+        found = calibrated(short, placement, machine, policy, seen.computing_s, seen.seconds)
+        assert forecast(found, placement, machine, policy).seconds == pytest.approx(seen.seconds, rel=0.01)
         assert found.contention == pytest.approx(contention, abs=0.02)
         assert found.drag == pytest.approx(drag, abs=0.02)
 
     def test_steps_beside_which_nothing_ran_do_not_tell_of_contention(self) -> None:
-        (usual,) = self.candidates(UpdateSchedule.FORWARD)
+        short, placement = record(layers=4), placed(15 * MIB, UpdateSchedule.FORWARD, layers=4)
         policy = StepPolicy(USUAL_DEPTH, UpdateSchedule.FORWARD)
         machine = Machine(RATES, io_threads=2)
-        found = calibrated(record(), usual.placement, machine, policy, 99.0, 0.5)
-        assert found == replace(record(), drag=found.drag)
+        found = calibrated(short, placement, machine, policy, 99.0, 0.5)
+        assert found == replace(short, drag=found.drag)
         for step_s in (0.0, 99.0):
-            assert calibrated(record(), usual.placement, machine, policy, 99.0, step_s) == record()
+            assert calibrated(short, placement, machine, policy, 99.0, step_s) == short
 
     def test_steps_that_computed_faster_than_the_record_are_of_another_minute(self) -> None:
         (usual,) = self.candidates(UpdateSchedule.STEP)

@@ -249,7 +249,7 @@ def test_a_commit_of_what_lives_in_memory_is_written_beside_the_step() -> None:
     assert on_cores(cached).step_s == pytest.approx(DRAG_BESIDE_COMPUTING * all_s)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     faster=st.fixed_dictionaries({name: st.floats(1.0, 8.0) for name in ("disk", "links", "compute")}),
     cpu_bytes=st.sampled_from([0.6e9, 1.2e9, 4e9]), commit_every=st.sampled_from([1, 50]),
