@@ -171,8 +171,9 @@ class TestBudgets:
         assert peaks["gpu"] <= gpu
         assert peaks["cpu"] <= cpu
 
-    @pytest.mark.parametrize("update", ["forward", "backward", "speculative"])
-    @pytest.mark.parametrize("make", [TiedBlocks, ScaledModel, AdaptedBlocks])
+    @pytest.mark.parametrize(
+        ("make", "update"), [(TiedBlocks, "forward"), (ScaledModel, "backward"), (AdaptedBlocks, "speculative")]
+    )
     def test_of_groups_that_are_needed_together(self, make: type[TinyModel], update: str, tmp_path: Path) -> None:
         way = Way(update, width=96)
         gpu, cpu = numbers(refuse(BudgetError, tmp_path, way, gpu_memory=1, cpu_memory=1, model=make()))

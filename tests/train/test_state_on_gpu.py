@@ -42,12 +42,14 @@ def check_homes(placement: Placement, gpu_memory: int) -> None:
     assert (homes.count(Tier.GPU) == len(homes)) == (gpu_memory == ALL)
 
 
-WAYS = [(update, has_store) for update in ("step", "forward", "backward", "speculative") for has_store in (False, True)]
+WAYS = [
+    ("step", False, ALL), ("step", True, SOME), ("forward", True, ALL), ("forward", False, SOME),
+    ("backward", False, ALL), ("backward", True, SOME), ("speculative", True, ALL), ("speculative", True, SOME),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("gpu_memory", [ALL, SOME])
-@pytest.mark.parametrize(("update", "has_store"), [way for way in WAYS if way != ("speculative", False)])
-def test_no_bit_changes(gpu_memory: int, update: str, has_store: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("update", "has_store", "gpu_memory"), WAYS)
+def test_no_bit_changes(update: str, has_store: bool, gpu_memory: int, tmp_path: Path) -> None:
     clip = None if update == "backward" else CLIP
     seen: list[Placement] = []
     run = train(
@@ -81,7 +83,7 @@ def test_guesses_that_are_wrong_are_made_good_where_they_were_made(
 def test_half_precision_and_skipped_steps(tmp_path: Path) -> None:
     """A loss scale that is too large at first: steps are skipped, and what was collected is dropped."""
     runs = [
-        train(tiny(torch.float16), tokens(8), tiers, loss_scale="dynamic", max_grad_norm=CLIP)
+        train(tiny(torch.float16), tokens(5), tiers, loss_scale="dynamic", max_grad_norm=CLIP)
         for tiers in (on_gpu(tmp_path / "gpu"), disk(tmp_path / "cpu", gpu_memory="8MiB", cpu_memory="64MiB"))
     ]
     assert [report.skipped for report in runs[0].reports].count(True) > 0
@@ -136,7 +138,7 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train_in_two_parts(tiers, tiers, "step")
 
 
-@pytest.mark.parametrize(("first", "second"), [("gpu", "cpu"), ("cpu", "gpu"), ("gpu", "gpu"), ("some", "gpu")])
+@pytest.mark.parametrize(("first", "second"), [("gpu", "cpu"), ("cpu", "gpu"), ("some", "gpu")])
 def test_a_store_goes_on_with_state_at_another_home(first: str, second: str, in_memory: Run, tmp_path: Path) -> None:
     homes = [disk(tmp_path, cpu_memory="8MiB", **HOMES[home]) for home in (first, second)]
     train_in_two_parts(*homes, "forward").check_equal(in_memory)

@@ -23,7 +23,7 @@ from tierstore.errors import ConfigError
 from tierstore.train.engine import Engine
 from tierstore.train.vertical import SideBySide
 
-MICRO_BATCHES, STEPS = 4, 3
+MICRO_BATCHES, STEPS = 3, 2
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
@@ -115,15 +115,16 @@ class Recomputing(WithLoss):
             )
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_finds_the_same_random_numbers(reentrant: bool, tmp_path: Path) -> None:
+def test_recomputation_finds_the_same_random_numbers(tmp_path: Path) -> None:
     found = []
-    for model in (WithLoss(dropout=0.3), Recomputing(reentrant, dropout=0.3)):
+    for model in (WithLoss(dropout=0.3), Recomputing(False, dropout=0.3), Recomputing(True, dropout=0.3)):
         torch.manual_seed(7)
         found.append(steps_of(everything_moves(tmp_path / str(len(found)), "forward"), model=model, update="forward"))
-    assert found[0].losses == pytest.approx(found[1].losses, rel=1e-5)
-    norms = [[report.grad_norm for report in run.reports] for run in found]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    plain, *recomputed = found
+    for run in recomputed:
+        assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+        norms = [report.grad_norm for report in run.reports]
+        assert norms == pytest.approx([report.grad_norm for report in plain.reports], rel=1e-5)
 
 
 def test_the_random_numbers_after_it_are_the_same_again() -> None:
