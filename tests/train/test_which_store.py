@@ -15,7 +15,8 @@ from tierstore.store.commit import COMMIT
 from tierstore.store.manifest import digest
 
 STEPS = 3
-TRAIN_NODES = partial(train, nodes=2, resume="auto")
+TRAIN = partial(train, model={"blocks": 1})
+TRAIN_NODES = partial(TRAIN, nodes=2, resume="auto")
 
 
 def nodes(directory: Path, steps: int = STEPS, **options: Any) -> list[dict[str, Any]]:
@@ -55,9 +56,9 @@ def test_stores_of_different_runs_are_not_mixed(tmp_path: Path) -> None:
 def test_a_node_that_went_on_alone(tmp_path: Path) -> None:
     """From the generation before: back to the one that both have. Further than that there is none."""
     nodes(tmp_path)
-    run_ranks(1, train, str(tmp_path / "0"), until=STEPS, resume="previous")
+    run_ranks(1, TRAIN, str(tmp_path / "0"), until=STEPS, resume="previous")
     assert [rank["begun_at"] for rank in nodes(tmp_path)] == [STEPS - 1] * 2
-    run_ranks(1, train, str(tmp_path / "0"), until=STEPS + 2, resume="auto")
+    run_ranks(1, TRAIN, str(tmp_path / "0"), until=STEPS + 2, resume="auto")
     assert all("rank 0 4, 5; rank 1 2, 3" in said for said in refusals(tmp_path))
     shutil.rmtree(tmp_path / "1")  # a new disk
     for resume in ("auto", "previous"):
