@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # here, not in each process: every optimizer imports it, for two seconds
 import xxhash
 from crash.children import LOST, Blow, Marks, run_children
 from crash.claims import Broken, Findings
