@@ -278,4 +278,4 @@ TestAnyFault = pytest.mark.usefixtures("no_leaks", "one_thread")(AnyFault.TestCa
 if settings.get_current_profile_name() != "long":
     # To make a failing example small takes minutes, which the long profile has.
     found = (Phase.explicit, Phase.generate)
-    TestAnyFault.settings = settings(max_examples=10, stateful_step_count=25, derandomize=True, phases=found)
+    TestAnyFault.settings = settings(max_examples=6, stateful_step_count=25, derandomize=True, phases=found)

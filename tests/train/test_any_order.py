@@ -583,4 +583,4 @@ TestAnyOrder = pytest.mark.usefixtures("no_leaks", "one_thread")(AnyOrder.TestCa
 if settings.get_current_profile_name() != "long":
     # To make a failing example small takes minutes, which the long profile has.
     found = (Phase.explicit, Phase.generate)
-    TestAnyOrder.settings = settings(max_examples=15, stateful_step_count=25, derandomize=True, phases=found)
+    TestAnyOrder.settings = settings(max_examples=10, stateful_step_count=25, derandomize=True, phases=found)
