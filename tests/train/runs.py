@@ -99,10 +99,11 @@ def next_token_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """What a run leaves: a loss per micro-batch, reports, and the fp32 weights at its end."""
+    """What a run leaves: a loss per micro-batch, reports or norms of gradients, and the fp32 weights at its end."""
 
     losses: list[float] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
 
@@ -216,8 +217,8 @@ def train_plain(
         (loss / accumulate).backward()
         run.losses.append(loss.item())
         if (position + 1) % accumulate == 0:
-            if max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(trainable, max_grad_norm)
+            limit = math.inf if max_grad_norm is None else max_grad_norm
+            run.norms.append(float(nn.utils.clip_grad_norm_(trainable, limit)))
             optimizer.step()
             optimizer.zero_grad()
             if scheduler is not None:

@@ -18,7 +18,7 @@ from tierstore.errors import ConfigError
 from tierstore.train.cpu_adam import CPUAdam
 from tierstore.train.engine import Engine
 
-STEPS = 8
+STEPS = 5
 SCHEDULES = [("forward", 1.0), ("speculative", 1.0), ("step", 1.0), ("backward", None), ("step", None)]
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
@@ -38,6 +38,7 @@ def test_losses_are_those_of_plain_torch(update: str, clip: float | None, tmp_pa
     found = train(tiny(dropout=0.1), batches, tiers, update=update, max_grad_norm=clip)
     assert worst_difference(found.losses, expected.losses) < 1e-5
     assert found.losses[-1] < 0.9 * found.losses[0]
+    assert [report.grad_norm for report in found.reports] == pytest.approx(expected.norms, rel=1e-5)
     for name, weight in found.weights.items():
         torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=2e-5)
 
@@ -72,23 +73,11 @@ def test_the_clip_coefficient_is_that_of_torch(update: str, tmp_path: Path) -> N
     assert found.losses[-1] < 0.9 * found.losses[0]
 
 
-@pytest.mark.parametrize(("update", "clip"), SCHEDULES)
-def test_the_reported_norm_is_that_of_torch(update: str, clip: float | None, tmp_path: Path) -> None:
-    model, batches, norms = tiny(), tokens(5), []
-    for batch in batches:
-        next_token_loss(model, batch).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
-        model.zero_grad()
-    tiers = small_tiers(tiny(), tmp_path, update)
-    found = train(tiny(), batches, tiers, update=update, max_grad_norm=clip, optimizer=AdamWConfig(lr=0.0))
-    assert [report.grad_norm for report in found.reports] == pytest.approx(norms, rel=1e-5)
-
-
 def test_accumulated_micro_batches_are_those_of_plain_torch(tmp_path: Path) -> None:
-    batches = tokens(4 * STEPS)
-    expected = train_plain(tiny(), batches, max_grad_norm=1.0, accumulate=4)
+    batches = tokens(3 * STEPS)
+    expected = train_plain(tiny(), batches, max_grad_norm=1.0, accumulate=3)
     tiers = small_tiers(tiny(), tmp_path, "forward")
-    found = train(tiny(), batches, tiers, update="forward", max_grad_norm=1.0, accumulate=4)
+    found = train(tiny(), batches, tiers, update="forward", max_grad_norm=1.0, accumulate=3)
     assert worst_difference(found.losses, expected.losses) < 1e-5
 
 
@@ -130,10 +119,10 @@ def test_gradients_of_one_backward_are_added_in_the_order_of_torch(is_tight: boo
 
 
 def test_train_step_is_the_mean_over_its_micro_batches(tmp_path: Path) -> None:
-    batches = tokens(12)
+    batches = tokens(6)
     expected = train_plain(tiny(), batches, accumulate=3)
     with Engine(tiny(), small_tiers(tiny(), tmp_path, "backward"), update="backward") as engine:
-        for step in range(4):
+        for step in range(2):
             engine.train_step(
                 [{"tokens": batch} for batch in batches[3 * step : 3 * step + 3]],
                 _loss_of_outputs(batches[3 * step : 3 * step + 3]),
@@ -212,7 +201,7 @@ def test_a_parameter_in_no_group_does_not_change(tmp_path: Path) -> None:
 
 # --- fp16 -----------------------------------------------------------------------------------------------------------
 
-LOUD, HALF_STEPS = 7, 12  # the step whose loss is out of fp16's range, of so many
+LOUD, HALF_STEPS = 3, 8  # the step whose loss is out of fp16's range, of so many
 
 
 def fp16_loss(model: Any, batch: Any) -> torch.Tensor:
@@ -253,13 +242,12 @@ def plain_fp16(batches: list[Any], clip: float, interval: int = 2000) -> tuple[R
     return run, scales, skips
 
 
-@pytest.mark.parametrize("update", ["step", "forward", "speculative"])
-def test_fp16_with_a_dynamic_loss_scale(update: str, tmp_path: Path) -> None:
-    """Steps are skipped until the scale fits, and once more in the middle."""
+def test_fp16_with_a_dynamic_loss_scale(tmp_path: Path) -> None:
+    """Steps are skipped until the scale fits, and once more in the middle; all schedules are bit-identical."""
     batches = [(batch, 1e4 if step == LOUD else 1.0) for step, batch in enumerate(tokens(HALF_STEPS))]
     expected, scales, skips = plain_fp16(batches, clip=1.0)
-    tiers = small_tiers(tiny(torch.float16), tmp_path, update)
-    found = train(tiny(torch.float16), batches, tiers, fp16_loss, update=update, max_grad_norm=1.0)
+    memory = TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=20.0)
+    found = train(tiny(torch.float16), batches, memory, fp16_loss, update="step", max_grad_norm=1.0)
     assert [report.loss_scale for report in found.reports] == scales
     assert [report.skipped for report in found.reports] == skips
     assert skips[LOUD]
@@ -267,14 +255,8 @@ def test_fp16_with_a_dynamic_loss_scale(update: str, tmp_path: Path) -> None:
     assert worst_difference(found.losses, expected.losses) < 2e-3  # the fp16 weights round, to one part in 2048
     for name, weight in expected.weights.items():
         torch.testing.assert_close(found.weights[name], weight, rtol=1e-3, atol=1e-3)
-
-
-def test_fp16_schedules_are_bit_identical(tmp_path: Path) -> None:
-    batches = [(batch, 1e4 if step == LOUD else 1.0) for step, batch in enumerate(tokens(HALF_STEPS))]
-    memory = TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=20.0)
-    runs = [train(tiny(torch.float16), batches, memory, fp16_loss, update="step", max_grad_norm=1.0)]
-    for update in ("forward", "speculative"):
+    for update in ("step", "forward", "speculative"):
         tiers = small_tiers(tiny(torch.float16), tmp_path / update, update)
-        runs.append(train(tiny(torch.float16), batches, tiers, fp16_loss, update=update, max_grad_norm=1.0))
-    runs[1].check_equal(runs[0])
-    runs[2].check_equal(runs[0])
+        other = train(tiny(torch.float16), batches, tiers, fp16_loss, update=update, max_grad_norm=1.0)
+        other.check_equal(found)
+        assert [(report.loss_scale, report.skipped) for report in other.reports] == list(zip(scales, skips))
