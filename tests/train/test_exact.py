@@ -19,10 +19,9 @@ from tierstore.store import updates
 from tierstore.store.updates import UpdatePipeline
 from tierstore.train.rounds import Speculation
 
-STEPS = 5
+STEPS = 4
 CLIP = 10.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PLACEMENTS = ("memory", "memory+store", "mixed", "disk")
 # Loud and quiet batches in turn: with CLIP between their norms every other step is clipped.
 LOUDNESS = (3.0, 0.05)
 
@@ -97,18 +96,18 @@ def check_placement(name: str, placement: Placement) -> None:
         assert share == 0
 
 
-CASES = [
-    (placement, update)
-    for placement in PLACEMENTS
-    for update in ("step", "forward", "speculative", "backward")
-    if (placement, update) not in {("memory", "speculative"), ("memory", "step")}
-]
-
-
 @pytest.mark.parametrize(
     ("placement", "update", "dtype"),
-    [(*case, dtype) for case in CASES for dtype in DTYPES if dtype == "bf16" or case[0] != "memory+store"],
-)
+    [
+        ("memory", "forward", "fp32"), ("memory", "backward", "bf16"),
+        ("memory+store", "step", "bf16"), ("memory+store", "forward", "bf16"),
+        ("memory+store", "speculative", "fp32"), ("memory+store", "backward", "fp32"),
+        ("mixed", "step", "fp32"), ("mixed", "forward", "fp32"),
+        ("mixed", "speculative", "bf16"), ("mixed", "backward", "bf16"),
+        ("disk", "step", "bf16"), ("disk", "forward", "bf16"),
+        ("disk", "speculative", "fp32"), ("disk", "backward", "fp32"),
+    ],
+)  # fmt: skip
 def test_placement_and_schedule_change_no_bit(placement: str, update: str, dtype: str, tmp_path: Path) -> None:
     clip = None if update == "backward" else CLIP
     seen: list[Placement] = []
@@ -162,7 +161,7 @@ def wrong_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("clip", "enough", "wrong", "dtype"),
-    [(CLIP, 0, 2, "fp32"), (CLIP, 0, 2, "bf16"), (1e-2, 0, 4, "fp32"), (1e-2, 1, 0, "bf16"), (1e4, 4, 0, "fp32")],
+    [(CLIP, 0, 1, "bf16"), (1e-2, 0, 3, "fp32"), (1e-2, 1, 0, "bf16"), (1e4, 3, 0, "fp32")],
 )
 def test_speculation_is_exact_however_often_it_fails(
     clip: float, enough: int, wrong: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,17 +189,20 @@ def test_speculation_ends_where_clipping_is_frequent(clipped_every: int, guesses
     assert (sum(tried for tried, _ in seen), seen.count((True, False))) == (guesses, wrong)
 
 
-@pytest.mark.parametrize("update", ["step", "forward", "speculative"])
+@pytest.mark.parametrize("update", ["forward", "speculative"])
 def test_without_clipping_all_schedules_equal_backward(update: str, tmp_path: Path) -> None:
     run = train(model_of("fp32"), batches(), tiers_for("disk", "fp32", update, tmp_path), loss_of, update=update)
     run.check_equal(reference("fp32", None))
 
 
 @pytest.mark.parametrize(
-    ("chunk_bytes", "blocks", "placement", "update_threads"),
-    [(2**19, 1, "mixed", 3), (3 * 2**19, 2, "memory+store", 1), (3 * 2**19, 2, "memory+store", 3)],
-)
-@pytest.mark.parametrize(("update", "dtype"), [("forward", "fp32"), ("speculative", "bf16"), ("backward", "bf16")])
+    ("update", "dtype", "chunk_bytes", "blocks", "placement", "update_threads"),
+    [
+        ("forward", "fp32", 2**19, 1, "mixed", 3), ("speculative", "bf16", 2**19, 1, "mixed", 3),
+        ("forward", "fp32", 3 * 2**19, 2, "memory+store", 1), ("speculative", "bf16", 3 * 2**19, 2, "memory+store", 3),
+        ("backward", "bf16", 3 * 2**19, 2, "memory+store", 3),
+    ],
+)  # fmt: skip
 def test_threads_and_chunk_size_change_no_bit(
     update: str, dtype: str, chunk_bytes: int, blocks: int, placement: str, update_threads: int, tmp_path: Path
 ) -> None:
@@ -218,8 +220,8 @@ def test_threads_and_chunk_size_change_no_bit(
 @pytest.mark.parametrize(
     ("update", "codec", "dtype"),
     [
-        ("step", "lz4", "fp32"), ("forward", "lz4", "bf16"), ("speculative", "lz4-bitshuffle", "fp32"),
-        ("speculative", "lz4-bitshuffle", "bf16"), ("backward", "zstd-bitshuffle", "fp32"),
+        ("step", "lz4", "fp32"), ("forward", "lz4", "bf16"), ("speculative", "lz4-bitshuffle", "bf16"),
+        ("backward", "zstd-bitshuffle", "fp32"),
     ],
 )  # fmt: skip
 def test_a_codec_changes_no_bit(update: str, codec: str, dtype: str, tmp_path: Path) -> None:
@@ -232,9 +234,8 @@ def test_a_codec_changes_no_bit(update: str, codec: str, dtype: str, tmp_path: P
 @pytest.mark.parametrize(
     ("placement", "update", "dtype"),
     [
-        ("memory", "step", "bf16"), ("memory", "forward", "fp32"), ("memory", "backward", "bf16"),
-        ("disk", "step", "fp32"), ("disk", "forward", "fp32"), ("disk", "forward", "bf16"),
-        ("disk", "speculative", "bf16"), ("disk", "backward", "fp32"), ("disk", "backward", "bf16"),
+        ("memory", "forward", "fp32"), ("memory", "backward", "bf16"), ("disk", "step", "fp32"),
+        ("disk", "forward", "bf16"), ("disk", "speculative", "bf16"), ("disk", "backward", "fp32"),
     ],
 )  # fmt: skip
 def test_accumulated_gradients_change_no_bit(placement: str, update: str, dtype: str, tmp_path: Path) -> None:
@@ -254,10 +255,8 @@ def test_accumulated_gradients_change_no_bit(placement: str, update: str, dtype:
     ("update", "options"),
     [
         ("forward", {"commit_every": 3}),
-        ("backward", {"commit_every": 4}),
-        ("forward", {"durability": "none"}),
+        ("backward", {"commit_every": 3}),
         ("backward", {"durability": "none"}),
-        ("forward", {"overlap": False}),
         ("speculative", {"overlap": False}),
     ],
 )
