@@ -61,7 +61,7 @@ class Use:
     number: int
     where: Range
     writes: bool
-    by: str
+    by: Any
     pin: StorageWeakRef
 
 
@@ -131,7 +131,7 @@ class LateDevice(CpuDevice):
 
     def _add(self, number: int, operation: Any, tensors: Sequence[torch.Tensor], *, writes: bool) -> None:
         for one in tensors:
-            use = Use(number, range_of(one), writes, str(operation), StorageWeakRef(one.untyped_storage()))
+            use = Use(number, range_of(one), writes, operation, StorageWeakRef(one.untyped_storage()))
             for what, where, puts_in in self._moving:
                 if (writes or puts_in) and where.meets(use.where):
                     self.hazards.append(f"{use.by} is queued during {what}")
