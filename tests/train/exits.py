@@ -41,7 +41,7 @@ def by_another_thread(run: Run) -> None:
 
 # Few: the end of an interpreter that has torch takes long.
 CASES = (
-    ("memory", after_a_step), ("memory", by_an_exception), ("memory", by_another_thread),
+    ("memory", by_an_exception), ("memory", by_another_thread),
     ("disk", after_a_step), ("disk", in_the_middle_of_a_step),
 )  # fmt: skip
 kept: list[Run] = []
