@@ -14,7 +14,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -61,6 +61,29 @@ def run_ranks(
     failed = [f"rank {rank}:\n{one.error or 'was killed'}" for rank, one in enumerate(outcomes) if not one.is_finished]
     assert not failed, "\n".join(failed)
     return [one.value for one in outcomes]
+
+
+def call(*arguments: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a function is called with."""
+    return arguments, options
+
+
+def run_in_turn(
+    ranks: int, function: Callable[..., Any], calls: Sequence[Any], wait_s: float = 120.0
+) -> list[list[Any]]:
+    """As `run_ranks`, but the same ranks make several calls, one after another: the results by call and rank.
+
+    The first engine of a process takes half as long again as the next ones, and what one leaves behind is no matter to
+    them.
+
+    Args:
+        calls: what `call` returns, for each of them.
+    """
+    return [list(found) for found in zip(*run_ranks(ranks, _in_turn, function, calls, wait_s=wait_s))]
+
+
+def _in_turn(rank: int, ranks: int, function: Callable[..., Any], calls: Sequence[Any]) -> list[Any]:
+    return [function(rank, ranks, *arguments, **options) for arguments, options in calls]
 
 
 def outcomes_of(

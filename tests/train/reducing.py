@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -145,10 +145,6 @@ def same(left: Any, right: Any) -> bool:
     if left is None or right is None:
         return left is right
     return torch.equal(left, right)
-
-
-def all_same_as_ddp(rank: int, ranks: int, cases: list[tuple[Any, ...]]) -> list[Any]:
-    return [same_as_ddp(rank, ranks, *case) for case in cases]
 
 
 # --- one step stale ---------------------------------------------------------------------------------------------
@@ -314,22 +310,21 @@ class Ordered(nn.Module):
         return ((x * self.late * inner) * outer) * self.late
 
 
-def honest(rank: int, ranks: int, first: str, mixed: bool) -> dict[str, Any]:
-    """Gradients when two parameters of a bucket come in this order (each rank in another, if mixed)."""
+def honest(rank: int, ranks: int, firsts: Sequence[str]) -> dict[str, Any]:
+    """Gradients when two parameters of a bucket come in an order: which is the first, by rank."""
     torch.manual_seed(0)
     module, plain = Ordered(), Ordered()
-    mine = ("left", "right")[rank % 2] if mixed else first
     order = ["left", "right", "late", "never"]
     with GradientReducer(module, bucket=32, first_bucket=None, order=order) as reducer:
         total = [torch.zeros(4) for _ in module.parameters()]
         for other in range(ranks):
             plain.zero_grad()
             x = torch.full((4,), 1.0 + other)
-            plain(x, ("left", "right")[other % 2] if mixed else first).sum().backward()
+            plain(x, firsts[other]).sum().backward()
             for sum_, parameter in zip(total, plain.parameters(), strict=True):
                 if parameter.grad is not None:
                     sum_ += parameter.grad / ranks
-        reducer.backward(module(torch.full((4,), 1.0 + rank), mine).sum())
+        reducer.backward(module(torch.full((4,), 1.0 + rank), firsts[rank]).sum())
         found = {name: p.grad for name, p in module.named_parameters()}
         expected = dict(zip(dict(module.named_parameters()), total, strict=True))
         return {

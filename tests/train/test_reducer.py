@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
-from reducing import all_same_as_ddp, early, flat_shards, hidden, in_flight, stale_pair, suited
+from ranks import call, run_in_turn, run_ranks
+from reducing import early, flat_shards, hidden, in_flight, same_as_ddp, stale_pair, suited
 from torch import distributed
 
 from tierstore.train.data_parallel.buckets import assign_buckets
@@ -33,25 +34,24 @@ LAYER_S = 0.015
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """By rank and case: whether all is the same, and the two layouts."""
-    outcomes = run_ranks(request.param, all_same_as_ddp, list(CASES.values()))
-    return [dict(zip(CASES, outcome, strict=True)) for outcome in outcomes]
+def compared(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    """By case and rank: whether all is the same, and the two layouts."""
+    calls = [call(*case) for case in CASES.values()]
+    return dict(zip(CASES, run_in_turn(request.param, same_as_ddp, calls), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_same_as_ddp(compared: list[dict[str, Any]], case: str) -> None:
+def test_same_as_ddp(compared: dict[str, list[Any]], case: str) -> None:
     """Six steps: gradients, weights and buffers, with the same bucket boundaries."""
-    for of_rank in compared:
-        is_same, ours, theirs = of_rank[case]
+    for is_same, ours, theirs in compared[case]:
         assert ours == theirs
         assert len(ours) > 1
         assert is_same
 
 
-@pytest.mark.parametrize(("accumulate", "case"), [(1, "all"), (2, "all"), (1, "unused")])
-def test_delayed_is_a_one_step_stale_loop(accumulate: int, case: str) -> None:
-    for is_same, extra_bytes, model_bytes in run_ranks(2, stale_pair, accumulate, case):
+def test_delayed_is_a_one_step_stale_loop() -> None:
+    cases = [call(accumulate, case) for accumulate, case in ((1, "all"), (2, "all"), (1, "unused"))]
+    for is_same, extra_bytes, model_bytes in itertools.chain(*run_in_turn(2, stale_pair, cases)):
         assert is_same
         assert extra_bytes == model_bytes  # a second set of buckets
 
@@ -102,9 +102,8 @@ def test_reduce_scatter_is_all_reduce_in_parts() -> None:
         assert found["left"] == [None] * len(found["left"])
 
 
-@pytest.mark.parametrize("most", [1, 2])
-def test_in_flight(most: int) -> None:
-    assert run_ranks(2, in_flight, most) == [most, most]
+def test_in_flight() -> None:
+    assert run_in_turn(2, in_flight, [call(most) for most in (1, 2)]) == [[1, 1], [2, 2]]
 
 
 def test_bucket_size_follows_the_cost_model() -> None:
