@@ -9,12 +9,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_models
 import test_must_work as must
 import torch
 from faults import EIO, ENOSPC, FaultyBackend
@@ -38,8 +37,13 @@ WIDTH = must.WIDTH = 192
 TIMEOUT_S = 20.0
 
 
+class Short(must.Stack):
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+
+
 class Growing(must.Stack):
-    """Every step uses more of a block than the one before."""
+    """Every step but the first uses more of a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +53,7 @@ class Growing(must.Stack):
     def forward(self, x: torch.Tensor) -> Any:
         x = self.enter(x)
         for block in self.layers:
-            for part in block[: 1 + self.calls // (3 * self.calls_per_step)]:
+            for part in block[: 1 + self.calls // self.calls_per_step]:
                 x = part(x)
         self.calls += 1
         return self.head(x)
@@ -116,61 +120,8 @@ class Routed(must.Stack):
         self.layers = nn.ModuleList(nn.Sequential(Experts(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
 
 
-class MixedTypes(must.Stack):
-    """Blocks with weights of two dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.layers:
-            layer.up.bfloat16()
-
-            def forward(x: torch.Tensor, layer: Any = layer) -> torch.Tensor:
-                up = layer.up(layer.norm(x).bfloat16()).float()
-                return x + layer.down(functional.relu(up))
-
-            layer.forward = forward
-
-
-class Compiled(must.Stack):
-    def __init__(self) -> None:
-        super().__init__(layers=2)
-        for layer in self.layers:
-            layer.compile(backend="eager")
-
-
-class HuggingFace(nn.Module):
-    """A language model whose inputs are made of a batch of numbers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        ids = (x.detach().abs() * 1000).long() % test_models.VOCABULARY
-        return self.model(input_ids=ids).logits[:, -1, :3]
-
-
-def gpt2() -> nn.Module:
-    return test_models.transformers.GPT2LMHeadModel(
-        test_models.transformers.GPT2Config(
-            n_layer=2, n_embd=128, n_head=4, vocab_size=test_models.VOCABULARY, n_positions=WIDTH,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )
-    )  # fmt: skip
-
-
-def llama() -> nn.Module:
-    return test_models.transformers.LlamaForCausalLM(
-        test_models.transformers.LlamaConfig(
-            hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=test_models.VOCABULARY, max_position_embeddings=WIDTH,
-        )
-    )  # fmt: skip
-
-
 KINDS: dict[str, Callable[[], nn.Module]] = {kind.__name__: kind for kind in must.MODELS}
-KINDS |= {kind.__name__: kind for kind in (Growing, SkippingTogether, EitherWay, Unused, Routed, MixedTypes, Compiled)}
-KINDS |= {"gpt2": lambda: HuggingFace(gpt2()), "llama": lambda: HuggingFace(llama())}
+KINDS |= {kind.__name__: kind for kind in (Short, Growing, SkippingTogether, EitherWay, Unused, Routed)}
 
 
 def make(kind: str, dropout: float = 0.0, dtype: str = "float32", seed: int = 0) -> nn.Module:
@@ -250,13 +201,8 @@ def train(
     model_options = {key: options.pop(key) for key in ("dropout", "dtype") if key in options}
     tier_options = {key: options.pop(key) for key in ("codec", "prefetch_depth") if key in options}
     directories = [f"{directory}/{i}" for i in range(options.pop("directories", 1))] if directory else []
-    memory, slow_s, has_gradients = (
-        options.pop("memory", None),
-        options.pop("slow_s", 0.0),
-        options.pop("has_gradients", False),
-    )
-    accumulate = options.pop("accumulate", 1)
-    start, overflow_at = options.pop("start", 0), options.pop("overflow_at", -1)
+    memory, overflow_at = options.pop("memory", None), options.pop("overflow_at", -1)
+    slow_s, has_gradients = options.pop("slow_s", 0.0), options.pop("has_gradients", False)
     if memory is None:
         memory = least_budgets(kind, directories, options["update"], options["zero"], **model_options, **tier_options)
     tiers = TierConfig(
@@ -265,26 +211,22 @@ def train(
     if slow_s and rank == ranks - 1:
         options["backend"] = Slow(1, slow_s)
     told: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "gradients": {}, "budgets": memory}
-    batches = [parts(batch, ranks)[rank] for batch in must.batches(start + steps * accumulate)][start:]
+    batches = [parts(batch, ranks)[rank] for batch in must.batches(steps)]
     with Engine(make(kind, **model_options), tiers, AdamWConfig(lr=1e-3), **options) as engine:
-        if not start:
-            torch.manual_seed(7 + rank)
-        for position, batch in enumerate(batches):
-            is_last = (position + 1) % accumulate == 0
-            with nullcontext() if is_last else engine.no_sync():
-                loss = loss_of(engine, batch)
-                is_too_large = position == overflow_at and rank == ranks - 1
-                engine.backward(loss * float("inf") if is_too_large else loss / accumulate)
+        torch.manual_seed(7 + rank)
+        for step, batch in enumerate(batches):
+            loss = loss_of(engine, batch)
+            is_too_large = step == overflow_at and rank == ranks - 1
+            engine.backward(loss * float("inf") if is_too_large else loss)
             told["losses"].append(loss.item())
-            if is_last:
-                if has_gradients and not told["gradients"]:
-                    trained = [name for name, p in engine.model.named_parameters() if p.requires_grad]
-                    told["gradients"] = {name: engine.gradient(name).numpy() for name in trained}
-                report = engine.step()
-                engine.record().check_gradients()  # each group once, also those whose gradient came late
-                told["norms"].append(report.grad_norm)
-                told["skipped"].append(report.skipped)
-                told["peak"] = report.peak_bytes
+            if has_gradients and not step:
+                trained = [name for name, p in engine.model.named_parameters() if p.requires_grad]
+                told["gradients"] = {name: engine.gradient(name).numpy() for name in trained}
+            report = engine.step()
+            engine.record().check_gradients()  # each group once, also those whose gradient came late
+            told["norms"].append(report.grad_norm)
+            told["skipped"].append(report.skipped)
+            told["peak"] = report.peak_bytes
         told["weights"] = {name: value.numpy() for name, value in engine.state_dict().items()}
         told["bytes"] = engine.statistics()["bytes"]
         reductions = engine._parts.reductions
@@ -292,22 +234,11 @@ def train(
     return told
 
 
-def train_each(
-    rank: int, ranks: int, kinds: Sequence[str], directory: str | None, is_late: bool = False, **options: Any
-) -> list[Any]:
-    """Train one model after another.
-
-    Args:
-        is_late: nothing would race on GPUs, either; see `tests/late_device.py`.
-    """
-    one = train_late if is_late else train
-    return [one(rank, ranks, kind, directory_of(directory, kind) if directory else None, **options) for kind in kinds]
-
-
 def train_late(rank: int, ranks: int, kind: str, directory: str | None, **options: Any) -> dict[str, Any]:
+    """Nothing would race on GPUs, either; see `tests/late_device.py`."""
     device = LateDevice()
-    assembly.open_device = lambda *_: device  # type: ignore[assignment]  # a process of its own
-    with queueing(device):
+    with pytest.MonkeyPatch.context() as patch, queueing(device):
+        patch.setattr(assembly, "open_device", lambda *_: device)
         told = train(rank, ranks, kind, directory, **options)
     assert not device.hazards, (kind, device.hazards)
     assert device.kernels > 100, (kind, device.kernels)
@@ -337,10 +268,6 @@ def plain(kind: str, ranks: int, steps: int = 5, clip: float | None = None) -> d
     told["unused"] = {name for name, p in trainable.items() if torch.equal(p, before[name])}
     told["weights"] = {name: value.detach().numpy() for name, value in model.state_dict().items()}
     return told
-
-
-def directory_of(path: Path | str, *names: object) -> str:
-    return str(Path(path, *map(str, names)))
 
 
 def one_after_another(rank: int, ranks: int, count: int, directory: str | None) -> dict[str, Any]:
@@ -471,18 +398,13 @@ def of_some(rank: int, ranks: int) -> list[float]:
     return told
 
 
-def wrong_each(rank: int, ranks: int, whats: Sequence[str], directory: str) -> list[dict[str, Any]]:
-    """One after another, each in a directory of its own: what one leaves behind is no matter to the next."""
-    return [wrong(rank, ranks, what, directory_of(directory, what)) for what in whats]
-
-
-def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, Any]:
+def wrong(rank: int, ranks: int, what: str, directory: str | None, kind: str = "Stack") -> dict[str, Any]:
     """Something is wrong at the last rank, or at all: what each says of it, after how many seconds, what is left."""
     is_odd = rank == ranks - 1
     options: dict[str, Any] = {"zero": 3, "update": "forward"}
     memory: dict[str, Any] = {"gpu_memory": "8MiB", "cpu_memory": "4MiB"}
     nvme = [f"{directory}/store"] if directory else []
-    kind, seed, told = "Stack", 0, {"error": "", "steps": 0}
+    seed, told = 0, {"error": "", "steps": 0}
     if what == "other blocks":
         kind, memory["gpu_memory"] = "Skipping", "4MiB"
     elif what == "model" and is_odd:
@@ -497,8 +419,6 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
         options["update"] = "backward"
     elif what == "no store" and is_odd:
         nvme = []
-    elif what == "stage" and is_odd:
-        options["zero"] = 2
     elif what == "replicas":
         options["zero"] = 0
     elif what == "budget" and is_odd:
@@ -524,18 +444,15 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None) -> dict[str, 
     try:
         with Engine(model, TierConfig(nvme=nvme, timeout_s=TIMEOUT_S, **memory), **options) as engine:
             told["begun_at"] = engine.step_count
-            # What is wrong is so from the third step on; a callback that fails there is seen in the one after it.
-            for step, batch in enumerate(must.batches(4 if what == "callback" else 3)):
+            # What is wrong is so from the second step on; a callback that fails there is seen in the one after it.
+            for step, batch in enumerate(must.batches(3 if what == "callback" else 2)):
                 begin = time.monotonic()
-                if what == "loader" and is_odd and step == 2:
+                if what == "loader" and is_odd and step == 1:
                     raise ArithmeticError("a bad file")
-                if what == "forward" and is_odd and step == 2:
-                    engine.model.layers[1].register_forward_hook(_raise)
-                if what == "close" and step == 2:
-                    loss_of(engine, parts(batch, ranks)[rank])
-                    break
+                if what == "forward" and is_odd and step == 1:
+                    engine.model.layers[0].register_forward_hook(_raise)
                 engine.backward(loss_of(engine, parts(batch, ranks)[rank]))
-                if step == 2:
+                if step == 1:
                     _be_odd(engine, what, is_odd=is_odd)
                 with suppress(ArithmeticError):
                     engine.step()
@@ -559,7 +476,7 @@ def _be_odd(engine: Engine, what: str, *, is_odd: bool) -> None:
     elif what == "gradient" and not is_odd:
         engine.gradient(names[0])
     elif what == "callback" and is_odd:
-        engine.on_step(lambda report: _raise() if report.step == 3 else None)
+        engine.on_step(lambda report: _raise() if report.step == 2 else None)
     elif what == "forgets":
         if is_odd:
             engine.zero_grad()
@@ -571,8 +488,8 @@ def _raise(*_: Any) -> None:
 
 
 FAULTS: dict[str, Callable[[], Backend]] = {
-    "full": lambda: FaultyBackend(ENOSPC, at=6, times=10**9, kinds=("pwrite",)),
-    "full later": lambda: FaultyBackend(ENOSPC, at=20, times=10**9, kinds=("pwrite",)),
+    "full": lambda: FaultyBackend(ENOSPC, at=2, times=10**9, kinds=("pwrite",)),
+    "full later": lambda: FaultyBackend(ENOSPC, at=12, times=10**9, kinds=("pwrite",)),
     "broken read": lambda: FaultyBackend(EIO, at=8, times=10**9, kinds=("pread",)),
     "unsynced": lambda: FaultyBackend(EIO, at=3, times=10**9, kinds=("fdatasync",)),
 }
