@@ -124,7 +124,7 @@ def view(rank: int, ranks: int, gpu_memory: str, holds_view: bool, **options: An
         with engine.gathered(name):
             seen = engine.model.get_parameter(name).detach() if holds_view else seen
         engine.load_state_dict({key: value * 0.5 for key, value in engine.state_dict().items()})
-        for batch in batches(4, rank, ranks):
+        for batch in batches(2, rank, ranks):
             loss = next_token_loss(engine, batch)
             engine.backward(loss)
             engine.step()
@@ -156,7 +156,7 @@ def step_inside(rank: int, ranks: int) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gathers, "complete", late)
         with Engine(tiny(blocks=6), tiers, AdamWConfig(lr=1e-2), zero=3) as engine:
-            for batch in batches(3, rank, ranks):
+            for batch in batches(2, rank, ranks):
                 with engine.gathered("blocks.5.up.weight"):
                     loss = next_token_loss(engine, batch)
                     engine.backward(loss)

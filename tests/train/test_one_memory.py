@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sharing
-from ranks import run_ranks
+from ranks import call, run_in_turn, run_ranks
 from runs import disk, tiny, tokens, train
 
 from tierstore.config import TierConfig
@@ -65,25 +63,23 @@ def test_no_memory_beside_it_is_taken() -> None:
     assert taken <= 16 * 2**20
 
 
-@cache
-def ranks_with_two_budgets() -> list[Any]:
-    memory = {"gpu_memory": "4MiB", "cpu_memory": "24MiB"}
-    return run_ranks(3, sharing.train, None, 3, model={"blocks": 5}, memory=memory)
-
-
-@pytest.mark.parametrize("memory", ["4500KiB", "24MiB"])
-def test_ranks_train_as_with_two_budgets(memory: str, tmp_path: Path) -> None:
-    expected = ranks_with_two_budgets()
-    found = run_ranks(3, sharing.train, str(tmp_path), 3, model={"blocks": 5}, memory={"cpu_memory": memory})
-    assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]
-    assert [rank["norms"] for rank in found] == [rank["norms"] for rank in expected]
+def test_ranks_train_as_with_two_budgets(tmp_path: Path) -> None:
+    model = {"blocks": 5}
+    two = call(None, 3, model=model, memory={"gpu_memory": "4MiB", "cpu_memory": "24MiB"})
+    one = [call(f"{tmp_path}/{m}", 3, model=model, memory={"cpu_memory": m}) for m in ("4500KiB", "24MiB")]
+    expected, *others = run_in_turn(3, sharing.train, [two, *one])
+    for found in others:
+        assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]
+        assert [rank["norms"] for rank in found] == [rank["norms"] for rank in expected]
 
 
 def test_ranks_with_unequal_memory_have_equal_gpu_tiers(tmp_path: Path) -> None:
     """What is fetched when depends on it, and must be the same."""
-    less, more = (run_ranks(2, sharing.divide, f"{tmp_path}/{m}", [m, m]) for m in ("4500KiB", "24MiB"))
+    memories = {"less": ["4500KiB", "4500KiB"], "more": ["24MiB", "24MiB"], "unequal": ["24MiB", "4500KiB"]}
+    calls = [call(f"{tmp_path}/{name}", memory) for name, memory in memories.items()]
+    less, more, unequal = run_in_turn(2, sharing.divide, calls)
     assert less[0] < more[0]
-    assert run_ranks(2, sharing.divide, f"{tmp_path}/unequal", ["24MiB", "4500KiB"]) == less
+    assert unequal == less
 
 
 @pytest.mark.parametrize("codec", ["none", "lz4"])

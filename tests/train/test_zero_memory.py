@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from ranks import run_ranks
+from ranks import call, run_in_turn
 from runs import TinyModel
 from sharing import Backwards, peaks
 
@@ -23,21 +25,39 @@ def part(size: int) -> int:
     return -(-size // (2 * BLOCK)) * BLOCK
 
 
-@pytest.mark.parametrize("model", [TinyModel, Backwards])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_peaks_of_a_rank(stage: int, model: type[TinyModel]) -> None:
+CASES = [(0, TinyModel), (1, TinyModel), (2, TinyModel), (3, TinyModel), (1, Backwards), (3, Backwards)]
+
+
+def on_device(stage: int) -> tuple[list[int], list[int]]:
+    """Bytes of the weights that the device must hold beside a bucket, and of each bucket."""
     parts = 2 if stage >= 2 else 1
-    whole = [size if stage == 0 else 2 * part(size) for size in SIZES]  # on the device, with padding
+    whole = [size if stage == 0 else 2 * part(size) for size in SIZES]  # with padding
     # A bucket holds the whole gradient and, behind each of its parts, a flag per parameter. Beside it is what is
     # left of it when it is scattered: the rank's part and its flags.
     buckets = [
         padded(4 * (elements + parts * flags + ((elements // 2 + flags) if stage >= 2 else 0)))
         for elements, flags in zip(whole, PARAMETERS)
     ]
-    # The least that the device must hold beside a bucket: all weights up to stage 2, one block in stage 3.
-    weights = [4 * elements for elements in (whole if stage < 3 else whole[3:4])]
-    gpu_memory = sum(padded(nbytes) for nbytes in weights) + max(buckets)
-    for rank, held in enumerate(run_ranks(2, peaks, stage, gpu_memory, model)):
+    # The least: all weights up to stage 2, one block in stage 3.
+    return [4 * elements for elements in (whole if stage < 3 else whole[3:4])], buckets
+
+
+def least(stage: int) -> int:
+    """The smallest GPU memory."""
+    weights, buckets = on_device(stage)
+    return sum(padded(nbytes) for nbytes in weights) + max(buckets)
+
+
+@pytest.fixture(scope="module")
+def held_by_ranks() -> dict[tuple[int, type[TinyModel]], list[dict[str, Any]]]:
+    """By case and rank."""
+    return dict(zip(CASES, run_in_turn(2, peaks, [call(stage, least(stage), model) for stage, model in CASES])))
+
+
+@pytest.mark.parametrize(("stage", "model"), CASES)
+def test_peaks_of_a_rank(stage: int, model: type[TinyModel], held_by_ranks: dict[Any, Any]) -> None:
+    weights, buckets = on_device(stage)
+    for rank, held in enumerate(held_by_ranks[stage, model]):
         assert held["device_weights"] == sum(weights)
         assert held["device_gradients"] == max(buckets)
         # At rest: 4 B of weights, 8 B of moments and 4 B of gradient for every element that the rank keeps.

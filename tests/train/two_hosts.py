@@ -29,5 +29,5 @@ def enter(hosts: Sequence[tuple[str, str]], rank: int) -> None:
 
 def train_there(rank: int, ranks: int, directory: str) -> dict[str, Any]:
     """Some steps, and the network devices of this host."""
-    told = train(rank, ranks, directory, 3, nodes=2)
+    told = train(rank, ranks, directory, 2, nodes=2)
     return told | {"devices": {name for _, name in socket.if_nameindex()}}
