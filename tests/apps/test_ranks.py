@@ -23,7 +23,7 @@ import pytest
 import torch
 from commands import forked, launched
 from crews import all_fail, differ, one_fails, one_is_lost, trained
-from ranks import run_ranks
+from ranks import call, run_in_turn, run_ranks
 from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
@@ -171,11 +171,10 @@ def test_a_failure_is_said_once(function: Any, sentences: list[str]) -> None:
 
 
 def test_a_stop_that_one_rank_hears_ends_all_after_the_same_step(folder: Path) -> None:
-    whole = run_ranks(2, trained, str(folder), "whole", 7)
+    calls = [call(str(folder), "whole", 5), call(str(folder), "parts", 5, stop_at=3), call(str(folder), "parts", 5)]
+    whole, stopped, resumed = run_in_turn(2, trained, calls)
     assert whole[0]["draw"] != whole[1]["draw"]  # other dropout at every rank
-    stopped = run_ranks(2, trained, str(folder), "parts", 7, stop_at=3)
     assert [(rank["stopped_by"], rank["last"]) for rank in stopped] == [(signal.SIGINT, 3)] * 2
-    resumed = run_ranks(2, trained, str(folder), "parts", 7)
     assert resumed[0]["losses"] == whole[0]["losses"]
     assert [rank["draw"] for rank in resumed] == [rank["draw"] for rank in whole]
 

@@ -10,14 +10,13 @@ import random
 import signal
 import sys
 import tempfile
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ranks import outcomes_of, run_ranks
+from ranks import call, outcomes_of, run_in_turn, run_ranks
 from sharing import lose, train
 
 STEPS = 4
@@ -38,14 +37,8 @@ def moments(waits: tuple[int, int], count: int, seed: int) -> list[int]:
     return sorted(chosen.sample(early, count // 8)) + sorted(chosen.sample(late, count - count // 8))
 
 
-@cache
-def whole_run(ranks: int) -> list[dict[str, Any]]:
-    """In memory, and nobody is killed."""
-    return run_ranks(ranks, train, None, STEPS, memory={"gpu_memory": "32MiB", "cpu_memory": "64MiB"})
-
-
-def lose_and_resume(directory: Path, moment: int, ranks: int = 2, victim: int = 1) -> str:
-    """Kill a rank at a moment; check what the others say and that all go on as if nothing had happened."""
+def lose_one(directory: Path, moment: int, ranks: int = 2, victim: int = 1) -> str:
+    """Kill a rank at a moment, check what the others say, and return it."""
     outcomes = outcomes_of(ranks, lose, str(directory), STEPS, moment, signal.SIGKILL, TIMEOUT_S, victim, grace_s=10.0)
     assert not outcomes.pop(victim).is_finished, "the rank was not killed"
     for outcome in outcomes:
@@ -53,13 +46,21 @@ def lose_and_resume(directory: Path, moment: int, ranks: int = 2, victim: int = 
         assert outcome.value["told"].startswith("RankLost"), (moment, outcome.value)
         assert f"rank {victim} does not answer" in outcome.value["told"]
         assert outcome.value["raised_s"] < TIMEOUT_S
+    return outcomes[0].value["told"]
+
+
+def go_on(stores: Sequence[Path], ranks: int = 2) -> list[int]:
+    """Check that all go on as if nothing had happened, and return at which steps."""
+    whole = call(None, STEPS, memory={"gpu_memory": "32MiB", "cpu_memory": "64MiB"})
     memory = {"gpu_memory": "10MiB", "cpu_memory": "4MiB"}
-    resumed = run_ranks(ranks, train, str(directory), until=STEPS, resume="auto", memory=memory)
-    begun = resumed[0]["begun_at"]
-    for rank, expected in zip(resumed, whole_run(ranks)):
-        assert (rank["begun_at"], rank["losses"]) == (begun, expected["losses"][begun:]), moment
-        assert all((rank["weights"][name] == value).all() for name, value in expected["weights"].items())
-    return f"resumed at step {begun}; {outcomes[0].value['told']}"
+    calls = [call(str(store), until=STEPS, resume="auto", memory=memory) for store in stores]
+    expected, *others = run_in_turn(ranks, train, [whole, *calls], wait_s=60.0 + 10 * len(calls))
+    for store, resumed in zip(stores, others):
+        begun = resumed[0]["begun_at"]
+        for rank, undisturbed in zip(resumed, expected):
+            assert (rank["begun_at"], rank["losses"]) == (begun, undisturbed["losses"][begun:]), store
+            assert all((rank["weights"][name] == value).all() for name, value in undisturbed["weights"].items()), store
+    return [resumed[0]["begun_at"] for resumed in others]
 
 
 def main() -> None:
@@ -70,10 +71,11 @@ def main() -> None:
     asked = options.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
         waits = waits_of(Path(directory) / "whole")
-        for moment in moments(waits, asked.kills, asked.seed):
-            told = lose_and_resume(Path(directory) / str(moment), moment, victim=moment % 2)
-            print(f"wait {moment} of {waits[1]}: {told}", flush=True)
-    print(f"{asked.kills} kills, all equal")
+        stores = {moment: Path(directory) / str(moment) for moment in moments(waits, asked.kills, asked.seed)}
+        for moment, store in stores.items():
+            print(f"wait {moment} of {waits[1]}: {lose_one(store, moment, victim=moment % 2)}", flush=True)
+        begun = go_on(list(stores.values()))
+    print(f"{asked.kills} kills, all equal; resumed at steps {begun}")
 
 
 if __name__ == "__main__":

@@ -7,15 +7,17 @@ import signal
 from pathlib import Path
 
 import pytest
-from kill_ranks import STEPS, TIMEOUT_S, lose_and_resume, moments, waits_of
+from kill_ranks import STEPS, TIMEOUT_S, go_on, lose_one, moments, waits_of
 from ranks import outcomes_of, run_ranks
 from sharing import begin_beside_a_stopped_one, begin_late, find_no_room, lose, lose_the_store, meet_late, meet_once
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
     """`kill_ranks.py` does it at more moments."""
-    for moment in moments(waits_of(tmp_path / "whole"), 3, seed=3):
-        lose_and_resume(tmp_path / str(moment), moment, victim=moment % 2)
+    stores = {moment: tmp_path / str(moment) for moment in moments(waits_of(tmp_path / "whole"), 3, seed=3)}
+    for moment, store in stores.items():
+        lose_one(store, moment, victim=moment % 2)
+    go_on(list(stores.values()))
 
 
 def test_a_rank_that_dies_before_all_have_met() -> None:
@@ -26,7 +28,8 @@ def test_a_rank_that_dies_before_all_have_met() -> None:
 
 
 def test_one_of_three_is_named(tmp_path: Path) -> None:
-    assert "rank 0 of 3 waited for" in lose_and_resume(tmp_path / "store", 112, ranks=3, victim=2)
+    assert "rank 0 of 3 waited for" in lose_one(tmp_path / "store", 112, ranks=3, victim=2)
+    go_on([tmp_path / "store"], ranks=3)
 
 
 def test_a_stopped_rank(tmp_path: Path) -> None:
