@@ -67,9 +67,8 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("update", "is_vertical", "is_tight"),
     [
-        ("auto", False, True), ("step", False, False), ("forward", False, True), ("backward", False, True),
-        ("speculative", False, False), ("speculative", False, True), ("delayed", False, True), ("forward", True, False),
-        ("forward", True, True),
+        ("step", False, False), ("forward", False, True), ("backward", False, True), ("speculative", False, True),
+        ("delayed", False, True), ("forward", True, True),
     ],
 )  # fmt: skip
 def test_in_company_gradients_are_what_they_are_alone(
