@@ -9,6 +9,8 @@ import pytest
 
 from tierstore.config import Tier
 from tierstore.io.meter import LinkMeter
+from tierstore.plan.prefetch import recommend_depth
+from tierstore.train import depth
 from tierstore.train.depth import DepthChooser
 
 GROUPS = 20
@@ -17,8 +19,8 @@ SIZE = 80_000
 FAST, SLOW = 1e9, 0.7e6  # at the slow one, depths from 1 to 8 each take less than the one before
 
 
-def depth_of(homes: list[Tier], ranks: int = 1, **rates: float) -> int:
-    """The depth after a step in which the links had these rates."""
+def depths_of(homes: list[Tier], steps: list[dict[str, float]], ranks: int = 1) -> list[int]:
+    """The depth after each of some steps in which the links had these rates."""
     clock = [0.0]
     meters = {link: LinkMeter(lambda: clock[0]) for link in ("read", "gather")}
     access = SimpleNamespace(
@@ -29,12 +31,20 @@ def depth_of(homes: list[Tier], ranks: int = 1, **rates: float) -> int:
     device: Any = SimpleNamespace(kind="cpu")
     partition: Any = SimpleNamespace(count=ranks, is_shared=ranks > 1)
     chooser = DepthChooser(access, store, None, device, partition, {"gather": meters["gather"]})  # type: ignore[arg-type]
-    for link, rate in rates.items():
-        meters[link].begin()
-        clock[0] += 4.0
-        meters[link].end(int(4.0 * rate))
-    chooser.step_ended(0.0)
-    return chooser.wanted
+    found = []
+    for rates in steps:
+        for link, rate in rates.items():
+            meters[link].begin()
+            clock[0] += 4.0
+            meters[link].end(int(4.0 * rate))
+        chooser.step_ended(0.0)
+        found.append(chooser.wanted)
+    return found
+
+
+def depth_of(homes: list[Tier], ranks: int = 1, **rates: float) -> int:
+    """The depth after a step in which the links had these rates."""
+    return depths_of(homes, [rates], ranks)[0]
 
 
 def test_weights_on_disk_come_at_its_rate() -> None:
@@ -55,3 +65,21 @@ def test_only_what_is_on_disk_does() -> None:
 def test_the_parts_of_other_ranks_come_from_them() -> None:
     assert depth_of([Tier.NVME] * GROUPS, 16, read=SLOW, gather=FAST) == 1
     assert depth_of([Tier.CPU] * GROUPS, 16, read=FAST, gather=SLOW) > 2
+
+
+def test_a_drift_that_does_not_matter_must_grow_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link whose rate goes up and down is no reason to compute the same depth in every step."""
+    computed: list[float] = []
+
+    def recommended(order: Any, bytes_per_s: float, capacity_bytes: int) -> int:
+        computed.append(bytes_per_s)
+        return recommend_depth(order, bytes_per_s, capacity_bytes)
+
+    monkeypatch.setattr(depth, "recommend_depth", recommended)
+    noisy = [{"read": FAST * 10 ** (step % 2)} for step in range(20)]
+    assert set(depths_of([Tier.NVME] * GROUPS, noisy)) == {1}
+    assert 1 < len(computed) <= 5
+    slower, faster = [{"read": SLOW}] * 20, [{"read": FAST}] * 20
+    found = depths_of([Tier.NVME] * GROUPS, [*noisy, *slower, *faster])
+    assert found[39] > 2
+    assert found[-1] == 1

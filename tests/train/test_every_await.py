@@ -174,5 +174,5 @@ def test_a_step_broken_off_where_the_loop_waits(
             check_resumes(way, folder, expected)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(books) > (10 if way.state_on_gpu else 20)  # there it depends on what is sooner: 19 to 27 were seen
+    assert len(books) > 10  # what is waited for depends on what is sooner: 19 to 27 were seen
     assert not {name for lent in books for name, nbytes in lent.items() if nbytes}, books
