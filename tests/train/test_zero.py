@@ -9,8 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ranks import call, run_in_turn, run_ranks
 from sharing import look, norm_of_wide, step_inside, train, view
+
+from tierstore.train import filling, partition
+from tierstore.train.filling import Piece
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -138,3 +142,16 @@ def test_nodes_go_on_from_the_newest_generation_that_all_have(hybrid: Hybrid, tm
     resumed = run_ranks(4, train, str(tmp_path), 2, start=2, nodes=2, resume="must")
     assert [rank["begun_at"] for rank in resumed] == [2, 2, 2, 2]
     assert [rank["losses"] for rank in resumed] == [losses[2:] for losses in hybrid.losses]
+
+
+def test_small_pieces_of_initial_weights_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, and never more than one large piece at once."""
+    for module in (filling, partition):
+        monkeypatch.setattr(module, "PIECE_ELEMENTS", 8)
+    sizes = [3, 5, 1, 20, 0, 4, 4, 8]
+    values = torch.arange(float(sum(sizes))).split(sizes)
+    pieces = (Piece(str(number), 0, one) for number, one in enumerate(values))
+    found = list(partition._handfuls(pieces))
+    assert [[len(piece.values) for piece in handful] for handful in found] == [[3, 5], [1], [8], [8], [4, 4], [4], [8]]
+    assert [piece[:2] for piece in found[3]] == [("3", 8)]
+    assert torch.equal(torch.cat([piece.values for handful in found for piece in handful]), torch.cat(values))

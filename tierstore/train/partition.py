@@ -35,7 +35,7 @@ from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.placement import BLOCK
 from tierstore.store.layout import GroupSpec, check_same_model, fingerprint, shard
 from tierstore.store.team import Alone, Team, attempt, outcome, results
-from tierstore.train.filling import Piece, in_pieces
+from tierstore.train.filling import PIECE_ELEMENTS, Piece, in_pieces
 from tierstore.train.ranks import Ranks, refuse_different
 
 T = TypeVar("T")
@@ -236,22 +236,21 @@ class Partition:
         if self.ranks is None:
             yield from pieces
             return
-        what, own = "initial weights", _small(pieces) if self.ranks.rank == 0 else iter(())
+        what, own = "initial weights", _handfuls(pieces) if self.ranks.rank == 0 else iter(())
         if self.ranks.rank and isinstance(pieces, Generator):
             pieces.close()  # it holds them
-        piece: Piece | None = None
+        given: list[Piece] = []
 
-        def announce() -> tuple[str, int, int, torch.dtype] | None:
-            nonlocal piece
-            piece = next(own, None)
-            return None if piece is None else (piece.name, piece.offset, piece.values.numel(), piece.values.dtype)
+        def announce() -> list[tuple[str, int, int, torch.dtype]]:
+            given[:] = next(own, [])
+            return [(name, offset, values.numel(), values.dtype) for name, offset, values in given]
 
-        while (announced := self.all_succeed(what, announce)[0]) is not None:
-            name, offset, count, dtype = announced
-            with self.ranks.waiting(what):
-                values = torch.empty(count, dtype=dtype, device="cpu") if piece is None else piece.values
-                distributed.broadcast(values.view(torch.uint8), self.ranks.members[0], group=self._control)
-            yield Piece(name, offset, values)
+        while announced := self.all_succeed(what, announce)[0]:
+            for index, (name, offset, count, dtype) in enumerate(announced):
+                with self.ranks.waiting(what):
+                    values = given[index].values if given else torch.empty(count, dtype=dtype, device="cpu")
+                    distributed.broadcast(values.view(torch.uint8), self.ranks.members[0], group=self._control)
+                yield Piece(name, offset, values)
 
     def joined(self, what: str, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The parts of all ranks, one behind the other."""
@@ -300,11 +299,18 @@ class _RankTeam:
         del self._group
 
 
-def _small(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces that a rank has memory for, in CPU memory."""
+def _handfuls(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces that a rank has memory for, in CPU memory: a large one alone, or several that are small together."""
+    handful: list[Piece] = []
+    elements = 0
     for name, offset, values in pieces:
         for start, part in in_pieces(values):
-            yield Piece(name, offset + start, part.detach().cpu().contiguous())
+            if elements + part.numel() > PIECE_ELEMENTS:
+                yield handful
+                handful, elements = [], 0
+            handful.append(Piece(name, offset + start, part.detach().cpu().contiguous()))
+            elements += part.numel()
+    yield handful
 
 
 @dataclass(frozen=True, slots=True)
