@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from tierstore.config import Tier
-from tierstore.plan.placement import BLOCK, Grid, Pools, Request
+from tierstore.plan.placement import BLOCK, Grid, GroupNeed, Pools, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,43 +57,66 @@ class _Transient:
         return min(leases * self.largest_bytes, self.total_bytes)
 
 
+class _Share(NamedTuple):
+    """What a group adds to the pools: bytes that stay; of what passes through, the largest lease and all of them."""
+
+    resident: int
+    gradients: int
+    weights: tuple[int, int]
+    spill: tuple[int, int]
+    update: tuple[int, int]
+    device: tuple[int, int]
+
+
 def pools_of(request: Request, chunk_elements: int, homes: Homes, comfort: Comfort) -> Pools:
     """Pools that these homes need; transient ones hold `comfort` leases, or all there ever are if those are fewer."""
+    resident = gradients = largest_whole = streamed_bytes = 0
+    spill, update, weights, device = (_Transient() for _ in range(4))
+    for need, *home in zip(request.groups, homes.weights, homes.gradients, homes.state):
+        share = _share(need.elements, need.weight_bytes, need.state_bytes, need.trainable, chunk_elements, *home)
+        resident += share.resident
+        gradients += share.gradients
+        spill.add(*share.spill)
+        update.add(*share.update)
+        weights.add(*share.weights)
+        device.add(*share.device)
+        largest_whole = max(largest_whole, share.spill[1])
     copies = 2 if request.gradients == "doubled" else 1
-    resident = kept = 0
-    gradients: list[int] = []
-    streamed, spill, update, weights, device = (_Transient() for _ in range(5))
-    for need, weights_home, gradient_home, resident_chunks in zip(
-        request.groups, homes.weights, homes.gradients, homes.state
-    ):
-        grid = Grid(need, chunk_elements)
-        if weights_home is Tier.CPU:
-            resident += grid.total(need.weight_bytes)
-        else:
-            weights.add(grid.largest(need.weight_bytes), grid.total(need.weight_bytes))
-        if gradient_home is Tier.GPU:
-            device.add(grid.largest(need.state_bytes), grid.total(need.state_bytes))
-        if not need.trainable or gradient_home is Tier.GPU:
-            continue
-        resident += grid.leading(need.state_bytes, resident_chunks)
-        gradient_bytes = grid.total(need.weight_bytes)
-        if gradient_home is Tier.NVME:
-            spill.add(grid.largest(need.weight_bytes), gradient_bytes)
-            if request.gradients == "streamed":
-                streamed.add(grid.largest(need.weight_bytes), gradient_bytes)
-                gradients.append(gradient_bytes)
-        else:
-            kept += copies * gradient_bytes
-        beside_state = (weights_home is Tier.NVME) + (gradient_home is Tier.NVME)
-        update.add(*_trips(grid, resident_chunks, beside_state))
-    whole_groups = min(sum(gradients), comfort.streamed_groups * max(gradients, default=0))
+    if request.gradients == "streamed":
+        whole_bytes = min(spill.total_bytes, comfort.streamed_groups * largest_whole)
+        streamed_bytes = max(spill.pool_bytes(comfort.staging), whole_bytes)
     return Pools(
         resident=resident,
-        gradients=kept + max(streamed.pool_bytes(comfort.staging), whole_groups),
+        gradients=copies * gradients + streamed_bytes,
         spill=spill.pool_bytes(comfort.staging),
         update=update.pool_bytes(comfort.trips),
         weights=weights.pool_bytes(comfort.loads),
         device=device.pool_bytes(comfort.staging if request.nvme else 1),  # one after the other, without commits
+    )
+
+
+@lru_cache(2**13)  # most groups are alike, and a search for good homes asks for the same again and again
+def _share(
+    elements: int, weight_bytes: int, state_bytes: int, trainable: bool, chunk_elements: int,
+    weights_home: Tier, gradient_home: Tier, resident_chunks: int,
+) -> _Share:  # fmt: skip
+    need, nothing = GroupNeed("", elements, weight_bytes, state_bytes, trainable), (0, 0)
+    grid = Grid(need, chunk_elements)
+    weights = grid.largest(need.weight_bytes), grid.total(need.weight_bytes)
+    state = grid.largest(need.state_bytes), grid.total(need.state_bytes)
+    is_updated_here = need.trainable and gradient_home is not Tier.GPU
+    is_spilled = is_updated_here and gradient_home is Tier.NVME
+    resident = weights[1] if weights_home is Tier.CPU else 0
+    if is_updated_here:
+        resident += grid.leading(need.state_bytes, resident_chunks)
+    beside_state = (weights_home is Tier.NVME) + is_spilled
+    return _Share(
+        resident=resident,
+        gradients=weights[1] if is_updated_here and not is_spilled else 0,
+        weights=nothing if weights_home is Tier.CPU else weights,
+        spill=weights if is_spilled else nothing,
+        update=_trips(grid, resident_chunks, beside_state) if is_updated_here else nothing,
+        device=state if gradient_home is Tier.GPU else nothing,
     )
 
 
