@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import tierstore
 import tierstore.apps.probe
+from tierstore.apps import heap
 from tierstore.apps.launch import Launch
 from tierstore.apps.probe import Outcome, ProbeOptions, probe
 from tierstore.apps.probe_report import sentences
@@ -73,6 +74,16 @@ def test_a_run_in_small(disk_path: Path) -> None:
     assert f"disk, reads             │ {one.read.per_s / 1e9:6.2f}"[:34] in result.output
     assert "Reads and writes" in result.output
     assert plot.read_bytes().startswith(PNG)
+
+
+def test_layers_are_timed_in_memory_as_steps_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[tuple[int, int]] = []
+    monkeypatch.setattr(heap, "_set", lambda *values: settings.extend(values))
+    seen: list[list[tuple[int, int]]] = []
+    monkeypatch.setattr(layers, "time_layers", lambda *_: seen.append(settings.copy()))
+    tierstore.apps.probe._time_layers(ProbeOptions(nvme=(Path("disk"),)), 1, lambda *_: None)
+    assert dict(seen[0])[heap._MMAP_THRESHOLD] == heap._SERVING_BYTES
+    assert dict(settings)[heap._MMAP_THRESHOLD] == heap._LARGE_BYTES
 
 
 def test_what_bounds_is_said() -> None:

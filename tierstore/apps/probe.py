@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.apps.heap import serve_steps
 from tierstore.apps.launch import Launch
+from tierstore.apps.options import FreedMemory
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
@@ -174,11 +176,12 @@ def _measure(
 
 
 def _time_layers(options: ProbeOptions, rounds: int, tell: Callable[[str, float], None]) -> tuple[TimedLayer, ...]:
-    """By this thread, as a training loop computes."""
+    """By this thread, as a training loop computes, and in memory as it has by default."""
     from tierstore.measure.layers import DTYPES, time_layers
 
     longest_s = _QUICK_LAYER_S if options.quick else _LAYER_S
-    return time_layers(tuple(DTYPES), rounds, longest_s, lambda name: tell(name, 1.0))
+    with serve_steps(FreedMemory.AUTO, updates_in_memory=False):
+        return time_layers(tuple(DTYPES), rounds, longest_s, lambda name: tell(name, 1.0))
 
 
 def _table(disks: Disks, machine: Machine) -> BandwidthTable:
