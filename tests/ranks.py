@@ -83,7 +83,14 @@ def run_in_turn(
 
 
 def _in_turn(rank: int, ranks: int, function: Callable[..., Any], calls: Sequence[Any]) -> list[Any]:
-    return [function(rank, ranks, *arguments, **options) for arguments, options in calls]
+    found = []
+    for arguments, options in calls:
+        try:
+            found.append(function(rank, ranks, *arguments, **options))
+        except BaseException as error:
+            error.add_note(f"called with {arguments} and {options}")
+            raise
+    return found
 
 
 def outcomes_of(

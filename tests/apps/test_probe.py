@@ -76,14 +76,14 @@ def test_a_run_in_small(disk_path: Path) -> None:
     assert plot.read_bytes().startswith(PNG)
 
 
-def test_layers_are_timed_in_memory_as_steps_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_timed_in_memory_that_earlier_steps_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: list[tuple[int, int]] = []
     monkeypatch.setattr(heap, "_set", lambda *values: settings.extend(values))
     seen: list[list[tuple[int, int]]] = []
     monkeypatch.setattr(layers, "time_layers", lambda *_: seen.append(settings.copy()))
     tierstore.apps.probe._time_layers(ProbeOptions(nvme=(Path("disk"),)), 1, lambda *_: None)
-    assert dict(seen[0])[heap._MMAP_THRESHOLD] == heap._SERVING_BYTES
-    assert dict(settings)[heap._MMAP_THRESHOLD] == heap._LARGE_BYTES
+    assert dict(seen[0])[heap._TRIM_THRESHOLD] == heap._NEVER
+    assert dict(settings)[heap._TRIM_THRESHOLD] == heap._SMALL_BYTES
 
 
 def test_what_bounds_is_said() -> None:

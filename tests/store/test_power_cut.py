@@ -74,14 +74,14 @@ def test_what_is_left_opens_and_goes_on_exactly(case: Case, tmp_path: Path) -> N
     assert {known[0], known[-1]} == {BEGIN - case.way.commit_every, case.end}
 
 
-@pytest.mark.parametrize(("directories", "steps"), [(1, 1), (2, 0)])
-def test_of_a_store_that_is_made(directories: int, steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("directories", "steps", "draws"), [(1, 1, 0), (1, 0, 2), (2, 0, 1)])
+def test_of_a_store_that_is_made(directories: int, steps: int, draws: int, tmp_path: Path) -> None:
     """A sync that has no need in one directory has one in two, of which a manifest syncs only the first; or the other
-    way, for only those of several say which they are.
+    way, for only those of several say which they are. What of one sync comes before another one, or what lies between
+    two directories, shows only where some of it is durable.
     """
     way = Way("delayed", cpu_memory=DISK, directories=directories)  # it has the most packs
     expected = expected_states(way, tmp_path / "expected", steps)
-    draws = {1: 0, 2: 1}[directories]  # what comes between two directories shows only where some of it is durable
     for image in images(*journal_of(way, tmp_path / "run", steps), draws=draws):
         check(way, image, tmp_path / "left", expected)
     assert image.known == steps

@@ -152,7 +152,7 @@ def test_what_a_loop_does(tmp_path: Path) -> None:
     calls = [
         call(str(tmp_path / "plain"), [4]),
         call(str(tmp_path / "other"), [4], zero=1, durability="none"),
-        call(str(tmp_path / "resumed"), [3, 1], commit_every=3),
+        call(str(tmp_path / "resumed"), [3, 1], commit_every=2),
     ]
     plain, other, resumed = run_in_turn(2, zero_models.loop, calls)
     assert plain[0]["masks"] != plain[1]["masks"]

@@ -176,11 +176,11 @@ def _measure(
 
 
 def _time_layers(options: ProbeOptions, rounds: int, tell: Callable[[str, float], None]) -> tuple[TimedLayer, ...]:
-    """By this thread, as a training loop computes, and in memory as it has by default."""
+    """By this thread, as a training loop computes, and in memory that earlier steps have left."""
     from tierstore.measure.layers import DTYPES, time_layers
 
     longest_s = _QUICK_LAYER_S if options.quick else _LAYER_S
-    with serve_steps(FreedMemory.AUTO, updates_in_memory=False):
+    with serve_steps(FreedMemory.KEEP, updates_in_memory=False):
         return time_layers(tuple(DTYPES), rounds, longest_s, lambda name: tell(name, 1.0))
 
 

@@ -7,7 +7,8 @@ Owner: the training side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 
 from tierstore.config import MeasuredRates, Tier, TierConfig
 from tierstore.device.streams import ComputeDevice
@@ -21,8 +22,8 @@ from tierstore.train.access import DeviceAccess
 from tierstore.train.partition import Partition
 
 DRIFT = 1.5
-"""The depth is computed again when a measured rate or compute time is by this factor outside of what gave the same
-depth: noise is not computed in every step, for that takes longer than a small step."""
+"""The depth is computed anew when what the link moves while a step computes has changed by about this factor, and once
+for each such magnitude: where rates go up and down, computing it in every step would take longer than a small step."""
 _IN_MEMORY = 2
 """Of weights that all come from memory: the next group, and one more for a thread that is late. In a step of `tierstore
 bench step --heat cost` 14 of 99 small groups are fetched: with 1 compute waited for 7 of them, 2.2 ms each, with 2 for
@@ -61,7 +62,7 @@ class DepthChooser:
         self._reads = Estimator(weight=0.5)
         self._gathers = Estimator(weight=0.5)
         self._seen = {"read": (0, 0.0), "gather": (0, 0.0)}
-        self._alike: Sequence[tuple[float, float]] = ()
+        self._known: dict[int, int] = {}
 
     def begin(self, tiers: TierConfig) -> None:
         """Choose a first depth from the rates given (a table, not its file) or measured now."""
@@ -81,7 +82,7 @@ class DepthChooser:
         self._access.depth = depth
 
     def step_ended(self, computing_s: float) -> None:
-        """Compute the depth again from what this step measured, when that has changed enough.
+        """Choose the depth again from what this step measured.
 
         Args:
             computing_s: of forward and backward, without waiting for weights.
@@ -97,13 +98,11 @@ class DepthChooser:
             # Kernels are queued, not run, during a visit: its share of the whole time is taken to be that of its bytes.
             total_bytes = sum(access.sizes[group] for group in access.order)
             visit_seconds = [computing_s * access.sizes[group] / total_bytes for group in access.order]
-        now = rate, sum(visit_seconds)
-        if self._alike and all(low / DRIFT <= new <= DRIFT * high for new, (low, high) in zip(now, self._alike)):
-            return
-        order = tuple(Visit(g, access.sizes[g], s) for g, s in zip(access.order, visit_seconds))
-        before, self.wanted = self.wanted, recommend_depth(order, rate, self._store.placement.gpu_weight_bytes)
-        known = self._alike if self._alike and self.wanted == before else [(new, new) for new in now]
-        self._alike = [(min(low, new), max(high, new)) for new, (low, high) in zip(now, known)]
+        moved_bytes = max(1.0, rate * sum(visit_seconds))
+        if (magnitude := round(math.log(moved_bytes, DRIFT))) not in self._known:
+            order = tuple(Visit(g, access.sizes[g], s) for g, s in zip(access.order, visit_seconds))
+            self._known[magnitude] = recommend_depth(order, rate, self._store.placement.gpu_weight_bytes)
+        self.wanted = self._known[magnitude]
         if not self._partition.is_shared:
             access.depth = self.wanted
 

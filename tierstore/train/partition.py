@@ -242,7 +242,8 @@ class Partition:
         given: list[Piece] = []
 
         def announce() -> list[tuple[str, int, int, torch.dtype]]:
-            given[:] = next(own, [])
+            given.clear()  # before the next are made
+            given.extend(next(own, ()))
             return [(name, offset, values.numel(), values.dtype) for name, offset, values in given]
 
         while announced := self.all_succeed(what, announce)[0]:
@@ -308,6 +309,8 @@ def _handfuls(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             if elements + part.numel() > PIECE_ELEMENTS:
                 yield handful
                 handful, elements = [], 0
+            is_rest = part.numel() < min(values.numel(), PIECE_ELEMENTS)  # it would keep all of a large tensor
+            part = part.clone() if is_rest else part
             handful.append(Piece(name, offset + start, part.detach().cpu().contiguous()))
             elements += part.numel()
     yield handful
