@@ -145,7 +145,7 @@ def test_nodes_go_on_from_the_newest_generation_that_all_have(hybrid: Hybrid, tm
 
 
 def test_small_pieces_of_initial_weights_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In their order, and never more than one large piece at once."""
+    """In their order, never more than one large piece at once, and the rest of a tensor does not keep all of it."""
     for module in (filling, partition):
         monkeypatch.setattr(module, "PIECE_ELEMENTS", 8)
     sizes = [3, 5, 1, 20, 0, 4, 4, 8]
@@ -154,4 +154,5 @@ def test_small_pieces_of_initial_weights_go_together(monkeypatch: pytest.MonkeyP
     found = list(partition._handfuls(pieces))
     assert [[len(piece.values) for piece in handful] for handful in found] == [[3, 5], [1], [8], [8], [4, 4], [4], [8]]
     assert [piece[:2] for piece in found[3]] == [("3", 8)]
+    assert found[4][0].values.untyped_storage().nbytes() == found[4][0].values.nbytes
     assert torch.equal(torch.cat([piece.values for handful in found for piece in handful]), torch.cat(values))
