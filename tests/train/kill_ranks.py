@@ -38,7 +38,7 @@ def moments(waits: tuple[int, int], count: int, seed: int) -> list[int]:
 
 
 def lose_one(directory: Path, moment: int, ranks: int = 2, victim: int = 1) -> str:
-    """Kill a rank at a moment, check what the others say, and return it."""
+    """Kill a rank at a moment; check what the others say, and return what the first of them does."""
     outcomes = outcomes_of(ranks, lose, str(directory), STEPS, moment, signal.SIGKILL, TIMEOUT_S, victim, grace_s=10.0)
     assert not outcomes.pop(victim).is_finished, "the rank was not killed"
     for outcome in outcomes:
