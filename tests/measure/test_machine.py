@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 from tierstore.cores import update_threads
 from tierstore.device.transfers import CpuDevice
 from tierstore.errors import ConfigError, FormatError, StorageError
-from tierstore.measure import compute, links
+from tierstore.measure import compute, links, machine
 from tierstore.measure.loads import Load
 from tierstore.measure.machine import measure_machine
 from tierstore.measure.table_file import read_table, with_rates, write_table
@@ -30,23 +33,55 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_SIDE", {"cpu": 64})
 
 
-@pytest.mark.usefixtures("small", "one_thread", "no_leaks")
+@pytest.fixture
+def small_beside_disk(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As short beside a disk."""
+    monkeypatch.setattr(machine, "_BESIDE_DISK_S", 0.0)
+
+
+@pytest.mark.usefixtures("small_beside_disk", "one_thread", "no_leaks")
 def test_every_rate_and_every_pair() -> None:
     disk = {Activity.READ: Load(lambda: None, 1.0), Activity.WRITE: Load(lambda: None, 1.0)}
     told: list[float] = []
     memory = np.zeros(4 * MIB, np.uint8)
-    machine = asyncio.run(measure_machine(CpuDevice(), memory, 0.001, 1, lambda what, done: told.append(done), disk))
-    assert {"h2d", "d2h", "matmul", "adam", "adam fp32", "norm", "memory", "checksum"} <= set(machine.rates)
-    assert {(one.codec, one.data) for one in machine.codecs} == {
+    found = asyncio.run(measure_machine(CpuDevice(), memory, 0.001, 1, lambda what, done: told.append(done), disk))
+    assert {"h2d", "d2h", "matmul", "adam", "adam fp32", "norm", "memory", "checksum"} <= set(found.rates)
+    assert {(one.codec, one.data) for one in found.codecs} == {
         (codec, data) for codec in COMPRESSING for data in ("bf16", "fp32")
     }
-    assert all(one.ratio > 0.99 for one in machine.codecs)
-    found = {(one.activity, one.beside) for one in machine.slowdowns}
-    assert found == {(other, one) for one, other in found}  # both ways
-    assert {(Activity.ADAM, Activity.MATMUL), (Activity.H2D, Activity.D2H), (Activity.READ, Activity.MATMUL)} <= found
-    assert all(one.factor >= 1 for one in machine.slowdowns)
+    assert all(one.ratio > 0.99 for one in found.codecs)
+    pairs = {(one.activity, one.beside) for one in found.slowdowns}
+    assert pairs == {(other, one) for one, other in pairs}  # both ways
+    assert {(Activity.ADAM, Activity.MATMUL), (Activity.H2D, Activity.D2H), (Activity.READ, Activity.MATMUL)} <= pairs
+    assert all(one.factor >= 1 for one in found.slowdowns)
     assert told == sorted(told)
     assert told[-1] < 1
+
+
+@dataclass
+class ChangingDisk:
+    """A disk that is half as fast beside something else, and slow from the second round to the first run of the third.
+
+    Attributes:
+        runs: alone, and with each of three others, in turn: so four in a round.
+    """
+
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    async def run(self, seconds: float) -> float:
+        number = next(self.numbers)
+        is_alone = number % 4 == (0 if number // 4 % 2 == 0 else 3)  # every other round goes backwards
+        return (1.0 if 4 <= number <= 8 else 4.0) * (1.0 if is_alone else 0.5)
+
+
+@pytest.mark.usefixtures("small_beside_disk", "one_thread")
+def test_a_slowdown_is_of_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medians of all runs alone and of all runs beside something would be those of other moments."""
+    disk = ChangingDisk()
+    memory = np.zeros(MIB, np.uint8)
+    found = asyncio.run(measure_machine(CpuDevice(), memory, 0.001, 3, lambda *_: None, {Activity.WRITE: disk}))
+    beside = {one.beside: one.factor for one in found.slowdowns if one.activity is Activity.WRITE}
+    assert beside == dict.fromkeys((Activity.MATMUL, Activity.ADAM, Activity.H2D), 2.0)
 
 
 def test_copies_to_and_from_the_device_carry_the_bytes() -> None:

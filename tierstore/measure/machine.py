@@ -8,7 +8,7 @@ Owner: the caller owns device and memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,10 @@ from tierstore.io.memory import Bytes
 from tierstore.kernels import warm_up
 from tierstore.measure import compute, links
 from tierstore.measure.loads import Load, Pace, Runnable, in_turn
-from tierstore.plan.bandwidth import Activity, CodecRates, Rate, Slowdown
+from tierstore.plan.bandwidth import Activity, CodecRates, Rate, Slowdown, middle
+
+Pair = tuple[Activity, Activity]
+Runs = Mapping[str, Sequence[tuple[float, ...]]]
 
 _PAIRS = (
     (Activity.H2D, Activity.D2H),
@@ -28,6 +31,7 @@ _PAIRS = (
     (Activity.H2D, Activity.ADAM),
 )
 _BESIDE_DISK = (Activity.MATMUL, Activity.ADAM, Activity.H2D)
+_BESIDE_DISK_S = 0.15  # a run at least: all threads of a disk have moved a few blocks by then
 _PAGEABLE_BYTES = 2**26
 MEMORY_BYTES = 2**28
 """What the loads here are made over."""
@@ -53,41 +57,51 @@ async def measure_machine(
     """Measures everything once per round, `pace_s` each.
 
     Args:
-        disk: loads that read and write, to be run beside what computes and copies.
+        disk: loads that read and write, to be run beside what computes and copies; each run somewhat longer.
         tell: called before each run, with what is done and the share of all that is over.
     """
     warm_up(["fp32", "bf16"])
     busy = _busy(device, memory)
     codecs = compute.codecs()
-    loads: dict[str, list[Runnable]] = {name: [load] for name, load in busy.items()}
+    activities = {one: busy[one.value] for one in Activity if one.value in busy}
+    loads = {**_side_by_side(_PAIRS, activities), **{name: [load] for name, load in busy.items()}}
     for name, coder in codecs.items():
         loads[f"{name} encode"], loads[f"{name} decode"] = [coder.encode], [coder.decode]
-    activities: dict[Activity, Runnable] = {one: busy[one.value] for one in Activity if one.value in busy}
-    pairs = list(_PAIRS)
-    for activity, load in (disk or {}).items():
-        activities[activity] = load
-        loads[activity.value] = [load]
-        pairs += [(activity, other) for other in _BESIDE_DISK]
-    singles = list(loads)
-    for one, other in pairs:
-        loads[_pair_name(one, other)] = [activities[one], activities[other]]
-    begun, total = [0], rounds * len(loads)
+    reads_and_writes = disk or {}
+    disk_pairs = [(one, other) for one in reads_and_writes for other in _BESIDE_DISK]
+    beside_disk = _side_by_side(disk_pairs, {**activities, **reads_and_writes})
+    begun, total = [0], rounds * (len(loads) + len(beside_disk))
 
     def tell_of(name: str) -> None:
         tell(name, begun[0] / total)
         begun[0] += 1
 
+    async def measured(loads: Mapping[str, Sequence[Runnable]], run_s: float) -> Runs:
+        limit_s = 3 * run_s * rounds * len(loads)
+        return await in_turn(loads, Pace(run_s, rounds, time.perf_counter() + limit_s, tell_of))
+
     await in_turn(loads, Pace(pace_s / 4, 1, 0.0))  # the first time is never like the others
-    runs = await in_turn(loads, Pace(pace_s, rounds, time.perf_counter() + 3 * pace_s * total, tell_of))
-    alone = {name: Rate.of([run[0] for run in runs[name]]) for name in singles}
+    runs = await measured(loads, pace_s)
+    disk_runs = await measured(beside_disk, max(pace_s, _BESIDE_DISK_S))
+    alone = {name: Rate.of([run[0] for run in runs[name]]) for name, beside in loads.items() if len(beside) == 1}
     return Machine(
         alone,
         tuple(
             CodecRates(one.codec, one.data, one.ratio, alone[f"{name} encode"].per_s, alone[f"{name} decode"].per_s)
             for name, one in codecs.items()
         ),
-        tuple(slowdown for pair in pairs for slowdown in _slowdowns(pair, runs[_pair_name(*pair)], alone)),
+        (*_slowdowns(_PAIRS, runs), *_slowdowns(disk_pairs, disk_runs)),
     )
+
+
+def _side_by_side(pairs: Sequence[Pair], activities: Mapping[Activity, Runnable]) -> dict[str, Sequence[Runnable]]:
+    """Loads by name: each pair after the two alone, so that what is compared is measured within moments."""
+    loads: dict[str, Sequence[Runnable]] = {}
+    for pair in pairs:
+        for one in pair:
+            loads.setdefault(one.value, [activities[one]])
+        loads[_pair_name(pair)] = [activities[one] for one in pair]
+    return loads
 
 
 def _busy(device: ComputeDevice, memory: Bytes) -> dict[str, Load]:
@@ -109,17 +123,14 @@ def _busy(device: ComputeDevice, memory: Bytes) -> dict[str, Load]:
     return busy
 
 
-def _pair_name(one: Activity, other: Activity) -> str:
-    return f"{one.value} beside {other.value}"
+def _pair_name(pair: Pair) -> str:
+    return f"{pair[0].value} beside {pair[1].value}"
 
 
-def _slowdowns(
-    pair: tuple[Activity, Activity], runs: list[tuple[float, ...]], alone: Mapping[str, Rate]
-) -> tuple[Slowdown, Slowdown]:
-    """Each of a pair beside the other."""
-    first, second = (Rate.of([run[index] for run in runs]).per_s for index in (0, 1))
-    one, other = pair
-    return (
-        Slowdown(one, other, max(1.0, alone[one.value].per_s / first)),  # nothing gains by company: less is noise
-        Slowdown(other, one, max(1.0, alone[other.value].per_s / second)),
-    )
+def _slowdowns(pairs: Sequence[Pair], runs: Runs) -> Iterator[Slowdown]:
+    """Of each of a pair beside the other: the median over rounds, so that no moment of the machine is one's alone."""
+    for pair in pairs:
+        for index, one in enumerate(pair):
+            factors = [alone[0] / both[index] for alone, both in zip(runs[one.value], runs[_pair_name(pair)])]
+            # Nothing gains by company: less than 1 is noise.
+            yield Slowdown(one, pair[1 - index], max(1.0, middle(factors)[0]))
