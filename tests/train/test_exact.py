@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,9 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def memory_apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In about half of the tests gradients and weights must be copied, as from and to a GPU."""
-    if zlib.crc32(request.node.name.encode()) % 2:
+def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of the tests: whether gradients and weights must be copied, as from and to a GPU."""
+    if getattr(request, "param", False):
         monkeypatch.setattr(CpuDevice, "in_place", lambda *_: None)
         monkeypatch.setattr(CpuDevice, "address_of", lambda *_: None)
 
@@ -97,16 +96,17 @@ def check_placement(name: str, placement: Placement) -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "update", "dtype"),
+    ("placement", "update", "dtype", "apart"),
     [
-        ("memory", "forward", "fp32"), ("memory", "backward", "bf16"),
-        ("memory+store", "step", "bf16"), ("memory+store", "forward", "bf16"),
-        ("memory+store", "speculative", "fp32"), ("memory+store", "backward", "fp32"),
-        ("mixed", "step", "fp32"), ("mixed", "forward", "fp32"),
-        ("mixed", "speculative", "bf16"), ("mixed", "backward", "bf16"),
-        ("disk", "step", "bf16"), ("disk", "forward", "bf16"),
-        ("disk", "speculative", "fp32"), ("disk", "backward", "fp32"),
+        ("memory", "forward", "fp32", False), ("memory", "backward", "bf16", True),
+        ("memory+store", "step", "bf16", False), ("memory+store", "forward", "bf16", True),
+        ("memory+store", "speculative", "fp32", False), ("memory+store", "backward", "fp32", True),
+        ("mixed", "step", "fp32", True), ("mixed", "forward", "fp32", False),
+        ("mixed", "speculative", "bf16", True), ("mixed", "backward", "bf16", False),
+        ("disk", "step", "bf16", False), ("disk", "forward", "bf16", True),
+        ("disk", "speculative", "fp32", False), ("disk", "backward", "fp32", True),
     ],
+    indirect=["apart"],
 )  # fmt: skip
 def test_placement_and_schedule_change_no_bit(placement: str, update: str, dtype: str, tmp_path: Path) -> None:
     clip = None if update == "backward" else CLIP
@@ -123,7 +123,6 @@ def test_placement_and_schedule_change_no_bit(placement: str, update: str, dtype
 @pytest.mark.parametrize("update", ["step", "forward", "backward", "speculative"])
 def test_a_cpu_copies_nothing_but_what_it_loads(update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are read and weights written where the model has them, also those at home on the disk."""
-    monkeypatch.undo()  # of `memory_apart`
     clip = None if update == "backward" else CLIP
     expected = reference("bf16", clip)
     copied: dict[str, list[int]] = {"in": [], "out": []}
@@ -160,9 +159,13 @@ def wrong_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("clip", "enough", "wrong", "dtype"),
-    [(CLIP, 0, 1, "bf16"), (1e-2, 0, 3, "fp32"), (1e-2, 1, 0, "bf16"), (1e4, 3, 0, "fp32")],
-)
+    ("clip", "enough", "wrong", "dtype", "apart"),
+    [
+        (CLIP, 0, 1, "bf16", True), (1e-2, 0, 3, "fp32", False), (1e-2, 1, 0, "bf16", False),
+        (1e4, 3, 0, "fp32", True),
+    ],
+    indirect=["apart"],
+)  # fmt: skip
 def test_speculation_is_exact_however_often_it_fails(
     clip: float, enough: int, wrong: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,19 +192,21 @@ def test_speculation_ends_where_clipping_is_frequent(clipped_every: int, guesses
     assert (sum(tried for tried, _ in seen), seen.count((True, False))) == (guesses, wrong)
 
 
-@pytest.mark.parametrize("update", ["forward", "speculative"])
+@pytest.mark.parametrize(("update", "apart"), [("forward", False), ("speculative", True)], indirect=["apart"])
 def test_without_clipping_all_schedules_equal_backward(update: str, tmp_path: Path) -> None:
     run = train(model_of("fp32"), batches(), tiers_for("disk", "fp32", update, tmp_path), loss_of, update=update)
     run.check_equal(reference("fp32", None))
 
 
 @pytest.mark.parametrize(
-    ("update", "dtype", "chunk_bytes", "blocks", "placement", "update_threads"),
+    ("update", "dtype", "chunk_bytes", "blocks", "placement", "update_threads", "apart"),
     [
-        ("forward", "fp32", 2**19, 1, "mixed", 3), ("speculative", "bf16", 2**19, 1, "mixed", 3),
-        ("forward", "fp32", 3 * 2**19, 2, "memory+store", 1), ("speculative", "bf16", 3 * 2**19, 2, "memory+store", 3),
-        ("backward", "bf16", 3 * 2**19, 2, "memory+store", 3),
+        ("forward", "fp32", 2**19, 1, "mixed", 3, True), ("speculative", "bf16", 2**19, 1, "mixed", 3, False),
+        ("forward", "fp32", 3 * 2**19, 2, "memory+store", 1, False),
+        ("speculative", "bf16", 3 * 2**19, 2, "memory+store", 3, True),
+        ("backward", "bf16", 3 * 2**19, 2, "memory+store", 3, False),
     ],
+    indirect=["apart"],
 )  # fmt: skip
 def test_threads_and_chunk_size_change_no_bit(
     update: str, dtype: str, chunk_bytes: int, blocks: int, placement: str, update_threads: int, tmp_path: Path
@@ -218,11 +223,12 @@ def test_threads_and_chunk_size_change_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("update", "codec", "dtype"),
+    ("update", "codec", "dtype", "apart"),
     [
-        ("step", "lz4", "fp32"), ("forward", "lz4", "bf16"), ("speculative", "lz4-bitshuffle", "bf16"),
-        ("backward", "zstd-bitshuffle", "fp32"),
+        ("step", "lz4", "fp32", True), ("forward", "lz4", "bf16", False),
+        ("speculative", "lz4-bitshuffle", "bf16", False), ("backward", "zstd-bitshuffle", "fp32", True),
     ],
+    indirect=["apart"],
 )  # fmt: skip
 def test_a_codec_changes_no_bit(update: str, codec: str, dtype: str, tmp_path: Path) -> None:
     clip = None if update == "backward" else CLIP
@@ -232,11 +238,12 @@ def test_a_codec_changes_no_bit(update: str, codec: str, dtype: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("placement", "update", "dtype"),
+    ("placement", "update", "dtype", "apart"),
     [
-        ("memory", "forward", "fp32"), ("memory", "backward", "bf16"), ("disk", "step", "fp32"),
-        ("disk", "forward", "bf16"), ("disk", "speculative", "bf16"), ("disk", "backward", "fp32"),
+        ("memory", "forward", "fp32", True), ("memory", "backward", "bf16", False), ("disk", "step", "fp32", True),
+        ("disk", "forward", "bf16", False), ("disk", "speculative", "bf16", True), ("disk", "backward", "fp32", False),
     ],
+    indirect=["apart"],
 )  # fmt: skip
 def test_accumulated_gradients_change_no_bit(placement: str, update: str, dtype: str, tmp_path: Path) -> None:
     """Three micro-batches a step; on disk the gradients are spilled and added to there."""
@@ -252,13 +259,14 @@ def test_accumulated_gradients_change_no_bit(placement: str, update: str, dtype:
 
 
 @pytest.mark.parametrize(
-    ("update", "options"),
+    ("update", "options", "apart"),
     [
-        ("forward", {"commit_every": 3}),
-        ("backward", {"commit_every": 3}),
-        ("backward", {"durability": "none"}),
-        ("speculative", {"overlap": False}),
+        ("forward", {"commit_every": 3}, False),
+        ("backward", {"commit_every": 3}, True),
+        ("backward", {"durability": "none"}, False),
+        ("speculative", {"overlap": False}, True),
     ],
+    indirect=["apart"],
 )
 def test_commits_and_overlap_change_no_bit(update: str, options: dict[str, Any], tmp_path: Path) -> None:
     clip = None if update == "backward" else CLIP
