@@ -84,6 +84,12 @@ def test_threads_share_the_buffers(disk_path: Path, memory: Bytes, runtime: Runt
         assert runtime.call(whole.run, 0.0) > 0
 
 
+def test_a_size_in_decimal_units_is_cut_to_what_o_direct_moves(disk_path: Path, memory: Bytes) -> None:
+    with disk_file(disk_path, 5_000_000, memory, Backend()) as file:
+        assert file.file.direct
+        assert file.size_bytes == 5_000_000 // 4096 * 4096
+
+
 def test_the_file_has_no_name_while_it_is_measured(disk_path: Path, memory: Bytes) -> None:
     with disk_file(disk_path, MIB, memory, Backend()) as file:
         assert os.listdir(disk_path) == []

@@ -140,6 +140,7 @@ def disk_file(directory: Path, size_bytes: int, memory: Bytes, backend: Backend)
         StorageError: it cannot be made; nothing is left.
     """
     path = directory / f".tierstore-probe-{os.getpid()}"
+    size_bytes -= size_bytes % ALIGNMENT  # as O_DIRECT moves it: a size may be given in decimal units
     file = backend.create(path, size_bytes)
     try:
         backend.remove(path)
