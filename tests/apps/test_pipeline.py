@@ -68,6 +68,14 @@ def test_ranks_read_a_part_and_gather_the_rest(tmp_path: Path) -> None:
     assert found["visits"] == 48
 
 
+def test_layers_that_stay_at_one_depth_are_not_said_to_stay_at_any() -> None:
+    words = " ".join(step("--layer", "80MB:50x4", "--depth", "1", "--depth", "4").output.split())
+    assert "All layers stay on the device at depth 4: nothing is fetched. Depth 4 is 60.0% faster than two" in words
+    assert "4 fewer fetches, for the memory holds more layers" in words
+    words = " ".join(step("--layer", "80MB:50x4", "--memory", "1GB").output.split())
+    assert "All layers stay on the device: nothing is fetched, at any depth." in words
+
+
 def test_other_traffic_is_not_called_a_fetch() -> None:
     words = " ".join(step("--other", "1GB", "--depth", "1").output.split())
     assert "busy all the time, 1080.0 ms a visit with all its traffic beside 50.0 ms of computing" in words

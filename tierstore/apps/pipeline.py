@@ -66,7 +66,6 @@ class PipelineOptions:
                 raise ConfigError(f"--{name} must be at least {least}, not {value}")
         if not all(rate > 0 for rate in (*self.disks, self.gather_bytes_per_s)):
             raise ConfigError("a rate of 0 bytes per second moves nothing: give --disk and --gather a positive one")
-
         if not any(layer.compute_s for layer in self.layers):
             raise ConfigError("a step that computes nothing hides nothing: give a --layer some milliseconds")
         largest = max(layer.nbytes for layer in self.layers)
@@ -176,9 +175,11 @@ def verdict(options: PipelineOptions, rows: Sequence[DepthRow]) -> str:
     chosen = next(row for row in rows if row.seconds <= best * (1 + _SAME))
     visits = len(options.order)
     compute_ms, step_ms = chosen.compute_s / visits * 1e3, chosen.seconds / visits * 1e3
-    if not chosen.loads and not options.other_bytes:
+    if not options.other_bytes and not any(row.loads for row in rows):
         return "All layers stay on the device: nothing is fetched, at any depth."
-    if chosen.stall_s <= _SAME * chosen.seconds:
+    if not options.other_bytes and not chosen.loads:
+        text = f"All layers stay on the device at depth {chosen.depth}: nothing is fetched."
+    elif chosen.stall_s <= _SAME * chosen.seconds:
         text = f"Compute-bound: depth {chosen.depth} hides the transfers ({step_ms:.1f} ms a visit, all computing)."
     elif chosen.link_s >= (1 - _SAME) * chosen.seconds:
         each = f"{chosen.link_s / max(chosen.loads, 1) * 1e3:.1f} ms a fetch"
