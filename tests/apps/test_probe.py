@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -11,9 +12,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import tierstore
@@ -21,11 +23,11 @@ import tierstore.apps.probe
 from tierstore.apps import heap
 from tierstore.apps.launch import Launch
 from tierstore.apps.probe import Outcome, ProbeOptions, probe
-from tierstore.apps.probe_report import sentences
+from tierstore.apps.probe_report import _directories, sentences
 from tierstore.cli import app
 from tierstore.measure import compute, layers, links, survey
 from tierstore.measure.table_file import read_table
-from tierstore.plan.bandwidth import BandwidthTable, NamedRate, Rate
+from tierstore.plan.bandwidth import BandwidthTable, DirectoryRates, NamedRate, Rate
 from tierstore.plan.cost_model import CostModel
 from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 
@@ -76,6 +78,16 @@ def test_a_run_in_small(disk_path: Path) -> None:
     assert plot.read_bytes().startswith(PNG)
 
 
+def test_directories_are_shown_by_their_names() -> None:
+    rate = Rate(1e9, 1e9, 1e9)
+    table = _directories([DirectoryRates(path, rate, rate, rate, MIB, 1, MIB, 1) for path in ("/mnt/[nvme0]", "a[/b]")])
+    console = Console(width=120, file=io.StringIO())
+    console.print(table)
+    shown = cast(io.StringIO, console.file).getvalue()
+    assert "/mnt/[nvme0]" in shown
+    assert "a[/b]" in shown
+
+
 def test_layers_are_timed_in_memory_that_earlier_steps_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: list[tuple[int, int]] = []
     monkeypatch.setattr(heap, "_set", lambda *values: settings.extend(values))
@@ -117,7 +129,7 @@ def test_what_bounds_is_said() -> None:
         (["--nvme", ".", "--size", "1MiB"], "tierstore: --size must be at least 32 MiB, the largest block, not 1 MiB"),
         (["--nvme", ".", "--size", "4000TiB"], "are free; ask for less, or make room"),
         (["--nvme", ".", "--seconds", "nan"], "tierstore: --seconds must be at least 0.1"),
-        (["--nvme", ".", "--against", "dd"], "tierstore: --against knows fio, not 'dd'"),
+        (["--nvme", ".", "--against", "dd", "--size", "64MiB"], "tierstore: --against knows fio, not 'dd'"),
         (["--nvme", ".", "--against", "fio", "--size", "64MiB"], "--against fio needs --size of at least 256 MiB"),
         (["--nvme", ".", "--device", "tpu"], "tierstore: --device must be cpu, cuda or cuda:N, not tpu"),
         (["--nvme", ".", "--json", "none/rates.json"], "cannot write --json none/rates.json"),

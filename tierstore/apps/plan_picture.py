@@ -46,7 +46,7 @@ def draw(plan: Plan, path: Path) -> None:
     panels[0].invert_yaxis()
     shown = {label: handle for axes in panels[:-1] for handle, label in zip(*axes.get_legend_handles_labels())}
     figure.legend(shown.values(), shown, loc="outside lower center", ncols=len(shown), fontsize="small")
-    figure.suptitle(f"{plan.situation.job.shape.name}, {plan.situation.layout.nodes} x {node.name}")
+    figure.suptitle(f"{plan.situation.job.shape.name}, {plan.situation.layout.nodes} x {node.name}", parse_math=False)
     save_figure(figure, path)
 
 

@@ -65,13 +65,13 @@ class ProbeOptions:
             raise ConfigError(f"--seconds must be at least 0.1 and at most 86400, not {self.seconds}")
         if self.size is not None and self.size < 2**25:
             raise ConfigError(f"--size must be at least 32 MiB, the largest block, not {format_size(self.size)}")
+        if self.against not in (None, "fio"):
+            raise ConfigError(f"--against knows fio, not {self.against!r}")
         if self.against is not None and self.size is not None and self.size < _LEAST_FOR_FIO_BYTES:
             raise ConfigError(f"--against fio needs --size of at least {format_size(_LEAST_FOR_FIO_BYTES)}, "
                               f"not {format_size(self.size)}")  # fmt: skip
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"--device must be cpu, cuda or cuda:N, not {self.device}")
-        if self.against not in (None, "fio"):
-            raise ConfigError(f"--against knows fio, not {self.against!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tierstore.apps.plain import show_plain
@@ -102,7 +103,7 @@ def _directories(directories: Sequence[DirectoryRates]) -> Table:
     shown = _table("directories, GB/s, at the best block size x threads", ("", "read", "", "write", "", "both"))
     for one in directories:
         shown.add_row(
-            one.path, _number(one.read.per_s), f"{format_size(one.read_block_bytes)} x {one.read_threads}",
+            escape(one.path), _number(one.read.per_s), f"{format_size(one.read_block_bytes)} x {one.read_threads}",
             _number(one.write.per_s), f"{format_size(one.write_block_bytes)} x {one.write_threads}",
             _number(one.both.per_s),
         )  # fmt: skip
@@ -127,7 +128,7 @@ def _slowdowns(table: BandwidthTable) -> Table:
 
 
 def _fio(one: Directory) -> Table:
-    shown = _table(f"{one.rates.path} in turn with fio, GB/s", ("", "median", "quartiles"))
+    shown = _table(f"{escape(one.rates.path)} in turn with fio, GB/s", ("", "median", "quartiles"))
     for verb, contest in one.contests.items():
         named = {f"tierstore {verb} {format_size(b)} x {t}": rate for (b, t), rate in contest.ours.items()}
         for rates in (named, contest.fio):
@@ -181,6 +182,6 @@ def _draw_verb(axes: Any, one: Any, verb: str) -> None:
     axes.minorticks_off()
     axes.set_xlabel("block size")
     axes.set_ylabel(f"{verb} rate, GB/s")
-    axes.set_title(f"{one.rates.path}: {verb}s", fontsize="medium")
+    axes.set_title(f"{one.rates.path}: {verb}s", fontsize="medium", parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend(title="threads", fontsize="small", loc="lower right", ncols=2)
