@@ -17,6 +17,7 @@ from tierstore.cli import app
 from tierstore.config import Tier
 from tierstore.errors import ConfigError
 from tierstore.plan.advice import cheapest
+from tierstore.plan.bandwidth import Activity, Slowdown
 from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 from tierstore.plan.machine import NODES
 from tierstore.plan.memory import activation_bytes
@@ -174,6 +175,18 @@ def test_of_a_machine_that_computes_on_the_cpu_one_memory_is_planned(tmp_path: P
     assert answer.exit_code == 0, answer.output
     written = json.loads((tmp_path / "plan.json").read_text())
     assert [layer["kind"] for layer in written["machine"]["rates"]["layers"]] == [one.value for one in LayerKind]
+
+
+def test_a_machine_by_name_is_not_slowed_as_the_cores_that_were_measured(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    timed = tuple(TimedLayer(kind, "bf16", LayerWork(1.0, 1.0, 1.0, 1.0), 1.0, 1.0) for kind in LayerKind)
+    beside_disk = Slowdown(Activity.ADAM, Activity.READ, 1.5)
+    shared = (beside_disk, Slowdown(Activity.MATMUL, Activity.ADAM, 2.0), Slowdown(Activity.ADAM, Activity.MATMUL, 2.0))
+    table = replace(NODES["laptop"].rates, slowdowns=shared)
+    for layers, kept in ((timed, (beside_disk,)), ((), shared)):
+        path.write_text(json.dumps(replace(table, layers=layers).to_json()))
+        node = situation_of(PlanOptions(params="7e9", bandwidth=path, machine="rtx-4090")).node
+        assert (node.rates.layers, node.rates.slowdowns) == ((), kept)
 
 
 def test_too_little_of_one_memory_is_told_whole(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.measure.table_file import read_table
 from tierstore.plan.advice import Change, changes
-from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.bandwidth import Activity, BandwidthTable
 from tierstore.plan.layers import is_timed
 from tierstore.plan.machine import Node, node_called
 from tierstore.plan.memory import Attention, Job, Layout
@@ -255,7 +255,7 @@ def _rates(asked: PlanOptions, rates: BandwidthTable) -> BandwidthTable:
     if asked.bandwidth is not None:
         rates = read_table(asked.bandwidth)
         if asked.machine is not None or asked.flops is not None:
-            rates = replace(rates, layers=())  # it computes as it is said to, not as the machine that was measured
+            rates = _without_computing(rates)
     if asked.nvme_read is not None or asked.nvme_write is not None:
         read = _or(asked.nvme_read, rates.read_bytes_per_s)
         write = _or(asked.nvme_write, _or(asked.nvme_read, rates.write_bytes_per_s))
@@ -267,3 +267,11 @@ def _rates(asked: PlanOptions, rates: BandwidthTable) -> BandwidthTable:
     if asked.link is not None:
         rates = replace(rates, h2d_bytes_per_s=float(asked.link), d2h_bytes_per_s=float(asked.link))
     return rates
+
+
+def _without_computing(rates: BandwidthTable) -> BandwidthTable:
+    """Of a machine that computes as it is said to: not as the cores that were measured, nor slowed as they were."""
+    if not rates.layers:
+        return rates
+    kept = (one for one in rates.slowdowns if Activity.MATMUL not in (one.activity, one.beside))
+    return replace(rates, layers=(), slowdowns=tuple(kept))
