@@ -96,6 +96,12 @@ def test_a_guess_is_foretold_as_right_and_that_is_said(files: list[str], tmp_pat
         assert guessing["predicted"][2]["seconds"] < 1.01 * other["predicted"][2]["seconds"]
 
 
+def test_without_disks_nothing_is_said_to_be_on_them(files: list[str]) -> None:
+    at = files.index("--nvme")
+    words = " ".join(tune(*files[:at], *files[at + 2 :], "--cpu-memory", "2GiB").output.split())
+    assert "state 100% of 560 MiB. One depth" in words
+
+
 def test_rates_that_vary_are_named(files: list[str], tmp_path: Path) -> None:
     quartiles = {"read_bytes_per_s": (0.5e9, 1.5e9), "write_bytes_per_s": (0.9e9, 1e9)}
     spreads = tuple(NamedRate(name, Rate(1e9, *both)) for name, both in quartiles.items())

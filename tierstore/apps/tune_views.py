@@ -125,7 +125,8 @@ def _split(choice: Choice) -> str:
         cpu, nvme = usage.get((kind, Tier.CPU), 0), usage.get((kind, Tier.NVME), 0)
         if cpu + nvme:
             parts.append(f"{kind.value} {cpu / (cpu + nvme):.0%} of {format_size(cpu + nvme)}")
-    return f"In CPU memory: {', '.join(parts)}; the rest on NVMe."
+    rest = "; the rest on NVMe" if any(tier is Tier.NVME for _, tier in usage) else ""
+    return f"In CPU memory: {', '.join(parts)}{rest}."
 
 
 def _check(outcome: Outcome) -> str:
