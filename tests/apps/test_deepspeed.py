@@ -45,6 +45,12 @@ def of(values: dict[str, Any], tmp_path: Path, ranks: int = 1, **budgets: int) -
     return translate(path, ranks=ranks, **budgets)
 
 
+def test_an_optimizer_that_is_null_is_none(tmp_path: Path) -> None:
+    found = of({"optimizer": None}, tmp_path)
+    assert found.optimizer == {}
+    assert dict(found.notes)["optimizer"].startswith("none is given")
+
+
 def test_a_full_configuration(tmp_path: Path) -> None:
     found = of(FULL, tmp_path, 8, gpu_memory=10**9, cpu_memory=10**10)
     tiers = TierConfig(**found.tiers)

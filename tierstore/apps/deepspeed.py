@@ -116,7 +116,8 @@ class _Given:
 
     def has(self, section: str) -> bool:
         """Whether a key is given, or anything of a section."""
-        return any(key == section or key.startswith(f"{section}.") for key in self._values)
+        values = self._values.items()
+        return any(key == section or key.startswith(f"{section}.") for key, value in values if value is not None)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._get(key, default)
@@ -156,11 +157,10 @@ class _Given:
         """What was not translated, and why; what is "auto"."""
         known = sorted(_TRANSLATED | NEEDLESS.keys())
         for key, value in self._values.items():
-            top = key.split(".")[0]
             if key in _TRANSLATED and value == _AUTO:
                 yield key, "auto: left out, so that the default of tierstore holds"
-            elif key in NEEDLESS or top in NEEDLESS:
-                yield key, NEEDLESS.get(key) or NEEDLESS[top]
+            elif key in NEEDLESS:
+                yield key, NEEDLESS[key]
             elif key not in _TRANSLATED and key not in _SECTIONS:
                 close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
                 yield key, f"unknown, and not used{f': did you mean {close[0]}?' if close else ''}"
