@@ -225,6 +225,18 @@ def test_other_objects_are_no_record(key: str, value: Any) -> None:
         StepRecord.from_json({other: found for other, found in record().to_json().items() if other != key})
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("elements", 1.5), ("elements", True), ("elements", 1e308), ("weight_bytes", 2.5), ("state_bytes", "10"),
+     ("trainable", 1), ("trainable", [1]), ("whole_bytes", "x"), ("whole_bytes", -1), ("name", 5)],
+)  # fmt: skip
+def test_groups_of_other_sizes_are_no_record(key: str, value: Any) -> None:
+    found = json.loads(json.dumps(record().to_json()))
+    found["groups"][0][key] = value
+    with pytest.raises(FormatError, match="not a recorded step"):
+        StepRecord.from_json(found)
+
+
 def test_gradients_that_never_come_are_named_and_not_the_budgets() -> None:
     placement = placed(30 * MIB, UpdateSchedule.FORWARD)
     with pytest.raises(ConfigError, match=r"no gradients of group 3 \('h.3'\)"):

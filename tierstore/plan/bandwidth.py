@@ -256,7 +256,7 @@ class BandwidthTable(_Part):
         try:  # as text: what JSON can hold, and nothing that only looks like it
             return _ADAPTER.validate_json(json.dumps(rates), strict=True)
         except ValidationError as error:
-            raise FormatError(f"bandwidth table: {_first(error)}") from None
+            raise FormatError(f"bandwidth table: {first_wrong(error)}") from None
         except (ConfigError, TypeError, ValueError, RecursionError) as error:
             raise FormatError(f"bandwidth table: {error}") from None
 
@@ -274,7 +274,7 @@ def _check_positive(owner: object, names: Sequence[str]) -> None:
         raise ConfigError(f"rates are positive and finite: {bad}")
 
 
-def _first(error: ValidationError) -> str:
+def first_wrong(error: ValidationError) -> str:
     """The first thing that is wrong, and where."""
     found = error.errors(include_url=False)[0]
     where = ".".join(map(str, found["loc"]))

@@ -53,7 +53,7 @@ class GroupNeed:
     whole_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.elements < 0 or self.weight_bytes <= 0 or self.state_bytes < 0:
+        if self.elements < 0 or self.weight_bytes <= 0 or self.state_bytes < 0 or (self.whole_bytes or 0) < 0:
             raise ConfigError(f"group {self.name!r} has impossible sizes: {self}")
         if self.state_bytes and not self.trainable:
             raise ConfigError(f"group {self.name!r} is frozen but has {self.state_bytes} B of state per element")

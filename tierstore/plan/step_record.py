@@ -5,19 +5,22 @@ Scope: plain data. Not here: recording it (`Engine.record`), the step on paper (
 
 from __future__ import annotations
 
-import math
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from tierstore.errors import ConfigError, FormatError
+from tierstore.plan.bandwidth import first_wrong
 from tierstore.plan.placement import GroupNeed
 
 _VERSION = 1
 _MOST_SECONDS = 10**9  # of one visit: decades
 _MOST_BYTES = 2**62
-_MOST_SHOWN = 40  # characters of a wrong value
+_ALWAYS_THERE = ("version", "groups", "forward", "backward", "completed", "between_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,12 @@ class StepRecord:
         if not self.forward or not all(0 <= group < len(self.groups) for group in (*visited, *self.completed)):
             raise ConfigError(f"a recorded step visits at least one of its {len(self.groups)} groups, and no other")
         times_s = (self.between_s, self.contention, *(seconds for _, seconds in (*self.forward, *self.backward)))
-        if not all(0 <= seconds < math.inf for seconds in times_s):
-            raise ConfigError("the times of a recorded step are seconds, finite and not negative")
-        if not 0 < self.drag < math.inf:
+        if not all(0 <= seconds < _MOST_SECONDS for seconds in times_s):  # which is false of nan
+            raise ConfigError("the times of a recorded step are seconds, finite and from 0 to 10^9")
+        if not 0 < self.drag < _MOST_SECONDS:
             raise ConfigError(f"reads and writes take so many times as long, finite and above 0, not {self.drag}")
+        if self.acquired_bytes is not None and not 0 < self.acquired_bytes < _MOST_BYTES:
+            raise ConfigError(f"weights that are used together have 1 to 2^62 B, not {self.acquired_bytes}")
 
     @property
     def compute_s(self) -> float:
@@ -114,51 +119,18 @@ class StepRecord:
         Raises:
             FormatError: it is none.
         """
-        try:
-            if value["version"] != _VERSION:
-                raise FormatError(f"a recorded step of version {value['version']} cannot be read; record it again")
-            visits = {
-                name: tuple((_index(group), _seconds(seconds)) for group, seconds in value[name])
-                for name in ("forward", "backward")
-            }
-            groups = tuple(GroupNeed(**need) for need in value["groups"])
-            completed = tuple(_index(group) for group in value["completed"])
-            contention, drag = (_seconds(value.get(name, 1.0)) for name in ("contention", "drag"))
-            between_s = _seconds(value["between_s"])
-            size = value.get("acquired_bytes")
-            acquired_bytes = None if size is None else _bytes(size)
-            record = cls(
-                groups, visits["forward"], visits["backward"], completed, between_s, contention, drag, acquired_bytes
-            )
+        if missing := [name for name in _ALWAYS_THERE if name not in value]:
+            raise FormatError(f"not a recorded step: it has no {missing[0]!r}")
+        if value["version"] != _VERSION:
+            raise FormatError(f"a recorded step of version {value['version']} cannot be read; record it again")
+        try:  # as text: what JSON can hold, and nothing that only looks like it
+            record = _ADAPTER.validate_json(json.dumps(value), strict=True)
             record.check_gradients()
-        except FormatError:
-            raise
-        except KeyError as error:
-            raise FormatError(f"not a recorded step: it has no {error}") from None
-        except (ValueError, TypeError, ConfigError) as error:
+        except ValidationError as error:
+            raise FormatError(f"not a recorded step: {first_wrong(error)}") from None
+        except (ConfigError, TypeError, ValueError) as error:
             raise FormatError(f"not a recorded step: {error}") from None
         return record
 
 
-def _index(value: Any) -> int:
-    if type(value) is not int:
-        raise FormatError(f"not a recorded step: a group is given by its number, not {_shown(value)}")
-    return value
-
-
-def _bytes(value: Any) -> int:
-    if type(value) is not int or not 0 < value < _MOST_BYTES:
-        raise FormatError(f"not a recorded step: a size is a number of bytes, 1 to 2^62, not {_shown(value)}")
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < _MOST_SECONDS:
-        raise FormatError(f"not a recorded step: a time is a number of seconds, 0 to 10^9, not {_shown(value)}")
-    return float(value)
-
-
-def _shown(value: Any) -> str:
-    is_long = type(value) is int and value.bit_length() > 64  # which Python refuses to print
-    text = f"an integer of {value.bit_length()} bits" if is_long else repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+_ADAPTER = TypeAdapter(StepRecord)
