@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch and numpy come with them
     from tierstore.device.streams import ComputeDevice
     from tierstore.io.memory import Bytes
     from tierstore.io.runtime import Runtime
-    from tierstore.measure.machine import Machine
+    from tierstore.measure.machine import MachineRates
     from tierstore.measure.survey import Disks
 
 _LEAST_FOR_FIO_BYTES = 2**28  # a block for each of its threads
@@ -80,7 +80,7 @@ class Outcome:
 
     table: BandwidthTable
     disks: Disks
-    machine: Machine
+    machine: MachineRates
 
 
 def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Launch) -> Outcome | None:
@@ -184,7 +184,7 @@ def _time_layers(options: ProbeOptions, rounds: int, tell: Callable[[str, float]
         return time_layers(tuple(DTYPES), rounds, longest_s, lambda name: tell(name, 1.0))
 
 
-def _table(disks: Disks, machine: Machine) -> BandwidthTable:
+def _table(disks: Disks, machine: MachineRates) -> BandwidthTable:
     rates: dict[str, Rate] = {
         "read_bytes_per_s": disks.read,
         "write_bytes_per_s": disks.write,

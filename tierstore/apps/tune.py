@@ -8,7 +8,6 @@ Owner: nothing is kept between calls, but for the files that are asked for.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +23,7 @@ from tierstore.config import TierConfig, UpdateSchedule
 from tierstore.cores import update_threads
 from tierstore.errors import ConfigError
 from tierstore.measure.table_file import read_table
-from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable
+from tierstore.plan.bandwidth import PAIRS, RATE_NAMES, BandwidthTable
 from tierstore.plan.one_memory import divided
 from tierstore.plan.placement import Placement
 from tierstore.plan.schedules import settled, usual
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 _PROBED_BYTES, _PROBED_S = 2**28, 2.0
 _NEVER_CLIPPED = 1e30
-_PAIRS = tuple(itertools.permutations(Activity, 2))
 _OF = "of"
 """Of a recorded step's file: what the step was one of."""
 _DEFAULTS = {field.name: field.default for field in fields(TrainOptions)}
@@ -180,7 +178,7 @@ def rates_for(train: TrainOptions) -> Rates:
 def machine_of(table: BandwidthTable, train: TrainOptions) -> Machine:
     """The machine as the engine of this run will use it."""
     io_threads = TierConfig().io_threads * max(1, len(train.nvme))
-    slower = {pair: max(1.0, table.slowdown(*pair)) for pair in _PAIRS}
+    slower = {pair: max(1.0, table.slowdown(*pair)) for pair in PAIRS}
     return Machine(table, io_threads, update_threads(train.threads), slower)
 
 
@@ -301,7 +299,7 @@ def _median(seen: Sequence[Machine]) -> Machine:
     return replace(
         seen[-1],
         table=replace(last, **rates),
-        slower={pair: statistics.median(machine.slower.get(pair, 1.0) for machine in seen) for pair in _PAIRS},
+        slower={pair: statistics.median(machine.slower.get(pair, 1.0) for machine in seen) for pair in PAIRS},
     )
 
 

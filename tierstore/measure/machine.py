@@ -38,7 +38,7 @@ MEMORY_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineRates:
     """Rates by name: of `Activity`, and `memory`, `adam fp32`, `norm`, `checksum`, `h2d pageable`, `d2h pageable`."""
 
     rates: Mapping[str, Rate]
@@ -53,7 +53,7 @@ async def measure_machine(
     rounds: int,
     tell: Callable[[str, float], None],
     disk: Mapping[Activity, Runnable] | None = None,
-) -> Machine:
+) -> MachineRates:
     """Measures everything once per round, `pace_s` each.
 
     Args:
@@ -84,7 +84,7 @@ async def measure_machine(
     runs = await measured(loads, pace_s)
     disk_runs = await measured(beside_disk, max(pace_s, _BESIDE_DISK_S))
     alone = {name: Rate.of([run[0] for run in runs[name]]) for name, beside in loads.items() if len(beside) == 1}
-    return Machine(
+    return MachineRates(
         alone,
         tuple(
             CodecRates(one.codec, one.data, one.ratio, alone[f"{name} encode"].per_s, alone[f"{name} decode"].per_s)

@@ -7,6 +7,7 @@ Not here: the measuring (`measure/`), files (`measure/table_file.py`).
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import math
 import statistics
@@ -40,6 +41,10 @@ class Activity(enum.Enum):
     D2H = "d2h"
     MATMUL = "matmul"
     ADAM = "adam"
+
+
+PAIRS = tuple(itertools.permutations(Activity, 2))
+"""Each activity beside each other."""
 
 
 class _Part:

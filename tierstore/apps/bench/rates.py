@@ -6,7 +6,6 @@ Scope: `contend`, and the machine that its answers describe. Not here: measuring
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -17,10 +16,9 @@ from typing import Any
 from tierstore.apps.bench.case import Result
 from tierstore.apps.bench.serve import Round
 from tierstore.apps.options import TrainOptions
-from tierstore.plan.bandwidth import RATE_NAMES, Activity, BandwidthTable, Slowdown
+from tierstore.plan.bandwidth import PAIRS, RATE_NAMES, Activity, BandwidthTable, Slowdown
 from tierstore.plan.step_machine import Machine
 
-_PAIRS = tuple(itertools.permutations(Activity, 2))
 _PASSES = ("forward_s", "backward_s")
 
 
@@ -55,7 +53,7 @@ def machine_of(result: Result) -> Machine | None:
     layers = result.facts.get("layers", [])
     timed = (layer | {name: result.median(_pass(layer, name)) for name in _PASSES} for layer in layers)
     rates["layers"] = [layer for layer in timed if None not in layer.values()]
-    slower = {pair: result.median(_beside(*pair)) or 1.0 for pair in _PAIRS}
+    slower = {pair: result.median(_beside(*pair)) or 1.0 for pair in PAIRS}
     table = replace(
         BandwidthTable.from_json(rates), slowdowns=tuple(Slowdown(*pair, factor) for pair, factor in slower.items())
     )
