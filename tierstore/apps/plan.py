@@ -115,12 +115,9 @@ def plan(asked: PlanOptions) -> Plan:
 
 
 def _flops_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
-    machine = node_called(asked.machine or _DEFAULT_MACHINE)
-    if asked.bandwidth is None or asked.flops is not None:
-        return ()
-    if is_timed(situation.node.rates.layers, situation.job.dtype):
-        return ()
-    if situation.node.flop_per_s != machine.flop_per_s:
+    machine, node = node_called(asked.machine or _DEFAULT_MACHINE), situation.node
+    is_measured = is_timed(node.rates.layers, situation.job.dtype) or node.flop_per_s != machine.flop_per_s
+    if asked.bandwidth is None or asked.flops is not None or is_measured:
         return ()
     return (f"the GPUs' {machine.flop_per_s:g} flop/s are those of the data sheet of {machine.name}: give --flops",)
 

@@ -25,9 +25,6 @@ from tierstore.plan.cost_model import CostModel
 from tierstore.plan.layers import TimedLayer
 
 if TYPE_CHECKING:  # torch and numpy come with them
-    from tierstore.device.streams import ComputeDevice
-    from tierstore.io.memory import Bytes
-    from tierstore.io.runtime import Runtime
     from tierstore.measure.machine import MachineRates
     from tierstore.measure.survey import Disks
 
@@ -110,12 +107,35 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Lau
 def measure(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcome:
     """All but a collective; see `probe`."""
     from tierstore.device.streams import open_device
-    from tierstore.measure.machine import MEMORY_BYTES
+    from tierstore.io.backend import Backend
+    from tierstore.measure.disk import check_room, disk_files, incompressible
+    from tierstore.measure.fio import find_fio
+    from tierstore.measure.machine import MEMORY_BYTES, measure_machine
     from tierstore.measure.memory import arena_memory
+    from tierstore.measure.survey import QUICK, THOROUGH, survey
 
+    effort = QUICK if options.quick else THOROUGH
+    effort = replace(effort, size_bytes=options.size or effort.size_bytes, seconds=options.seconds or effort.seconds)
+    rounds, run_s = (3, _QUICK_RUN_S) if options.quick else (7, _RUN_S)
+    fio = find_fio() if options.against else None
+    check_room(options.nvme, effort.size_bytes)
     device = open_device(options.device)
+
+    def tell_of_disks(what: str, done: float) -> None:
+        tell(what, _DISK_SHARE * done)
+
+    def tell_of_machine(what: str, done: float) -> None:
+        tell(what, _DISK_SHARE + (1 - _DISK_SHARE) * done)
+
     with arena_memory(MEMORY_BYTES * len(options.nvme), "tierstore-probe", device) as (runtime, memory):
-        return _measure(options, device, memory, runtime, tell)
+        tell(f"making files of {format_size(effort.size_bytes)}", 0.0)
+        incompressible(memory)
+        with disk_files(options.nvme, effort.size_bytes, memory, Backend()) as files:
+            disks = runtime.call(survey, files, effort, tell_of_disks, fio)
+            # While the files are open: what computes and copies also runs beside the disks.
+            machine = runtime.call(measure_machine, device, memory, run_s, rounds, tell_of_machine, disks.loads)
+    layers = _time_layers(options, rounds, tell) if device.kind == "cpu" else ()
+    return Outcome(replace(_table(disks, machine), layers=layers), disks, machine)
 
 
 def save(options: ProbeOptions, outcome: Outcome) -> None:
@@ -142,37 +162,6 @@ def _time_collectives(options: ProbeOptions, launch: Launch) -> CostModel | None
     with joined(launch, device):
         model = fit_cost_model(device=device).model
     return model if math.isfinite(model.beta_bytes_per_s) else None
-
-
-def _measure(
-    options: ProbeOptions, device: ComputeDevice, memory: Bytes, runtime: Runtime, tell: Callable[[str, float], None]
-) -> Outcome:
-    from tierstore.io.backend import Backend
-    from tierstore.measure.disk import check_room, disk_files, incompressible
-    from tierstore.measure.fio import find_fio
-    from tierstore.measure.machine import measure_machine
-    from tierstore.measure.survey import QUICK, THOROUGH, survey
-
-    effort = QUICK if options.quick else THOROUGH
-    effort = replace(effort, size_bytes=options.size or effort.size_bytes, seconds=options.seconds or effort.seconds)
-    rounds, run_s = (3, _QUICK_RUN_S) if options.quick else (7, _RUN_S)
-    fio = find_fio() if options.against else None
-    check_room(options.nvme, effort.size_bytes)
-
-    def tell_of_disks(what: str, done: float) -> None:
-        tell(what, _DISK_SHARE * done)
-
-    def tell_of_machine(what: str, done: float) -> None:
-        tell(what, _DISK_SHARE + (1 - _DISK_SHARE) * done)
-
-    tell(f"making files of {format_size(effort.size_bytes)}", 0.0)
-    incompressible(memory)
-    with disk_files(options.nvme, effort.size_bytes, memory, Backend()) as files:
-        disks = runtime.call(survey, files, effort, tell_of_disks, fio)
-        # While the files are open: what computes and copies also runs beside the disks.
-        machine = runtime.call(measure_machine, device, memory, run_s, rounds, tell_of_machine, disks.loads)
-    layers = _time_layers(options, rounds, tell) if device.kind == "cpu" else ()
-    return Outcome(replace(_table(disks, machine), layers=layers), disks, machine)
 
 
 def _time_layers(options: ProbeOptions, rounds: int, tell: Callable[[str, float], None]) -> tuple[TimedLayer, ...]:
