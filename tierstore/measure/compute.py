@@ -8,7 +8,6 @@ Owner: the caller owns the memory that loads are made over.
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from tierstore.io.memory import Bytes
 from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element, update
 from tierstore.kernels.digests import digest
 from tierstore.kernels.norms import square_sums
-from tierstore.measure.loads import Load
+from tierstore.measure.loads import Load, by_turns
 from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.pack.codecs import ChunkCodec, codec_for
 from tierstore.plan.placement import BLOCK
@@ -36,59 +35,42 @@ def memory_copies(memory: Bytes) -> Load:
     """Copies within memory, on all cores; counted once."""
     threads = update_threads()
     size = min(_COPY_BYTES, memory.nbytes // (2 * threads))
-    pairs = deque((memory[i * size :][:size], memory[(i + 1) * size :][:size]) for i in range(0, 2 * threads, 2))
+    pairs = [(memory[i * size :][:size], memory[(i + 1) * size :][:size]) for i in range(0, 2 * threads, 2)]
 
-    def job() -> None:
-        pair = pairs.popleft()
+    def copy(pair: tuple[Bytes, Bytes]) -> None:
         ctypes.memmove(pair[0].ctypes.data, pair[1].ctypes.data, size)  # without the GIL
-        pairs.append(pair)
 
-    return Load(job, size, threads)
+    return Load(by_turns(pairs, copy), size, threads)
 
 
 def checksums(memory: Bytes) -> Load:
     """The checksum of a chunk, on one thread; each time of another one, as the disk leaves them: not in the caches."""
     size = min(_CHECKED_BYTES, memory.nbytes)
-    chunks = deque(memory[start : start + size] for start in range(0, memory.nbytes - size + 1, size))
-
-    def job() -> None:
-        digest(chunks[0])
-        chunks.rotate()
-
-    return Load(job, size)
+    chunks = (memory[start : start + size] for start in range(0, memory.nbytes - size + 1, size))
+    return Load(by_turns(chunks, digest), size)
 
 
 def adam(dtype: str) -> Load:
     """One update per thread at a time, each of a chunk of its own."""
     threads = update_threads()
     item, one = (np.float32, 1.0) if dtype == "fp32" else (np.uint16, 0x3F80)  # bits of a bf16 one
-    chunks = deque(
+    chunks = [
         (np.zeros(_ADAM_ELEMENTS, item), np.zeros(_ADAM_ELEMENTS * state_bytes_per_element(dtype), np.uint8),
          np.full(_ADAM_ELEMENTS, one, item))
         for _ in range(threads)
-    )  # fmt: skip
+    ]  # fmt: skip
 
-    def job() -> None:
-        weights, state, gradient = chunk = chunks.popleft()
-        update(dtype, weights, state, gradient, 0, _ADAM_ELEMENTS, _COEFFICIENTS)
-        chunks.append(chunk)
-
+    job = by_turns(chunks, lambda chunk: update(dtype, *chunk, 0, _ADAM_ELEMENTS, _COEFFICIENTS))
     return Load(job, _ADAM_ELEMENTS, threads)
 
 
 def norms() -> Load:
     """Sums of squares of bf16 gradients, each thread over one of its own."""
     threads = update_threads()
-    chunks = deque(
+    chunks = [
         (np.full(_ADAM_ELEMENTS, 0x3F80, np.uint16), np.zeros(-(-_ADAM_ELEMENTS // BLOCK))) for _ in range(threads)
-    )
-
-    def job() -> None:
-        gradient, sums = chunk = chunks.popleft()
-        square_sums("bf16", gradient, sums)
-        chunks.append(chunk)
-
-    return Load(job, _ADAM_ELEMENTS, threads)
+    ]
+    return Load(by_turns(chunks, lambda chunk: square_sums("bf16", *chunk)), _ADAM_ELEMENTS, threads)
 
 
 @dataclass(frozen=True, slots=True)

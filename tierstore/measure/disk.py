@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -26,7 +25,7 @@ from tierstore.errors import ConfigError, StorageFull
 from tierstore.io.backend import Backend, BlockFile
 from tierstore.io.directories import why_not_writable
 from tierstore.io.memory import Bytes
-from tierstore.measure.loads import Load
+from tierstore.measure.loads import Load, by_turns
 
 Verb = Literal["read", "write"]
 _ROTATED_BYTES = 2**26  # as many as fio's usual 64 transfers of 1 MiB
@@ -97,18 +96,14 @@ class DiskFile:
         # Much memory in turn: a buffer that was just used is still in the caches, and the engine's is not.
         used_bytes = min(self.memory.nbytes, max(_ROTATED_BYTES, threads * block_bytes))
         starts = range(0, used_bytes - block_bytes + 1, block_bytes)
-        buffers = deque(self.memory[start : start + block_bytes] for start in starts)
         blocks, turns = self.size_bytes // block_bytes, count()
 
-        def job() -> None:
+        def move(buffer: Bytes) -> None:
             turn = next(turns)  # in C: no two threads get the same
-            buffer = buffers.popleft()
-            try:
-                calls[turn % len(calls)](buffer, turn % blocks * block_bytes)
-            finally:
-                buffers.append(buffer)
+            calls[turn % len(calls)](buffer, turn % blocks * block_bytes)
 
-        return Load(job, block_bytes, threads)
+        buffers = (self.memory[start : start + block_bytes] for start in starts)
+        return Load(by_turns(buffers, move), block_bytes, threads)
 
 
 @contextlib.contextmanager

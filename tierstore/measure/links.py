@@ -7,13 +7,13 @@ Owner: the caller owns device and memory; the storages are given back to torch w
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 
 import torch
 
 from tierstore.device.streams import ComputeDevice, Reached
 from tierstore.io.memory import Bytes
-from tierstore.measure.loads import Load
+from tierstore.measure.loads import Load, by_turns
 
 _BLOCK_BYTES = 2**25  # the largest chunk
 _THREADS = 2  # so that a copy is always queued behind the one that runs
@@ -22,26 +22,12 @@ _SIDE = {"cpu": 768, "cuda": 8192}
 
 def h2d(device: ComputeDevice, memory: Bytes) -> Load:
     """Copies of chunks to the device."""
-    pairs = _pairs(device, memory)
-
-    def job() -> None:
-        pair = pairs.popleft()
-        device.copy_in(pair[0], 0, pair[1])
-        pairs.append(pair)
-
-    return Load(job, _size_of(memory), _THREADS)
+    return _copies(device, memory, lambda pair: device.copy_in(pair[0], 0, pair[1]))
 
 
 def d2h(device: ComputeDevice, memory: Bytes) -> Load:
     """Copies of chunks from the device."""
-    pairs = _pairs(device, memory)
-
-    def job() -> None:
-        pair = pairs.popleft()
-        device.copy_out_range(pair[0], 0, pair[1], Reached())
-        pairs.append(pair)
-
-    return Load(job, _size_of(memory), _THREADS)
+    return _copies(device, memory, lambda pair: device.copy_out_range(pair[0], 0, pair[1], Reached()))
 
 
 def matmul(device: ComputeDevice) -> Load:
@@ -58,16 +44,12 @@ def matmul(device: ComputeDevice) -> Load:
     return Load(job, 2 * side**3)
 
 
-def _pairs(device: ComputeDevice, memory: Bytes) -> deque[tuple[torch.UntypedStorage, Bytes]]:
-    size = _size_of(memory)
-    pairs: deque[tuple[torch.UntypedStorage, Bytes]] = deque()
+def _copies(device: ComputeDevice, memory: Bytes, copy: Callable[[tuple[torch.UntypedStorage, Bytes]], object]) -> Load:
+    size = min(_BLOCK_BYTES, memory.nbytes // _THREADS)
+    pairs = []
     for index in range(_THREADS):
         storage = torch.empty(0, dtype=torch.uint8, device=device.torch_device).untyped_storage()
         device.allocate(storage, size)
         pairs.append((storage, memory[index * size : (index + 1) * size]))
         device.copy_in(storage, 0, pairs[-1][1])  # pages are there before the clock runs
-    return pairs
-
-
-def _size_of(memory: Bytes) -> int:
-    return min(_BLOCK_BYTES, memory.nbytes // _THREADS)
+    return Load(by_turns(pairs, copy), size, _THREADS)

@@ -12,14 +12,16 @@ backwards, so that none always follows the same one.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tierstore.io.tasks import together
 from tierstore.io.workers import Priority, WorkerPool
 
 CLOSE_TIMEOUT_S = 300.0
+T = TypeVar("T")
 
 
 class Runnable(Protocol):
@@ -71,6 +73,20 @@ class Load:
 
 def _nothing() -> None:
     pass
+
+
+def by_turns(items: Iterable[T], work: Callable[[T], object]) -> Callable[[], None]:
+    """A job that takes another one each time; those that run at once never have the same, if there are enough."""
+    waiting = deque(items)
+
+    def job() -> None:
+        one = waiting.popleft()
+        try:
+            work(one)
+        finally:
+            waiting.append(one)
+
+    return job
 
 
 @dataclass(frozen=True, slots=True)
