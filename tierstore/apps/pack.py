@@ -30,7 +30,7 @@ from tierstore.config import Codec, format_size
 from tierstore.errors import ConfigError
 from tierstore.io.watch import Attended
 from tierstore.pack.codec_rates import COMPRESSING
-from tierstore.plan.archive_codec import Choice
+from tierstore.plan.archive_codec import ArchiveChoice
 
 _TRIED: dict[Codec, tuple[Codec, ...]] = {Codec.NONE: (), Codec.AUTO: COMPRESSING}
 
@@ -45,7 +45,7 @@ class PackSummary:
 
     source: Source
     packed: Packed
-    choices: dict[str, Choice]
+    choices: dict[str, ArchiveChoice]
     seconds: float
 
 
@@ -158,7 +158,7 @@ def pack_json(summary: PackSummary) -> dict[str, Any]:
     }
 
 
-def _choice_json(choice: Choice) -> dict[str, Any]:
+def _choice_json(choice: ArchiveChoice) -> dict[str, Any]:
     measured = [asdict(rates) | {"codec": rates.codec.value} for rates in choice.measured]
     return {"codec": choice.codec.value, "reason": choice.reason, "measured": measured}
 

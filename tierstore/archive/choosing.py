@@ -22,7 +22,7 @@ from tierstore.io.backend import Backend
 from tierstore.io.memory import Bytes, aligned_room
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
 from tierstore.pack.layout import item_bytes
-from tierstore.plan.archive_codec import Choice, choose_for_archive
+from tierstore.plan.archive_codec import ArchiveChoice, choose_for_archive
 from tierstore.plan.bandwidth import CodecRates
 
 _SAMPLES = 3
@@ -57,7 +57,7 @@ def measure(
     return measured
 
 
-def choose(measured: Mapping[str, Sequence[CodecRates]], read_bytes_per_s: float | None) -> dict[str, Choice]:
+def choose(measured: Mapping[str, Sequence[CodecRates]], read_bytes_per_s: float | None) -> dict[str, ArchiveChoice]:
     """For each dtype, the codec that pays."""
     cores = available_cores()
     return {dtype: choose_for_archive(rates, read_bytes_per_s, cores) for dtype, rates in measured.items()}

@@ -21,7 +21,7 @@ LEAST_GAIN = 1.02
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ArchiveChoice:
     """The codec of one dtype, and why, as a person reads it."""
 
     codec: Codec
@@ -29,14 +29,14 @@ class Choice:
     measured: tuple[CodecRates, ...]
 
 
-def choose_for_archive(measured: Sequence[CodecRates], read_bytes_per_s: float | None, cores: int) -> Choice:
+def choose_for_archive(measured: Sequence[CodecRates], read_bytes_per_s: float | None, cores: int) -> ArchiveChoice:
     """See [Note: what pays].
 
     Args:
         read_bytes_per_s: of the disk from which the pack will be read; None: it is an archive.
     """
     if not measured:
-        return Choice(Codec.NONE, "there are no bytes to encode", ())
+        return ArchiveChoice(Codec.NONE, "there are no bytes to encode", ())
     if read_bytes_per_s is None:
         best = max(measured, key=lambda one: one.ratio)
         gain = best.ratio
@@ -54,5 +54,5 @@ def choose_for_archive(measured: Sequence[CodecRates], read_bytes_per_s: float |
             f"{best.decode_bytes_per_s * cores / 1e9:.2f} GB/s in {cores} cores"
         )
     if gain < LEAST_GAIN:
-        return Choice(Codec.NONE, f"none pays; the best is {best.codec.value}, {reason}", tuple(measured))
-    return Choice(best.codec, reason, tuple(measured))
+        return ArchiveChoice(Codec.NONE, f"none pays; the best is {best.codec.value}, {reason}", tuple(measured))
+    return ArchiveChoice(best.codec, reason, tuple(measured))

@@ -11,6 +11,8 @@ of the step as it is leaves unexplained (the optimizer, gaps) is added to every 
 the other, causes before their effects; each counts only if it still shortens the step by `WORTH_WHILE`, and its
 prediction holds together with those before it.
 
+Collectives are taken one at a time, however many are in flight: so they run, see `train/data_parallel/arrangement.py`.
+
 What no step has shown yet is not in it: where collectives take cores from the compute (gloo), a step that begins to
 overlap computes more slowly than the one before it did.
 """
