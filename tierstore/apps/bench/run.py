@@ -91,7 +91,6 @@ def run_case(case: Case, options: BenchOptions, tell: Tell, keep: Callable[[Outc
             raise StorageError(f"bench {case.name} cannot make its files in {options.nvme}: {error}") from error
         heats = case.heats(options, directory)
         results = {one.name: Result(one, trouble=_NOT_YET) for heat in heats for one in heat}
-        outcome = Outcome(case.name, (), results)
         for index, heat in enumerate(heats):
 
             def tell_of(what: str, done: float, index: int = index) -> None:
@@ -106,8 +105,8 @@ def run_case(case: Case, options: BenchOptions, tell: Tell, keep: Callable[[Outc
                 for one in taking_turns.values():
                     if one.trouble is None and len(one.answers) < options.rounds:
                         one.trouble = f"{how} after {len(one.answers)} of {options.rounds} rounds"
-                keep(Outcome(case.name, case.rows(options, results), results))
                 raise
-            outcome = Outcome(case.name, case.rows(options, results), results)
-            keep(outcome)
+            finally:
+                outcome = Outcome(case.name, case.rows(options, results), results)
+                keep(outcome)
         return outcome
