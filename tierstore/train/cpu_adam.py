@@ -44,7 +44,9 @@ from tierstore.train.parameter_groups import (
 )
 
 _COMPLEMENTS = {"fp32": None, "bf16": ("residual", torch.int16), "fp16": ("master", torch.float32)}
-_TENSORS_OF_STATE = frozenset({"exp_avg", "exp_avg_sq", "residual", "master"})
+_OPTIONS = {"lr", "betas", "eps", "weight_decay"}
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
+_TENSORS_OF_STATE = _MOMENTS | {"residual", "master"}
 _PIECE = 16 * BLOCK  # elements of one job, about 1 ms of work; jobs of 4 blocks were 10 % slower (2-core Xeon, 2026)
 
 
@@ -195,10 +197,12 @@ class CPUAdam(torch.optim.Optimizer):
         """As torch's, but keeps fp32 state of 16-bit parameters; a state dict of `torch.optim.AdamW` fits too.
 
         Raises:
-            ConfigError: an option that this optimizer lacks is on, or a state has another shape; nothing was changed.
+            ConfigError: an option that this optimizer lacks is on, or a state has another shape, or is of another kind
+                of optimizer; nothing was changed.
         """
+        of_others = any(entry and not entry.keys() >= _MOMENTS for entry in state_dict["state"].values())
         for group in state_dict["param_groups"]:
-            if "betas" not in group:
+            if of_others or not group.keys() >= _OPTIONS:
                 raise ConfigError("the loaded state is that of another kind of optimizer")
             refuse_unsupported(group, "by CPUAdam, and the loaded state has it")
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: _protect(loaded))
