@@ -112,6 +112,18 @@ def test_what_an_update_does_not_know_is_refused_also_when_it_is_set_later(name:
         engine.step()
 
 
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+def test_a_number_that_is_set_later_may_be_text_as_in_a_config(name: str) -> None:
+    states = []
+    for kind in (float, str):
+        with Engine(tiny(blocks=1), TierConfig()) as engine:
+            engine.optimizer.param_groups[0][name] = kind(0.125)
+            engine.backward(next_token_loss(engine, tokens(1)[0]))
+            engine.step()
+            states.append(engine.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
 @pytest.mark.parametrize("name", ["max_grad_norm", "update", "loss_scale", "commit_every"])
 def test_an_argument_of_the_engine_that_is_set_later_is_refused(name: str) -> None:
     """It would change nothing, and nobody would see that."""

@@ -102,11 +102,11 @@ def coefficients_of(options: Mapping[str, Any], step: int, gradient_scale: float
     """What the kernel gets in a step (the first is 1) of a parameter group with these options, as they are now."""
     beta1, beta2 = options["betas"]
     return AdamCoefficients(
-        lr=float(options["lr"]),
-        beta1=beta1,
-        beta2=beta2,
-        eps=options["eps"],
-        weight_decay=options["weight_decay"],
+        lr=float(options["lr"]),  # set later, they may be what `AdamWConfig` takes for numbers
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(options["eps"]),
+        weight_decay=float(options["weight_decay"]),
         step=step,
         decoupled=options["decoupled"],
         gradient_scale=gradient_scale,
