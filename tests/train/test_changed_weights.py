@@ -6,16 +6,19 @@ import contextlib
 import copy
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from resuming import Way, opened
+from faults import ENOSPC, FaultyBackend
+from resuming import DISK, Way, opened
 from runs import disk, tokens
 from safetensors.torch import load_file
 from torch import nn
 
-from tierstore.errors import ConfigError, FormatError, GraphError
+from tierstore.errors import ClosedError, ConfigError, FormatError, GraphError, StorageError
 from tierstore.train.engine import Engine
 
 WAY = Way()
@@ -62,6 +65,42 @@ def test_what_has_begun_a_step_is_told(tmp_path: Path) -> None:
             run.engine.load_state_dict(state)
         run.step()
         run.engine.load_state_dict(state)
+
+
+@pytest.mark.parametrize("odd", [lambda t: t.to("meta"), lambda t: t.to_sparse(), lambda t: t.numpy()])
+def test_what_cannot_be_loaded_changes_nothing(odd: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.step()
+        before = run.engine.state_dict()
+        last = [name for name in before if name.startswith("blocks.") and before[name].dim() == 2][-1]
+        with pytest.raises(FormatError, match=f"1 tensors do not fit the model: {re.escape(last)} "):
+            run.engine.load_state_dict({name: value + 1 for name, value in before.items()} | {last: odd(before[last])})
+        assert all(torch.equal(value, before[name]) for name, value in run.engine.state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["gathered", "load_state_dict"])
+def test_weights_that_were_set_by_half_are_not_trained(how: str, tmp_path: Path) -> None:
+    backend = FaultyBackend(ENOSPC, at=10**9, kinds=("pwrite",))
+    with opened(Way(cpu_memory=DISK, blocks=4), tmp_path, backend) as run:
+        run.until(1)
+        run.engine.flush()
+        before = run.engine.state_dict()
+        backend.at = backend.counted + 1
+
+        def change() -> None:
+            if how == "load_state_dict":
+                run.engine.load_state_dict({name: value + 1 for name, value in before.items()})
+                return
+            with run.engine.gathered("blocks.0", modify=True), torch.no_grad():
+                for parameter in run.engine.model.get_submodule("blocks.0").parameters():
+                    parameter.add_(1)
+
+        with pytest.raises(StorageError):
+            change()
+        with pytest.raises(ClosedError, match="broken off"):
+            run.step()
+    with opened(Way(cpu_memory=DISK, blocks=4), tmp_path) as run:
+        assert all(torch.equal(value, before[name]) for name, value in run.engine.state_dict().items())
 
 
 @pytest.mark.parametrize("how", ["gathered", "load_state_dict"])

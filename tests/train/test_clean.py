@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from faults import EIO, FaultyBackend
 from resuming import DISK, MEMORY, Run, State, Way, check_resumes, expected_states, open_run, opened
 from torch import nn
 
-from tierstore.errors import ClosedError, StorageError, StoreLocked, TierstoreError, Timeout
+from tierstore.errors import ClosedError, ConfigError, StorageError, StoreLocked, TierstoreError, Timeout
 from tierstore.io.backend import Backend
+from tierstore.train.generations import Generations
 from tierstore.train.report import StepReport
 
 WAYS = {
@@ -109,6 +111,8 @@ class TestClose:
         run = open_run(way, tmp_path, disk, timeout_s=0.5)
         run.until(1)
         run.engine.flush()
+        ended: list[float] = []
+        run.engine._parts.reductions = SimpleNamespace(close=ended.append)  # type: ignore[assignment]
         disk.is_stuck = True
         with pytest.raises(Timeout):
             run.step()  # its gradients are spilled
@@ -116,12 +120,25 @@ class TestClose:
             run.engine.close()
         with pytest.raises(StoreLocked), opened(way, tmp_path):
             pass
+        assert not ended
         disk.goes_on.set()
         with contextlib.suppress(Timeout):  # also of what was given up when the disk was stuck
             run.engine.close()
         run.engine.close()
+        assert ended  # what works with other ranks, too
         with opened(way, tmp_path) as again:
             assert again.engine.step_count == 1
+
+    def test_of_an_engine_that_does_not_come_to_be_hides_no_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fails(generations: Generations) -> None:
+            generations._parts.runtime.keep_failure(StorageError("a second one"))
+            raise ConfigError("the first one")
+
+        monkeypatch.setattr(Generations, "begin", fails)
+        with pytest.raises(ConfigError, match="the first one"):
+            open_run(WAYS["forward-disk"], tmp_path)
 
     def test_goes_on_where_it_was_broken_off(self, tmp_path: Path) -> None:
         way = WAYS["forward-disk"]

@@ -95,8 +95,7 @@ class Assembly:
         Raises:
             TierstoreError: the first failure met on the way, after everything was given back.
         """
-        failure: BaseException | None = None
-        steps: list[Callable[[], object]] = [
+        self._try_all(
             self.runtime.raise_failure,
             self.driver.give_up,
             publish,
@@ -105,11 +104,15 @@ class Assembly:
             self.access.settle,
             self.hooks.remove,
             self.collector.remove,
-            self.runtime.close,
-            self._end_threads,
-            self.store.release,
-        ]
-        for step in steps:
+        )
+
+    def go_on_closing(self) -> None:
+        """As `close`, which has met a timeout."""
+        self._try_all()
+
+    def _try_all(self, *first: Callable[[], object]) -> None:
+        failure: BaseException | None = None
+        for step in (*first, self.runtime.close, self._end_threads, self.store.release):
             try:
                 step()
             except BaseException as error:

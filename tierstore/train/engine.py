@@ -127,7 +127,8 @@ class Engine:
             self._generations.begin()
             self._parts.depth.begin(tiers)
         except BaseException:
-            self._parts.close()
+            with contextlib.suppress(Exception):  # the error on its way out is the one to tell
+                self._parts.close()
             raise
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -306,8 +307,10 @@ class Engine:
             if modify:
                 self._order.refuse_within_step("gathered(modify=True)")
                 parts.groups.refuse_newcomers(parts.model)
-                whole.keep_changes(parts, groups)
-                self._generations.commit_change()
+                whole.take_back(parts, groups)
+                with self._order.unbroken():
+                    whole.keep_changes(parts, groups)
+                    self._generations.commit_change()
             else:
                 whole.refuse_changes(parts, [group for group in groups if not is_kept(group)])
 
@@ -353,7 +356,7 @@ class Engine:
 
         Raises:
             ConfigError: in the middle of a step.
-            FormatError: a tensor is missing or has another shape; nothing was changed.
+            FormatError: a tensor is missing, has another shape or is no ordinary one; nothing was changed.
             GraphError: the model has a parameter that is not the engine's; likewise.
         """
         self._order.refuse_within_step("load_state_dict")
@@ -361,10 +364,12 @@ class Engine:
             raise ConfigError(f"load_state_dict() takes tensors by name, not {type(state_dict).__name__}")
         parts = self._open_parts()
         parts.groups.refuse_newcomers(parts.model)  # which would keep their values
+        whole.check_state_dict(parts, state_dict)
         self._generations.leave_newer()
         self.flush()
-        whole.load_state_dict(parts, state_dict)
-        self._generations.commit_change()
+        with self._order.unbroken():
+            whole.load_state_dict(parts, state_dict)
+            self._generations.commit_change()
 
     @in_turn
     def export(self, directory: str | os.PathLike[str]) -> None:
@@ -404,8 +409,7 @@ class Engine:
             self._parts.runtime.check_process()
         self._order.is_closed = True
         if is_over:
-            self._parts.runtime.close()
-            self._parts.store.release()
+            self._parts.go_on_closing()
             return
         atexit.unregister(self._at_exit)
         driver = self._parts.driver

@@ -92,29 +92,42 @@ def state_dict(parts: Assembly) -> dict[str, torch.Tensor]:
     return result
 
 
-def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
-    """Set all weights and buffers from full tensors, and the modules' extra states that are given; moments stay.
+def check_state_dict(parts: Assembly, state: Mapping[str, Any]) -> None:
+    """Refuse what `load_state_dict` cannot take.
 
     Raises:
-        FormatError: a tensor is missing, unknown or of another shape; nothing was changed.
+        FormatError: a tensor is missing, unknown, of another shape, or no ordinary one.
     """
     wanted = {spec.name: spec.shape for group in parts.groups.groups for spec in group.spec.parameters}
-    buffers = capture.persistent_buffers(parts.model)
-    wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    given = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    wanted |= {name: tuple(buffer.shape) for name, buffer in capture.persistent_buffers(parts.model).items()}
+    given = {name: _form_of(value) for name, value in state.items()}
     wrong = [
-        f"{name} {given.get(name, 'no tensor') if name in state else 'missing'}, expected {shape}"
+        f"{name} {given.get(name, 'missing')}, expected {shape}"
         for name, shape in wanted.items()
         if given.get(name) != shape
     ]
     known = parts.model.state_dict(keep_vars=True).keys()
-    wrong += [f"{name} is not in the model" for name in sorted(state.keys() - known)]
+    wrong += [f"{name} is not in the model" for name in sorted(map(str, state.keys() - known))]
     if wrong:
         raise FormatError(f"{len(wrong)} tensors do not fit the model: {'; '.join(wrong[:5])}")
+
+
+def _form_of(value: object) -> tuple[int, ...] | str:
+    """The shape of a tensor that can be copied from, else what it is."""
+    if not isinstance(value, torch.Tensor):
+        return "no tensor"
+    if value.is_meta:
+        return "without values (meta device)"
+    if value.layout is not torch.strided or value.is_nested or hasattr(value, "device_mesh"):
+        return f"a {type(value).__name__} of {value.layout}, not a whole dense one"
+    return tuple(value.shape)
+
+
+def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
+    """Set all weights and buffers from full tensors, and the modules' extra states that are given; moments stay."""
     parts.access.release_all()
     names = [spec.name for group in parts.groups.groups for spec in group.spec.parameters]
     pieces = (Piece(name, 0, state[name].detach().reshape(-1)) for name in names)
-    parts.driver.can_redo = False
     fill(parts.store, parts.runtime, parts.groups.groups, pieces, keep=True)
     parts.access.settle()
     for group in parts.groups.groups:  # what somebody holds a view of has stayed on the device
@@ -125,7 +138,7 @@ def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
         parts.access.weights_changed(every)
         parts.access.release_all()
     with torch.no_grad():
-        for name, buffer in buffers.items():
+        for name, buffer in capture.persistent_buffers(parts.model).items():
             buffer.copy_(state[name])
     capture.load_extra_states(parts.model, state)
 
@@ -219,12 +232,23 @@ def _parameters_at(model: nn.Module, name: str) -> list[nn.Parameter]:
     raise ConfigError(f"the model has no parameter or module {name!r}")
 
 
-def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
-    """Write back what was changed in the weights of groups on the device; other masters and all moments stay.
+def take_back(parts: Assembly, indices: Iterable[int]) -> None:
+    """The parameters of groups on the device are views of their storage again, whatever they were given.
 
     Raises:
-        ConfigError: a parameter was given data of another shape or dtype; nothing was written.
+        ConfigError: data of another shape or dtype, which is gone.
     """
+    groups = [parts.groups.groups[index] for index in indices]
+    wrong = [sentence for group in groups for sentence in group.take_back()]
+    for group in groups:  # `torch.utils.swap_tensors` has taken both away
+        guard(group, parts.access.gate)
+        parts.collector.renew(group)
+    if wrong:
+        raise ConfigError(wrong[0])
+
+
+def keep_changes(parts: Assembly, indices: Iterable[int]) -> None:
+    """Write back what was changed in the weights of groups on the device; other masters and all moments stay."""
 
     def pieces(group: Group) -> Iterator[Piece]:
         for spec, parameter in zip(group.spec.parameters, group.parameters):
@@ -236,15 +260,7 @@ def keep_changes(parts: Assembly, groups: Iterable[int]) -> None:
                 yield Piece(spec.name, start, kept)
                 start += len(master)
 
-    changed = [parts.groups.groups[index] for index in groups]
-    wrong = [sentence for group in changed for sentence in group.take_back()]
-    for group in changed:  # `torch.utils.swap_tensors` has taken both away
-        guard(group, parts.access.gate)
-        parts.collector.renew(group)
-    if wrong:
-        raise ConfigError(wrong[0])
-    parts.driver.can_redo = False
-    for group in changed:
+    for group in [parts.groups.groups[index] for index in indices]:
         fill(parts.store, parts.runtime, [group], pieces(group), keep=True)
         group.accept_changes()
 
