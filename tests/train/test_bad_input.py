@@ -224,8 +224,9 @@ class TestOptions:
             ({"loss_scale": "huge"}, "loss_scale must be 'dynamic' or above 0, not 'huge'"),
             ({"loss_scale": 0}, "loss_scale must be 'dynamic' or above 0, not 0"),
             ({"update": "backward", "max_grad_norm": 1.0}, "use 'forward' or 'speculative'"),
-            ({"update": "speculative", "commit_every": 2}, "it needs commit_every=1 and a store"),
-            ({"update": "speculative", "durability": "none"}, "it needs commit_every=1 and a store"),
+            ({"loss_scale": float("inf")}, "loss_scale must be 'dynamic' or above 0, not inf"),
+            ({"update": "speculative", "commit_every": 2}, "it needs commit_every=1 and durability='commit'"),
+            ({"update": "speculative", "durability": "none"}, "it needs commit_every=1 and durability='commit'"),
             ({"update": "speculative", "nvme": []}, "needs a store: give nvme a directory"),
             ({"update": "delayed", "overlap": False}, "leave overlap=False out"),
             ({"resume": "must", "nvme": []}, "there is no generation in memory"),
@@ -346,6 +347,7 @@ class TestKinds:
             ("tiers", {}, "tiers must be a TierConfig, not dict"),
             ("optimizer", 1e-3, "optimizer must be an AdamWConfig, not float"),
             ("max_grad_norm", "1", "max_grad_norm must be above 0, not '1'"),
+            ("max_grad_norm", [1.0], r"max_grad_norm must be above 0, not \[1.0\]"),
             ("loss_scale", [1], "loss_scale must be 'dynamic' or above 0"),
             ("loss_scale", True, "loss_scale must be 'dynamic' or above 0"),
             ("initialize", 3, "initialize must be a source of weights"),
@@ -375,7 +377,11 @@ class TestKinds:
                 (lambda: engine.train_step(None), "train_step takes a list"),  # type: ignore[arg-type]
                 (lambda: engine.load_state_dict(None), "takes tensors by name"),  # type: ignore[arg-type]
                 (lambda: engine.load_state_dict(arrays), "0.weight no tensor, expected"),  # type: ignore[arg-type]
+                (lambda: engine.load_state_dict({3: x}), "0.weight missing.*; 3 is not in the model"),  # type: ignore[dict-item]
                 (lambda: engine.export(""), "takes a directory"),
+                (lambda: engine.train_step(iter(())), "was given no micro-batches"),
+                (lambda: engine.fix_prefetch_depth(-1), "from 0 on, not -1"),
+                (lambda: engine.fix_prefetch_depth("2"), "from 0 on, not '2'"),  # type: ignore[arg-type]
             ]
             for call, told in calls:
                 with pytest.raises((ConfigError, FormatError), match=told):

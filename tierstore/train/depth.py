@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from tierstore.config import MeasuredRates, Tier, TierConfig
 from tierstore.device.streams import ComputeDevice
+from tierstore.errors import ConfigError
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
 from tierstore.plan.bandwidth import Estimator
@@ -77,7 +78,13 @@ class DepthChooser:
         self._access.depth = self.wanted
 
     def fix(self, depth: int) -> None:
-        """From now on this depth, whatever is measured."""
+        """From now on this depth, whatever is measured.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        if type(depth) is not int or depth < 0:
+            raise ConfigError(f"a prefetch depth is a whole number of groups from 0 on, not {depth!r}")
         self._is_fixed = True
         self._access.depth = depth
 

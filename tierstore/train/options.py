@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import torch
 from torch import nn
@@ -88,7 +89,8 @@ def options_of(
         raise ConfigError(f"commit_every must be at least 1, not {commit_every}")
     if not isinstance(overlap, bool):
         raise ConfigError(f"overlap is True or False, not {overlap!r}")
-    if max_grad_norm is not None and (isinstance(max_grad_norm, (bool, str)) or not max_grad_norm > 0):
+    is_number = isinstance(max_grad_norm, SupportsFloat) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
         raise ConfigError(f"max_grad_norm must be above 0, not {max_grad_norm!r}; None switches clipping off")
     can_go_back = has_store and commit_every == 1 and kept is Durability.COMMIT
     return Options(
@@ -115,7 +117,7 @@ def _schedule_for(
         reason = "clipping by the global norm" if max_grad_norm is not None else scaling
         raise ConfigError(f"update='backward' cannot know {reason} in time; use 'forward' or 'speculative'")
     if wish is UpdateSchedule.SPECULATIVE and not can_go_back:
-        missing = "commit_every=1 and a store" if has_store else "a store: give nvme a directory"
+        missing = "commit_every=1 and durability='commit'" if has_store else "a store: give nvme a directory"
         raise ConfigError(f"update='speculative' goes back to the committed slot: it needs {missing}")
     if wish is UpdateSchedule.DELAYED and not overlap:
         raise ConfigError("update='delayed' has updates overlap with the next step: leave overlap=False out")

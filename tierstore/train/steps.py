@@ -145,6 +145,8 @@ class Steps:
                 f"train_step takes a list of micro-batches, not {type(batches).__name__}; give [batch] for one"
             )
         batches = list(batches)
+        if not batches:
+            raise ConfigError("train_step was given no micro-batches: an empty list, or an iterator that is used up")
         take_loss = loss_of or own_loss
         order = choice(MicroBatchSchedule, "schedule", schedule)
         has_others = bool(self._parts.collector.touched or self._parts.collector.keeps)
