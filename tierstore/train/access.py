@@ -164,9 +164,7 @@ class DeviceAccess:
         Raises:
             BudgetError: it does not fit beside the groups in use.
         """
-        self.before_visit(group)
-        if group not in self._withdrawn:  # else who reads it comes by `enter_unasked`
-            self.visit(group)
+        self.pass_through(group)
         self._users[group] += 1
         self._long_users[group] += for_long
 
@@ -184,7 +182,7 @@ class DeviceAccess:
     def pass_through(self, group: int) -> None:
         """Have a group on the device now, which in forward others of the training side may wish to need first."""
         self.before_visit(group)
-        if group not in self._withdrawn:
+        if group not in self._withdrawn:  # else who reads it comes by `enter_unasked`
             self.visit(group)
 
     def visit(self, group: int) -> None:
@@ -249,7 +247,7 @@ class DeviceAccess:
 
     def _go_to(self, group: int) -> None:
         self._account()
-        self._forget_without_room()  # by now there may be some
+        self._let_go_without_room()  # by now there may be some
         self._refresh_stale()
         position = self._locate(group)
         if position is not None:
@@ -262,10 +260,8 @@ class DeviceAccess:
                 break
             self._wait_for(decision.wait[0])
         self._move(decision.evict, decision.load)
-        if group not in self._ready:
-            self._wait_for(group)
-            if (error := self._moves.without_room.get(group)) is not None:
-                raise error
+        if group not in self._ready and (error := self._wait_for(group)) is not None:
+            raise error
         self._kept.discard(group)
         show(self._groups[group])
         self._since = self._clock()
@@ -276,14 +272,19 @@ class DeviceAccess:
             return Decision()
         if self._gathers is not None and (viewed := self._viewed()):
             self._runtime.call(self._moves.unviewed, viewed)  # a copy may be over at one rank and not at another
-        loading = self._loading()
-        resident = self._held - loading
+        # What cannot be dropped yet. With other ranks, where one may be there sooner than here, it can.
+        loading = self._held - self._ready if self._gathers is None else set()
+
+        def decide() -> Decision:
+            in_use = _InUse(self._is_in_use)
+            return self._policy.decide(position, self._held - loading, in_use, loading, demand=group)
+
         try:
-            return self._policy.decide(position, resident, _InUse(self._is_in_use), loading, demand=group)
+            return decide()
         except BudgetError:
             self._runtime.call(self._moves.unviewed, self._viewed())
         try:
-            return self._policy.decide(position, resident, _InUse(self._is_in_use), loading, demand=group)
+            return decide()
         except BudgetError as error:
             told = f"{error} (it is {self._store.placement.gpu_bytes} B)"
             if kept := [self._groups[index].spec.name for index in self._viewed()]:
@@ -296,10 +297,6 @@ class DeviceAccess:
     def _viewed(self) -> list[int]:
         """Groups that are in use only because somebody holds a view: the model, or an update that copies."""
         return [group for group in self._held if not self._users[group] and self._is_in_use(group)]
-
-    def _loading(self) -> set[int]:
-        """Groups that cannot be dropped yet. With other ranks, where one may be there sooner than here, they can."""
-        return self._held - self._ready if self._gathers is None else set()
 
     def _depth_from(self, position: int) -> int:
         """How far to fetch ahead: not before the order is known, and not over an update that makes weights stale."""
@@ -330,20 +327,19 @@ class DeviceAccess:
                 return position
         return None
 
-    def _wait_for(self, group: int) -> None:
-        """Until a group is ready, or it is known that it has no room, and it is not held any more."""
+    def _wait_for(self, group: int) -> BudgetError | None:
+        """Until a group is ready; or it has no room, for this reason, and is not held any more."""
         begin = self._clock()
         self._runtime.call(self._moves.loaded, group)
         self.stall_s += self._clock() - begin
-        if group in self._moves.without_room:
-            self._held.discard(group)
-            self._stale.discard(group)
+        return self._let_go_without_room().get(group)
 
-    def _forget_without_room(self) -> None:
-        for group in list(self._moves.without_room):
-            self._held.discard(group)
-            self._stale.discard(group)
-            del self._moves.without_room[group]
+    def _let_go_without_room(self) -> dict[int, BudgetError]:
+        """Groups that have found no room since, which are not held: who needs one asks for it again."""
+        found = {group: self._moves.without_room.pop(group) for group in list(self._moves.without_room)}
+        self._held.difference_update(found)
+        self._stale.difference_update(found)
+        return found
 
     def _account(self) -> None:
         """Add the time since the last visit began to that visit."""
@@ -402,7 +398,11 @@ class DeviceAccess:
     def prefetch_start(self) -> None:
         """Begin to fetch what the next forward needs first."""
         if self.is_recorded and self.depth > 0 and not self._holds_all:
-            self._fetch_first()
+            try:
+                decision = self._decide(0, self.order[0], self.depth - 1)
+            except BudgetError:
+                decision = Decision()  # somebody reads the weights of this step, so there is no room yet
+            self._move(decision.evict, decision.load)
         self._refresh_stale()
 
     def _refresh_stale(self) -> None:
@@ -410,15 +410,6 @@ class DeviceAccess:
         for group in sorted(self._stale):
             self._runtime.post(self._moves.refresh, group)
         self._stale.clear()
-
-    def _fetch_first(self) -> None:
-        try:
-            decision = self._decide(0, self.order[0], max(self.depth - 1, 0))
-        except BudgetError:
-            return  # somebody reads the weights of this step, so there is no room yet
-        if decision.wait:
-            return
-        self._move(decision.evict, decision.load)
 
     def release(self, groups: Collection[int]) -> None:
         """Drop these groups, unless somebody uses them: what was changed on the device only is gone."""

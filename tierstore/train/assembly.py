@@ -170,16 +170,18 @@ def assemble(
         groups = find_groups(model, device.torch_device)
         specs = [group.spec for group in groups.groups]
         partition.check_same_model(specs)
-        warm_up({spec.dtype for spec in specs})
+        dtypes = {spec.dtype for spec in specs}
+        warm_up(dtypes)
         if generation is not None:
             check_same_store(generation, specs, tiers, options.schedule)
         # Before the store is made and takes the weights: what is wrong with the options must not cost them.
-        stepper = AdamStepper(groups, TieredOptimizer(given_groups(model, groups, parameter_groups), config, step))
+        optimizer = TieredOptimizer(given_groups(model, groups, parameter_groups), config, step)
+        stepper = AdamStepper(groups, optimizer)
         if generation is not None:
-            stepper.optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
+            optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
         scheduler = None
         if lr_scheduler is not None:
-            scheduler = lr_scheduler(stepper.optimizer)
+            scheduler = lr_scheduler(optimizer)
             check_scheduler(scheduler)
         capture.check_storable(model, registered, is_written=is_durable and bool(tiers.nvme))
         partition.check_same(stepper.members() | stepper.options())
@@ -187,7 +189,7 @@ def assemble(
         is_coded = any(choice.codec is not Codec.NONE for choice in codecs.values())
         grid = generation.layout["chunk_elements"] if generation is not None else None
         request = cut_groups(groups, tiers, options.schedule, grid, partition, is_coded=is_coded)
-        placement, not_on_gpu = _placed(request, tiers, device, {spec.dtype for spec in specs}, options)
+        placement, not_on_gpu = _placed(request, tiers, device, dtypes, options)
         store = TrainingStore(
             [group.spec for group in groups.groups], placement, tiers, device, runtime, backend, tracer, clock,
             is_durable=is_durable, lock=lock, team=team, codecs=codecs, codec_scratch_bytes=request.scratch_bytes,
@@ -201,11 +203,7 @@ def assemble(
             _fill(store, runtime, groups, pieces, partition)
             partition.same_buffers(model.buffers())
         _move_buffers(model, device)  # not before: a source of weights fills those that the model had
-        in_memory = all(partition.exchange("what updates need", store.placement.updates_in_memory))
-        schedule = options.schedule
-        if options.is_auto:
-            schedule = settled(schedule, shares_cores=device.kind == "cpu", in_memory=in_memory)
-        driver = RoundDriver(schedule, store, runtime, is_unasked=options.is_auto)
+        driver = _driver_of(options, store, runtime, device, partition)
         links = {"gather": LinkMeter(clock), "reduce": LinkMeter(clock)} if partition.is_shared else {}
         gathers = None if partition.keeps_all else Gathers(partition, device, links["gather"], tracer)
         reductions = None
@@ -213,7 +211,7 @@ def assemble(
             reductions = Reductions(partition, groups.groups, runtime, device, links["reduce"], tracer)
         access = DeviceAccess(groups.groups, store, runtime, device, clock, gathers)
         hooks = ModelHooks(model, groups, access)
-        collector = _collector(groups, store, runtime, device, reductions)
+        collector = GradientCollector(groups, runtime, device, store.placement.gpu_gradient_bytes, reductions)
         _hook_up(groups, access, collector, stepper, driver, reductions)
         depth = DepthChooser(access, store, runtime, device, partition, links)
         return Assembly(
@@ -224,6 +222,16 @@ def assemble(
         _take_down(runtime, store, lock)
         partition.close(tiers.timeout_s)
         raise
+
+
+def _driver_of(
+    options: Options, store: TrainingStore, runtime: Runtime, device: ComputeDevice, partition: Partition
+) -> RoundDriver:
+    in_memory = all(partition.exchange("what updates need", store.placement.updates_in_memory))
+    schedule = options.schedule
+    if options.is_auto:
+        schedule = settled(schedule, shares_cores=device.kind == "cpu", in_memory=in_memory)
+    return RoundDriver(schedule, store, runtime, is_unasked=options.is_auto)
 
 
 def _shared_options(tiers: TierConfig, config: AdamWConfig, options: Options) -> dict[str, object]:
@@ -291,16 +299,6 @@ def _take_down(runtime: Runtime, store: TrainingStore | None, lock: StoreLock | 
         if room is not None:
             with contextlib.suppress(TierstoreError):
                 room.release()
-
-
-def _collector(
-    groups: ModelGroups, store: TrainingStore, runtime: Runtime, device: ComputeDevice, reductions: Reductions | None
-) -> GradientCollector:
-    def is_free(group: int) -> bool:
-        weights = groups.groups[group]
-        return not (weights.saved_views() or weights.is_viewed())
-
-    return GradientCollector(groups, runtime, device, store.placement.gpu_gradient_bytes, is_free, reductions)
 
 
 def _hook_up(

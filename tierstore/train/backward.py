@@ -70,7 +70,6 @@ class GradientCollector:
 
     Args:
         capacity_bytes: device memory for gradients that are complete or being made.
-        is_free: whether backward has no more use for a group's weights.
         reductions: with the other ranks, if there are any.
 
     Attributes:
@@ -83,26 +82,25 @@ class GradientCollector:
         runtime: Runtime,
         device: ComputeDevice,
         capacity_bytes: int,
-        is_free: Callable[[int], bool],
         reductions: Reductions | None = None,
     ) -> None:
         self._groups = groups.groups
+        self._trainable = [group for group in self._groups if group.spec.trainable]
         self._runtime = runtime
         self._device = device
         self._capacity_bytes = capacity_bytes
-        self._is_free = is_free
         self._reductions = reductions
         bytes_of = (lambda spec: spec.device_bytes) if reductions is None else reductions.buckets.device_bytes
         self._device_bytes = [bytes_of(group.spec) for group in self._groups]
         self._collected = [_Collected() for _ in self._groups]
         self._leaves = KnownLeaves(
-            {(g.index, i): p for g in self._groups if g.spec.trainable for i, p in enumerate(g.parameters)}
+            {(group.index, i): p for group in self._trainable for i, p in enumerate(group.parameters)}
         )
         self._recomputed: list[int | None] = [None] * len(self._groups)
         self._forwards = 1
         self._waiting: set[int] = set()
         self._gathering: dict[int, Group] = {}  # some of their gradients have come and were not handed over
-        self._largest_bytes = max((self._device_bytes[g.index] for g in self._groups if g.spec.trainable), default=0)
+        self._largest_bytes = max((self._device_bytes[group.index] for group in self._trainable), default=0)
         self._kept: dict[int, dict[int, torch.Tensor]] = {}
         self._streams: set[Hashable] = set()
         running = {} if reductions is None else reductions.running
@@ -121,8 +119,7 @@ class GradientCollector:
             reductions.on_done = self._handover.count_done
         self._handles = [
             parameter.register_post_accumulate_grad_hook(_Taker(self._arrived, group, position))  # type: ignore[no-untyped-call]
-            for group in self._groups
-            if group.spec.trainable
+            for group in self._trainable
             for position, parameter in enumerate(group.parameters)
         ]
         for group in self._groups:
@@ -140,7 +137,7 @@ class GradientCollector:
     def _come_last(self) -> None:
         """Hooks of others on accumulated gradients, also of those that came later, see them before they are taken."""
         with torch._C.DisableTorchFunctionSubclass():  # many are hidden
-            for parameter in (one for group in self._groups if group.spec.trainable for one in group.parameters):
+            for parameter in (one for group in self._trainable for one in group.parameters):
                 hooks = parameter._post_accumulate_grad_hooks
                 if len(hooks) > 1:
                     own = next(key for key, hook in hooks.items() if isinstance(hook, _Taker))
@@ -218,8 +215,8 @@ class GradientCollector:
             self._collected[group].reached += 1
         if self._reductions is not None:
             self._runtime.post(self._reductions.begin, store, self._reductions.order)
-            for unreached in (group for group in self._groups if group.spec.trainable and not self._needed(group)):
-                if self.is_streaming and not self._is_free(unreached.index):
+            for unreached in (group for group in self._trainable if not self._needed(group)):
+                if self.is_streaming and not unreached.is_free():
                     self._waiting.add(unreached.index)  # other ranks may reach it
                 else:
                     self._take(unreached)  # the others need not wait for it
@@ -233,9 +230,8 @@ class GradientCollector:
                 self._take(self._groups[index])
         if self._reductions is not None and self._reductions.is_first:
             self._take_late(self._reductions)
-        for index, collected in enumerate(self._collected):
-            if self.is_final:
-                self._recomputed[index] = collected.fired - collected.reached
+        if self.is_final:
+            self._recomputed = [collected.fired - collected.reached for collected in self._collected]
         self._handover.wait()
         if self._reductions is not None and self.is_final:
             self._reductions.learn_order(self.completed)
@@ -244,7 +240,7 @@ class GradientCollector:
         """Hand over what is kept, and wait until it is with the store. Between passes."""
         if self._kept:
             for group in [self._groups[index] for index in self._kept]:
-                self._hand_over(group, self._pieces(group), None)
+                self._hand_over(group)
             self._handover.wait()
 
     def forget(self) -> None:
@@ -291,10 +287,9 @@ class GradientCollector:
         collected.missing.discard(position)
         if not collected.missing and collected.fired >= self._needed(group) and not is_late:
             self._waiting.add(group.index)
-        if self._waiting:
-            for index in sorted(self._waiting):
-                if not self.is_streaming or self._is_free(index):
-                    self._take(self._groups[index])
+        for waiting in [self._groups[index] for index in sorted(self._waiting)]:
+            if not self.is_streaming or waiting.is_free():
+                self._take(waiting)
 
     def _add(self, group: Group, collected: _Collected, position: int, gradient: torch.Tensor) -> None:
         if self._reductions is not None:
@@ -309,7 +304,7 @@ class GradientCollector:
                 gradients[position] = gradients[position] + gradient
                 return
             # Added one by one to what the store has, as torch does: a + (b + c) is not (a + b) + c.
-            self._hand_over(group, self._pieces(group), None)
+            self._hand_over(group)
         if not gradients:
             self._make_room(group)
             self._gathering[group.index] = group
@@ -332,7 +327,7 @@ class GradientCollector:
         held_bytes = self._kept_bytes + sum(self._device_bytes[index] for index in self._gathering) + group_bytes
         for other in list(self._gathering.values()):
             if held_bytes > self._capacity_bytes:
-                self._hand_over(other, self._pieces(other), None)
+                self._hand_over(other)
                 held_bytes -= self._device_bytes[other.index]
         self._handover.make_room(group_bytes)
 
@@ -358,8 +353,7 @@ class GradientCollector:
             self._kept[group.index] = collected.gradients
             self._gathering.pop(group.index, None)
             return
-        pieces = self._pieces(group)
-        self._hand_over(group, pieces, self.on_complete(group.index) if self.is_streaming else None)
+        self._hand_over(group, is_complete=True)
 
     def _may_keep(self, group: Group) -> bool:
         """See [Note: kept]."""
@@ -423,7 +417,9 @@ class GradientCollector:
         self._kept.pop(group.index, None)
         return pieces
 
-    def _hand_over(self, group: Group, pieces: list[Piece], then: Callable[[Mark], None] | None) -> None:
+    def _hand_over(self, group: Group, *, is_complete: bool = False) -> None:
         """Have the store take what came of a group; it is valid after what is queued now."""
+        pieces = self._pieces(group)
+        then = self.on_complete(group.index) if is_complete and self.is_streaming else None
         arrival = Arrival(group.index, pieces, self._device.record(), self.is_final, then is not None)
         self._handover.give(group, arrival, then)

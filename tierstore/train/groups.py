@@ -65,6 +65,10 @@ class Group:
         # Twice: between the two numbers another thread may let go of what was saved.
         return self._other_uses() > 0 and self._other_uses() > 0
 
+    def is_free(self) -> bool:
+        """Whether neither backward nor anybody else has a use for the weights."""
+        return not (self.saved_views() or self.is_viewed())
+
     def _other_uses(self) -> int:
         return torch._C._storage_Use_Count(self.storage._cdata) - self.idle_uses - self.saved_views()
 
@@ -406,31 +410,19 @@ def _make_group(
 
 def _block_of_parameters(model: nn.Module) -> dict[str, str]:
     """The name of the block of every parameter: an item of the outermost list of blocks, or the owning module."""
-    blocks = [
+    blocks = {
         f"{prefix}.{child}" if prefix else child
         for prefix, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential))
         for child, _ in module.named_children()
-    ]
-    outermost = _outermost(blocks)
-    return {name: _owner(name, outermost) for name, _ in model.named_parameters()}
-
-
-def _outermost(names: Iterable[str]) -> set[str]:
-    kept: set[str] = set()
-    for name in sorted(names, key=lambda name: name.count(".")):
-        parts = name.split(".")
-        if not any(".".join(parts[:n]) in kept for n in range(1, len(parts))):
-            kept.add(name)
-    return kept
+    }
+    return {name: _owner(name, blocks) for name, _ in model.named_parameters()}
 
 
 def _owner(parameter: str, blocks: set[str]) -> str:
-    parts = parameter.split(".")
-    for n in range(1, len(parts)):
-        if ".".join(parts[:n]) in blocks:
-            return ".".join(parts[:n])
-    return ".".join(parts[:-1]) or "model"
+    parts = parameter.split(".")[:-1]
+    around = (".".join(parts[:n]) for n in range(1, len(parts) + 1))  # the outermost first
+    return next((name for name in around if name in blocks), ".".join(parts) or "model")
 
 
 def _replace_meta_parameters(model: nn.Module, device: torch.device) -> dict[nn.Parameter, nn.Parameter]:

@@ -138,7 +138,7 @@ class RoundDriver:
         may_guess = self.schedule is UpdateSchedule.SPECULATIVE and self.can_redo
         self.is_speculating = may_guess and self.speculation.should_try()
         from_device = self.schedule is UpdateSchedule.BACKWARD or self.is_speculating
-        trainable = [i for i, group in enumerate(self._store.groups) if group.trainable]
+        trainable = {group: None for group, spec in enumerate(self._store.groups) if spec.trainable}  # in this order
         need = [*completed, *reversed(trainable)] if from_device else [*visits, *trainable]
         wanted = [group for group in dict.fromkeys(need) if group in trainable]
         self._has_decided = False
