@@ -173,6 +173,24 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, tensors: dict[str, Any],
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [(5, "is text, not int"), (["h"], "is text, not list"), ("a\nb", "control character"), ("\udc80", "lone surrogate")],
+)
+def test_an_entry_without_tensors_has_a_name_that_can_be_read_back(tmp_path: Path, name: Any, text: str) -> None:
+    """A manifest that names it otherwise could not be read, and with it no other entry."""
+
+    async def main() -> None:
+        async with opened(tmp_path) as store:
+            await store.put("h.0", block(1), tier=Tier.NVME)
+            with pytest.raises(ConfigError, match=text):
+                await store.put(name, {}, tier=Tier.NVME)
+        async with opened(tmp_path, resume="must") as store:
+            assert store.names() == ["h.0"]
+
+    run(main())
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch: they are a prototype
 def test_a_nested_tensor_cannot_be_stored(tmp_path: Path) -> None:
     async def main() -> None:

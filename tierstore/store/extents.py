@@ -159,20 +159,27 @@ def check_tensors(name: str, tensors: Mapping[str, torch.Tensor], device: torch.
     """Refuse what cannot be stored as plain bytes.
 
     Raises:
-        ConfigError: names the tensor; nothing was changed.
+        ConfigError: names the entry or the tensor; nothing was changed.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"the name of an entry is text, not {type(name).__name__}")
     if not isinstance(tensors, Mapping):
         raise ConfigError(f"an entry is a mapping of names to tensors, not {type(tensors).__name__}")
+    _check_name(f"entry {name!r}", f"{name}/")  # of one without tensors, too
     for key, tensor in tensors.items():
         what = f"tensor {key!r} of {name!r}"
-        if not isinstance(key, str) or not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{what}: names are text and values are tensors, not {type(tensor).__name__}")
-        try:
-            check_plain_name(f"{name}/{key}")
-        except FormatError as error:
-            raise ConfigError(f"{what}: {error}") from None
+        _check_name(what, f"{name}/{key}")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             kind = "nested" if tensor.is_nested else f"{tensor.layout} {tensor.dtype}"
             raise ConfigError(f"{what} is {kind}; only dense tensors can be stored")
         if tensor.device.type != "cpu" and tensor.device != device:
             raise ConfigError(f"{what} is on {tensor.device}; give it on the CPU or on the store's device, {device}")
+
+
+def _check_name(what: str, name: str) -> None:
+    try:
+        check_plain_name(name)
+    except FormatError as error:
+        raise ConfigError(f"{what}: {error}") from None
