@@ -273,6 +273,23 @@ def test_a_digest_that_is_known_is_taken_for_what_is_stored_as_it_is(codec: Code
     assert (known.checksum == computed.checksum) == (codec is Codec.LZ4)
 
 
+def test_a_pack_that_is_opened_again_has_headers_to_write_in_the_files_that_are_open_now(tmp_path: Path) -> None:
+    io = ChunkIO(Backend(), WorkerPool("test", 1), None, time.monotonic)
+    pack = SlotPack("put-0", [ChunkSpec("h.0/0", (("w", "F32", 1024),))], [tmp_path], io, Codec.NONE, slots=1)
+    pack.create()
+    pack.close()
+    (path,) = pack.paths()
+    whole = path.read_bytes()
+    path.write_bytes(bytes(4096) + whole[4096:])
+    for _ in range(2):
+        pack.open([None])
+        pack.close()
+    pack.open([None])
+    pack.datasync()
+    pack.close()
+    assert path.read_bytes() == whole
+
+
 class FakeRound(SimpleNamespace):
     """What a trip's memory asks of its round."""
 

@@ -396,6 +396,7 @@ class SlotPack:
     def close(self) -> None:
         """Close all files, also when the system refuses one."""
         files, self._files = self._files, []
+        self._headers_to_write.clear()
         with contextlib.ExitStack() as closing:
             for file in files:
                 closing.callback(file.close)
