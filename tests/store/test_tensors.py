@@ -39,11 +39,26 @@ from tierstore import TensorStore, Tier
 from tierstore.config import Codec, TierConfig
 from tierstore.device.streams import Mark
 from tierstore.device.transfers import CpuDevice
-from tierstore.errors import BudgetError, ChecksumMismatch, ClosedError, ConfigError, StorageError, StoreLocked, Timeout
+from tierstore.errors import (
+    BudgetError,
+    ChecksumMismatch,
+    ClosedError,
+    ConfigError,
+    FormatError,
+    StorageError,
+    StoreLocked,
+    Timeout,
+)
+from tierstore.io.backend import Backend
+from tierstore.io.file_threads import FileThreads
 from tierstore.store.buffers import plan_buffers
 from tierstore.store.commit import Manifests
+from tierstore.store.entries import recorded_entries
 from tierstore.store.extents import ExtentLayout
+from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
+from tierstore.store.shelf import Directories
+from tierstore.store.slots import ChunkRecord
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -175,7 +190,7 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, tensors: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [(5, "is text, not int"), (["h"], "is text, not list"), ("a\nb", "control character"), ("\udc80", "lone surrogate")],
+    [(5, "text, not int"), (["h"], "text, not list"), ("a\nb", "control character"), ("\udc80", "lone surrogate")],
 )
 def test_an_entry_without_tensors_has_a_name_that_can_be_read_back(tmp_path: Path, name: Any, text: str) -> None:
     """A manifest that names it otherwise could not be read, and with it no other entry."""
@@ -947,6 +962,18 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     run(main())
 
 
+def test_a_file_that_does_not_close_leaves_no_lock_behind(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise StorageError("close of a pack failed")
+
+    directories = Directories([tmp_path], Backend(), FileThreads(1, "test"))
+    directories.claim()
+    directories.before_release.callback(refuse)
+    with pytest.raises(StorageError, match="close of a pack"):
+        directories.release()
+    StoreLock([tmp_path]).release()
+
+
 async def moved_away(tmp_path: Path) -> tuple[TensorStore, contextlib.AsyncExitStack]:
     """A store with "a", open, in whose place is nothing now; and what closes it."""
     stack = contextlib.AsyncExitStack()
@@ -992,6 +1019,14 @@ def test_nor_does_it_remove_what_a_copy_of_it_has_made(tmp_path: Path) -> None:
                     assert_same(tensors, block(value))
 
     run(go())
+
+
+def test_a_number_of_a_pack_has_one_spelling() -> None:
+    """By its number a pack is found: of two spellings only one would be."""
+    entry = {"name": "a", "tier": "nvme", "pack": "put-00", "tensors": [["w", "float32", [1]]]}
+    records = {"put-00": [ChunkRecord(0, 4096, 0)]}
+    with pytest.raises(FormatError, match=r"has no pack of its size: 'put-00'"):
+        recorded_entries(Generation(0, {"chunk_bytes": 4096}, records, {"entries": [entry]}))
 
 
 def test_directories_of_another_store_are_left_alone(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ from tierstore.store.routes import Nowhere, PackPlace, Place, Route
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 
 KIND = "tensors"
-PACK = re.compile(r"put-\d{1,18}")
-"""The kind of a pack."""
+PACK = re.compile(r"put-(0|[1-9]\d{0,17})")
+"""The kind of a pack; no number has two spellings."""
 _PACK_FILE = re.compile(r"put-(\d+)\.[ab]\.safetensors")
 
 
@@ -147,13 +147,15 @@ class Directories:
 
     def release(self) -> None:
         """Leave nothing behind of a store that never had a generation, and unlock; twice is fine."""
-        self.before_release.close()
-        if self.is_unfinished and self.lock.is_in_place:
-            with contextlib.suppress(TierstoreError):  # whatever stays is marked, and removed by the next
-                if not self.manifests().numbers():
-                    begin_store(self.paths, self.backend)
-                self.finish()
-        self.lock.release()
+        try:
+            self.before_release.close()
+            if self.is_unfinished and self.lock.is_in_place:
+                with contextlib.suppress(TierstoreError):  # whatever stays is marked, and removed by the next
+                    if not self.manifests().numbers():
+                        begin_store(self.paths, self.backend)
+                    self.finish()
+        finally:
+            self.lock.release()
 
 
 class Shelf:
