@@ -57,7 +57,7 @@ def test_the_child_can_use_nothing(runtime: Runtime, tmp_path: Path) -> None:
     array = lease.array
 
     async def run() -> int:
-        return await pool.run(Priority.DEMAND, int)
+        return await pool.submit(Priority.DEMAND, int)
 
     def check() -> None:
         uses: list[Callable[[], object]] = [
@@ -95,7 +95,7 @@ def test_a_lock_held_while_forking_does_not_hang_the_child(runtime: Runtime) -> 
     pool = WorkerPool("test", 1)
 
     async def run() -> int:
-        return await pool.run(Priority.DEMAND, int)
+        return await pool.submit(Priority.DEMAND, int)
 
     def check() -> None:
         with pytest.raises(ClosedError):

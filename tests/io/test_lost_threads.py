@@ -60,7 +60,7 @@ def test_the_jobs_of_a_lost_worker_fail_at_once(pool: WorkerPool) -> None:
         with pytest.raises(ClosedError, match=r"thread test-\d was ended by SystemExit\(\)"):
             await asyncio.gather(*[pool.submit(Priority.WRITE, int) for _ in range(3)])
         with pytest.raises(ClosedError, match="was ended by SystemExit") as caught:
-            await pool.run(Priority.DEMAND, int)
+            await pool.submit(Priority.DEMAND, int)
         assert isinstance(caught.value.__cause__, SystemExit)
         may_end.set()
         assert await busy == "ended"  # the other thread does what it has begun
@@ -73,7 +73,7 @@ def test_a_job_that_exits_fails_and_its_thread_goes_on(pool: WorkerPool) -> None
         for _ in range(4):
             with pytest.raises(SystemExit):
                 await pool.submit(Priority.DEMAND, raise_exit)
-        assert await pool.run(Priority.DEMAND, abs, -1) == 1
+        assert await pool.submit(Priority.DEMAND, abs, -1) == 1
 
     asyncio.run(main())
 

@@ -13,7 +13,6 @@ import pytest
 
 from tierstore.errors import ClosedError, Timeout
 from tierstore.io.runtime import Runtime
-from tierstore.io.workers import Priority, WorkerPool
 
 
 async def double(number: int) -> int:
@@ -100,27 +99,6 @@ def test_an_error_in_a_post_is_kept(runtime: Runtime) -> None:
     runtime.post(divmod, 1, 0)
     with pytest.raises(ZeroDivisionError):
         runtime.call(double, runtime.call(double, 1))
-
-
-def test_a_cancelled_job_that_fails_is_kept(runtime: Runtime) -> None:
-    gate, pool = threading.Event(), WorkerPool("test", 1, keep_failure=runtime.keep_failure)
-
-    def job() -> None:
-        assert gate.wait(30)
-        raise OSError("disk")
-
-    async def start() -> None:
-        task = runtime.spawn(pool.run(Priority.WRITE, job), "write")
-        await asyncio.sleep(0)
-        task.cancel()
-        await settle()
-        gate.set()
-        await pool.submit(Priority.PREFETCH, int)
-
-    runtime.call(start)
-    with pytest.raises(OSError, match="disk"):
-        runtime.raise_failure()
-    pool.close(10)
 
 
 def test_timeout_says_what_was_in_flight(runtime: Runtime) -> None:
@@ -308,7 +286,7 @@ async def sleep():
         print("ended")
 async def start():
     runtime.spawn(sleep(), "sleeper")
-    runtime.spawn(pool.run(Priority.WRITE, threading.Event().wait), "stuck write")
+    pool.submit(Priority.WRITE, threading.Event().wait)
     await asyncio.to_thread(int)
 runtime.call(start)
 print("left")

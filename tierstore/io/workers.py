@@ -74,21 +74,13 @@ class _Work(Generic[T]):
 
 
 class WorkerPool(ForkAware):
-    """Daemon threads over one priority queue.
+    """Daemon threads over one priority queue."""
 
-    Args:
-        keep_failure: told of an error in a job whose waiter was cancelled meanwhile (`Runtime.keep_failure`);
-            None: the loop's exception handler is.
-    """
-
-    def __init__(
-        self, name: str, threads: int, keep_failure: Callable[[BaseException], None] | None = None
-    ) -> None:
+    def __init__(self, name: str, threads: int) -> None:
         super().__init__()
         if threads < 1:
             raise ValueError(f"pool {name!r} needs at least one thread, not {threads}")
         self.name = name
-        self._keep_failure = keep_failure
         self._queues: tuple[deque[_Work[Any]], ...] = tuple(deque() for _ in Priority)
         self._order = _USUAL
         self._hurries = 0
@@ -122,18 +114,6 @@ class WorkerPool(ForkAware):
             self._queues[priority].append(_Work(priority, function, args, job))
             self._tokens.put(True)
         return job
-
-    async def run(self, priority: Priority, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """The result of a job.
-
-        Cancellation: at once, while the job goes on to its end; should it fail then, the error is kept, not lost.
-        """
-        job = self.submit(priority, function, *args)
-        try:
-            return await asyncio.shield(job)
-        except asyncio.CancelledError:
-            job.add_done_callback(self._report)
-            raise
 
     async def perform(self, is_quick: bool, priority: Priority, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """The result of a job, of a quick one at once and right here: the way to a thread and back takes longer."""
@@ -202,16 +182,6 @@ class WorkerPool(ForkAware):
             raise ClosedError(str(self._lost)) from self._lost.__cause__
         if self._is_closed:
             raise ClosedError(f"worker pool {self.name!r} is closed")
-
-    def _report(self, job: asyncio.Future[Any]) -> None:
-        error = job.exception()
-        if error is None:
-            return
-        if self._keep_failure is not None:
-            self._keep_failure(error)
-        else:
-            message = f"a job of pool {self.name!r} failed after its waiter was cancelled"
-            job.get_loop().call_exception_handler({"message": message, "exception": error, "future": job})
 
     def _next(self) -> _Work[Any] | None:
         """The most urgent job; None if all were given up with a thread that is gone."""

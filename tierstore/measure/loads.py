@@ -50,7 +50,7 @@ class Load:
         """At least one job per thread; as many wait in the queue, so that no thread waits for the loop."""
         workers = WorkerPool("tierstore-measure", self.threads)
         try:
-            await workers.run(Priority.DEMAND, _nothing)  # the threads are there before the clock runs
+            await workers.submit(Priority.DEMAND, _nothing)  # the threads are there before the clock runs
             done, begun_s = 0, self.clock()
 
             def job() -> bool:

@@ -96,7 +96,7 @@ class TensorStore:
         self._publishing = asyncio.Lock()
         self._files = FileThreads(1, "tierstore-files")
         self._directories = Directories([Path(path) for path in tiers.nvme], backend, self._files)
-        self._workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)), self._owner.keep_failure)
+        self._workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)))
         for description in (self._workers.in_flight, self._files.in_flight, backend.in_flight):
             self._owner.describe(description)
         self._arena: Arena | None = None

@@ -333,7 +333,7 @@ class UpdatePipeline:
         await self._weights.arrived(group, chunk)  # a load from before this was decided: its old weights come first
         needs_weights = self._weights.is_home_nvme(group) and not round_.reads_weights
         if needs_weights and not self._weights.is_valid_on_device(group):
-            await self._weights.read(group, chunk, weights, Priority.UPDATE)
+            await self._weights.read(group, chunk, weights)
             needs_weights = False
         # No await from here to `changing`: the group may not leave the device in between.
         storage = self._weights.on_device(group)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tierstore.config import Codec
 from tierstore.errors import ConfigError, FormatError
@@ -21,7 +20,7 @@ from tierstore.io.workers import WorkerPool
 from tierstore.pack.layout import ChunkSpec
 from tierstore.plan.placement import Kind
 from tierstore.store.commit import Manifests
-from tierstore.store.layout import Codecs, chunk_specs, recorded_codecs, recorded_groups
+from tierstore.store.layout import chunk_specs, recorded_codecs, recorded_groups
 from tierstore.store.manifest import Generation
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 
@@ -105,7 +104,7 @@ def packs_of(
 
 
 def _packs_of_training(generation: Generation, directories: Sequence[Path], io: ChunkIO) -> Iterator[CommittedPack]:
-    groups, codecs = recorded_groups(generation.layout), _codecs(generation.layout)
+    groups, codecs = recorded_groups(generation.layout), recorded_codecs(generation.layout)
     for kind in generation.records:
         specs = chunk_specs(_kind(kind), groups, generation.layout["chunk_elements"])
         codec = _decided(codecs[_kind(kind)].codec, kind)
@@ -161,10 +160,3 @@ def _kind(name: str) -> Kind:
         return Kind(name.rstrip("0123456789"))
     except ValueError:
         raise FormatError(f"the store has packs of the kind {name[:40]!r}, which this release does not know") from None
-
-
-def _codecs(layout: Mapping[str, Any]) -> Codecs:
-    try:
-        return recorded_codecs(layout)
-    except ValueError as error:
-        raise FormatError(f"the store has a codec that this release does not know: {error}") from None

@@ -195,25 +195,27 @@ class Weights:
             is_quick = self._is_quick(nbytes)
             await self._workers.perform(is_quick, priority, device.copy_in, storage, offset, here[:nbytes])
             return
-        if self._pack is None:
-            raise RuntimeError("weights were placed on NVMe, but there is no store")
-        index = self._index(group, chunk)
-        lease = await self._staging.reserve(self._pack.padded_bytes(index))
+        pack, index = self._need_pack(), self._index(group, chunk)
+        lease = await self._staging.reserve(pack.padded_bytes(index))
         array = lease.array
+
+        def fill(read: Callable[[Bytes], None]) -> None:
+            read(array)
+            device.copy_in(storage, offset, array[:nbytes])
+
         try:
-            await self._pack.read_with(
-                index, priority, lambda read: _fill(read, array, device, storage, offset, nbytes)
-            )
+            await pack.read_with(index, priority, fill)
         finally:
             lease.free()
 
-    async def read(self, group: int, chunk: int, into: Bytes, priority: Priority) -> None:
-        """The weights at rest into `into` (padded length); the caller has waited for pending updates."""
-        here = self.resident(group, chunk)
-        if here is not None:
-            await self._workers.submit(priority, _copy, into, here)
-        elif self._pack is not None:
-            await self._pack.read(self._index(group, chunk), into, priority)
+    async def read(self, group: int, chunk: int, into: Bytes) -> None:
+        """The weights on NVMe into `into` (padded length), for an update; those before it have ended."""
+        await self._need_pack().read(self._index(group, chunk), into, Priority.UPDATE)
+
+    def _need_pack(self) -> SlotPack:
+        if self._pack is None:
+            raise RuntimeError("weights were placed on NVMe, but there is no store")
+        return self._pack
 
     def _is_quick(self, nbytes: int) -> bool:
         return nbytes <= self._device.at_once_bytes
@@ -221,20 +223,3 @@ class Weights:
     def is_home_nvme(self, group: int) -> bool:
         """Whether this group's weights live on NVMe."""
         return self._placement.weights_home[group] is Tier.NVME
-
-
-def _fill(
-    read: Callable[[Bytes], None],
-    array: Bytes,
-    device: ComputeDevice,
-    storage: torch.UntypedStorage,
-    offset: int,
-    nbytes: int,
-) -> None:
-    """Worker job: one chunk from disk to the device in one hop."""
-    read(array)
-    device.copy_in(storage, offset, array[:nbytes])
-
-
-def _copy(into: Bytes, source: Bytes) -> None:
-    into[: len(source)] = source

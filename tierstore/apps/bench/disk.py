@@ -144,7 +144,7 @@ async def _one_pass(disk: DiskFile, verb: Verb, block_bytes: int, threads: int) 
     load = disk.load(verb, block_bytes, threads)
     workers = WorkerPool("tierstore-bench", threads)
     try:
-        await workers.run(Priority.DEMAND, time.perf_counter)  # the threads are there before the clock runs
+        await workers.submit(Priority.DEMAND, time.perf_counter)  # the threads are there before the clock runs
         blocks = iter(range(disk.size_bytes // block_bytes))
         start_s = time.perf_counter()
 
