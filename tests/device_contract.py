@@ -156,8 +156,9 @@ class DeviceContract:
             assert np.array_equal(read(device, span), wanted)
 
     def arithmetic_of(self, device: ComputeDevice, dtype: str, parts: list[torch.Tensor], gradient: Span) -> None:
-        """Two micro-batches; what neither covers is zero, and nothing of an earlier step is left."""
+        """Two micro-batches, in part of strided gradients; what none covers is zero, and nothing is left of before."""
         arithmetic, there = device.arithmetic, [part.to(device.torch_device) for part in parts]
+        there[1:] = [torch.stack((part, part + 1), 1)[:, 0] for part in there[1:]]
         arithmetic.collect(dtype, [(0, there[0], True), (77, there[1], True)], gradient, is_new=True,
                            after=device.record())  # fmt: skip
         arithmetic.collect(dtype, [(0, there[2], False)], gradient, is_new=False, after=device.record())

@@ -24,7 +24,7 @@ from tierstore.kernels.adam import AdamCoefficients, update
 from tierstore.kernels.elements import Array, elements_of
 
 Part = tuple[int, torch.Tensor, bool]
-"""The first element, a contiguous gradient of so many elements from there on, and whether it is the first one there."""
+"""The first element, a 1-D gradient of so many elements from there on, and whether it is the first one there."""
 Run = tuple[int, int, AdamCoefficients]
 """Elements `[start, stop)` of a chunk, and what they get."""
 
@@ -65,12 +65,11 @@ class HostArithmetic:
         if is_new and not _covers(parts, len(whole)):
             whole[:] = 0
         for start, gradient, is_first in parts:
-            place = whole[start : start + gradient.numel()]
+            place, flat = whole[start : start + gradient.numel()], gradient.contiguous()
             if is_first:
-                ctypes.memmove(place.ctypes.data, gradient.data_ptr(), place.nbytes)
+                ctypes.memmove(place.ctypes.data, flat.data_ptr(), place.nbytes)
             else:
-                nbytes = place.nbytes
-                norms.add_into(dtype, place, elements_of(bytes_at(gradient.data_ptr(), nbytes), dtype, len(place)))
+                norms.add_into(dtype, place, bytes_at(flat.data_ptr(), place.nbytes).view(place.dtype))
 
     def square_sums(self, dtype: str, gradient: Span, out: npt.NDArray[np.float64]) -> None:
         norms.square_sums(dtype, _elements(dtype, gradient), out)
