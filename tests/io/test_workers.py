@@ -211,6 +211,42 @@ def test_an_idle_thread_holds_nothing(pool: WorkerPool) -> None:
     assert reference() is None
 
 
+def test_threads_that_the_system_has_refused_once_are_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, start, refused = WorkerPool("test", 3), threading.Thread.start, ["test-1"]
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            refused.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+
+    async def play() -> None:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            pool.submit(Priority.DEMAND, int)
+        barrier = threading.Barrier(3)
+        await asyncio.gather(*[pool.submit(Priority.DEMAND, barrier.wait, 30) for _ in range(3)])
+
+    asyncio.run(play())
+    pool.close(10)
+
+
+def test_a_pool_closes_without_threads_that_the_system_has_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = WorkerPool("test", 2)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def play() -> None:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+            patch.setattr(threading.Thread, "start", refuse)
+            pool.submit(Priority.DEMAND, int)
+
+    asyncio.run(play())
+    pool.close(10)
+
+
 def test_an_unused_pool_has_no_thread() -> None:
     with pytest.raises(ValueError, match="at least one"):
         WorkerPool("none", 0)

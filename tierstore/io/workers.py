@@ -108,9 +108,10 @@ class WorkerPool(ForkAware):
         with self._lock:
             self._check_open()
             if not self._is_started:
-                self._is_started = True
                 for thread in self._threads:
-                    thread.start()
+                    if thread.ident is None:  # else the system has refused one behind it
+                        thread.start()
+                self._is_started = True
             self._queues[priority].append(_Work(priority, function, args, job))
             self._tokens.put(True)
         return job
@@ -166,11 +167,10 @@ class WorkerPool(ForkAware):
                 for _ in self._threads:
                     self._tokens.put(False)
                 self._is_closed = True  # last: who closes again after an interrupt puts them all
-        if not self._is_started:
-            return
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             raise Timeout(
                 f"worker pool {self.name!r} did not end within {timeout_s} s; in flight: {'; '.join(self.in_flight())}"
