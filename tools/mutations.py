@@ -202,11 +202,7 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation("lease of a used gradient", "store/gradients.py Gradients.drop", "state.lease.free()", POWER_CUT),
     Mutation("lease of a spilled gradient", "store/gradients.py Gradients._deliver_spilled", "lease.free()", POWER_CUT),
     Mutation(
-        "lease of a load", "store/weights.py Weights._copy_in", "lease.free()",
-        "train/test_right.py::test_accumulated_micro_batches_are_those_of_plain_torch",
-    ),
-    Mutation(
-        "lease of a copy", "store/routes.py Route._copy_chunk", "lease.free()",
+        "lease of a load and of a copy", "io/memory.py Pool.lent", "lease.free()",
         "store/test_tensors_faults.py::test_a_cancelled_put_leaves_the_old_entry",
     ),
     Mutation(

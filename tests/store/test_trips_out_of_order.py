@@ -435,7 +435,7 @@ def test_weights_that_left_the_device_while_their_update_waited_are_read_at_rest
         world.gradients.arrange([0])
         is_there, read = [True], []
 
-        async def read_at_rest(group: int, chunk: int, into: Any, priority: Any) -> None:
+        async def read_at_rest(group: int, chunk: int, into: Any) -> None:
             read.append(group)
 
         async def fetch(group: int, chunk: int, into: Any) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import contextlib
 import mmap
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -173,6 +174,15 @@ class Pool:
         """
         self._check(nbytes)
         return await self._wait(lambda: elsewhere() or self._allocate(nbytes), granted, who)
+
+    @contextlib.asynccontextmanager
+    async def lent(self, nbytes: int) -> AsyncIterator[Bytes]:
+        """The bytes of a lease, which nothing uses any more when this ends; otherwise like `reserve`."""
+        lease = await self.reserve(nbytes)
+        try:
+            yield lease.array
+        finally:
+            lease.free()
 
     async def reserve_at(self, start: int, nbytes: int) -> Lease:
         """The lease of `nbytes` from `start` on, after all who asked earlier got theirs; otherwise like `reserve`."""

@@ -107,8 +107,8 @@ def begin_store(directories: Sequence[Path], backend: Backend) -> None:
             f"{directories[0]} holds generation {numbers[0]} of a run that has begun there in this moment; go on "
             "with it by resume='auto', or choose another directory"
         )
-    for directory in directories:
-        names = backend.names(directory)
+    found = {directory: backend.names(directory) for directory in directories}
+    for directory, names in found.items():
         for name in names:
             if MANIFEST.fullmatch(name) or (UNFINISHED not in names and PACK.fullmatch(name)):
                 first = "it" if directory == directories[0] else directories[0]
@@ -117,8 +117,8 @@ def begin_store(directories: Sequence[Path], backend: Backend) -> None:
                     "generation; give all directories of that store in their order, or others"
                 )
     mark_unfinished(directories, backend)  # before any pack, which nobody could tell from those of another store
-    for directory in directories:
-        for name in backend.names(directory):
+    for directory, names in found.items():
+        for name in names:
             if holds_data(name) or name == IDENTITY:  # of one that had other directories
                 backend.remove(directory / name)
     _identify(directories, backend)

@@ -288,27 +288,22 @@ class Gradients:
         return taken
 
     async def _measure(self, group: int, chunk: int, state: _Chunk) -> None:
-        partials = self._partials_of(group, *self._placement.chunk(group, chunk))
+        dtype, (start, stop) = self._groups[group].dtype, self._placement.chunk(group, chunk)
+        partials = self._partials_of(group, start, stop)
 
-        def job(array: Bytes) -> Callable[[], None]:
-            start, stop = self._placement.chunk(group, chunk)
-            dtype = self._groups[group].dtype
-            return lambda: square_sums(dtype, elements_of(array, dtype, stop - start), partials)
+        def measure(array: Bytes) -> None:
+            square_sums(dtype, elements_of(array, dtype, stop - start), partials)
 
         if group in self._on_gpu:
-            measure, dtype = self._device.arithmetic.square_sums, self._groups[group].dtype
-            span = self._on_gpu.gradient(group, chunk)
-            await self._on_gpu.workers.submit(Priority.UPDATE, measure, dtype, span, partials)
+            job, span = self._device.arithmetic.square_sums, self._on_gpu.gradient(group, chunk)
+            await self._on_gpu.workers.submit(Priority.UPDATE, job, dtype, span, partials)
         elif state.lease is not None:
-            await self._workers.submit(Priority.UPDATE, job(state.lease.array))
+            await self._workers.submit(Priority.UPDATE, measure, state.lease.array)
         else:
             spill, index = self._need_spill(), self._index(group, chunk)
-            lease = await self.memory.staging.reserve(spill.padded_bytes(index))
-            try:
-                await spill.read(index, lease.array, Priority.DEMAND)
-                await self._workers.submit(Priority.UPDATE, job(lease.array))
-            finally:
-                lease.free()
+            async with self.memory.staging.lent(spill.padded_bytes(index)) as array:
+                await spill.read(index, array, Priority.DEMAND)
+                await self._workers.submit(Priority.UPDATE, measure, array)
         state.is_measured = True
 
     def is_coming(self, group: int, chunk: int) -> bool:

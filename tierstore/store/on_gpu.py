@@ -8,8 +8,8 @@ Owner: the loop thread; workers copy.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
 import torch
 
@@ -85,14 +85,9 @@ class StateOnGpu:
         start, stop = self._placement.chunk(group, chunk)
         return Span(storage, start * element_bytes, (stop - start) * element_bytes)
 
-    @contextlib.asynccontextmanager
-    async def memory(self, group: int, chunk: int) -> AsyncIterator[Bytes]:
+    def memory(self, group: int, chunk: int) -> AbstractAsyncContextManager[Bytes]:
         """Some for the state of a chunk, with padding; contents undefined."""
-        lease = await self._staging.reserve(self._placement.state_bytes(group, chunk))
-        try:
-            yield lease.array
-        finally:
-            lease.free()
+        return self._staging.lent(self._placement.state_bytes(group, chunk))
 
     async def read(self, group: int, chunk: int, into: Bytes) -> None:
         """The state of a chunk into such memory."""

@@ -216,11 +216,8 @@ class Route:
         elif (own := target.borrow(chunk)) is not None:
             await self._fill(chunk, own, source, None, priority)
         else:
-            lease = await self.staging[priority is Priority.PREFETCH].reserve(chunk.padded_bytes)
-            try:
-                await self._fill(chunk, lease.array, source, target, priority)
-            finally:
-                lease.free()
+            async with self.staging[priority is Priority.PREFETCH].lent(chunk.padded_bytes) as buffer:
+                await self._fill(chunk, buffer, source, target, priority)
 
     async def _fill(self, chunk: Chunk, buffer: Bytes, source: Place, target: Place | None, priority: Priority) -> None:
         """Source to buffer, and on to the target in the same hop if a worker can write it."""

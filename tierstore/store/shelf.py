@@ -182,7 +182,11 @@ class Shelf:
         self._route = route
         self._workers: WorkerPool = io.workers
         self._codec = codec
-        self._layout = layout_of(codec, chunk_bytes, len(directories.paths))
+        # An `Engine` that reads it finds none of its groups.
+        self._layout: dict[str, Any] = {
+            "kind": KIND, "codec": codec.value, "chunk_bytes": chunk_bytes, "directories": len(directories.paths),
+            "groups": [],
+        }  # fmt: skip
         self._later = later
         self._next_generation = self.generation + 1
         self._next_pack = 0
@@ -398,8 +402,3 @@ class Shelf:
 
 def _number(kind: str) -> int:
     return int(kind.removeprefix("put-"))
-
-
-def layout_of(codec: Codec, chunk_bytes: int, directories: int) -> dict[str, Any]:
-    """What a manifest says of all packs; an `Engine` that reads it finds none of its groups."""
-    return {"kind": KIND, "codec": codec.value, "chunk_bytes": chunk_bytes, "directories": directories, "groups": []}

@@ -209,11 +209,9 @@ class TrainingStore:
         for pack, gradients in zip(self.files.committed_packs[2:], self.gradients):
             for group, chunk in self._index.all():
                 if gradients.is_spilled(group) and gradients.is_filled(group, chunk):  # others were read to be opened
-                    lease = await self._pools["spill"].reserve(pack.padded_bytes(self._index(group, chunk)))
-                    try:
-                        await pack.read(self._index(group, chunk), lease.array, Priority.DEMAND)
-                    finally:
-                        lease.free()
+                    index = self._index(group, chunk)
+                    async with self._pools["spill"].lent(pack.padded_bytes(index)) as array:
+                        await pack.read(index, array, Priority.DEMAND)
 
     async def measure_reads(self) -> tuple[int, float]:
         """Bytes and seconds of reading some chunks: the rate that a first depth is computed from."""

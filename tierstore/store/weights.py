@@ -196,17 +196,13 @@ class Weights:
             await self._workers.perform(is_quick, priority, device.copy_in, storage, offset, here[:nbytes])
             return
         pack, index = self._need_pack(), self._index(group, chunk)
-        lease = await self._staging.reserve(pack.padded_bytes(index))
-        array = lease.array
+        async with self._staging.lent(pack.padded_bytes(index)) as array:
 
-        def fill(read: Callable[[Bytes], None]) -> None:
-            read(array)
-            device.copy_in(storage, offset, array[:nbytes])
+            def fill(read: Callable[[Bytes], None]) -> None:
+                read(array)
+                device.copy_in(storage, offset, array[:nbytes])
 
-        try:
             await pack.read_with(index, priority, fill)
-        finally:
-            lease.free()
 
     async def read(self, group: int, chunk: int, into: Bytes) -> None:
         """The weights on NVMe into `into` (padded length), for an update; those before it have ended."""
