@@ -239,10 +239,10 @@ def test_a_pool_closes_without_threads_that_the_system_has_refused(monkeypatch: 
         raise RuntimeError("can't start new thread")
 
     async def play() -> None:
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
-            patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
             pool.submit(Priority.DEMAND, int)
 
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     asyncio.run(play())
     pool.close(10)
 

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierstore.device.spans import Span
+from tierstore.device.spans import Span, bytes_at
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.io.memory import Bytes
 from tierstore.kernels import norms
-from tierstore.kernels.elements import ELEMENT, Array, elements_of
+from tierstore.kernels.elements import Array, elements_of
 from tierstore.kernels.norms import add_into, copy_with_square_sums, square_sums
 
 
@@ -108,20 +108,16 @@ class Filling:
             square_sums(self.dtype, total, self.partials)
 
 
-def _in_place(device: ComputeDevice, dtype: str, part: Piece) -> Array | None:
-    """A part as the kernels see it, if it can be read where it lies."""
-    flat, item_bytes = part.gradient, ELEMENT[dtype].itemsize
-    if not (flat.is_contiguous() and flat.element_size() == item_bytes):
-        return None
-    here = device.in_place(flat.untyped_storage(), int(flat.storage_offset()) * item_bytes, flat.nbytes)
-    return None if here is None else elements_of(here, dtype, flat.numel())
+def _address(device: ComputeDevice, total: Array, gradient: torch.Tensor) -> int | None:
+    """Where elements of the width of those of `total` lie, if they can be read there."""
+    return device.address_of(gradient) if gradient.element_size() == total.itemsize else None
 
 
 def _all_in_place(device: ComputeDevice, total: Array, parts: list[Piece]) -> list[norms.Piece] | None:
     """The parts in their order, if all can be read where they lie and none is to be added; as `norms.Piece`."""
     places = []
     for start, flat, is_first in parts:
-        address = device.address_of(flat) if is_first and flat.element_size() == total.itemsize else None
+        address = _address(device, total, flat) if is_first else None
         if address is None:
             return None
         places.append((start, address, flat.numel()))
@@ -133,9 +129,10 @@ def _add(device: ComputeDevice, dtype: str, total: Array, parts: list[Piece], af
     after.synchronize()
     start_s, apart = device.counters.clock(), []
     for part in parts:
-        if (there := _in_place(device, dtype, part)) is None:
+        if (address := _address(device, total, part.gradient)) is None:
             apart.append(part)
             continue
+        there = bytes_at(address, part.gradient.nbytes).view(total.dtype)
         add_into(dtype, total[part.start : part.start + len(there)], there)
         device.counters.add("d2h", there.nbytes, start_s)
     scratch = device.passing().view(total.dtype) if apart else total

@@ -9,10 +9,10 @@ Owner: the loop thread owns places and leases; workers run the jobs of a transfe
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +25,8 @@ from tierstore.io.tasks import together
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.extents import Chunk, ExtentLayout
 from tierstore.store.slots import SlotPack
+
+_Step = Callable[[Bytes], None]
 
 
 class Place:
@@ -221,7 +223,7 @@ class Route:
 
     async def _fill(self, chunk: Chunk, buffer: Bytes, source: Place, target: Place | None, priority: Priority) -> None:
         """Source to buffer, and on to the target in the same hop if a worker can write it."""
-        then = partial(_nothing) if target is None or isinstance(target, PackPlace) else partial(target.drain, chunk)
+        then = None if target is None or isinstance(target, PackPlace) else partial(target.drain, chunk)
         if isinstance(source, PackPlace):
             await source.pack.read_with(chunk.index, priority, lambda read: _in_turn(read, then, buffer))
         else:
@@ -236,10 +238,7 @@ class Route:
             await self.workers.submit(priority, target.drain, chunk, buffer)
 
 
-def _nothing(buffer: Bytes) -> None:
-    pass
-
-
-def _in_turn(first: Any, second: Any, buffer: Bytes) -> None:
+def _in_turn(first: _Step, then: _Step | None, buffer: Bytes) -> None:
     first(buffer)
-    second(buffer)
+    if then is not None:
+        then(buffer)
