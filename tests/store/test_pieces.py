@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tierstore.device.spans import Span
 from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
 from tierstore.io.memory import Bytes
@@ -78,6 +79,16 @@ def test_pieces_are_cut_at_the_ends_of_a_chunk() -> None:
     ]  # fmt: skip
     assert parts[1].gradient is pieces[1].gradient  # whole: no view of it is made
     assert cut(pieces, 10, 12) == []
+
+
+@pytest.mark.parametrize("device", [CpuDevice(), _Apart()], ids=["in place", "copied"])
+def test_elements_that_came_twice_cover_no_others(device: CpuDevice) -> None:
+    memory, there = np.full(4 * 8, 0xFF, np.uint8), torch.full((8,), 7.0)
+    parts = [Piece(0, torch.ones(4), True), Piece(0, torch.ones(4), False)]
+    Filling(device, "fp32", memory, 8, True, parts.copy(), Reached(), None)()
+    assert memory.view(np.float32).tolist() == [2, 2, 2, 2, 0, 0, 0, 0]
+    device.arithmetic.collect("fp32", parts, Span(there.untyped_storage(), 0, 32), is_new=True, after=Reached())
+    assert there.tolist() == [2, 2, 2, 2, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("device", [CpuDevice(), _Apart()], ids=["in place", "copied"])

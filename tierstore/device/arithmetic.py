@@ -129,7 +129,7 @@ class GpuArithmetic:
 
 
 def _covers(parts: Sequence[Part], elements: int) -> bool:
-    return sum(gradient.numel() for _, gradient, _ in parts) >= elements
+    return sum(gradient.numel() for _, gradient, is_first in parts if is_first) >= elements
 
 
 def _host_bytes(span: Span) -> Bytes:

@@ -82,7 +82,7 @@ class Filling:
 
     def _fill(self, memory: Bytes) -> None:
         total = elements_of(memory, self.dtype, self.elements)
-        arrived = sum(part.gradient.numel() for part in self.parts)
+        arrived = sum(part.gradient.numel() for part in self.parts if part.is_first)
         if self.is_new:
             memory[total.nbytes :] = 0
             if arrived < len(total):
