@@ -687,6 +687,7 @@ def test_prefetch_evicts_idle_copies_but_never_acquired_ones(tmp_path: Path) -> 
                 assert await value_of(store, "1") == 1
                 assert await value_of(store, "2") == 2
                 assert await store.prefetch(["2", "4"]) == ["2", "4"]  # "1" was used least recently
+                assert await store.prefetch(["2", "2"]) == ["2"]
                 assert held["w"].unique().tolist() == [0.0]
                 assert await value_of(store, "4") == 4
                 assert [store._entries[f"{i}"].copy is not None for i in range(5)] == [True, False, True, False, True]

@@ -206,7 +206,7 @@ class TensorStore:
             KeyError: there is no such entry; nothing was begun. (A load that fails raises at the next `acquire`.)
         """
         with self._owner.call("prefetch"):
-            wanted = [names] if isinstance(names, str) else names
+            wanted = [names] if isinstance(names, str) else dict.fromkeys(names)
             return [entry.name for entry in self._homes.prefetch([self._find(name) for name in wanted])]
 
     async def move(self, name: str, tier: Tier | str) -> None:
