@@ -124,20 +124,18 @@ class ChunksAtRest:
         is_trainable = self._groups[group].trainable
         weight_bytes = 0 if weights else self._placement.weight_bytes(group, chunk)
         state_bytes = 0 if state or not is_trainable else self._placement.state_bytes(group, chunk)
-        if weight_bytes + state_bytes == 0:
-            empty = np.empty(0, np.uint8)
-            yield weights.array if weights else empty, state.array if state else empty
-            return
-        nbytes = weight_bytes + state_bytes
-        lease = await (self._leases.borrow(nbytes) if is_trainable else self._staging.reserve(nbytes))
+        lease, nbytes = None, weight_bytes + state_bytes
+        if nbytes:
+            lease = await (self._leases.borrow(nbytes) if is_trainable else self._staging.reserve(nbytes))
+        rest = lease.array if lease else np.empty(0, np.uint8)
         try:
-            rest = lease.array
             yield (
                 weights.array if weights else rest[:weight_bytes],
-                state.array if state else rest[weight_bytes : weight_bytes + state_bytes],
+                state.array if state else rest[weight_bytes:nbytes],
             )
         finally:
-            lease.free()
+            if lease:
+                lease.free()
 
     async def _read_chunk(self, group: int, chunk: int, weights: Bytes, state: Bytes) -> None:
         self._refuse_spoilt(group)

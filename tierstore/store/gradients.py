@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -364,20 +365,18 @@ class Gradients:
         found = np.zeros(stop - start, ELEMENT[self._groups[group].dtype])
         for chunk, (first, last) in enumerate(self._placement.chunks(group)):
             if first < stop and last > start and self._chunks[group, chunk].is_filled:
-                lease, room = None, np.empty(0, np.uint8)
-                if self.is_spilled(group):
-                    lease = await self.memory.staging.reserve(self._placement.gradient_bytes(group, chunk))
-                    room = lease.array
-                elif group in self._on_gpu:
-                    room = np.empty(self._placement.gradient_bytes(group, chunk), np.uint8)
-                try:
+                async with self._room(group, chunk) as room:
                     values = await self.fetch(group, chunk, room)
                     a, b = max(start, first), min(stop, last)
                     found[a - start : b - start] = values[a - first : b - first]
-                finally:
-                    if lease is not None:
-                        lease.free()
         return found
+
+    def _room(self, group: int, chunk: int) -> AbstractAsyncContextManager[Bytes]:
+        """What `fetch` may read a chunk into."""
+        nbytes = self._placement.gradient_bytes(group, chunk)
+        if self.is_spilled(group):
+            return self.memory.staging.lent(nbytes)
+        return contextlib.nullcontext(np.empty(nbytes if group in self._on_gpu else 0, np.uint8))
 
     async def keep(self, group: int, chunk: int) -> None:
         """Write a chunk that lives in CPU memory to its pack, for a generation that needs it; forget an empty one."""
