@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.transfers import CpuDevice
-from tierstore.errors import BudgetError, RankLost, TierstoreError
+from tierstore.errors import BudgetError, RankLost, StorageFull, TierstoreError
 from tierstore.train import filling, partition
 from tierstore.train import ranks as train_ranks
 from tierstore.train.engine import Engine
@@ -363,3 +363,30 @@ def find_no_room(rank: int, ranks: int, timeout_s: float) -> str:
                 engine.step()
                 full[0] = rank == ranks - 1
     return f"{type(told.value).__name__}: {told.value}"
+
+
+def fill_without_room(rank: int, ranks: int) -> tuple[str, int]:
+    """What a rank is told, and how many pieces of weights it has made, when the last one cannot keep the first."""
+    model, made = tiny(blocks=6), []
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+    def put(*_: Any) -> None:
+        raise StorageFull("the disk is full")
+
+    class Source:
+        def names(self) -> set[str]:
+            return set(sizes)
+
+        def stream(self) -> Iterator[filling.Piece]:
+            for name, elements in sizes.items():
+                made.append(name)
+                yield filling.Piece(name, 0, torch.zeros(elements))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (filling, partition):
+            patch.setattr(module, "PIECE_ELEMENTS", 1000)
+        if rank == ranks - 1:
+            patch.setattr(filling._Filler, "put", put)
+        with pytest.raises(StorageFull) as told:
+            Engine(model, TierConfig(), AdamWConfig(), zero=3, initialize=Source())
+    return str(told.value), len(made)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import call, run_in_turn, run_ranks
-from sharing import look, norm_of_wide, step_inside, train, view
+from sharing import fill_without_room, look, norm_of_wide, step_inside, train, view
 
 from tierstore.train import filling, partition
 from tierstore.train.filling import Piece
@@ -156,3 +156,9 @@ def test_small_pieces_of_initial_weights_go_together(monkeypatch: pytest.MonkeyP
     assert [piece[:2] for piece in found[3]] == [("3", 8)]
     assert found[4][0].values.untyped_storage().nbytes() == found[4][0].values.nbytes
     assert torch.equal(torch.cat([piece.values for handful in found for piece in handful]), torch.cat(values))
+
+
+def test_a_rank_that_cannot_keep_its_weights_ends_all_before_more_are_made() -> None:
+    (first, made), (last, _) = run_ranks(2, fill_without_room)
+    assert (first, last) == ("rank 1: the disk is full", "the disk is full")
+    assert made <= 2

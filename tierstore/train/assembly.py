@@ -279,9 +279,8 @@ def _fill(
         coming = partition.from_first(pieces)
         try:
             fill(store, runtime, groups.groups, coming)
-        except Exception:
-            for _ in coming:  # the others still take them
-                pass
+        except Exception as error:
+            coming.throw(error)  # it is told, and raised, where the others look for the next ones
             raise
 
     partition.all_succeed("initial weights", work)

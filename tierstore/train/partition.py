@@ -231,8 +231,11 @@ class Partition:
     def _partial_counts(self, groups: Sequence[GroupSpec]) -> list[int]:
         return [spec.device_elements // self.count // BLOCK for spec in groups]
 
-    def from_first(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """The pieces of rank 0 at every rank; the others' own are let go."""
+    def from_first(self, pieces: Iterable[Piece]) -> Generator[Piece, None, None]:
+        """The pieces of rank 0 at every rank; the others' own are let go.
+
+        An error that is thrown in is raised at all ranks before more pieces are made.
+        """
         if self.ranks is None:
             yield from pieces
             return
@@ -240,8 +243,11 @@ class Partition:
         if self.ranks.rank and isinstance(pieces, Generator):
             pieces.close()  # it holds them
         given: list[Piece] = []
+        failures: list[Exception] = []
 
         def announce() -> list[tuple[str, int, int, torch.dtype]]:
+            if failures:
+                raise failures[0]
             given.clear()  # before the next are made
             given.extend(next(own, ()))
             return [(name, offset, values.numel(), values.dtype) for name, offset, values in given]
@@ -251,7 +257,11 @@ class Partition:
                 with self.ranks.waiting(what):
                     values = given[index].values if given else torch.empty(count, dtype=dtype, device="cpu")
                     distributed.broadcast(values.view(torch.uint8), self.ranks.members[0], group=self._control)
-                yield Piece(name, offset, values)
+                if not failures:
+                    try:
+                        yield Piece(name, offset, values)
+                    except Exception as error:
+                        failures.append(error)
 
     def joined(self, what: str, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The parts of all ranks, one behind the other."""
