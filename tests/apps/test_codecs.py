@@ -15,6 +15,7 @@ from tierstore.apps.codec_samples import read_samples
 from tierstore.cli import app
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import ChecksumMismatch, ConfigError, FormatError
+from tierstore.plan.costs import pays_below_bytes_per_s
 from tierstore.plan.placement import Kind
 from tierstore.train.engine import Engine
 
@@ -91,10 +92,13 @@ def _codecs(*arguments: Any) -> Any:
 def test_the_command_shows_ratios_and_on_which_disk_a_codec_pays(tmp_path: Path) -> None:
     weights = torch.randn(2**17, generator=torch.Generator().manual_seed(0)).bfloat16()
     save_file({"w": weights}, tmp_path / "w.safetensors")
-    result = _codecs(tmp_path, "--disk", "1", "--json", tmp_path / "out.json")
+    result = _codecs(tmp_path, "--disk", "1", "--cores", "2", "--json", tmp_path / "out.json")
     assert result.exit_code == 0, result.output
     assert "weights bf16: zstd-bitshuffle; 1.3" in result.output
     found = json.loads((tmp_path / "out.json").read_text())["kinds"][0]
+    for one in found["codecs"]:  # as the table: on all of those cores
+        pays = pays_below_bytes_per_s(one["ratio"], 2 * one["encode_bytes_per_s"])
+        assert one["write_pays_below_bytes_per_s"] == pays
     ratios = {one["codec"]: one["ratio"] for one in found["codecs"]}
     assert ratios["lz4"] == 1
     assert 1.2 < ratios["lz4-bitshuffle"] < ratios["zstd-bitshuffle"] < 1.45

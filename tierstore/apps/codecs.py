@@ -146,12 +146,19 @@ def sentences(tried: list[Tried]) -> list[str]:
     ]
 
 
+def _pays_below(options: CodecOptions, rates: CodecRates) -> tuple[float, float]:
+    """Rates of disks under which it pays on those cores, in writing and in reading."""
+    ways = (rates.encode_bytes_per_s, rates.decode_bytes_per_s)
+    encoding, decoding = (pays_below_bytes_per_s(rates.ratio, way * options.cores) for way in ways)
+    return encoding, decoding
+
+
 def _figures(options: CodecOptions, rates: CodecRates) -> list[str]:
-    ways = (rates.encode_bytes_per_s * options.cores, rates.decode_bytes_per_s * options.cores)
     figures = [f"{rates.ratio:.3f}", _gb(rates.encode_bytes_per_s), _gb(rates.decode_bytes_per_s)]
     if options.disk is None:
-        return figures + [_gb(pays_below_bytes_per_s(rates.ratio, way)) for way in ways]
+        return figures + [_gb(rate) for rate in _pays_below(options, rates)]
     needed = codec_break_even_bytes_per_s(options.disk, rates.ratio)
+    ways = (rates.encode_bytes_per_s * options.cores, rates.decode_bytes_per_s * options.cores)
     pays = [codec_pays(options.disk, rates.ratio, way, overlapped=options.overlapped) for way in ways]
     return [*figures, _gb(needed) if needed < _ENDLESS else "-", *("yes" if one else "no" for one in pays)]
 
@@ -168,20 +175,18 @@ def as_json(options: CodecOptions, tried: list[Tried]) -> dict[str, Any]:
                 "kind": one.kind.value,
                 "dtype": one.codecs[0].data,
                 "sample_bytes": one.sample_bytes,
-                "codecs": [
-                    asdict(rates)
-                    | {
-                        "codec": rates.codec.value,
-                        "write_pays_below_bytes_per_s": pays_below_bytes_per_s(rates.ratio, rates.encode_bytes_per_s),
-                        "read_pays_below_bytes_per_s": pays_below_bytes_per_s(rates.ratio, rates.decode_bytes_per_s),
-                    }
-                    for rates in one.codecs
-                ],
+                "codecs": [_rates_json(options, rates) for rates in one.codecs],
                 "auto": None if one.choice is None else {"codec": one.choice.codec.value, "why": one.choice.why},
             }
             for one in tried
         ],
     }
+
+
+def _rates_json(options: CodecOptions, rates: CodecRates) -> dict[str, Any]:
+    writing, reading = _pays_below(options, rates)
+    pays = {"write_pays_below_bytes_per_s": writing, "read_pays_below_bytes_per_s": reading}
+    return asdict(rates) | {"codec": rates.codec.value} | pays
 
 
 def _gb(bytes_per_s: float) -> str:
