@@ -3,12 +3,14 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tierstore.apps import data
 from tierstore.apps.data import Batches, Corpus, Windows, held_out_batches, read_corpus
 from tierstore.errors import ConfigError
 
@@ -53,6 +55,18 @@ def test_a_few_files_are_split_at_the_tail(tmp_path: Path) -> None:
     assert (len(corpus.training), corpus.held_out.tobytes()) == (95, b"bbbbb")
 
 
+@pytest.mark.parametrize(("sizes", "read"), [((150, 1), 100), ((60, 50, 1), 60), ((60, 40), 100), ((60, 40, 1), 100)])
+def test_of_a_directory_so_much_is_read_also_of_one_large_file(
+    sizes: tuple[int, ...], read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "DIRECTORY_CAP_BYTES", 100)
+    for number, size in enumerate(sizes):
+        (tmp_path / str(number)).write_bytes(bytes(size))
+    corpus = read_corpus(tmp_path)
+    assert corpus.nbytes == read
+    assert corpus.description == ("" if read == sum(sizes) else f"the first {read} B of ") + str(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["missing", "empty file", "empty directory"])
 def test_nothing_to_read_is_a_config_error(tmp_path: Path, kind: str) -> None:
     path = tmp_path if kind == "empty directory" else tmp_path / "text"
@@ -63,10 +77,10 @@ def test_nothing_to_read_is_a_config_error(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_file_of_the_standard_library_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> bytes:
+    def fail(path: Path, mode: str) -> IO[bytes]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(ConfigError, match="cannot read the source of Python's standard library: Input/output error"):
         read_corpus(None)
 

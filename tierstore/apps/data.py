@@ -94,12 +94,16 @@ def _from_files(files: Iterable[Path], cap_bytes: int, name: str) -> Corpus:
     held_out: list[bytes] = []
     size_bytes = 0
     for index, file in enumerate(files):
-        text = file.read_bytes()
-        if size_bytes and size_bytes + len(text) > cap_bytes:
+        room_bytes = cap_bytes - size_bytes
+        with file.open("rb") as opened:
+            text = opened.read(room_bytes + 1)
+        is_over = len(text) > room_bytes
+        if not (is_over and size_bytes):  # only the first one is cut
+            size_bytes += len(text[:room_bytes])
+            (held_out if index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1 else training).append(text[:room_bytes])
+        if is_over:
             name = f"the first {format_size(size_bytes)} of {name}"
             break
-        size_bytes += len(text)
-        (held_out if index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1 else training).append(text)
     if not size_bytes:
         raise ConfigError(f"no text in {name}; give a file or a directory with --data")
     if not held_out:
