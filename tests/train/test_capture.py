@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from resuming import Way, opened
 from torch import nn
 
 from tierstore.errors import ConfigError, FormatError
+from tierstore.pack import tree
 from tierstore.train import capture
 from tierstore.train.capture import load_module_state, module_state, plain, with_tensors
 
@@ -50,6 +52,15 @@ def test_what_is_captured_is_a_copy() -> None:
     assert not found["tensor"].any()
     assert found["list"] == [0]
     assert found["pair"] == (1, 2.5)
+
+
+def test_dictionaries_come_back_as_what_they_were() -> None:
+    state = {"seen": Counter(a=2), "order": OrderedDict(b=torch.ones(2), a=1), "made": defaultdict(list, a=[1])}
+    found = with_tensors(tree.decode(*tree.encode(plain(state))))
+    assert {name: type(value) for name, value in found.items()} == {"seen": Counter, "order": OrderedDict, "made": dict}
+    assert found["seen"]["b"] == 0
+    assert list(found["order"]) == ["b", "a"]
+    assert torch.equal(found["order"]["b"], torch.ones(2))
 
 
 def nested(depth: int) -> dict[Any, Any]:

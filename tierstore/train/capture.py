@@ -7,6 +7,7 @@ Owner: the training side.
 from __future__ import annotations
 
 import random
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -143,12 +144,17 @@ def _plain(value: Any, path: str) -> Any:
             raise ConfigError(f"{path}: cannot store a tensor of {value.dtype}, {value.layout}") from None
         return {"$tensor": str(tensor.dtype).removeprefix("torch."), "data": array}
     if isinstance(value, dict):
-        return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
+        return _as_kind_of(value, {key: _plain(item, f"{path}.{key}") for key, item in value.items()})
     if type(value) in (list, tuple):
         if {*map(type, value)} <= {int, float}:  # as of random states, which are hundreds of numbers
             return type(value)(value)
         return type(value)(_plain(item, f"{path}[{index}]") for index, item in enumerate(value))
     return value.copy() if isinstance(value, (np.ndarray, set)) else value
+
+
+def _as_kind_of(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """These items in a dictionary like `value`, if a store can hold such a one; else in an ordinary one."""
+    return type(value)(items) if type(value) in (OrderedDict, Counter) else items
 
 
 def with_tensors(value: Any) -> Any:
@@ -166,7 +172,7 @@ def with_tensors(value: Any) -> Any:
             if dtype in _AS_INTEGERS and tensor.element_size() == dtype.itemsize:
                 return tensor.view(dtype)
             return tensor
-        return {key: with_tensors(item) for key, item in value.items()}
+        return _as_kind_of(value, {key: with_tensors(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
         return type(value)(with_tensors(item) for item in value)
     return value
