@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import distributed, nn
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tierstore.errors import ConfigError, GraphError, RankLost
 from tierstore.plan.cost_model import CostModel
+from tierstore.train.data_parallel import options
 from tierstore.train.data_parallel.reducer import GradientReducer
 from tierstore.train.ranks import all_gather_flat
 
@@ -610,13 +612,16 @@ def in_flight(rank: int, ranks: int, most: int) -> int:
 
 
 def suited(rank: int, ranks: int) -> list[list[list[str]]]:
-    """Layouts by "auto" where messages cost nothing, where they cost all, and more than a few layers' compute."""
+    """Layouts by "auto" where messages cost nothing, where they cost all, and more than a few layers' compute.
+
+    What buckets are bounded by until the times are known bounds none after that.
+    """
     found = []
     for cost in (CostModel(0.0, 100.0), CostModel(1e6, 1e18), CostModel(10.0, 2304.0)):
         module = made(0)
         ticks = itertools.count()
-        options: dict[str, Any] = {"first_bucket": None, "cost": cost, "clock": lambda ticks=ticks: float(next(ticks))}
-        with GradientReducer(module, bucket="auto", **options) as reducer:
+        given: dict[str, Any] = {"first_bucket": None, "cost": cost, "clock": lambda ticks=ticks: float(next(ticks))}
+        with patch.object(options, "_DEFAULT_BUCKET", 1), GradientReducer(module, bucket="auto", **given) as reducer:
             for step in range(2):
                 module.zero_grad()
                 reducer.backward(reducer(batch_of(rank, step), all_layers(0, 0)).square().mean())

@@ -14,6 +14,7 @@ from ranks import call, run_in_turn, run_ranks
 from reducing import early, flat_shards, hidden, in_flight, same_as_ddp, stale_pair, suited
 from torch import distributed
 
+from tierstore.train.data_parallel import reducer
 from tierstore.train.data_parallel.buckets import assign_buckets
 
 CASES: dict[str, tuple[str, int, str | None, bool]] = {
@@ -122,3 +123,25 @@ def test_boundaries_are_those_of_ddp(parts: list[tuple[int, str]]) -> None:
     kinds: list[Hashable] = [kind for _, kind in parts]
     found = assign_buckets(range(len(parts)), [t.nbytes for t in tensors], kinds, *caps)
     assert sorted(found) == sorted(expected)
+
+
+def test_ranks_do_not_go_on_for_a_reducer_that_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    class Alone:
+        count = 1
+
+        def __init__(self, group: object) -> None:
+            self.group = group
+
+        def close(self) -> None:
+            closed.append(True)
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(reducer, "Ranks", Alone)
+    monkeypatch.setattr(reducer, "Places", fail)
+    with pytest.raises(MemoryError):
+        reducer.GradientReducer(torch.nn.Linear(2, 2))
+    assert closed == [True]

@@ -83,7 +83,8 @@ class Arrangement:
         self._allocate(order)
 
     def _allocate(self, order: Sequence[int]) -> None:
-        self._places.allocate(order, (min(self._first_bytes, self._cap_bytes), self._cap_bytes))
+        first_bytes = self._cap_bytes if self._first_bytes is None else min(self._first_bytes, self._cap_bytes)
+        self._places.allocate(order, (first_bytes, self._cap_bytes))
 
     def _completed(self, order: Sequence[int]) -> list[int]:
         """`order`, then those that are missing there in the reverse of their registration."""

@@ -47,9 +47,9 @@ class ReducerOptions:
         return parse_size(_DEFAULT_BUCKET if self.is_auto else self.bucket)
 
     @property
-    def first_cap_bytes(self) -> int:
-        """The same for the first one."""
-        return self.cap_bytes if self.first_bucket is None else parse_size(self.first_bucket)
+    def first_cap_bytes(self) -> int | None:
+        """The same for the first one, if it has a cap of its own."""
+        return None if self.first_bucket is None else parse_size(self.first_bucket)
 
     def lines(self) -> dict[str, str]:
         """By name, to be compared between ranks."""
@@ -67,8 +67,7 @@ class ReducerOptions:
         devices = {str(p.device) for p in parameters.values()}
         if len(devices) > 1:
             raise ConfigError(f"the parameters are on {', '.join(sorted(devices))}: a reducer is for one device")
-        if self.reduce not in ("all_reduce", "reduce_scatter"):
-            raise ConfigError(f"reduce must be 'all_reduce' or 'reduce_scatter', not {self.reduce!r}")
+        check_reduce(self.reduce)
         for name, child in module.named_modules():
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
                 why = "makes sparse gradients, which cannot be reduced in buckets: use sparse=False"
@@ -80,5 +79,15 @@ class ReducerOptions:
         for name, value in (
             ("bucket", self.cap_bytes), ("first_bucket", self.first_cap_bytes), ("max_in_flight", self.max_in_flight)
         ):  # fmt: skip
-            if type(value) is not int or value < 1:
+            if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} is a whole number of at least 1, not {value!r}")
+
+
+def check_reduce(reduce: str) -> None:
+    """Refuse what names no collective.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    if reduce not in ("all_reduce", "reduce_scatter"):
+        raise ConfigError(f"reduce must be 'all_reduce' or 'reduce_scatter', not {reduce!r}")

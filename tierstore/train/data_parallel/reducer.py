@@ -103,40 +103,50 @@ class GradientReducer:
         self.module = module
         self._options = options
         self._readiness = Readiness(module, find_unused=find_unused, static=static_graph)
-        self._names, self._parameters = self._readiness.names, self._readiness.parameters
+        self._names = self._readiness.names
         # Walking all modules in each forward takes a third of a millisecond for 91 parameters.
         self._buffers = [(child, name) for child in module.modules() for name in child._buffers]
         self._clock = clock
-        self._owns_ranks = not isinstance(process_group, Ranks)
-        self.ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
-        device, scatter = self._parameters[0].device, options.scatters
-        self._launcher = Launcher(self.ranks, device, clock, scatter=scatter, timed=timed)
-        self._tracer = tracer or Tracer(clock, enabled=False)
-        if tracer is None and device.type == "cuda":
-            self._tracer.annotate = torch.cuda.nvtx.range
-        self._queue = LaunchQueue(self._launcher, max_in_flight, self._tracer, self._start_used)
-        self._places = Places(self._names, self._parameters, self.ranks.count, scatter=scatter, delayed=delayed)
-        known = None if order is None else [self._names.index(name) for name in order]
-        self._arrangement = Arrangement(options, known, self._parameters, self.ranks, self._launcher, self._places)
         self._late: BucketSet | None = None  # launched, and not shown yet
         self._recorded: BucketSet | None = None
         self._used: bytearray | None = None  # of a static graph, once it is known
         self._reached: bytearray | None = None  # by the outputs of the forwards since the last backward
         self._searches_outputs = self._readiness.searches
-        self._is_begun = self._is_open = self._is_closed = False
+        self._is_begun = self._is_open = False
         self._ending: weakref.ref[Any] | None = None  # what autograd calls at the end; None if `backward` does that
         self._is_syncing = self._is_stale = True
         self._failure: BaseException | None = None
         self._unused: list[str] = []
         self._handles: list[Any] = []
         self._began_s = self._last_s = self._ended_s = 0.0
+        self._owns_ranks = not isinstance(process_group, Ranks)
+        self.ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
         try:
-            check_same(self.ranks, described(module) | options.lines())
-            broadcast_flat(self.ranks, [*module.parameters(), *module.buffers()], "the broadcast of parameters")
+            self._build(tracer, timed=timed)
+            self._begin_alike()
         except BaseException:
             self.close()
             raise
-        for index, parameter in enumerate(self._parameters):
+
+    def _build(self, tracer: Tracer | None, *, timed: bool) -> None:
+        """The parts that know the ranks."""
+        options, parameters, ranks = self._options, self._readiness.parameters, self.ranks
+        device, scatter = parameters[0].device, options.scatters
+        self._launcher = Launcher(ranks, device, self._clock, scatter=scatter, timed=timed)
+        self._tracer = tracer or Tracer(self._clock, enabled=False)
+        if tracer is None and device.type == "cuda":
+            self._tracer.annotate = torch.cuda.nvtx.range
+        self._queue = LaunchQueue(self._launcher, options.max_in_flight, self._tracer, self._start_used)
+        self._places = Places(self._names, parameters, ranks.count, scatter=scatter, delayed=options.delayed)
+        known = None if options.order is None else [self._names.index(name) for name in options.order]
+        self._arrangement = Arrangement(options, known, parameters, ranks, self._launcher, self._places)
+
+    def _begin_alike(self) -> None:
+        """Rank 0's values, for the same model at all ranks; from here on gradients are seen."""
+        module = self.module
+        check_same(self.ranks, described(module) | self._options.lines())
+        broadcast_flat(self.ranks, [*module.parameters(), *module.buffers()], "the broadcast of parameters")
+        for index, parameter in enumerate(self._readiness.parameters):
             handle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
@@ -251,7 +261,6 @@ class GradientReducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters. Twice is fine. Gradients stay."""
-        self._is_closed = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -410,7 +419,7 @@ class GradientReducer:
                 self._tracer.span("reduce", f"bucket {bucket.index}", launched_s, done_s, bytes=bucket.nbytes)
 
     def _check_usable(self) -> None:
-        if self._is_closed:
+        if not self._handles:
             raise ClosedError("the reducer was closed")
         if self._failure is not None:
             raise self._failure
