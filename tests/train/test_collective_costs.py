@@ -133,6 +133,11 @@ def test_the_slowest_rank_counts() -> None:
     assert run_ranks(2, fitted_by_ticks) == [(2.0, [4.0, 4.0])] * 2
 
 
+def test_another_word_for_the_collective() -> None:
+    with pytest.raises(ConfigError, match="reduce must be 'all_reduce' or 'reduce_scatter', not 'reduce-scatter'"):
+        fit_cost_model(reduce="reduce-scatter")  # type: ignore[arg-type]
+
+
 def test_without_a_group() -> None:
     with pytest.raises(ConfigError, match="there is no process group"):
         fit_cost_model()

@@ -72,7 +72,7 @@ def _described(tensor: torch.Tensor, is_trained: bool) -> str:
 
 
 def _differences(first: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> Iterator[str]:
-    for name in first.keys() | theirs.keys() if first != theirs else ():
+    for name in {**first, **theirs}:  # in an order that is the same in every process
         ours, other = first.get(name, "missing"), theirs.get(name, "missing")
         if ours != other:
             yield f"{name} is {other} on rank {rank}, {ours} on rank 0"

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from tierstore.errors import ConfigError
 from tierstore.plan.cost_model import Fit, Timing, fit_timings
+from tierstore.train.data_parallel.options import check_reduce
 from tierstore.train.ranks import Ranks, reduce_scatter_flat
 
 SIZES_BYTES = tuple(4**exponent for exponent in range(6, 13))  # 4 KiB to 16 MiB
@@ -93,9 +94,10 @@ def fit_cost_model(
         sizes_bytes: of the tensors, at least two that differ; bytes on the wire depend on the algorithm.
 
     Raises:
-        ConfigError: fewer than two sizes, or one below 4 B per rank.
+        ConfigError: fewer than two sizes, one below 4 B per rank, or another word for `reduce`.
         RankLost: a rank did not come.
     """
+    check_reduce(reduce)
     ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
     try:
         sizes = sorted({size - size % (_ELEMENT_BYTES * ranks.count) for size in sizes_bytes})

@@ -106,7 +106,7 @@ class OverlapProfiler:
             raise ConfigError("no gradient was reduced in this step: call backward inside of profiler.step()")
         if any(bucket.done_s != bucket.done_s for bucket in record.buckets):
             raise ConfigError("the reducer does not know when its collectives end: make it with timed=True")
-        if self._skip:
+        if self._skip > 0:
             self._skip -= 1
             return
         self.steps.append(self._profiled(record, begun_s, ended_s))
