@@ -124,6 +124,15 @@ def test_a_bad_file_of_options_is_one_sentence(
     assert asked == []
 
 
+@pytest.mark.parametrize("option", ["--json", "--trace"])
+def test_the_file_of_options_is_not_written_over(asked: list[Any], tmp_path: Path, option: str) -> None:
+    path = tmp_path / "options.json"
+    path.write_text("{}")
+    result = _train("--options", str(path), option, str(path))
+    assert (result.exit_code, asked, path.read_text()) == (2, [], "{}")
+    assert f"tierstore: {option} {path} is what this command itself reads or makes" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -280,6 +289,19 @@ def test_a_measurement_that_is_interrupted_says_so_and_leaves_nothing(
     result = CliRunner().invoke(tool("checksum_cost", monkeypatch), ["--nvme", str(tmp_path)])
     assert (result.exit_code, result.stderr) == (130, "tierstore: interrupted; nothing is left behind\n")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [["probe", "--nvme", "."], ["bench", "disk"], ["codecs", "."]])
+def test_a_command_that_is_interrupted_while_it_imports_says_so(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "tierstore.apps.progress", Slow())
+    result = CliRunner().invoke(app, command)
+    assert (result.exit_code, result.stderr) == (130, "tierstore: interrupted\n")
 
 
 def test_only_a_third_interrupt_ends_what_cleans_up(capfd: pytest.CaptureFixture[str]) -> None:

@@ -187,6 +187,7 @@ def test_a_stop_that_one_rank_hears_ends_all_after_the_same_step(folder: Path) -
         (["--zero", "0", "--nvme", "x"], "--zero 0 keeps everything at every rank, and a store keeps every byte once"),
         (["--device", "cuda:1"], "2 ranks cannot share --device cuda:1: give --device cuda, and each takes the GPU of "
                                  "its local rank"),
+        (["--options", "no-such-file"], "cannot read the options no-such-file"),
     ],
 )  # fmt: skip
 def test_options_that_ranks_cannot_use(given: list[str], sentence: str) -> None:

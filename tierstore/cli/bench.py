@@ -47,14 +47,14 @@ def bench(
     debug: Debug = False,
 ) -> None:  # fmt: skip
     """Measure tierstore, its peers and the limits of this machine. All take turns in one run."""
-    from rich.console import Console
-
-    from tierstore.apps.bench.case import BenchOptions
-    from tierstore.apps.bench.report import context_of, save, show
-    from tierstore.apps.bench.run import Outcome, cases_of, check_room, clear_left, notes, run_case
-    from tierstore.apps.progress import share_bar
-
     with told(debug):
+        from rich.console import Console
+
+        from tierstore.apps.bench.case import BenchOptions
+        from tierstore.apps.bench.report import context_of, save, show
+        from tierstore.apps.bench.run import Outcome, cases_of, check_room, clear_left, notes, run_case
+        from tierstore.apps.progress import share_bar
+
         options = BenchOptions(
             peer=tuple(peer or ()), peer_python=peer_python, nvme=nvme, rounds=rounds, size=size, params=params,
             steps=steps, curve=curve, large=large, heat=heat, dtype=dtype, device=device, json=json, markdown=markdown,

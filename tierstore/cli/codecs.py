@@ -31,12 +31,12 @@ def codecs(
     debug: Debug = False,
 ) -> None:
     """Try every codec on your own weights and optimizer state. Shown: ratio, rates, the disks on which it pays."""
-    from rich.console import Console
-
-    from tierstore.apps.codecs import CodecOptions, as_table, compare, legend, save, sentences
-    from tierstore.apps.progress import share_bar
-
     with told(debug):
+        from rich.console import Console
+
+        from tierstore.apps.codecs import CodecOptions, as_table, compare, legend, save, sentences
+        from tierstore.apps.progress import share_bar
+
         options = CodecOptions(path=path, disk=disk, cores=cores, overlapped=overlapped, sample=sample, json=json)
         console = Console()
         with interruptible("interrupted"), share_bar(console) as tell:

@@ -48,21 +48,21 @@ def probe(
 
     What a collective costs too: torchrun --nproc-per-node 2 -m tierstore.cli probe ...
     """
-    from rich.console import Console
-
-    from tierstore.apps.spinning import ask_for_short_spins
-
-    ask_for_short_spins()
-
-    with loading():
-        from tierstore.apps.heap import prepare_heap
-        from tierstore.apps.launch import Launch
-        from tierstore.apps.probe import ProbeOptions, save
-        from tierstore.apps.probe import probe as run
-        from tierstore.apps.probe_report import show
-        from tierstore.apps.progress import share_bar
-
     with told(debug):
+        from rich.console import Console
+
+        from tierstore.apps.spinning import ask_for_short_spins
+
+        ask_for_short_spins()
+
+        with loading():
+            from tierstore.apps.heap import prepare_heap
+            from tierstore.apps.launch import Launch
+            from tierstore.apps.probe import ProbeOptions, save
+            from tierstore.apps.probe import probe as run
+            from tierstore.apps.probe_report import show
+            from tierstore.apps.progress import share_bar
+
         options = ProbeOptions(nvme=tuple(nvme), quick=quick, size=size_, seconds=seconds, device=device,
                                against=against, json=json, plot=plot)  # fmt: skip
         launch = Launch.of(os.environ)

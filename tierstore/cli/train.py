@@ -14,6 +14,7 @@ import typer
 from tierstore.apps.files import read_object
 from tierstore.apps.launch import Launch
 from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions, options_of_object
+from tierstore.apps.output_files import check_outputs
 from tierstore.apps.stopping import StopRequest
 from tierstore.cli.common import Debug, directory, given_options, say, size_option, told
 from tierstore.config import Codec, Durability, MicroBatchSchedule, Resume, UpdateSchedule
@@ -133,12 +134,10 @@ def train(
     values = {name: value for name, value in locals().items() if name not in ("context", "options", "debug")}
     values["nvme"] = tuple(nvme or ())
     with told(debug):
-        if options is not None:
-            values |= _of_file(options, context)
         launch = Launch.of(os.environ)
         # From here on: importing torch alone takes seconds.
         with StopRequest(rank=launch.rank, ranks=launch.count) as stop:
-            _run_training(_checked(launch, **values), launch, stop)
+            _run_training(_checked(launch, values, options, context), launch, stop)
 
 
 def _of_file(path: Path, context: typer.Context) -> dict[str, Any]:
@@ -151,9 +150,12 @@ def _of_file(path: Path, context: typer.Context) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in stated}
 
 
-def _checked(launch: Launch, **values: Any) -> TrainOptions:
+def _checked(launch: Launch, values: dict[str, Any], file: Path | None, context: typer.Context) -> TrainOptions:
     """The options of this rank; what is wrong with them is said once per machine, for its ranks do not know others."""
     try:
+        if file is not None:
+            values |= _of_file(file, context)
+            check_outputs([file], json=values["json"], trace=values["trace"])
         return launch.options(TrainOptions(**values))
     except ConfigError:
         if launch.local_rank > 0:
