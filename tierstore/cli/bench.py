@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, directory, size_option, told
+from tierstore.cli.common import Debug, directory, file_option, size_option, told
 from tierstore.cli.interrupts import interruptible
 
 
@@ -42,8 +42,8 @@ def bench(
     ] = None,
     dtype: Annotated[str, typer.Option(metavar="bf16|fp32", help="Of the models of step.")] = "bf16",
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="cuda: all is what needs a GPU, tests too.")] = "cpu",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All answers, machine, versions, command.")] = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="The tables, with machine and command.")] = None,
+    json: Annotated[Path | None, file_option("All answers, machine, versions, command.")] = None,
+    markdown: Annotated[Path | None, file_option("The tables, with machine and command.")] = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
     """Measure tierstore, its peers and the limits of this machine. All take turns in one run."""

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, rate, size_option, told
+from tierstore.cli.common import Debug, file_option, rate, size_option, told
 from tierstore.cli.interrupts import interruptible
 
 
@@ -27,7 +27,7 @@ def codecs(
         bool, typer.Option("--overlapped", help="Those cores have nothing else to do, as beside a GPU.")
     ] = False,
     sample: Annotated[int, size_option("To try of each kind and dtype [default: 64MiB].")] = 2**26,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
+    json: Annotated[Path | None, file_option("All figures, in bytes and seconds.")] = None,
     debug: Debug = False,
 ) -> None:
     """Try every codec on your own weights and optimizer state. Shown: ratio, rates, the disks on which it pays."""

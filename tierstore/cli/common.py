@@ -56,6 +56,11 @@ def size_option(help: str, metavar: str = "SIZE", parser: Callable[[Any], int] =
     return typer.Option(parser=parser, metavar=metavar, show_default=False, help=help)
 
 
+def file_option(help: str, metavar: str = "FILE") -> Any:
+    """The path of a file."""
+    return typer.Option(metavar=metavar, help=help)
+
+
 def given_options(context: typer.Context) -> list[str]:
     """Names of the options that stand on the command line."""
     sources = {name: context.get_parameter_source(name) for p in context.command.params if (name := p.name)}

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, directory, say, told
+from tierstore.cli.common import Debug, directory, file_option, say, told
 from tierstore.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ def delete(
         typer.Argument(parser=directory, metavar="DIR...", help="All directories over which the store is striped."),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="The files that are gone, in bytes.")] = None,
+    json: Annotated[Path | None, file_option("The files that are gone, in bytes.")] = None,
     debug: Debug = False,
 ) -> None:
     """Remove a store: all of it, and nothing that no store made.

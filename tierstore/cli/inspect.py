@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, directory, say, size_option, told
+from tierstore.cli.common import Debug, directory, file_option, say, size_option, told
 
 _PATHS = typer.Argument(
     parser=directory, metavar="PATH...", help="A pack, a store, or all directories over which one is striped."
@@ -23,8 +23,8 @@ def inspect(
     tensors: Annotated[
         bool | None, typer.Option(help="Name all tensors, or only groups [default: the first 40].")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="The map of the files.")] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All of it, in bytes.")] = None,
+    plot: Annotated[Path | None, file_option("The map of the files.", "FILE.png|svg")] = None,
+    json: Annotated[Path | None, file_option("All of it, in bytes.")] = None,
     debug: Debug = False,
 ) -> None:
     """Show what a pack or a store holds. That is: groups, tensors, ratios, generation, and a map of each file."""
@@ -50,7 +50,7 @@ def verify(
     timeout: Annotated[
         float, typer.Option(min=1.0, metavar="SECONDS", help="A disk that has not answered for so long is stuck.")
     ] = 1800.0,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Totals and all damage.")] = None,
+    json: Annotated[Path | None, file_option("Totals and all damage.")] = None,
     debug: Debug = False,
 ) -> None:
     """Read every byte of a pack or a store, and name what is damaged. Exit code 1 if anything is.

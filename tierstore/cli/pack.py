@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, directory, rate, say, size_option, told
+from tierstore.cli.common import Debug, directory, file_option, rate, say, size_option, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import Codec
 from tierstore.errors import ConfigError
@@ -20,7 +20,7 @@ _MEMORY = size_option("The most memory this process may take [default: 1GiB].")
 _TIMEOUT = typer.Option(
     min=1.0, metavar="SECONDS", help="A disk that has not answered one call for so long is stuck: an error says where."
 )
-_JSON = typer.Option(metavar="FILE", help="What was done, in bytes and seconds.")
+_JSON = file_option("What was done, in bytes and seconds.")
 _INTERRUPTED = "interrupted; what was not finished is removed"
 
 

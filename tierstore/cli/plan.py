@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.options import Precision, Preset, as_option
-from tierstore.cli.common import Debug, given_options, rate, size_option, told
+from tierstore.cli.common import Debug, file_option, given_options, rate, size_option, told
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.plan.machine import NODES
@@ -27,7 +27,7 @@ def plan(
     params: Annotated[str | None, typer.Option(metavar="COUNT", help="Parameters: 70e9, 70B, 1.5T.")] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="config.json of a gpt2, llama, mistral, qwen2 or mixtral: counted exactly."),
+        file_option("config.json of a gpt2, llama, mistral, qwen2 or mixtral: counted exactly."),
     ] = None,
     preset: Annotated[Preset | None, typer.Option(help="A model of `tierstore train`.")] = None,
     machine: Annotated[
@@ -64,9 +64,7 @@ def plan(
             "data sheet's]."
         ),
     ] = None,
-    bandwidth: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured rates, as `tierstore probe --json` writes them.")
-    ] = None,
+    bandwidth: Annotated[Path | None, file_option("Measured rates, as `tierstore probe --json` writes them.")] = None,
     endurance: Annotated[
         int | None,
         size_option("Bytes that may be written to a node's disks in their life: TBW, or DWPD x days x size."),
@@ -92,16 +90,11 @@ def plan(
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
     deepspeed: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Translate a ds_config.json instead; --gpus, --nodes, --gpu-memory and --cpu-memory count.",
-        ),
+        file_option("Translate a ds_config.json instead; --gpus, --nodes, --gpu-memory and --cpu-memory count."),
     ] = None,
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of --deepspeed: the arguments of tierstore as JSON.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Bytes by tier, seconds by phase.")] = None,
+    write: Annotated[Path | None, file_option("Of --deepspeed: the arguments of tierstore as JSON.")] = None,
+    json: Annotated[Path | None, file_option("All figures, in bytes and seconds.")] = None,
+    plot: Annotated[Path | None, file_option("Bytes by tier, seconds by phase.", "FILE.png|svg")] = None,
     debug: Debug = False,
 ) -> None:
     """Tell whether a model fits, and how fast it trains.

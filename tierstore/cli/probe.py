@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.common import Debug, directory, size, told
+from tierstore.cli.common import Debug, directory, file_option, size, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.garbage import loading
 
@@ -36,11 +36,9 @@ def probe(
     against: Annotated[
         str | None, typer.Option(metavar="fio", help="Run fio in turn with our own reads and writes, if installed.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The table, as train, tune and plan take it, and all figures.")
-    ] = None,
+    json: Annotated[Path | None, file_option("The table, as train, tune and plan take it, and all figures.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|svg", help="Rate over block size, a line per number of threads.")
+        Path | None, file_option("Rate over block size, a line per number of threads.", "FILE.png|svg")
     ] = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, rate, size_option, told
+from tierstore.cli.common import Debug, file_option, rate, size_option, told
 from tierstore.cli.interrupts import interruptible
 
 simulate = typer.Typer(no_args_is_help=True, help="A step on paper: fetched layers, or gradient buckets.")
@@ -48,15 +48,15 @@ def step(
     ] = None,
     bandwidth: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Rates for --disk and --gather where not given, as `probe --json` writes."),
+        file_option("Rates for --disk and --gather where not given, as `probe --json` writes."),
     ] = None,
     jitter: Annotated[
         float, typer.Option(metavar="PART", help="Standard deviation of every time, as a part of it.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps that the means with jitter are taken over.")] = 30,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Gantt chart of every depth.")] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
+    plot: Annotated[Path | None, file_option("Gantt chart of every depth.", "FILE.png|svg")] = None,
+    json: Annotated[Path | None, file_option("All figures, in bytes and seconds.")] = None,
     debug: Debug = False,
 ) -> None:
     """Layers fetched ahead of their use: what each depth gains. The policy is the one that the engine runs."""
@@ -102,8 +102,8 @@ def buckets(
     bucket: Annotated[list[int] | None, size_option("Bucket size; repeat it [default: a range of them].")] = None,
     first_bucket: Annotated[int | None, size_option("Size of the first bucket [default: as the others].")] = None,
     in_flight: Annotated[int, typer.Option(help="Collectives at once.")] = 1,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Step time against bucket size.")] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
+    plot: Annotated[Path | None, file_option("Step time against bucket size.", "FILE.png|svg")] = None,
+    json: Annotated[Path | None, file_option("All figures, in bytes and seconds.")] = None,
     debug: Debug = False,
 ) -> None:
     """Step time against the size of gradient buckets. On any interconnect, from the bucket timeline."""

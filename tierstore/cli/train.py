@@ -16,7 +16,7 @@ from tierstore.apps.launch import Launch
 from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions, options_of_object
 from tierstore.apps.output_files import check_outputs
 from tierstore.apps.stopping import StopRequest
-from tierstore.cli.common import Debug, directory, given_options, say, size_option, told
+from tierstore.cli.common import Debug, directory, file_option, given_options, say, size_option, told
 from tierstore.config import Codec, Durability, MicroBatchSchedule, Resume, UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.garbage import loading
@@ -26,18 +26,16 @@ def train(
     context: typer.Context,
     options: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON object of options by name; what is given beside it counts more."),
+        file_option("JSON object of options by name; what is given beside it counts more."),
     ] = None,
     preset: Annotated[Preset | None, typer.Option(help="Architecture with new weights [default: 25m].")] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="config.json of any Hugging Face causal LM, with new weights.")
-    ] = None,
+    config: Annotated[Path | None, file_option("config.json of any Hugging Face causal LM, with new weights.")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Local safetensors checkpoint to fine-tune.")
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FILE|DIR", help="Training text, read as bytes [default: Python's own library source]."),
+        file_option("Training text, read as bytes [default: Python's own library source].", "FILE|DIR"),
     ] = None,
     gpu_memory: Annotated[
         int | None,
@@ -100,12 +98,8 @@ def train(
     export: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the final weights as Hugging Face reads them.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A line of JSON per step, written before its commit.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Chrome trace with a track per link and tier.")
-    ] = None,
+    json: Annotated[Path | None, file_option("A line of JSON per step, written before its commit.")] = None,
+    trace: Annotated[Path | None, file_option("Chrome trace with a track per link and tier.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; of several ranks each takes its own GPU.")] = "cpu",
     threads: Annotated[
         int | None, typer.Option(help="Threads of torch, and of the update [default: all cores, shared by ranks].")
@@ -119,10 +113,7 @@ def train(
     ] = FreedMemory.AUTO,
     bandwidth: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Rates from tierstore probe --json; the first depth follows from them [default: measured].",
-        ),
+        file_option("Rates from tierstore probe --json; the first depth follows from them [default: measured]."),
     ] = None,
     debug: Debug = False,
 ) -> None:

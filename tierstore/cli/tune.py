@@ -13,7 +13,7 @@ import typer
 
 from tierstore.apps.launch import Launch
 from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions
-from tierstore.cli.common import Debug, directory, say, size_option, told
+from tierstore.cli.common import Debug, directory, file_option, say, size_option, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
@@ -21,11 +21,9 @@ from tierstore.garbage import loading
 
 
 def tune(
-    bandwidth: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Rates, as `probe --json` writes them [default: measured].")
-    ] = None,
+    bandwidth: Annotated[Path | None, file_option("Rates, as `probe --json` writes them [default: measured].")] = None,
     preset: Annotated[Preset | None, typer.Option(help="Architecture, as of train [default: 25m].")] = None,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="config.json of a Hugging Face model.")] = None,
+    config: Annotated[Path | None, file_option("config.json of a Hugging Face model.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Local safetensors checkpoint.")] = None,
     gpu_memory: Annotated[int | None, size_option("Budget of the GPU tier [default: as of train].")] = None,
     cpu_memory: Annotated[int, size_option("Budget of the CPU tier [default: 1GiB].")] = 2**30,
@@ -47,10 +45,8 @@ def tune(
     freed_memory: Annotated[
         FreedMemory, typer.Option(help="Of the run: keep what a step frees, or return it; see train.")
     ] = FreedMemory.AUTO,
-    record: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Recorded step [default: record one now, with the engine].")
-    ] = None,
-    save_record: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the recorded step.")] = None,
+    record: Annotated[Path | None, file_option("Recorded step [default: record one now, with the engine].")] = None,
+    save_record: Annotated[Path | None, file_option("Keep the recorded step.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Run the choice and other depths for real.")] = False,
     depth: Annotated[
         list[int] | None,
@@ -58,11 +54,9 @@ def tune(
     ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of --measure.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps of each depth in a round.")] = 3,
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The choice as a JSON object of train's options.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Step time against depth.")] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="All figures, in bytes and seconds.")] = None,
+    write: Annotated[Path | None, file_option("The choice as a JSON object of train's options.")] = None,
+    plot: Annotated[Path | None, file_option("Step time against depth.", "FILE.png|svg")] = None,
+    json: Annotated[Path | None, file_option("All figures, in bytes and seconds.")] = None,
     debug: Debug = False,
 ) -> None:
     """Choose prefetch depth and schedule for a model on this machine.
