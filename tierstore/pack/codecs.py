@@ -76,7 +76,35 @@ class RawCodec:
         _flat(destination, "destination")[:] = _flat(source, "source")
 
 
-class Lz4Codec:
+class _Shrinking:
+    """What codecs have in common that make a chunk shorter: it is raw where they do not."""
+
+    codec: Codec
+
+    def encode(self, source: Bytes, destination: Bytes) -> int:
+        _flat(source, "source")
+        _flat(destination, "destination")
+        if source.size == 0:
+            return 0
+        frame = np.frombuffer(self._shortened(source), np.uint8)
+        return _store_raw(frame if frame.size < source.size else source, destination)
+
+    def decode(self, source: Bytes, destination: Bytes) -> None:
+        _flat(source, "source")
+        _flat(destination, "destination")
+        if source.size == destination.size:
+            destination[:] = source
+        else:
+            self._restore(source, destination)
+
+    def _shortened(self, source: Bytes) -> bytes:
+        raise NotImplementedError
+
+    def _restore(self, source: Bytes, destination: Bytes) -> None:
+        raise NotImplementedError
+
+
+class Lz4Codec(_Shrinking):
     """LZ4 blocks without a size prefix: the length is known, and a file's own word for it is not to be trusted.
 
     python-lz4 has no call into a given buffer: an encode holds up to twice the chunk for a moment, a decode exactly
@@ -85,24 +113,13 @@ class Lz4Codec:
 
     codec = Codec.LZ4
 
-    def encode(self, source: Bytes, destination: Bytes) -> int:
-        _flat(source, "source")
-        _flat(destination, "destination")
+    def _shortened(self, source: Bytes) -> bytes:
         if source.size > _LZ4_LIMIT_BYTES:
             raise ConfigError(f"a chunk of {source.size} B is over the limit of lz4, {_LZ4_LIMIT_BYTES} B")
-        if source.size == 0:
-            return 0
-        block = lz4.block.compress(source.data, store_size=False)
-        if len(block) >= source.size:
-            return _store_raw(source, destination)
-        return _store_raw(np.frombuffer(block, np.uint8), destination)
+        block: bytes = lz4.block.compress(source.data, store_size=False)
+        return block
 
-    def decode(self, source: Bytes, destination: Bytes) -> None:
-        _flat(source, "source")
-        _flat(destination, "destination")
-        if source.size == destination.size:
-            destination[:] = source
-            return
+    def _restore(self, source: Bytes, destination: Bytes) -> None:
         if source.size > destination.size or destination.size > _LZ4_LIMIT_BYTES:
             raise FormatError(f"an lz4 chunk of {destination.size} B is stored as {source.size} B")
         try:
@@ -156,7 +173,7 @@ _FORMAT_VERSION = 5
 _IS_EXTENDED_BITSHUFFLE, _IS_NOT_SPLIT, _IS_ZEROS = 0x05, 0x10, 0x10
 
 
-class BitshuffleCodec:
+class BitshuffleCodec(_Shrinking):
     """One blosc2 frame (its chunk format): the bits of elements transposed, then LZ4 or Zstandard in blocks.
 
     The frame says its element size, so that any `item_bytes` decodes it. An encode holds up to twice the chunk for a
@@ -174,15 +191,11 @@ class BitshuffleCodec:
         self._way = _WAYS[codec]
         self._item_bytes = item_bytes
 
-    def encode(self, source: Bytes, destination: Bytes) -> int:
-        _flat(source, "source")
-        _flat(destination, "destination")
+    def _shortened(self, source: Bytes) -> bytes:
         if source.size > _FRAME_LIMIT_BYTES:
             raise ConfigError(f"a chunk of {source.size} B is over the limit of blosc2, {_FRAME_LIMIT_BYTES} B")
-        if source.size == 0:
-            return 0
         blosc2 = _library()
-        frame = blosc2.compress2(
+        frame: bytes = blosc2.compress2(
             source,
             codec=blosc2.Codec[self._way.compressor],
             clevel=self._way.level,
@@ -193,16 +206,9 @@ class BitshuffleCodec:
             splitmode=blosc2.SplitMode.ALWAYS_SPLIT,
             nthreads=1,
         )
-        if len(frame) >= source.size:
-            return _store_raw(source, destination)
-        return _store_raw(np.frombuffer(frame, np.uint8), destination)
+        return frame
 
-    def decode(self, source: Bytes, destination: Bytes) -> None:
-        _flat(source, "source")
-        _flat(destination, "destination")
-        if source.size == destination.size:
-            destination[:] = source
-            return
+    def _restore(self, source: Bytes, destination: Bytes) -> None:
         self._check_header(source, destination.size)
         try:
             _library().decompress2(source, destination, nthreads=1)
