@@ -219,7 +219,7 @@ def test_a_coded_pack_asks_for_the_room_that_it_is_expected_to_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_source(write_safetensors(tmp_path / "a", {"x": ("U8", (10**6,), bytes(10**6))}))
-    options = PackOptions((tmp_path / "p.safetensors",), Codec.LZ4, memory_bytes=MEMORY)
+    options = PackOptions((tmp_path / "p.safetensors",), memory_bytes=MEMORY)
     (rates,) = measure(source, options.chunk_bytes, (Codec.LZ4,))["U8"]
     assert rates.ratio > 100
     monkeypatch.setattr(publish, "free_bytes", lambda path: 20000)
@@ -232,7 +232,7 @@ def test_a_coded_pack_asks_for_the_room_that_it_is_expected_to_take(
 def test_a_coded_pack_may_take_more_than_was_expected(tmp_path: Path) -> None:
     tensors = {"x": random_tensor("U8", (10**6,))}
     source = open_source(write_safetensors(tmp_path / "a", tensors))
-    options = PackOptions((tmp_path / "p.safetensors",), Codec.LZ4, memory_bytes=MEMORY, chunk_bytes=2**16)
+    options = PackOptions((tmp_path / "p.safetensors",), memory_bytes=MEMORY, chunk_bytes=2**16)
     pack(source, options, {"U8": Codec.LZ4}, ratios={"U8": 1000.0})
     assert not verify(open_archive(options.destinations), MEMORY)
     assert unpacked(tmp_path / "b.safetensors", *options.destinations) == tensors

@@ -57,7 +57,6 @@ class PackOptions:
     """
 
     destinations: tuple[Path, ...]
-    codec: Codec = Codec.NONE
     shards: int | None = None
     memory_bytes: int = 2**30
     chunk_bytes: int = CHUNK_BYTES
