@@ -6,13 +6,16 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ranks import Outcome, outcomes_of, run_ranks
 from sharing import train, train_apart
 
+from tierstore.config import Durability, Resume
 from tierstore.store.commit import COMMIT
 from tierstore.store.manifest import digest
+from tierstore.train import opening
 
 STEPS = 3
 TRAIN = partial(train, model={"blocks": 1})
@@ -89,3 +92,11 @@ def test_a_store_is_of_one_machine(tmp_path: Path) -> None:
     for outcome in outcomes_of(2, partial(train_apart, has_hosts=True), str(tmp_path)):
         assert "ranks 0 and 1 are on two machines" in last_line(outcome)
         assert "device_mesh=init_device_mesh" in last_line(outcome)
+
+
+def test_a_store_that_goes_before_it_is_locked_holds_nothing(tmp_path: Path) -> None:
+    found = iter([[3], []])
+    manifests = SimpleNamespace(directory=tmp_path, numbers=lambda: next(found))
+    options = SimpleNamespace(durability=Durability.COMMIT, resume=Resume.NEVER)
+    lock = SimpleNamespace(add=lambda directories: None)
+    assert opening._numbers(manifests, options, lock) == []  # type: ignore[arg-type]

@@ -103,6 +103,8 @@ def _numbers(manifests: Manifests, options: Options, lock: StoreLock) -> list[in
     directory = manifests.directory
     lock.add([directory])
     numbers = manifests.numbers()
+    if not numbers:  # it was removed meanwhile
+        return []
     if options.durability is Durability.NONE:
         raise ConfigError(
             f"{directory} holds generation {numbers[0]}, which durability='none' would overwrite; "
