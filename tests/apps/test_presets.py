@@ -63,6 +63,7 @@ def test_code_named_by_a_configuration_is_not_run(tmp_path: Path) -> None:
     [
         (None, "cannot read the configuration"),
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", "names no model_type"),
         ('{"model_type": 3}', "names no model_type"),
         ('{"model_type": "wombat"}', "'wombat', which transformers does not know"),

@@ -46,7 +46,7 @@ def file_configuration(path: Path) -> Any:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the configuration {path} is not JSON: {error}") from None
     if not isinstance(values, Mapping) or not isinstance(values.get("model_type"), str):
         raise ConfigError(f"the configuration {path} names no model_type, so its architecture is unknown")
