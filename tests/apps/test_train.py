@@ -20,7 +20,7 @@ import transformers
 from fake_engine import FakeEngine, FakeStore
 from rich.console import Console
 
-from tierstore.apps import assembly, presets
+from tierstore.apps import assembly
 from tierstore.apps import train as application
 from tierstore.apps.options import FreedMemory, Precision, TrainOptions
 from tierstore.apps.outputs import write_configuration
@@ -41,9 +41,7 @@ class Killed(BaseException):
 @pytest.fixture(autouse=True)
 def plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake engine takes a model that is in memory."""
-    monkeypatch.setattr(
-        assembly, "_deferred", lambda options, configuration: (presets.build(configuration, options.dtype), None)
-    )
+    monkeypatch.setattr(assembly, "deferred", lambda build, checkpoint: (build(), None))
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,6 @@ from tierstore.apps.recipe import Recipe, parameter_groups
 from tierstore.config import AdamWConfig, MicroBatchSchedule, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
-from tierstore.train.checkpoints import CheckpointSource
 from tierstore.train.materialize import Source, deferred
 
 _LONGEST_DEFAULT_SEQUENCE = 1024
@@ -67,7 +66,7 @@ def assemble(options: TrainOptions, crew: Crew | None = None) -> Parts:
         pin_memory=options.device.startswith("cuda"), rank=crew.rank, ranks=crew.count,
     )  # fmt: skip
     torch.manual_seed(options.seed)
-    model, source = _deferred(options, configuration)
+    model, source = deferred(lambda: presets.build(configuration, options.dtype), checkpoint=options.checkpoint)
     if not crew.leads:  # the weights are those of rank 0; dropout is to be another at every rank
         torch.manual_seed(hash((options.seed, crew.rank)) % 2**63)
     model.train()
@@ -106,12 +105,6 @@ def engine_arguments(
         "zero": options.zero if crew.count > 1 else None,
         "device_mesh": crew.mesh(options.device),
     }  # fmt: skip
-
-
-def _deferred(options: TrainOptions, configuration: Any) -> tuple[nn.Module, Source]:
-    """The model without its weights, and where those come from."""
-    model, new_weights = deferred(lambda: presets.build(configuration, options.dtype))
-    return model, new_weights if options.checkpoint is None else CheckpointSource(options.checkpoint, model)
 
 
 def _configuration(options: TrainOptions) -> Any:

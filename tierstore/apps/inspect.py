@@ -192,7 +192,7 @@ def as_json(content: Content) -> dict[str, Any]:
 
 
 def draw(content: Content, path: Path) -> None:
-    """The map as a PNG file: each file a bar, each group a stretch of it.
+    """The map as a picture: each file a bar, each group a stretch of it.
 
     Raises:
         FormatError: there is nothing to draw.

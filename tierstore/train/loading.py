@@ -250,10 +250,9 @@ class _Mover:
         return ahead.batch
 
     def _moved(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if self._device.type == "cuda" and self._pin and value.device.type == "cpu" and not value.is_pinned():
-                value = value.pin_memory()  # a copy from other memory is not asynchronous
-            return value.to(self._device, non_blocking=True)
+        is_host = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+        if is_host and self._pin and self._device.type == "cuda" and not value.is_pinned():
+            value = value.pin_memory()  # a copy from other memory is not asynchronous
         return value.to(self._device, non_blocking=True) if callable(getattr(value, "to", None)) else value
 
 

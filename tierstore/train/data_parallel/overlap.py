@@ -201,10 +201,10 @@ class OverlapProfiler:
         return "\n\n".join("\n".join(lines) for lines in parts)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """The timeline of the typical step as a PNG file.
+        """The timeline of the typical step as a `.png` or `.svg` file.
 
         Raises:
-            ConfigError: matplotlib is not installed.
+            ConfigError: it has another ending, or matplotlib is not installed.
             StorageError: the file cannot be written.
         """
         draw_timeline(self.typical(), path)

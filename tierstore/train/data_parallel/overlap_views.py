@@ -1,6 +1,6 @@
 """A profiled step for the eye: a table and a timeline as text, a timeline as a picture.
 
-Scope: lines of text that fit a terminal of 100 columns, a PNG file.
+Scope: lines of text that fit a terminal of 100 columns, a picture.
 Not here: the figures (`overlap_steps.py`).
 Owner: nothing is kept between calls.
 """
