@@ -8,7 +8,7 @@ Owner: none; plain records.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,23 +108,30 @@ def _directory(path: Path) -> Source:
 
 
 def _indexed(path: Path) -> Source:
-    by_file: dict[str, list[str]] = {}
-    for name, file in weight_map(path / INDEX).items():
-        by_file.setdefault(file, []).append(name)
-    if not by_file:
+    headers = {file: header for file, header, _ in indexed_files(path)}
+    if not headers:
         raise FormatError(f"{path / INDEX} names no tensors")
-    headers = {path / file: _present(path / file) for file in sorted(by_file)}
-    for file, names in by_file.items():
-        there = headers[path / file].tensors
-        if absent := [name for name in names if name not in there]:
-            raise FormatError(f"{path / file} lacks {len(absent)} tensors that {INDEX} puts there: {quoted(absent[0])}")
     return _safetensors_source(path, headers, f"safetensors checkpoint in {len(headers)} shards")
 
 
-def _present(path: Path) -> Header:
-    if not path.exists():
-        raise FormatError(f"{path} is missing: {INDEX} names it")
-    return read_header(path)
+def indexed_files(directory: Path) -> Iterator[tuple[Path, Header, list[str]]]:
+    """The files of a safetensors index, each with the names of the tensors that the index puts there.
+
+    Raises:
+        FormatError: a file is missing, or a tensor in it.
+        StorageError: one cannot be read.
+    """
+    by_file: dict[str, list[str]] = {}
+    for name, file in weight_map(directory / INDEX).items():
+        by_file.setdefault(file, []).append(name)
+    for file, names in sorted(by_file.items()):
+        path = directory / file
+        if not path.exists():
+            raise FormatError(f"{path} is missing: {INDEX} names it")
+        header = read_header(path)
+        if absent := [name for name in names if name not in header.tensors]:
+            raise FormatError(f"{path} lacks {len(absent)} tensors that {INDEX} puts there: {quoted(absent[0])}")
+        yield path, header, names
 
 
 def _safetensors_source(path: Path, headers: Mapping[Path, Header], kind: str) -> Source:

@@ -8,7 +8,7 @@ Owner: whoever makes `CheckpointFiles` closes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +17,11 @@ import torch
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.archive.dtypes import TORCH_DTYPES, torch_dtype
 from tierstore.archive.gather import OpenFiles
-from tierstore.archive.sources import INDEX, SINGLE, weight_map
+from tierstore.archive.sources import INDEX, SINGLE, indexed_files
 from tierstore.errors import FormatError
 from tierstore.io.backend import Backend
 from tierstore.io.memory import aligned_room
-from tierstore.pack.validate import read_header
+from tierstore.pack.validate import Header, read_header
 from tierstore.train.filling import PIECE_ELEMENTS
 
 
@@ -76,25 +76,20 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         StorageError: a file cannot be read.
     """
     if (directory / SINGLE).is_file():
-        return _tensors_in(directory / SINGLE)
+        header = read_header(directory / SINGLE)
+        return _tensors_in(directory / SINGLE, header, header.tensors)
     if not (directory / INDEX).is_file():
         raise FormatError(f"{directory} holds neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
     found: dict[str, Stored] = {}
-    by_file: dict[str, list[str]] = {}
-    for name, file in weight_map(directory / INDEX).items():
-        by_file.setdefault(file, []).append(name)
-    for file, names in by_file.items():
-        there = _tensors_in(directory / file)
-        if absent := [name for name in names if name not in there]:
-            raise FormatError(f"{directory / file} lacks {len(absent)} tensors that {INDEX} puts there: {absent[0]!r}")
-        found |= {name: there[name] for name in names}
+    for path, header, names in indexed_files(directory):
+        found |= _tensors_in(path, header, names)
     return found
 
 
-def _tensors_in(path: Path) -> dict[str, Stored]:
-    header = read_header(path)
+def _tensors_in(path: Path, header: Header, names: Iterable[str]) -> dict[str, Stored]:
     found = {}
-    for name, entry in header.tensors.items():
+    for name in names:
+        entry = header.tensors[name]
         is_known = entry.dtype in TORCH_DTYPES  # the model may have no use for others
         shape = torch_dtype(name, entry.dtype, entry.shape)[1] if is_known else entry.shape
         found[name] = Stored(path, header.data_start + entry.begin, entry.dtype, shape)
