@@ -206,6 +206,9 @@ def test_a_rank_knows_its_place() -> None:
     assert Launch().options(TrainOptions(batch=3)) == TrainOptions(batch=3)
     with pytest.raises(ConfigError, match=r"RANK=one, WORLD_SIZE=4, LOCAL_RANK=1.*start several ranks with torchrun"):
         Launch.of({**RANKS, "RANK": "one"})
+    for name, value in (("RANK", "4"), ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "5")):
+        with pytest.raises(ConfigError, match=rf"{name}={value}.*start several ranks with torchrun"):
+            Launch.of({**RANKS, name: value})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -41,14 +41,17 @@ class Launch:
         """As torchrun says it; without torchrun there is one rank.
 
         Raises:
-            ConfigError: the variables are no numbers, or only some of them are set.
+            ConfigError: the variables are no numbers, no place among ranks, or only some of them are set.
         """
         if "WORLD_SIZE" not in environment or "RANK" not in environment:
             return cls()
         values = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
         values["TORCHELASTIC_RESTART_COUNT"] = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
-            return cls(*(int(value) for value in values.values()))
+            launch = cls(*map(int, values.values()))
+            if not (0 <= launch.rank < launch.count and 0 <= launch.local_rank < launch.local_count <= launch.count):
+                raise ValueError
+            return launch
         except ValueError:
             found = ", ".join(f"{name}={value}" for name, value in values.items())
             raise ConfigError(f"the launcher's variables say {found}: start several ranks with torchrun") from None
