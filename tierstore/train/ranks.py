@@ -238,11 +238,8 @@ class Ranks:
 
     def _beats(self) -> dict[int, str]:
         """What the other ranks have said last; empty if nothing yet."""
-        others = [rank for rank in range(self.count) if rank != self.rank]
-        return {rank: self._said(str(rank)) for rank in others}
-
-    def _said(self, key: str) -> str:
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+        store, others = self._store, [rank for rank in range(self.count) if rank != self.rank]
+        return {rank: store.get(str(rank)).decode() if store.check([str(rank)]) else "" for rank in others}
 
     def _beat(self) -> None:
         lost = 0

@@ -48,7 +48,8 @@ def timeline_lines(step: ProfiledStep) -> list[str]:
         cells = [" "] * _COLUMNS
         for begin_s, stop_s, mark in spans:
             first = min(place(begin_s), _COLUMNS - 1)
-            cells[first : max(place(stop_s), first + 1)] = mark * (max(place(stop_s), first + 1) - first)
+            last = max(place(stop_s), first + 1)
+            cells[first:last] = mark * (last - first)
         return "".join(cells).rstrip()
 
     pauses = [(pause.start_s, min(pause.end_s, run.compute_s), _PAUSE) for pause in step.measured.pauses
