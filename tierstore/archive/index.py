@@ -23,7 +23,7 @@ def archive_index(archives: Sequence[Archive], sizes: Sequence[int]) -> tuple[li
     """Names of the files of a finished archive, and its index; each file's `sizes` are bytes of data."""
     count = len(archives)
     names = [f"model-{one.identity[:8]}-{one.shard + 1:05d}-of-{count:05d}.safetensors" for one in archives]
-    files = {entry.name: name for one, name in zip(archives, names) for group in one.groups for entry in group.tensors}
+    files = {entry.name: name for one, name in zip(archives, names) for entry in one.tensors}
     return names, sealed_index(files, names, sum(sizes))
 
 

@@ -73,7 +73,7 @@ def _wanted(files: Sequence[ArchiveFile], names: Iterable[str] | None) -> dict[s
     """By the names asked for, those under which the tensors are stored."""
     known: dict[str, str] = {}
     for file in files:
-        known |= {entry.name: entry.name for group in file.archive.groups for entry in group.tensors}
+        known |= {entry.name: entry.name for entry in file.archive.tensors}
         known |= file.archive.aliases
     if names is None:
         return known

@@ -93,8 +93,7 @@ def _check_apart(files: Sequence[ArchiveFile]) -> None:
     names: set[str] = set()
     positions: set[int] = set()
     for file in files:
-        tensors = [entry.name for group in file.archive.groups for entry in group.tensors]
-        for name in (*tensors, *file.archive.aliases):
+        for name in (*(entry.name for entry in file.archive.tensors), *file.archive.aliases):
             if name in names:
                 raise FormatError(f"tensor {quoted(name)} stands in two files; one of them is {file.path}")
             names.add(name)

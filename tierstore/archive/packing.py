@@ -188,7 +188,7 @@ def _room(options: PackOptions, groups: Sequence[ArchiveGroup]) -> flow.Room:
 
 
 def _aliases_in(archive: Archive, source: Source) -> dict[str, str]:
-    names = {entry.name for group in archive.groups for entry in group.tensors}
+    names = {entry.name for entry in archive.tensors}
     return {alias: name for alias, name in sorted(source.aliases.items()) if name in names}
 
 

@@ -87,8 +87,7 @@ class _Unpacking:
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """What is stored, by name."""
-        groups = [group for file in self.files for group in file.archive.groups]
-        entries = [entry for group in groups for entry in group.tensors]
+        entries = [entry for file in self.files for entry in file.archive.tensors]
         return {entry.name: TensorSpec(entry.name, entry.dtype, entry.shape) for entry in entries}
 
     @property

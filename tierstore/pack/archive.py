@@ -14,7 +14,7 @@ tensors they hold. A chunk whose stored length is that of its content is raw, wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,11 @@ class Archive:
     groups: tuple[ArchiveGroup, ...]
     aliases: dict[str, str]
 
+    @property
+    def tensors(self) -> list[TensorEntry]:
+        """Of all groups; each counts from the start of its group's content."""
+        return [entry for group in self.groups for entry in group.tensors]
+
     def chunks(self, data_start: int) -> Iterator[tuple[ArchiveGroup, int, ArchiveChunk]]:
         """Every chunk in file order, with its group and where it begins in that group's content."""
         offset = data_start
@@ -123,7 +128,7 @@ def archive_layout(archive: Archive, metadata: dict[str, str]) -> Layout:
 
     A header of the same tensors with shorter chunks is never longer, see `archive_header`.
     """
-    encoded = _encoded_prefix(archive.groups)
+    encoded = _encoded_prefix(archive)
     extents = [Extent(str(group.position), _as_stored(group, encoded)) for group in archive.groups]
     return lay_out(extents, {**metadata, ARCHIVE_KEY: _text(archive)}, seal=True)
 
@@ -161,8 +166,8 @@ def _as_stored(group: ArchiveGroup, encoded: str) -> tuple[TensorSpec, ...]:
     return (TensorSpec(f"{encoded}{group.position}", "U8", (group.stored_bytes,)),)
 
 
-def _encoded_prefix(groups: Sequence[ArchiveGroup]) -> str:
-    return unused_prefix(_CHUNKS, (entry.name for group in groups for entry in group.tensors))
+def _encoded_prefix(archive: Archive) -> str:
+    return unused_prefix(_CHUNKS, (entry.name for entry in archive.tensors))
 
 
 def _text(archive: Archive) -> str:
@@ -247,7 +252,7 @@ def _tensor(item: Any) -> TensorSpec:
 
 def _check_against(archive: Archive, header: Header) -> None:
     """The table describes this very file: what is where follows from it, and is what the header says."""
-    tensors = [entry for group in archive.groups for entry in group.tensors]
+    tensors = archive.tensors
     names = {entry.name for entry in tensors}
     if len(names) != len(tensors):
         raise FormatError(f"{len(tensors) - len(names)} tensors stand in two groups")
@@ -257,7 +262,7 @@ def _check_against(archive: Archive, header: Header) -> None:
     positions = [group.position for group in archive.groups]
     if positions != sorted(set(positions)):
         raise FormatError("the groups are not in their order")
-    encoded, begin, expected = _encoded_prefix(archive.groups), 0, list[TensorEntry]()
+    encoded, begin, expected = _encoded_prefix(archive), 0, list[TensorEntry]()
     for group in archive.groups:
         expected += back_to_back(_as_stored(group, encoded), begin)
         begin += group.stored_bytes
