@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.codec_samples import Sample, read_samples
-from tierstore.apps.files import write_object
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
@@ -88,16 +87,6 @@ def compare(options: CodecOptions, tell: Callable[[str, float], None]) -> list[T
         tell(f"{sample.kind.value} {sample.dtype}", number / len(samples))
         tried.append(_try(sample, options.conditions))
     return tried
-
-
-def save(options: CodecOptions, tried: list[Tried]) -> None:
-    """Writes the JSON that is asked for.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    if options.json is not None:
-        write_object(options.json, as_json(options, tried), "--json")
 
 
 def _try(sample: Sample, conditions: Conditions | None) -> Tried:

@@ -13,7 +13,6 @@ import math
 import os
 import resource
 import stat
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -126,5 +125,4 @@ def peak_resident_bytes() -> int:
                     return int(line.split()[1]) * 1024
     except OSError:
         pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

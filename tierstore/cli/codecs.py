@@ -34,7 +34,8 @@ def codecs(
     with told(debug):
         from rich.console import Console
 
-        from tierstore.apps.codecs import CodecOptions, as_table, compare, legend, save, sentences
+        from tierstore.apps.codecs import CodecOptions, as_json, as_table, compare, legend, sentences
+        from tierstore.apps.files import write_object
         from tierstore.apps.progress import share_bar
 
         options = CodecOptions(path=path, disk=disk, cores=cores, overlapped=overlapped, sample=sample, json=json)
@@ -44,4 +45,5 @@ def codecs(
         console.print(as_table(options, tried))
         for sentence in (legend(options, tried), *sentences(tried)):
             show_plain(console, sentence)
-        save(options, tried)
+        if json is not None:
+            write_object(json, as_json(options, tried), "--json")
