@@ -22,7 +22,7 @@ from tierstore.archive.sources import refuse_unfinished
 from tierstore.config import format_size
 from tierstore.errors import FormatError
 from tierstore.pack.archive import ARCHIVE_KEY
-from tierstore.pack.layout import quoted
+from tierstore.pack.layout import TensorEntry, TensorSpec, quoted
 from tierstore.pack.validate import read_header
 from tierstore.plots import new_figure, save_figure
 from tierstore.store.verification import committed_chunks, is_of_tensors, tensors_of
@@ -31,15 +31,6 @@ FIRST_TENSORS = 40
 _MAP_CELLS = 64
 _SHADES = "█▒"
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A tensor."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,7 @@ class Part:
     content_bytes: int
     stored_bytes: int
     chunks: int
-    tensors: tuple[Row, ...]
+    tensors: tuple[TensorEntry | TensorSpec, ...]
 
     @property
     def ratio(self) -> float:
@@ -78,7 +69,7 @@ def look(paths: Sequence[Path]) -> Content:
         return _store(paths)
     refuse_unfinished(paths[0])
     if paths[0].is_file() and ARCHIVE_KEY not in (header := read_header(paths[0])).metadata:
-        tensors = tuple(Row(entry.name, entry.dtype, entry.shape) for entry in header.tensors.values())
+        tensors = tuple(header.tensors.values())
         size = header.file_bytes - header.data_start
         part = Part("tensors", "none", header.data_start, size, size, 0, tensors)
         return Content("safetensors file, no pack", {"checksums": "none"}, ((paths[0], header.file_bytes, (part,)),))
@@ -96,15 +87,14 @@ def look(paths: Sequence[Path]) -> Content:
 def _parts(file: ArchiveFile) -> Iterator[Part]:
     begin = file.header.data_start
     for group in file.archive.groups:
-        tensors = tuple(Row(entry.name, entry.dtype, entry.shape) for entry in group.tensors)
         stored, count = group.stored_bytes, len(group.chunks)
-        yield Part(group.name, group.codec.value, begin, group.content_bytes, stored, count, tensors)
+        yield Part(group.name, group.codec.value, begin, group.content_bytes, stored, count, group.tensors)
         begin += group.stored_bytes
 
 
 def _store(paths: Sequence[Path]) -> Content:
     generation, chunks = committed_chunks(paths)
-    rows = {group: tuple(Row(*tensor) for tensor in tensors) for group, tensors in tensors_of(generation).items()}
+    rows = {group: tuple(TensorSpec(*one) for one in tensors) for group, tensors in tensors_of(generation).items()}
     files = []
     for path in sorted({chunk.path for chunk in chunks}):
         mine = [chunk for chunk in chunks if chunk.path == path]
