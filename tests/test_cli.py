@@ -5,6 +5,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,11 @@ def test_only_a_third_interrupt_ends_what_cleans_up(capfd: pytest.CaptureFixture
         "tierstore: interrupted at once; unfinished files may be left\n"
         "tierstore: interrupted\n"
     )
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"tierstore {version('tierstore')}\n")
 
 
 @pytest.mark.parametrize(("of", "command"), [([], "train"), (["simulate"], "buckets")])

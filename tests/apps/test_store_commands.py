@@ -79,6 +79,15 @@ def test_the_last_generation_is_shown_and_verified(
     assert bad.tensors
     assert set(bad.tensors) <= {name for group in generation.layout["groups"] for name, _ in group["parameters"]}
 
+    data[4095] ^= 1  # of the header: its last byte, or one before
+    bad.path.write_bytes(data)
+    result = run.invoke(app, ["verify", *paths, "--memory", "1TiB", "--json", str(tmp_path / "j")])
+    damages = json.loads((tmp_path / "j").read_text())["damages"]
+    assert [(one["path"], one["offset"], one["tensors"]) for one in damages] == [
+        (str(bad.path), 0, []), (str(bad.path), bad.offset, list(bad.tensors)),
+    ], result.output  # fmt: skip
+    assert f"the header of {bad.path}" in damages[0]["message"]
+
     result = run.invoke(app, ["verify", paths[0]])
     assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)
 

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from tierstore.io.watch import Attended
 from tierstore.pack.layout import quoted
 from tierstore.store.commit import Manifests
 from tierstore.store.names import holds_data
-from tierstore.store.verification import CommittedChunk, committed_chunks
+from tierstore.store.verification import CommittedChunk, committed_chunks, damaged_headers
 
 _STORE_TIMEOUT_S = TierConfig().timeout_s
 _TIMES = 3  # that a store is read whose run goes on
@@ -118,6 +119,7 @@ def _verify_last(
 ) -> tuple[Verdict, int]:
     """And its number."""
     generation, chunks = attended.call(committed_chunks, paths, backend=attended.backend)
+    headers = attended.call(damaged_headers, generation, paths, attended.backend)
     total = sum(padded(chunk.stored_bytes) for chunk in chunks)
     start = time.perf_counter()
     with byte_bar(console, "verifying", total) as advance:
@@ -125,7 +127,12 @@ def _verify_last(
             _damages, chunks, flow.room(memory_bytes, _largest(chunks)), advance, attended.backend
         )
     what = f"store {paths[0]}, generation {generation.number}"
+    damages = [*starmap(_of_header, headers), *damages]
     return Verdict(what, len(chunks), total, time.perf_counter() - start, tuple(damages)), generation.number
+
+
+def _of_header(path: Path, nbytes: int) -> Damage:
+    return Damage(path, 0, nbytes, "", (), f"damaged: the header of {path}, which a run does without, others do not")
 
 
 def _largest(chunks: Sequence[CommittedChunk]) -> int:
@@ -216,12 +223,12 @@ def is_store(path: Path, backend: Backend | None = None) -> bool:
 
 def damage_table(verdict: Verdict) -> Table:
     """Where the damage is, and which tensors it reaches."""
-    table = Table(title=f"damaged: {len(verdict.damages)} of {verdict.chunks} chunks", title_justify="left")
+    table = Table(title=f"damaged: {len(verdict.damages)} places, of {verdict.chunks} chunks", title_justify="left")
     for name in ("file", "at byte", "bytes", "group", "tensors"):
         table.add_column(name, justify="right" if name in ("at byte", "bytes") else "left", overflow="fold")
     for damage in verdict.damages:
         names = ", ".join(map(quoted, damage.tensors[:8]))
         names += f" and {len(damage.tensors) - 8} more" if damage.tensors[8:] else ""
         where = escape(damage.path.name), str(damage.offset), str(damage.nbytes)
-        table.add_row(*where, escape(damage.group), escape(names))
+        table.add_row(*where, escape(damage.group) or "its header", escape(names))
     return table

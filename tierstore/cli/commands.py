@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -18,8 +20,18 @@ app = typer.Typer(
 )  # fmt: skip
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"tierstore {metadata.version('tierstore')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it and exit.")
+    ] = False,
+) -> None:
     """Train models whose state does not fit in memory."""
 
 

@@ -242,18 +242,29 @@ def open_device(
     """
     from tierstore.device.transfers import CpuDevice, CudaDevice
 
-    counters = LinkCounters(clock, tracer)
-    if name == "cpu":
+    counters, device = LinkCounters(clock, tracer), check_device(name)
+    if device.type == "cpu":
         return CpuDevice(counters)
-    device = torch.device(name)
-    if device.type != "cuda":
-        raise ConfigError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {name!r}")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} needs CUDA, which torch {torch.__version__} does not find; use 'cpu'")
     index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
     cuda = CudaDevice(torch.device("cuda", index), counters)
     if tracer is not None:
         tracer.annotate = cuda.range
     return cuda
+
+
+def check_device(name: str) -> torch.device:
+    """The device of that name, where nothing is begun.
+
+    Raises:
+        ConfigError: as `open_device`.
+    """
+    device = torch.device(name)
+    if name == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ConfigError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {name!r}")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} needs CUDA, which torch {torch.__version__} does not find; use 'cpu'")
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return device

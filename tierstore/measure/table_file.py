@@ -17,6 +17,7 @@ from tierstore.plan.bandwidth import REPORT, BandwidthTable
 from tierstore.whole_file import whole_file
 
 _MOST_BYTES = 2**24  # a table has kilobytes
+_ADVICE = "make one with: tierstore probe --nvme DIR --json FILE"
 
 
 def read_table(path: Path) -> BandwidthTable:
@@ -30,14 +31,14 @@ def read_table(path: Path) -> BandwidthTable:
         with open(path, "rb") as file:
             text = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read the bandwidth table {path}: {error.strerror}; "
-                          "make one with: tierstore probe --nvme DIR --json FILE") from error  # fmt: skip
+        raise ConfigError(f"cannot read the bandwidth table {path}: {error.strerror}; {_ADVICE}") from error
     if len(text) > _MOST_BYTES:
         raise FormatError(f"{path} has more than {_MOST_BYTES} B: that is no bandwidth table")
     try:
         return BandwidthTable.from_json(parse_json(text, str(path)))
     except FormatError as error:
-        raise FormatError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+        what = str(error) if str(path) in str(error) else f"{path}: {error}"
+        raise FormatError(f"{what}; {_ADVICE}") from None
 
 
 def with_rates(tiers: TierConfig) -> TierConfig:

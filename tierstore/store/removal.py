@@ -103,7 +103,10 @@ def _check_by_manifests(found: Sequence[StoreDirectory], backend: Backend) -> No
 
 
 def _striped(one: StoreDirectory, count: int) -> ConfigError:
-    return ConfigError(f"the store in {one.path} is striped over {count} directories; give all of them")
+    return ConfigError(
+        f"the store in {one.path} is striped over {count} directories; give all of them; if one is lost, so is the "
+        "store: remove the others yourself"
+    )
 
 
 def _silent(one: StoreDirectory) -> ConfigError:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import Codec
@@ -217,7 +215,7 @@ class SlotPack:
         for name, place, record in zip(self._names, self._places, records):
             if record is not None and not (record.slot < self._slots and 0 < record.stored_bytes <= place.padded_bytes):
                 raise FormatError(f"the store is damaged: chunk {name} of {place.padded_bytes} B has the {record}")
-        needed = {self._number(self._places[i], record.slot) for i, record in enumerate(records) if record is not None}
+        needed = self._needed(records)
         for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
             with self._io.backend.calling("inspection", path):
                 is_link, size = path.is_symlink(), path.stat().st_size if path.exists() else None
@@ -259,12 +257,27 @@ class SlotPack:
                 file = self._io.backend.create(path, layout.file_bytes)
                 is_made = True
             self._files.append(file)
-            expected = aligned_copy(layout.header)
-            header = aligned_room(len(expected))
-            file.read_into(header, 0)
-            if not np.array_equal(header, expected):
-                self._headers_to_write.append((file, expected))
+            if not _has_header(file, layout):
+                self._headers_to_write.append((file, aligned_copy(layout.header)))
         return is_made
+
+    def damaged_headers(self, records: Sequence[ChunkRecord | None]) -> Iterator[tuple[Path, int]]:
+        """Files of a generation with these records whose header is not what they were made with, and its bytes.
+
+        Raises:
+            StorageError: one cannot be read.
+        """
+        needed = self._needed(records)
+        for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
+            if number in needed:
+                with contextlib.closing(self._io.backend.open(path)) as file:
+                    is_whole = _has_header(file, layout)
+                if not is_whole:
+                    yield path, len(layout.header)
+
+    def _needed(self, records: Sequence[ChunkRecord | None]) -> set[int]:
+        """Which of its files hold a chunk of these records, in the order of `paths`."""
+        return {self._number(self._places[i], record.slot) for i, record in enumerate(records) if record is not None}
 
     def _layouts_by_path(self) -> list[Layout]:
         return [layout for layout in self._layouts for _ in range(self._slots)]
@@ -400,3 +413,9 @@ class SlotPack:
         with contextlib.ExitStack() as closing:
             for file in files:
                 closing.callback(file.close)
+
+
+def _has_header(file: BlockFile, layout: Layout) -> bool:
+    header = aligned_room(len(layout.header))
+    file.read_into(header, 0)
+    return header.tobytes() == layout.header

@@ -142,6 +142,20 @@ def chunks_of(generation: Generation, packs: Mapping[str, CommittedPack]) -> lis
     return chunks
 
 
+def damaged_headers(
+    generation: Generation, directories: Sequence[Path], backend: Backend | None = None
+) -> list[tuple[Path, int]]:
+    """Files of a generation whose header is not what its manifest makes it, and the bytes of that.
+
+    The engine needs none of them; whoever else opens the file does.
+
+    Raises:
+        StorageError: one cannot be read.
+    """
+    packs = packs_of(generation, directories, backend)
+    return [one for kind, pack in packs.items() for one in pack.slots.damaged_headers(generation.records[kind])]
+
+
 def tensors_of(generation: Generation) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
     """Name, dtype and shape of the tensors of each group or entry."""
     if is_of_tensors(generation):

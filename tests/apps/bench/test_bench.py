@@ -78,10 +78,12 @@ def test_load_in_small(disk_path: Path, tmp_path: Path) -> None:
         (["disk", "--size", "100MB"], "--size must be a multiple of 64 MiB"),
         (["disk", "--nvme", "/no/disk"], "--nvme /no/disk is not a directory"),
         (["disk", "--json", "/no/file"], "cannot write --json /no/file"),
+        (["all", "--device", "cuda"], "device 'cuda' needs CUDA, which torch"),
         (["adam", "--device", "tpu"], "--device must be cpu or cuda, not 'tpu'"),
     ],
 )
-def test_what_cannot_be_asked(arguments: list[str], sentence: str) -> None:
+def test_what_cannot_be_asked(arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = bench(*arguments)
     assert (done.exit_code, sentence in done.output) == (2, True), done.output
 
