@@ -339,8 +339,17 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_auto.py::test_a_wrong_guess_goes_back_to_what_is_there_and_not_further", "",
     ),
     Mutation(
+        "weights that are set are not committed yet", "train/whole.py keep_changes", "parts.driver.can_redo = False",
+        "train/test_auto.py::test_a_wrong_guess_goes_back_to_what_is_there_and_not_further",
+    ),
+    Mutation(
+        "nor are all that are loaded", "train/whole.py load_state_dict", "parts.driver.can_redo = False",
+        "train/test_auto.py::test_a_wrong_guess_goes_back_to_what_is_there_and_not_further",
+    ),
+    Mutation(
         "weights that are set by half are not trained", "train/engine.py Engine.load_state_dict",
-        "self._order.unbroken()", "train/test_changed_weights.py::test_weights_that_were_set_by_half_are_not_trained",
+        'self._order.unbroken("a change of weights")',
+        "train/test_changed_weights.py::test_weights_that_were_set_by_half_are_not_trained",
         "contextlib.nullcontext()",
     ),
     Mutation(

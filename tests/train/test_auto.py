@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tierstore.config import AdamWConfig, TierConfig, UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.train.engine import Engine
+from tierstore.train.generations import Generations
 from tierstore.train.report import StepReport
 
 STEPS = 8
@@ -235,15 +236,47 @@ def a_callback_begins_a_step(engine: Engine) -> None:
     engine.on_step(lambda report: engine(batches()[0]) if report.step == LOUD else None)
 
 
-@pytest.mark.parametrize("act", [a_callback_fails, a_callback_makes_the_commit_fail, a_callback_begins_a_step])
+def fails_to_commit(*_: Any) -> None:
+    raise Broken
+
+
+def weights_are_kept_and_not_committed(engine: Engine) -> None:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.suppress(Broken),
+        engine.gathered("blocks.1", modify=True),
+    ):
+        engine.model.get_parameter("blocks.1.0.weight").data.mul_(2)
+        patch.setattr(Generations, "commit", fails_to_commit)
+
+
+def weights_are_loaded_and_not_committed(engine: Engine) -> None:
+    state = {name: value * 2 for name, value in engine.state_dict().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generations, "commit", fails_to_commit)
+        with pytest.raises(Broken):
+            engine.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("act", "before"),
+    [
+        (a_callback_fails, 0),
+        (a_callback_makes_the_commit_fail, 0),
+        (a_callback_begins_a_step, 0),
+        (weights_are_kept_and_not_committed, LOUD),
+        (weights_are_loaded_and_not_committed, LOUD),
+    ],
+)
 def test_a_wrong_guess_goes_back_to_what_is_there_and_not_further(
-    act: Callable[[Engine], None], tmp_path: Path
+    act: Callable[[Engine], None], before: int, tmp_path: Path
 ) -> None:
     """What comes before the step that is clipped leaves the state uncommitted, or did."""
 
     def play(engine: Engine) -> dict[str, torch.Tensor]:
-        act(engine)
         for step, x in enumerate(batches()):
+            if step == before:
+                act(engine)
             engine.backward(loss_of(engine(x * (100 if step == LOUD else 1))))
             with contextlib.suppress(Broken):
                 engine.step()

@@ -99,6 +99,33 @@ def test_weights_that_were_set_by_half_are_not_trained(how: str, tmp_path: Path)
             change()
         with pytest.raises(ClosedError, match="broken off"):
             run.step()
+        with pytest.raises(ClosedError, match="broken off"):
+            run.engine.load_state_dict(before)
+        with pytest.raises(ClosedError, match="broken off"), run.engine.gathered("norm", modify=True):
+            raise AssertionError("it was refused")
+    with opened(Way(cpu_memory=DISK, blocks=4), tmp_path) as run:
+        assert all(torch.equal(value, before[name]) for name, value in run.engine.state_dict().items())
+
+
+def test_a_change_by_half_is_not_committed_by_the_block_around_it(tmp_path: Path) -> None:
+    backend = FaultyBackend(ENOSPC, at=10**9, kinds=("pwrite",))
+    with opened(Way(cpu_memory=DISK, blocks=4), tmp_path, backend) as run:
+        run.until(1)
+        run.engine.flush()
+        before = run.engine.state_dict()
+
+        def change() -> None:
+            for parameter in run.engine.model.get_submodule("blocks.0").parameters():
+                parameter.data.add_(1)
+            backend.at = backend.counted + 1
+
+        with (
+            pytest.raises(ClosedError, match="broken off"),
+            run.engine.gathered("norm", modify=True),
+            contextlib.suppress(StorageError),
+            run.engine.gathered("blocks.0", modify=True),
+        ):
+            change()
     with opened(Way(cpu_memory=DISK, blocks=4), tmp_path) as run:
         assert all(torch.equal(value, before[name]) for name, value in run.engine.state_dict().items())
 

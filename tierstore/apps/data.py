@@ -96,7 +96,7 @@ def _from_files(files: Iterable[Path], cap_bytes: int, name: str) -> Corpus:
     for index, file in enumerate(files):
         room_bytes = cap_bytes - size_bytes
         with file.open("rb") as opened:
-            text = opened.read(room_bytes + 1)
+            text = opened.read(min(os.fstat(opened.fileno()).st_size, room_bytes) + 1)
         is_over = len(text) > room_bytes
         if not (is_over and size_bytes):  # only the first one is cut
             size_bytes += len(text[:room_bytes])

@@ -126,7 +126,9 @@ def indexed_files(directory: Path) -> Iterator[tuple[Path, Header, list[str]]]:
         by_file.setdefault(file, []).append(name)
     for file, names in sorted(by_file.items()):
         path = directory / file
-        if not path.exists():
+        with storage_errors("inspection", path):
+            is_there = path.exists()
+        if not is_there:
             raise FormatError(f"{path} is missing: {INDEX} names it")
         header = read_header(path)
         if absent := [name for name in names if name not in header.tensors]:

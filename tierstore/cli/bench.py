@@ -54,14 +54,16 @@ def bench(
         from tierstore.apps.bench.report import context_of, save, show
         from tierstore.apps.bench.run import Outcome, cases_of, check_room, clear_left, notes, run_case
         from tierstore.apps.progress import share_bar
-        from tierstore.device.streams import check_device
 
         options = BenchOptions(
             peer=tuple(peer or ()), peer_python=peer_python, nvme=nvme, rounds=rounds, size=size, params=params,
             steps=steps, curve=curve, large=large, heat=heat, dtype=dtype, device=device, json=json, markdown=markdown,
         )  # fmt: skip
         cases = cases_of(case, device)
-        check_device(device)
+        if device != "cpu":
+            from tierstore.device.streams import check_device  # with torch
+
+            check_device(device)
         console = Console()
         left = clear_left(options)
         check_room(options, cases)

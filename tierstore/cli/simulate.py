@@ -60,13 +60,13 @@ def step(
     debug: Debug = False,
 ) -> None:
     """Layers fetched ahead of their use: what each depth gains. The policy is the one that the engine runs."""
-    from rich.console import Console
-
-    from tierstore.apps.buckets import parse_layers
-    from tierstore.apps.pipeline import PipelineOptions, as_table, as_text, run, save, verdict
-    from tierstore.measure.table_file import read_table
-
     with told(debug), interruptible("interrupted"):
+        from rich.console import Console
+
+        from tierstore.apps.buckets import parse_layers
+        from tierstore.apps.pipeline import PipelineOptions, as_table, as_text, run, save, verdict
+        from tierstore.measure.table_file import read_table
+
         disks, between_ranks = tuple(map(float, disk or [10**9])), 1e10 if gather is None else float(gather)
         if bandwidth is not None:
             table = read_table(bandwidth)
@@ -107,13 +107,13 @@ def buckets(
     debug: Debug = False,
 ) -> None:
     """Step time against the size of gradient buckets. On any interconnect, from the bucket timeline."""
-    from rich.console import Console
-
-    from tierstore.apps.buckets import SweepOptions, as_table, parse_layers, save
-    from tierstore.apps.buckets import simulate as run
-    from tierstore.plan.cost_model import CostModel
-
     with told(debug), interruptible("interrupted"):
+        from rich.console import Console
+
+        from tierstore.apps.buckets import SweepOptions, as_table, parse_layers, save
+        from tierstore.apps.buckets import simulate as run
+        from tierstore.plan.cost_model import CostModel
+
         options = SweepOptions(
             layers=tuple(one for text in layer or ["25MB:3x48"] for one in parse_layers(text)),
             link=CostModel(alpha / 1e6, beta, launch / 1e6), before_s=before / 1e3,

@@ -146,7 +146,8 @@ def _checked(launch: Launch, values: dict[str, Any], file: Path | None, context:
     try:
         if file is not None:
             values |= _of_file(file, context)
-            check_outputs([file], json=values["json"], trace=values["trace"])
+            if launch.rank == 0:  # which writes them
+                check_outputs([file], json=values["json"], trace=values["trace"])
         return launch.options(TrainOptions(**values))
     except ConfigError:
         if launch.local_rank > 0:

@@ -46,6 +46,7 @@ class CallOrder:
         self._runtime = runtime
         self._can_resume = can_resume
         self._broken_by: BaseException | None = None
+        self._broken_off = ""
         self._keeps_weights = True
         self.is_syncing = True
         self.has_backward = self.has_final_backward = False
@@ -109,8 +110,8 @@ class CallOrder:
             self.is_syncing = before
 
     @contextlib.contextmanager
-    def unbroken(self, *, keeps_weights: bool = False) -> Iterator[None]:
-        """What is broken off in here leaves half a step behind: the engine goes no further.
+    def unbroken(self, what: str = "a step", *, keeps_weights: bool = False) -> Iterator[None]:
+        """What is broken off in here leaves half a step, or half a change, behind: the engine goes no further.
 
         Args:
             keeps_weights: they are all of one step, and may be read.
@@ -118,12 +119,12 @@ class CallOrder:
         try:
             yield
         except BaseException as error:
-            self.break_off(error, keeps_weights=keeps_weights)
+            self.break_off(error, what, keeps_weights=keeps_weights)
             raise
 
-    def break_off(self, error: BaseException, *, keeps_weights: bool) -> None:
+    def break_off(self, error: BaseException, what: str = "a step", *, keeps_weights: bool) -> None:
         """As `unbroken`, of an error that is on its way already."""
-        self._broken_by = error
+        self._broken_by, self._broken_off = error, what
         self._keeps_weights &= keeps_weights
 
     @contextlib.contextmanager
@@ -151,14 +152,14 @@ class CallOrder:
         self._runtime.check_process()
 
     def refuse_broken(self) -> None:
-        """No step can be finished after one that was broken off, or in a closed engine.
+        """Nothing can be trained or changed after what was broken off, or in a closed engine.
 
         Raises:
             ClosedError: there was one, or it is closed.
         """
         if self._broken_by is not None:
             raise ClosedError(
-                f"a step was broken off by {type(self._broken_by).__name__} and cannot be finished; "
+                f"{self._broken_off} was broken off by {type(self._broken_by).__name__} and cannot be finished; "
                 "close the engine, and make another one that resumes the store"
             ) from self._broken_by
         self.refuse_closed()
@@ -204,8 +205,8 @@ class CallOrder:
         if not self._keeps_weights:
             cause = type(self._broken_by).__name__
             warn_caller(
-                f"{what} after a step that was broken off by {cause}: some weights are those of this step, others "
-                "those of the step before"
+                f"{what} after {self._broken_off} that was broken off by {cause}: some weights are new, others "
+                "those of before"
             )
         if self.has_final_backward and self._driver.updates_in_backward:
             raise ConfigError(

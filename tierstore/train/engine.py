@@ -294,6 +294,7 @@ class Engine:
         parts = self._open_parts()
         self._order.refuse_after_backward("gathered()")
         if modify:
+            self._order.refuse_broken()
             self._order.refuse_within_step("gathered(modify=True)")
             self._generations.leave_newer()
         is_kept = self._order.is_modified  # by a block around this one
@@ -305,12 +306,13 @@ class Engine:
             with parts.hooks.watching():  # a loss may be made of what is read here
                 yield
             if modify:
+                self._order.refuse_broken()  # by a block within this one
                 self._order.refuse_within_step("gathered(modify=True)")
                 parts.groups.refuse_newcomers(parts.model)
                 whole.take_back(parts, groups)
-                with self._order.unbroken():
+                with self._order.unbroken("a change of weights"):
                     whole.keep_changes(parts, groups)
-                    self._generations.commit_change()
+                self._generations.commit_change()
             else:
                 whole.refuse_changes(parts, [group for group in groups if not is_kept(group)])
 
@@ -359,6 +361,7 @@ class Engine:
             FormatError: a tensor is missing, has another shape or is no ordinary one; nothing was changed.
             GraphError: the model has a parameter that is not the engine's; likewise.
         """
+        self._order.refuse_broken()
         self._order.refuse_within_step("load_state_dict")
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"load_state_dict() takes tensors by name, not {type(state_dict).__name__}")
@@ -367,9 +370,9 @@ class Engine:
         whole.check_state_dict(parts, state_dict)
         self._generations.leave_newer()
         self.flush()
-        with self._order.unbroken():
+        with self._order.unbroken("a change of weights"):
             whole.load_state_dict(parts, state_dict)
-            self._generations.commit_change()
+        self._generations.commit_change()
 
     @in_turn
     def export(self, directory: str | os.PathLike[str]) -> None:

@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import nn
@@ -173,7 +173,7 @@ class LossScale:
             return cls(2.0**16, growth_interval=2000)
         if value is None:
             return cls()
-        if isinstance(value, bool) or not isinstance(value, SupportsFloat) or not 0 < float(value) < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ConfigError(f"loss_scale must be 'dynamic' or above 0, not {value!r}")
         return cls(float(value))
 

@@ -237,7 +237,8 @@ class Partition:
         An error that is thrown in is raised at all ranks before more pieces are made.
         """
         if self.ranks is None:
-            yield from pieces
+            for piece in pieces:  # noqa: UP028, what is thrown in is none of theirs
+                yield piece
             return
         what, own = "initial weights", _handfuls(pieces) if self.ranks.rank == 0 else iter(())
         if self.ranks.rank and isinstance(pieces, Generator):

@@ -125,6 +125,7 @@ def _form_of(value: object) -> tuple[int, ...] | str:
 
 def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
     """Set all weights and buffers from full tensors, and the modules' extra states that are given; moments stay."""
+    parts.driver.can_redo = False
     parts.access.release_all()
     names = [spec.name for group in parts.groups.groups for spec in group.spec.parameters]
     pieces = (Piece(name, 0, state[name].detach().reshape(-1)) for name in names)
@@ -260,6 +261,7 @@ def keep_changes(parts: Assembly, indices: Iterable[int]) -> None:
                 yield Piece(spec.name, start, kept)
                 start += len(master)
 
+    parts.driver.can_redo = False
     for group in [parts.groups.groups[index] for index in indices]:
         fill(parts.store, parts.runtime, [group], pieces(group), keep=True)
         group.accept_changes()
