@@ -285,11 +285,18 @@ def begin_beside_a_stopped_one(rank: int, ranks: int, timeout_s: float) -> str:
         port = [store.port]
     distributed.broadcast_object_list(port, 0)
     if rank == 0:
-        store.wait([f"tierstore/begun/0-1/{ranks - 1}"])
+        store.wait(["has begun"])
         os.kill(os.getpid(), signal.SIGSTOP)
     store = distributed.TCPStore("127.0.0.1", port[0], is_master=False)
+    broadcast = distributed.broadcast_object_list
+
+    def say_and_wait(*arguments: Any, **options: Any) -> None:
+        store.set("has begun", "")  # the store has answered all that was asked before
+        broadcast(*arguments, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_ranks, "_get_default_store", lambda: store)
+        patch.setattr(distributed, "broadcast_object_list", say_and_wait)
         with pytest.raises(RankLost) as lost:
             Ranks(timeout_s=timeout_s)
     return str(lost.value)
