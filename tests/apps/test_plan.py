@@ -96,10 +96,11 @@ def test_a_plot_says_by_its_name_what_it_is(tmp_path: Path) -> None:
 
 
 def test_a_configuration_file(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
+    path = tmp_path / "[red].json"
     path.write_text('{"model_type": "gpt2", "n_layer": 2, "n_positions": 512}')
     here = situation_of(PlanOptions(config=path))
     assert (here.job.shape.layers, here.job.sequence, here.job.batch) == (2, 512, 8)
+    assert run("--config", str(path)).output.startswith("gpt2 of [red].json: ")
 
 
 def test_gpus_spread_over_nodes() -> None:

@@ -12,11 +12,12 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, directory, file_option, size_option, told
+from tierstore.cli.common import Debug, directory, file_option, given_options, size_option, told
 from tierstore.cli.interrupts import interruptible
 
 
 def bench(
+    context: typer.Context,
     case: Annotated[str, typer.Argument(metavar="disk|adam|step|load|reduce|all", help="What is measured.")],
     peer: Annotated[
         list[str] | None,
@@ -52,7 +53,7 @@ def bench(
 
         from tierstore.apps.bench.case import BenchOptions
         from tierstore.apps.bench.report import context_of, save, show
-        from tierstore.apps.bench.run import Outcome, cases_of, check_room, clear_left, notes, run_case
+        from tierstore.apps.bench.run import Outcome, cases_of, check_room, clear_left, notes, refuse_unread, run_case
         from tierstore.apps.progress import share_bar
 
         options = BenchOptions(
@@ -60,6 +61,7 @@ def bench(
             steps=steps, curve=curve, large=large, heat=heat, dtype=dtype, device=device, json=json, markdown=markdown,
         )  # fmt: skip
         cases = cases_of(case, device)
+        refuse_unread(given_options(context), cases)
         if device != "cpu":
             from tierstore.device.streams import check_device  # with torch
 

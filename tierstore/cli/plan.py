@@ -125,11 +125,11 @@ def plan(
         check_outputs([options.config, options.bandwidth], json=json, plot=plot)
         found = run(options)
         console = Console(highlight=False)
-        console.print(heading(found.situation))
+        console.print(heading(found.situation), markup=False)
         for table in tables(found):
             console.print(table)
         for sentence in sentences(found):
-            console.print(f"* {sentence}")
+            console.print(f"* {sentence}", markup=False)
         if json is not None:
             write_object(json, as_json(found), "--json")
         if plot is not None:

@@ -12,15 +12,18 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.launch import Launch
-from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions
-from tierstore.cli.common import Debug, directory, file_option, say, size_option, told
+from tierstore.apps.options import FreedMemory, Precision, Preset, TrainOptions, as_option
+from tierstore.cli.common import Debug, directory, file_option, given_options, say, size_option, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.garbage import loading
 
+_OF_MEASURE = ("depth", "rounds", "steps")
+
 
 def tune(
+    context: typer.Context,
     bandwidth: Annotated[Path | None, file_option("Rates, as `probe --json` writes them [default: measured].")] = None,
     preset: Annotated[Preset | None, typer.Option(help="Architecture, as of train [default: 25m].")] = None,
     config: Annotated[Path | None, file_option("config.json of a Hugging Face model.")] = None,
@@ -66,6 +69,8 @@ def tune(
     with told(debug), interruptible("interrupted; its files in --nvme are gone"):
         if Launch.of(os.environ).count > 1:
             raise ConfigError("tune runs on one rank: start it without torchrun")
+        if not measure and (unread := [name for name in given_options(context) if name in _OF_MEASURE]):
+            raise ConfigError(f"{as_option(unread[0])} is of --measure, which is not given")
         train = TrainOptions(
             preset=preset, config=config, checkpoint=checkpoint, gpu_memory=gpu_memory, cpu_memory=cpu_memory,
             nvme=tuple(nvme or ()), dtype=dtype, batch=batch, sequence=sequence, clip=clip, update=update, chunk=chunk,

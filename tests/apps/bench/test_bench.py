@@ -80,6 +80,8 @@ def test_load_in_small(disk_path: Path, tmp_path: Path) -> None:
         (["disk", "--json", "/no/file"], "cannot write --json /no/file"),
         (["all", "--device", "cuda"], "device 'cuda' needs CUDA, which torch"),
         (["adam", "--device", "tpu"], "--device must be cpu or cuda, not 'tpu'"),
+        (["reduce", "--size", "1GiB"], "--size is of disk and load: reduce does not read it"),
+        (["disk", "--heat", "disk"], "--heat is of step: disk does not read it"),
     ],
 )
 def test_what_cannot_be_asked(arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,6 +287,7 @@ class Case:
         rows: the table, from all results by name of the contestant.
         disk_bytes: what it writes at most.
         prepare: makes in the scratch directory what contestants read.
+        reads: the options that it reads and others may not.
     """
 
     name: str
@@ -294,3 +295,4 @@ class Case:
     rows: Callable[[BenchOptions, Results], Sequence[Row]]
     disk_bytes: Callable[[BenchOptions], int] = lambda options: 0
     prepare: Callable[[BenchOptions, Path], None] = lambda options, scratch: None
+    reads: tuple[str, ...] = ()

@@ -131,4 +131,6 @@ def _pickled(scratch: Path) -> Path:
     return scratch / "checkpoint.pt"
 
 
-CASE = Case("load", heats, rows, disk_bytes=lambda options: 3 * options.size + 2**26, prepare=prepare)
+CASE = Case(
+    "load", heats, rows, disk_bytes=lambda options: 3 * options.size + 2**26, prepare=prepare, reads=("size",)
+)

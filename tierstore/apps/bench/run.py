@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tierstore.apps.bench.arena import Tell, contest
 from tierstore.apps.bench.case import BenchOptions, Case, Result, Results, Row
-from tierstore.apps.options import Precision
+from tierstore.apps.options import Precision, as_option
 from tierstore.apps.scratch import clear_scratch, scratch
 from tierstore.config import format_size
 from tierstore.errors import ConfigError, StorageError, StorageFull
@@ -43,6 +43,18 @@ def cases_of(name: str, device: str = "cpu") -> list[Case]:
         raise ConfigError(f"bench knows {', '.join(CASES)} and all, not {name!r}")
     names = (name,) if name != "all" else ("cuda",) if device == "cuda" else CASES
     return [importlib.import_module(f"tierstore.apps.bench.{one}").CASE for one in names]
+
+
+def refuse_unread(given: Sequence[str], cases: Sequence[Case]) -> None:
+    """Refuses an option that would change nothing.
+
+    Raises:
+        ConfigError: no case reads it.
+    """
+    readers = {name: [case.name for case in cases_of("all") if name in case.reads] for name in given}
+    for name, known in readers.items():
+        if known and not any(name in case.reads for case in cases):
+            raise ConfigError(f"{as_option(name)} is of {' and '.join(known)}: {cases[0].name} does not read it")
 
 
 def check_room(options: BenchOptions, cases: Sequence[Case]) -> None:
