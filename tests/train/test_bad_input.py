@@ -356,6 +356,8 @@ class TestKinds:
             ("lr_scheduler", 3, "lr_scheduler must be a function"),
             ("overlap", "no", "overlap is True or False"),
             ("parameter_groups", 3, "parameter_groups are parameters, or mappings with 'params'"),
+            ("parameter_groups", [{"params": 3}], "parameter_groups are parameters, or mappings with 'params'"),
+            ("parameter_groups", [{"params": [[]]}], "parameter_groups are parameters, or mappings with 'params'"),
             ("parameter_groups", [{"parms": []}], "parameter_groups are parameters, or mappings with 'params'"),
             ("parameter_groups", [], "parameter_groups hold no parameters"),
             ("parameter_groups", [{"params": []}], "parameter_groups hold no parameters"),

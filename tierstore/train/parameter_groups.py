@@ -24,6 +24,7 @@ _NO_OPTIONS = frozenset(
     {"params", "param_names", "name", "initial_lr", "decoupled_weight_decay", *UNSUPPORTED, *IGNORED}
 )
 """What torch keeps beside them in a group."""
+_WANTED = "parameter_groups are parameters, or mappings with 'params', as torch.optim takes them"
 
 
 def given_groups(model: nn.Module, groups: ModelGroups, given: Any) -> list[Any]:
@@ -35,9 +36,12 @@ def given_groups(model: nn.Module, groups: ModelGroups, given: Any) -> list[Any]
     if given is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad and p in groups.names]}]
 
-    def real(parameters: Iterable[Any]) -> Iterator[nn.Parameter]:
-        for one in [parameters] if isinstance(parameters, nn.Parameter) else parameters:
-            parameter = one[1] if isinstance(one, tuple) else one  # named, as torch takes them, too
+    def real(parameters: Any) -> Iterator[nn.Parameter]:
+        is_one = isinstance(parameters, nn.Parameter) or not isinstance(parameters, Iterable)
+        for one in [parameters] if is_one else parameters:
+            parameter = one[1] if isinstance(one, tuple) and len(one) == 2 else one  # named, as torch takes them, too
+            if not isinstance(parameter, nn.Parameter):
+                raise ConfigError(_WANTED)
             yield groups.replaced.get(parameter, parameter)
 
     items = list(given) if isinstance(given, Iterable) else [given]
@@ -46,7 +50,7 @@ def given_groups(model: nn.Module, groups: ModelGroups, given: Any) -> list[Any]
     elif all(isinstance(item, (nn.Parameter, tuple)) for item in items):
         found = [{"params": list(real(items))}]
     else:
-        raise ConfigError("parameter_groups are parameters, or mappings with 'params', as torch.optim takes them")
+        raise ConfigError(_WANTED)
     for index, (item, group) in enumerate(zip(items, found)):
         if isinstance(item, Mapping) and isinstance(item["params"], Iterator) and not group["params"]:
             raise ConfigError(
