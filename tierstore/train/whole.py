@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,18 +35,20 @@ from tierstore.train.guard import guard
 
 
 def masters(
-    parts: Assembly, group: Group, start: int, stop: int, *, is_announced: bool = False
-) -> Iterator[torch.Tensor]:
+    parts: Assembly, group: Group, start: int, stop: int, *,
+    is_announced: bool = False, chunk_at: Callable[[int], torch.Tensor] | None = None,
+) -> Iterator[torch.Tensor]:  # fmt: skip
     """The fp32 values of elements `[start, stop)` of a group, in pieces of at most a chunk.
 
     Args:
         is_announced: rank 0 asks, and the others answer (`_answer`); otherwise all ranks ask for the same.
+        chunk_at: gives a chunk, in place of reading it.
     """
     size = parts.store.placement.chunk_elements
     for first in range(start // size * size, stop, size):
         if is_announced:
             parts.partition.agree("an export", ((group.index, first), None))
-        values = _chunk(parts, group, first)
+        values = _chunk(parts, group, first) if chunk_at is None else chunk_at(first)
         yield values[max(start - first, 0) : min(stop - first, size)]
 
 
@@ -79,8 +82,10 @@ def state_dict(parts: Assembly) -> dict[str, torch.Tensor]:
     """As the model's own: weights in fp32, tied ones under each name (one tensor), and copies of all else."""
     by_name: dict[str, torch.Tensor] = {}
     for group in parts.groups.groups:
+        last = functools.lru_cache(1)(functools.partial(_chunk, parts, group))  # many parameters lie in one
         for spec in group.spec.parameters:
-            by_name[spec.name] = torch.cat(list(masters(parts, group, spec.start, spec.stop))).reshape(spec.shape)
+            pieces = list(masters(parts, group, spec.start, spec.stop, chunk_at=last))
+            by_name[spec.name] = torch.cat(pieces).reshape(spec.shape)
     result: dict[str, Any] = {}
     for name, value in parts.model.state_dict(keep_vars=True).items():  # the parameters themselves: nothing is read
         if isinstance(value, nn.Parameter) and value in parts.groups.names:  # whatever its module is called by now
