@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
 from tierstore.plan.residency import Decision, ResidencyPolicy
@@ -187,7 +187,7 @@ class _Run:
         self.policy = ResidencyPolicy(tuple(visit.group for visit in order), self.sizes, capacity_bytes, depth)
         self.links = links
         self.compute_noise, self.link_noise = compute_noise, link_noise
-        self.now_s = 0.0
+        self.now_s = self.begun_s = 0.0  # of the step
         self.free_s = [0.0] * len(links)  # when each link is through with what it was asked
         self.ready_s: dict[int, float] = {}  # when each present group is, or will be, resident
         self.present: set[int] = set()  # its keys
@@ -199,7 +199,7 @@ class _Run:
         self.loads: list[int] = []
 
     def step(self) -> Simulation:
-        start_s = self.now_s
+        self.begun_s = self.now_s
         self.spans, self.loads = [], [0] * len(self.sizes)
         peak_bytes = 0
         stall_s = compute_s = 0.0
@@ -209,7 +209,7 @@ class _Run:
             peak_bytes = max(peak_bytes, self.present_bytes)
             stall_s += self.now_s - asked_s
             visit_s = visit.compute_s * self.compute_noise()
-            self.spans.append(Span(Track.COMPUTE, visit.group, self.now_s, self.now_s + visit_s))
+            self._note(Track.COMPUTE, visit.group, self.now_s, self.now_s + visit_s)
             self.now_s += visit_s
             compute_s += visit_s
             self._other_traffic(min(self.left_s - self.served_s, self.now_s - self.free_s[0]))
@@ -217,16 +217,17 @@ class _Run:
             self.left_s += visit.other_bytes / self.links[0].bytes_per_s
             self.due_s[position] = self.left_s
         return Simulation(
-            seconds=self.now_s - start_s,
+            seconds=self.now_s - self.begun_s,
             compute_s=compute_s,
             stall_s=stall_s,
             loads=tuple(self.loads),
             link_s=self._link_s(),
             peak_bytes=peak_bytes,
-            timeline=tuple(
-                replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in self.spans
-            ),
+            timeline=tuple(self.spans),
         )
+
+    def _note(self, track: Track, group: int | None, start_s: float, end_s: float, link: int = 0) -> None:
+        self.spans.append(Span(track, group, start_s - self.begun_s, end_s - self.begun_s, link))
 
     def _link_s(self) -> float:
         times_s = [sum(n * link.seconds(size) for n, size in zip(self.loads, self.sizes)) for link in self.links]
@@ -262,7 +263,7 @@ class _Run:
         for index, link in enumerate(self.links):
             start_s = max(at_s, self.free_s[index])
             at_s = self.free_s[index] = start_s + link.seconds(self.sizes[group]) * self.link_noise()
-            self.spans.append(Span(Track.LINK, group, start_s, at_s, index))
+            self._note(Track.LINK, group, start_s, at_s, index)
         self.ready_s[group] = at_s
         self.present.add(group)
         self.present_bytes += self.sizes[group]
@@ -272,5 +273,5 @@ class _Run:
         if seconds > 0:
             start_s = self.free_s[0]
             self.free_s[0] = start_s + seconds
-            self.spans.append(Span(Track.LINK, None, start_s, self.free_s[0]))
+            self._note(Track.LINK, None, start_s, self.free_s[0])
             self.served_s += seconds
