@@ -148,7 +148,7 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     context.set_forkserver_preload(["ranks_preload"])
     with pytest.MonkeyPatch.context() as patch:
         tests = Path(__file__).parent  # the server does not get sys.path; the package is the one beside them
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tests, tests.parent))))
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tests, tests / "train", tests.parent))))
         forkserver.ensure_running()
     return context
 

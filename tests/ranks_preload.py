@@ -3,8 +3,10 @@
 from tierstore.garbage import loading
 
 with loading():  # a collection in a fork would look at all of this, and thereby copy it
-    import pytest  # noqa: F401  # the helpers that hold the functions to run import it
+    import reducing  # noqa: F401  # what most ranks run
+    import sharing  # noqa: F401
     import torch._dynamo  # noqa: F401  # every optimizer imports it, for two seconds
+    import zero_models  # noqa: F401
     from transformers import GPT2LMHeadModel  # noqa: F401  # the model of `tierstore train`, for as long
 
     import tierstore.apps.train  # and the engine
