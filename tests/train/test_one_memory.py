@@ -8,16 +8,21 @@ from pathlib import Path
 import pytest
 import sharing
 from ranks import call, run_in_turn, run_ranks
-from runs import disk, tiny, tokens, train
+from runs import Run, disk, tiny, tokens, train
 
 from tierstore.config import TierConfig
 from tierstore.errors import BudgetError
 from tierstore.train.engine import Engine
 
 
+@pytest.fixture(scope="module")
+def expected() -> Run:
+    """Four steps with room for all."""
+    return train(tiny(), tokens(4), TierConfig(gpu_memory="8MiB", cpu_memory="64MiB"), max_grad_norm=1.0)
+
+
 @pytest.mark.parametrize("memory", ["smallest", "5MiB", "64MiB"])
-def test_it_trains_as_with_two_budgets(memory: str, disk_path: Path) -> None:
-    expected = train(tiny(), tokens(4), TierConfig(gpu_memory="8MiB", cpu_memory="64MiB"), max_grad_norm=1.0)
+def test_it_trains_as_with_two_budgets(memory: str, expected: Run, disk_path: Path) -> None:
     with pytest.raises(BudgetError, match="cpu_memory of 1 B is too small") as refusal:
         Engine(tiny(), disk(disk_path, cpu_memory=1), max_grad_norm=1.0)
     assert "gpu_memory" not in str(refusal.value)
@@ -26,12 +31,10 @@ def test_it_trains_as_with_two_budgets(memory: str, disk_path: Path) -> None:
     train(tiny(), tokens(4), disk(disk_path, cpu_memory=memory), max_grad_norm=1.0).check_equal(expected)
 
 
-def test_a_store_goes_on_with_one_budget_or_two(disk_path: Path) -> None:
-    expected = train(tiny(), tokens(6), TierConfig(cpu_memory="64MiB"), max_grad_norm=1.0)
+def test_a_store_goes_on_with_one_budget_or_two(expected: Run, disk_path: Path) -> None:
     two, one = ({"gpu_memory": "2MiB", "cpu_memory": "3MiB"}, {"cpu_memory": "5MiB"})
     losses = []
-    for begin, memory in enumerate((two, one, two)):
-        batches = tokens(6)[2 * begin : 2 * begin + 2]
+    for batches, memory in zip((tokens(4)[:1], tokens(4)[1:3], tokens(4)[3:]), (two, one, two)):
         run = train(tiny(), batches, disk(disk_path, **memory), max_grad_norm=1.0, resume="auto")
         losses += run.losses
     assert losses == expected.losses
