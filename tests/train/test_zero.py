@@ -48,8 +48,8 @@ def test_schedules_are_one(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one() -> dict[str, Any]:
-    """What one rank alone told of five steps."""
-    return run_ranks(1, train, None, 5)[0]
+    """What one rank alone told of four steps."""
+    return run_ranks(1, train, None, 4)[0]
 
 
 def test_ranks_are_as_one(one: dict[str, Any], tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_ranks_are_as_one(one: dict[str, Any], tmp_path: Path) -> None:
 def test_a_store_opens_on_any_number_of_ranks(one: dict[str, Any], tmp_path: Path) -> None:
     """What is opened is equal bit for bit. It goes on to rounding as one rank does that never stopped."""
     memory = {"gpu_memory": "10MiB", "cpu_memory": "4MiB"}  # the grid of one rank is coarse for four
-    written = run_ranks(1, train, str(tmp_path), 2, memory=memory)
-    for start, ranks in ((2, 4), (3, 3), (4, 1)):
+    written = run_ranks(1, train, str(tmp_path), 1, memory=memory)
+    for start, ranks in ((1, 4), (2, 3), (3, 1)):
         options = {"start": start, "resume": "must", "seed": 1, "memory": memory, "looks": True}
         resumed = run_ranks(ranks, train, str(tmp_path), 1, **options)
         assert all(rank["begun_at"] == start for rank in resumed)
@@ -103,8 +103,8 @@ class Hybrid:
     """Four ranks on two nodes.
 
     Attributes:
-        losses: of each rank, in four steps.
-        half_way: what each rank told after three of these steps.
+        losses: of each rank, in three steps.
+        half_way: what each rank told after two of these steps.
         stores: as they were then, to be copied.
     """
 
@@ -116,7 +116,7 @@ class Hybrid:
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
     stores = tmp_path_factory.mktemp("half way")
-    calls = [call(str(tmp_path_factory.mktemp("hybrid")), 4, nodes=2), call(str(stores), 3, nodes=2)]
+    calls = [call(str(tmp_path_factory.mktemp("hybrid")), 3, nodes=2), call(str(stores), 2, nodes=2)]
     whole, half_way = run_in_turn(4, train, calls)
     return Hybrid([rank["losses"] for rank in whole], half_way, stores)
 
@@ -131,17 +131,17 @@ def test_hybrid_sharding(hybrid: Hybrid, tmp_path: Path) -> None:
     for node, ranks in (("0", 1), ("1", 2)):
         opened = run_ranks(ranks, look, str(tmp_path / node), {"gpu_memory": "10MiB", "cpu_memory": "4MiB"})
         assert same(opened[0], found[0]["weights"])
-    resumed = run_ranks(4, train, str(tmp_path), 1, start=3, nodes=2, resume="must")
-    assert [rank["losses"] for rank in resumed] == [losses[3:] for losses in hybrid.losses]
+    resumed = run_ranks(4, train, str(tmp_path), 1, start=2, nodes=2, resume="must")
+    assert [rank["losses"] for rank in resumed] == [losses[2:] for losses in hybrid.losses]
 
 
 def test_nodes_go_on_from_the_newest_generation_that_all_have(hybrid: Hybrid, tmp_path: Path) -> None:
     """A node was killed after the other had published: what that one has more is given up."""
     shutil.copytree(hybrid.stores, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "1" / "manifest-000000000003.json").unlink()
-    resumed = run_ranks(4, train, str(tmp_path), 2, start=2, nodes=2, resume="must")
-    assert [rank["begun_at"] for rank in resumed] == [2, 2, 2, 2]
-    assert [rank["losses"] for rank in resumed] == [losses[2:] for losses in hybrid.losses]
+    (tmp_path / "1" / "manifest-000000000002.json").unlink()
+    resumed = run_ranks(4, train, str(tmp_path), 2, start=1, nodes=2, resume="must")
+    assert [rank["begun_at"] for rank in resumed] == [1, 1, 1, 1]
+    assert [rank["losses"] for rank in resumed] == [losses[1:] for losses in hybrid.losses]
 
 
 def test_small_pieces_of_initial_weights_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
