@@ -445,7 +445,7 @@ def wrong(rank: int, ranks: int, what: str, directory: str | None, kind: str = "
         with Engine(model, TierConfig(nvme=nvme, timeout_s=TIMEOUT_S, **memory), **options) as engine:
             told["begun_at"] = engine.step_count
             # What is wrong is so from the second step on; a callback that fails there is seen in the one after it.
-            for step, batch in enumerate(must.batches(3 if what == "callback" else 2)):
+            for step, batch in enumerate(must.batches({"callback": 3, "resume auto": 1}.get(what, 2))):
                 begin = time.monotonic()
                 if what == "loader" and is_odd and step == 1:
                     raise ArithmeticError("a bad file")
@@ -555,7 +555,7 @@ def loop(
                     engine.model.train()
                 with engine.gathered(["layers.0.up.weight", "head.bias"]):
                     told["seen"].append(model.layers[0].up.weight.norm().item())
-                if step == 2:
+                if step == 1:
                     with engine.gathered(["layers.2.down.weight"], modify=True), torch.no_grad():
                         model.layers[2].down.weight.mul_(0.5)
                     state = engine.state_dict()
