@@ -244,13 +244,14 @@ def test_memory_that_is_too_small_is_said_with_what_would_do(tmp_path: Path) -> 
         packed(tmp_path / "a", tmp_path / "p.safetensors", memory_bytes=2**20)
 
 
-def test_threads_are_as_many_as_memory_allows() -> None:
+def test_threads_are_as_many_as_memory_and_jobs_allow() -> None:
     used = flow.psutil.Process().memory_info().rss + flow._SLACK_BYTES
-    small = flow.room(used + 2**31, 2**29)
+    small = flow.room(used + 2**31, 100, 2**29)
     assert small.threads <= 4
     assert small.queued == 0
-    assert flow.room(2**50, 2**20) == flow.Room(flow.THREADS, 2**20, flow.QUEUED)
-    tight = flow.room(used + 2**31, 2**31 // (flow.THREADS + 2))
+    assert flow.room(2**50, 100, 2**20) == flow.Room(flow.THREADS, 2**20, flow.QUEUED)
+    assert [flow.room(2**50, jobs, 2**20).threads for jobs in (0, 1, 3)] == [1, 1, 3]
+    tight = flow.room(used + 2**31, 100, 2**31 // (flow.THREADS + 2))
     assert tight.buffer_bytes <= 2**31
 
 

@@ -124,7 +124,7 @@ def _verify_last(
     start = time.perf_counter()
     with byte_bar(console, "verifying", total) as advance:
         damages = attended.call(
-            _damages, chunks, flow.room(memory_bytes, _largest(chunks)), advance, attended.backend
+            _damages, chunks, flow.room(memory_bytes, len(chunks), _largest(chunks)), advance, attended.backend
         )
     what = f"store {paths[0]}, generation {generation.number}"
     damages = [*starmap(_of_header, headers), *damages]

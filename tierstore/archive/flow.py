@@ -49,10 +49,11 @@ class Room:
         return (self.threads + self.queued) * self.job_bytes
 
 
-def room(memory_bytes: int, job_bytes: int, *, beside_bytes: int = 0, threads: int = THREADS) -> Room:
+def room(memory_bytes: int, jobs: int, job_bytes: int, *, beside_bytes: int = 0, threads: int = THREADS) -> Room:
     """As many threads as the memory allows, which is that of the whole process; what is left lets jobs queue.
 
     Args:
+        jobs: so many there will be.
         job_bytes: buffer of one job.
         beside_bytes: what one job allocates besides.
 
@@ -67,7 +68,7 @@ def room(memory_bytes: int, job_bytes: int, *, beside_bytes: int = 0, threads: i
             f"--memory {format_size(memory_bytes)} is too small: this process takes {format_size(used)} and one chunk "
             f"{format_size(job_bytes + beside_bytes)}; give at least {format_size(math.ceil(smallest / 2**20) * 2**20)}"
         )
-    threads = min(threads, count)
+    threads = min(threads, count, max(jobs, 1))
     return Room(threads, job_bytes, min(QUEUED, count - threads))
 
 

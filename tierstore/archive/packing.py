@@ -184,7 +184,8 @@ def _room(options: PackOptions, groups: Sequence[ArchiveGroup]) -> flow.Room:
     # A codec allocates up to two chunks while it works.
     beside = 2 * chunk_bytes if any(group.codec is not Codec.NONE for group in groups) else 0
     job_bytes = 2 * chunk_bytes + 2 * ALIGNMENT
-    return flow.room(options.memory_bytes, job_bytes, beside_bytes=beside, threads=_THREADS)
+    jobs = sum(len(group.chunks) for group in groups)
+    return flow.room(options.memory_bytes, jobs, job_bytes, beside_bytes=beside, threads=_THREADS)
 
 
 def _aliases_in(archive: Archive, source: Source) -> dict[str, str]:

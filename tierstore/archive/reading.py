@@ -110,7 +110,7 @@ def verify(
                 return error
             return None
 
-        flow.run(chunks, check, flow.room(memory_bytes, largest), done=done)
+        flow.run(chunks, check, flow.room(memory_bytes, len(chunks), largest), done=done)
     return sorted(damages, key=lambda damage: (damage.path, damage.offset))
 
 
@@ -118,4 +118,4 @@ def content_room(chunks: Sequence[PlacedChunk], memory_bytes: int) -> flow.Room:
     """For jobs that hold a chunk as it is stored, and its content behind it."""
     content = max((padded(placed.chunk.content_bytes) for placed in chunks), default=1)
     beside = 2 * content if any(placed.group.codec is not Codec.NONE for placed in chunks) else 0
-    return flow.room(memory_bytes, 2 * content, beside_bytes=beside)
+    return flow.room(memory_bytes, len(chunks), 2 * content, beside_bytes=beside)
