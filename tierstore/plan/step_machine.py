@@ -85,5 +85,5 @@ class Machine:
         return 1 + sum(
             min(share, 1.0) * (self.slower.get((activity, other), 1.0) - 1)
             for other, share in busy.items()
-            if other not in apart
+            if share and other not in apart
         )
