@@ -25,6 +25,11 @@ def clock(*products_s: float) -> Callable[[], float]:
 IN_A_ROW = arithmetic._IN_A_ROW
 
 
+@pytest.fixture(autouse=True)
+def _products_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "_SIDE", 8)  # the clock tells what they take
+
+
 @pytest.mark.parametrize("dtype", [Precision.BF16, Precision.FP16])
 def test_a_slow_dtype_is_told_with_its_factor(dtype: Precision) -> None:
     slow = [9.0] * (IN_A_ROW - 1) + [6.0]  # the shortest counts: what disturbs makes them longer

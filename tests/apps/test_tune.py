@@ -176,7 +176,7 @@ def test_what_is_recorded_has_no_update_inside_backward(disk_path: Path, monkeyp
     (disk_path / "config.json").write_text(json.dumps(TINY))
     train = TrainOptions(
         config=disk_path / "config.json", nvme=(disk_path / "store",), batch=2, sequence=32, clip=0,
-        update=UpdateSchedule.BACKWARD, gpu_memory=2 * MIB, cpu_memory=6 * MIB, threads=1,
+        update=UpdateSchedule.BACKWARD, gpu_memory=2 * MIB, cpu_memory=6 * MIB, threads=1, dtype=Precision.FP32,
     )  # fmt: skip
     schedules: list[str] = []
 
@@ -203,7 +203,7 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path, disk_path: Path) 
     (disk_path / "config.json").write_text(json.dumps(TINY))
     train = TrainOptions(
         config=disk_path / "config.json", nvme=(disk_path / "store",), batch=2, sequence=32, clip=0, threads=1,
-        gpu_memory=2 * MIB, cpu_memory=6 * MIB,
+        gpu_memory=2 * MIB, cpu_memory=6 * MIB, dtype=Precision.FP32,
     )  # fmt: skip
     options = TuneOptions(train=train, save_record=tmp_path / "record.json")
     save(options, run(options, lambda: Machine(RATES), lambda said: None))
@@ -211,7 +211,7 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path, disk_path: Path) 
     assert run(again, lambda: Machine(RATES), lambda said: None).record.forward_s > 0
     for change, told in (
         ({"batch": 4}, "one of batch 2, not 4"), ({"config": None, "preset": Preset.P25M}, "one of config config.json"),
-        ({"dtype": Precision.FP32}, "one of dtype bf16, not fp32"),
+        ({"dtype": Precision.BF16}, "one of dtype fp32, not bf16"),
         ({"sequence": None}, r"one of sequence 32, not \(not given\)"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=told):
@@ -281,7 +281,7 @@ def test_steps_beside_an_update_are_those_that_will_be(
     (disk_path / "config.json").write_text(json.dumps(TINY))
     train = TrainOptions(
         config=disk_path / "config.json", nvme=(disk_path / "store",), batch=2, sequence=32, clip=1e-6,
-        update=update, gpu_memory=2 * MIB, cpu_memory=2 * MIB, threads=1,
+        update=update, gpu_memory=2 * MIB, cpu_memory=2 * MIB, threads=1, dtype=Precision.FP32,
     )  # fmt: skip
     kept: list[Recorded] = []
     calibrated_to = apps_tune.calibrated_to
@@ -314,7 +314,7 @@ def test_a_signal_is_one_sentence_and_leaves_no_store(
     before = signal.signal(number, usual)  # a shell that starts tests in the background has SIGINT ignored
     result = tune("--config", str(disk_path / "config.json"), "--bandwidth", str(disk_path / "rates.json"),
                   "--nvme", str(store), "--batch", "2", "--sequence", "32", "--gpu-memory", "2MiB",
-                  "--cpu-memory", "6MiB", "--threads", "1")  # fmt: skip
+                  "--cpu-memory", "6MiB", "--threads", "1", "--dtype", "fp32")  # fmt: skip
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (
         128 + number, "tierstore: interrupted; its files in --nvme are gone"
     )  # fmt: skip
