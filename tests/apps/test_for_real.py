@@ -39,21 +39,22 @@ def folder(disk_path: Path) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-def command(folder: Path, name: str, *options: str, steps: int = 30) -> list[str]:
+def command(folder: Path, name: str, *options: str, steps: int = 12) -> list[str]:
     """A run of its own name: store `name`, lines `name.jsonl`."""
     return [
         "train", "--config", f"{folder}/config.json", "--data", f"{folder}/text", "--nvme", f"{folder}/{name}",
         "--json", f"{folder}/{name}.jsonl", "--gpu-memory", "400KiB", "--cpu-memory", "1400KiB", "--dtype", "fp32",
-        "--batch", "2", "--sequence", "32", "--dropout", "0.1", "--steps", str(steps), "--threads", "1", *options,
+        "--batch", "2", "--sequence", "32", "--dropout", "0.1", "--steps", str(steps), "--lr", "0.003",
+        "--threads", "1", *options,
     ]  # fmt: skip
 
 
-def forked(folder: Path, name: str, *options: str, steps: int = 30) -> AbstractContextManager[BaseProcess]:
+def forked(folder: Path, name: str, *options: str, steps: int = 12) -> AbstractContextManager[BaseProcess]:
     """What it says is in the files `output` and `errors`."""
     return commands.forked(command(folder, name, *options, steps=steps), folder / "output", folder / "errors")
 
 
-def here(folder: Path, name: str, *options: str, steps: int = 30) -> Any:
+def here(folder: Path, name: str, *options: str, steps: int = 12) -> Any:
     """The same in this process, where what is asked is not of processes: it need not import anything again."""
     return CliRunner().invoke(app, command(folder, name, *options, steps=steps))
 
@@ -68,11 +69,11 @@ def test_a_person_trains_is_killed_goes_on_and_exports(folder: Path) -> None:
     assert process.exitcode == 0, (folder / "errors").read_text()
     assert "held-out loss" in (folder / "output").read_text()
     expected = lines(folder, "whole")
-    assert [line["step"] for line in expected] == list(range(1, 31))
+    assert [line["step"] for line in expected] == list(range(1, 13))
     assert expected[-1]["loss"] < 0.8 * expected[0]["loss"]
     _check_trace(folder / "trace.json")
 
-    for last_line in (7, 19):  # killed when the line is there: before, within or after the commit of its step
+    for last_line in (3, 8):  # killed when the line is there: before, within or after the commit of its step
         resume = ["--resume", "auto"]
         with forked(folder, "killed", *resume) as process:
             _wait_for_line(process.pid, folder / "killed.jsonl", last_line)
