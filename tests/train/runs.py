@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would: 170,000 objects, which the collector looks at if they come later
 from torch import nn
 from torch.nn import functional
 
@@ -209,7 +210,8 @@ def train_plain(
     """The same loop in plain torch: AdamW, clip_grad_norm_ and a scheduler."""
     run = Run()
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(model) if make_optimizer else torch.optim.AdamW(trainable, lr=1e-3, weight_decay=1e-2)
+    make = make_optimizer or (lambda _: torch.optim.AdamW(trainable, lr=1e-3, weight_decay=1e-2, foreach=True))
+    optimizer = make(model)
     scheduler = make_scheduler(optimizer) if make_scheduler else None
     torch.manual_seed(seed)
     for position, batch in enumerate(batches):
