@@ -20,10 +20,6 @@ from resuming import DISK, MEMORY, Run, Way, open_run, opened
 WAYS = {"memory": Way(cpu_memory=MEMORY), "disk": Way("backward", cpu_memory=DISK, blocks=2, width=96)}
 
 
-def after_a_step(run: Run) -> None:
-    run.until(3)
-
-
 def in_the_middle_of_a_step(run: Run) -> None:
     run.until(3)
     run.engine.backward(run.engine(run.position.next()).square().mean())
@@ -41,8 +37,7 @@ def by_another_thread(run: Run) -> None:
 
 # Few: the end of an interpreter that has torch takes long.
 CASES = (
-    ("memory", by_an_exception), ("memory", by_another_thread),
-    ("disk", after_a_step), ("disk", in_the_middle_of_a_step),
+    ("memory", by_an_exception), ("memory", by_another_thread), ("disk", in_the_middle_of_a_step),
 )  # fmt: skip
 kept: list[Run] = []
 

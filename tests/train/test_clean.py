@@ -562,7 +562,7 @@ def exits(tmp_path_factory: pytest.TempPathFactory) -> Exits:
     ("name", "how", "status", "step"),
     [
         ("memory", "by_an_exception", 7, 3), ("memory", "by_another_thread", 0, 4),
-        ("disk", "after_a_step", 0, 3), ("disk", "in_the_middle_of_a_step", 0, 3),
+        ("disk", "in_the_middle_of_a_step", 0, 3),
     ],
 )  # fmt: skip
 def test_an_exit_without_close_neither_hangs_nor_loses_a_step(
