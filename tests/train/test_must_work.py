@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-STEPS = 4
+STEPS = 3
 WIDTH = 16
 SCHEDULES = [("forward", 1.0), ("backward", None), ("speculative", 0.1)]
 
@@ -313,11 +313,11 @@ class Mixture(Stack):
 
 
 class Growing(Stack):
-    """Every call uses more of a block than the one before."""
+    """Every call uses more of a block than the one before, and none the last part."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList(Layer() for _ in range(STEPS)) for _ in range(3))
+        self.layers = nn.ModuleList(nn.ModuleList(Layer() for _ in range(STEPS + 1)) for _ in range(3))
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -346,6 +346,10 @@ MODELS = [
 LATE = list(zip(MODELS, itertools.cycle(SCHEDULES)))
 """These are compared on a device whose kernels are late, in `test_stream_order.py`."""
 OTHERS = list(zip(MODELS, itertools.cycle(SCHEDULES[1:] + SCHEDULES[:1])))
+IN_ONE_PIECE = (
+    Stack, Checkpointed, CheckpointedReentrant, InPlace, LayersRecomputeParts, Dictionaries, Copies, Buffers,
+)  # fmt: skip
+"""Each group of theirs has all its gradients at once, in the order of the graph: wherever it is updated, alike."""
 IN_PART = (Skipping, Mixture, Growing, Late, Tied)
 """The third schedule, too: some of their groups are complete later than others, or not at all."""
 
@@ -378,7 +382,7 @@ def compare(
     accumulate = options.get("accumulate", 1)
     expected = train_plain(make(kind).to(device), steps, loss_of, max_grad_norm=clip, accumulate=accumulate)
     model = make(kind)
-    gpu, cpu = smallest_budgets(make(kind), nvme=["unused"], update=update, device=device)
+    gpu, cpu = smallest_budgets(model, nvme=["unused"], update=update, device=device)
     tiers = disk(tmp_path, gpu_memory=gpu + room * 4096, cpu_memory=cpu, device=device)
     found = train(model, steps, tiers, loss_of, update=update, max_grad_norm=clip, **options)
     assert worst_difference(found.losses, expected.losses) < 1e-5
