@@ -78,11 +78,11 @@ def test_in_company_gradients_are_what_they_are_alone(
     is_backward = update == UpdateSchedule.BACKWARD.value
     options: dict[str, Any] = {"update": update, "accumulate": 1 if is_backward else 2, "is_vertical": is_vertical}
     options |= {} if is_backward else {"max_grad_norm": 1.0}
-    in_company = train(Chain(), batches(3), disk(tmp_path / "a", gpu_memory=gpu, cpu_memory=cpu), loss_of, **options)
+    in_company = train(Chain(), batches(4), disk(tmp_path / "a", gpu_memory=gpu, cpu_memory=cpu), loss_of, **options)
     assert max(arrivals) > 2
     accept = Gradients.accept
     monkeypatch.setattr(Gradients, "accept", lambda self, several: together([accept(self, [a]) for a in several]))
-    alone = train(Chain(), batches(3), disk(tmp_path / "b", gpu_memory=gpu, cpu_memory=cpu), loss_of, **options)
+    alone = train(Chain(), batches(4), disk(tmp_path / "b", gpu_memory=gpu, cpu_memory=cpu), loss_of, **options)
     in_company.check_equal(alone)
 
 
