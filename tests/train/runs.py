@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would: 170,000 objects, which the collector looks at if they come later
+import torch._dynamo  # the first optimizer would, and the collector would look at all that it makes
 from torch import nn
 from torch.nn import functional
 

@@ -358,6 +358,8 @@ class TestKinds:
             ("parameter_groups", 3, "parameter_groups are parameters, or mappings with 'params'"),
             ("parameter_groups", [{"params": 3}], "parameter_groups are parameters, or mappings with 'params'"),
             ("parameter_groups", [{"params": [[]]}], "parameter_groups are parameters, or mappings with 'params'"),
+            ("parameter_groups", torch.tensor(1.0), "parameter_groups are parameters, or mappings with 'params'"),
+            ("parameter_groups", [{"params": torch.tensor(1.0)}], "that the model does not have; what is outside"),
             ("parameter_groups", [{"parms": []}], "parameter_groups are parameters, or mappings with 'params'"),
             ("parameter_groups", [], "parameter_groups hold no parameters"),
             ("parameter_groups", [{"params": []}], "parameter_groups hold no parameters"),

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.errors import ConfigError
+from tierstore.train import whole
 from tierstore.train.cpu_adam import CPUAdam
 from tierstore.train.engine import Engine
 
@@ -260,3 +261,16 @@ def test_fp16_with_a_dynamic_loss_scale(tmp_path: Path) -> None:
         other = train(tiny(torch.float16), batches, tiers, fp16_loss, update=update, max_grad_norm=1.0)
         other.check_equal(found)
         assert [(report.loss_scale, report.skipped) for report in other.reports] == list(zip(scales, skips))
+
+
+def test_state_dict_reads_each_chunk_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, chunk = [], whole._chunk
+
+    def noted(parts: Any, group: Any, first: int) -> torch.Tensor:
+        read.append((group.index, first))
+        return chunk(parts, group, first)
+
+    monkeypatch.setattr(whole, "_chunk", noted)
+    with Engine(tiny(), TierConfig(gpu_memory="16MiB", cpu_memory="16MiB"), AdamWConfig()) as engine:
+        assert len(engine.state_dict()) > len(read)
+    assert len(set(read)) == len(read) > 1

@@ -50,7 +50,7 @@ class Room:
 
 
 def room(memory_bytes: int, jobs: int, job_bytes: int, *, beside_bytes: int = 0, threads: int = THREADS) -> Room:
-    """As many threads as the memory allows, which is that of the whole process; what is left lets jobs queue.
+    """As many threads as jobs, or as the memory of the whole process allows; what is left lets jobs queue.
 
     Args:
         jobs: so many there will be.
@@ -69,7 +69,7 @@ def room(memory_bytes: int, jobs: int, job_bytes: int, *, beside_bytes: int = 0,
             f"{format_size(job_bytes + beside_bytes)}; give at least {format_size(math.ceil(smallest / 2**20) * 2**20)}"
         )
     threads = min(threads, count, max(jobs, 1))
-    return Room(threads, job_bytes, min(QUEUED, count - threads))
+    return Room(threads, job_bytes, min(QUEUED, count - threads, max(jobs - threads, 0)))
 
 
 def run(

@@ -36,15 +36,19 @@ def given_groups(model: nn.Module, groups: ModelGroups, given: Any) -> list[Any]
     if given is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad and p in groups.names]}]
 
-    def real(parameters: Any) -> Iterator[nn.Parameter]:
-        is_one = isinstance(parameters, nn.Parameter) or not isinstance(parameters, Iterable)
-        for one in [parameters] if is_one else parameters:
-            parameter = one[1] if isinstance(one, tuple) and len(one) == 2 else one  # named, as torch takes them, too
-            if not isinstance(parameter, nn.Parameter):
-                raise ConfigError(_WANTED)
-            yield groups.replaced.get(parameter, parameter)
+    replaced: Mapping[Any, nn.Parameter] = groups.replaced
 
-    items = list(given) if isinstance(given, Iterable) else [given]
+    def several(one: Any) -> list[Any]:
+        return list(one) if isinstance(one, Iterable) and not isinstance(one, torch.Tensor) else [one]
+
+    def real(parameters: Any) -> Iterator[Any]:
+        for one in several(parameters):
+            parameter = one[1] if isinstance(one, tuple) and len(one) == 2 else one  # named, as torch takes them, too
+            if not isinstance(parameter, torch.Tensor):
+                raise ConfigError(_WANTED)
+            yield replaced.get(parameter, parameter)
+
+    items = several(given)
     if all(isinstance(item, Mapping) and "params" in item for item in items):
         found = [dict(item, params=list(real(item["params"]))) for item in items]
     elif all(isinstance(item, (nn.Parameter, tuple)) for item in items):

@@ -80,8 +80,9 @@ def test_load_in_small(disk_path: Path, tmp_path: Path) -> None:
         (["disk", "--json", "/no/file"], "cannot write --json /no/file"),
         (["all", "--device", "cuda"], "device 'cuda' needs CUDA, which torch"),
         (["adam", "--device", "tpu"], "--device must be cpu or cuda, not 'tpu'"),
-        (["reduce", "--size", "1GiB"], "--size is of disk and load: reduce does not read it"),
-        (["disk", "--heat", "disk"], "--heat is of step: disk does not read it"),
+        (["reduce", "--size", "1GiB"], "--size is of disk and load: nothing that would run reads it"),
+        (["all", "--device", "cuda", "--heat", "disk"], "--heat is of step: nothing that would run reads it"),
+        (["disk", "--device", "cuda"], "--device is of step: nothing that would run reads it"),
     ],
 )
 def test_what_cannot_be_asked(arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,7 +287,7 @@ class Case:
         rows: the table, from all results by name of the contestant.
         disk_bytes: what it writes at most.
         prepare: makes in the scratch directory what contestants read.
-        reads: the options that it reads and others may not.
+        reads: the options of its own work; all read the others, but for peers that are none of theirs.
     """
 
     name: str

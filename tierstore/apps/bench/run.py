@@ -54,7 +54,7 @@ def refuse_unread(given: Sequence[str], cases: Sequence[Case]) -> None:
     readers = {name: [case.name for case in cases_of("all") if name in case.reads] for name in given}
     for name, known in readers.items():
         if known and not any(name in case.reads for case in cases):
-            raise ConfigError(f"{as_option(name)} is of {' and '.join(known)}: {cases[0].name} does not read it")
+            raise ConfigError(f"{as_option(name)} is of {' and '.join(known)}: nothing that would run reads it")
 
 
 def check_room(options: BenchOptions, cases: Sequence[Case]) -> None:
