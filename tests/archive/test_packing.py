@@ -250,7 +250,8 @@ def test_threads_are_as_many_as_memory_and_jobs_allow() -> None:
     assert small.threads <= 4
     assert small.queued == 0
     assert flow.room(2**50, 100, 2**20) == flow.Room(flow.THREADS, 2**20, flow.QUEUED)
-    assert [flow.room(2**50, jobs, 2**20).threads for jobs in (0, 1, 3)] == [1, 1, 3]
+    few = [flow.room(2**50, jobs, 2**20) for jobs in (0, 1, 3, flow.THREADS + 1)]
+    assert [(one.threads, one.queued) for one in few] == [(1, 0), (1, 0), (3, 0), (flow.THREADS, 1)]
     tight = flow.room(used + 2**31, 100, 2**31 // (flow.THREADS + 2))
     assert tight.buffer_bytes <= 2**31
 
