@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import mmap
 import os
 from dataclasses import dataclass, field
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mappings import asks_for_huge_pages, needs_huge_pages
 
 from tierstore.errors import BudgetError, ClosedError
-from tierstore.io.memory import HUGE_PAGE_BYTES, Arena, Lease, Pool
+from tierstore.io.memory import HUGE_PAGE_BYTES, Arena, Lease, Pool, huge_pages
 
 PAGE = 4096
 CAPACITY_PAGES = 16
@@ -338,3 +340,20 @@ def test_pages_are_touched_lazily() -> None:
     assert lease is not None
     lease.array[:] = 1
     assert resident_bytes() - before < 64 * 2**20
+
+
+@needs_huge_pages
+def test_huge_pages_are_asked_for_within_the_bytes_only() -> None:
+    _, memory = huge_pages(2 * HUGE_PAGE_BYTES + 4096)
+    address = memory.ctypes.data
+    assert address % HUGE_PAGE_BYTES == 0
+    asked = [asks_for_huge_pages(address + offset) for offset in (0, 2 * HUGE_PAGE_BYTES - 1, 2 * HUGE_PAGE_BYTES)]
+    assert asked == [True, True, False]
+    assert not memory.any()
+    _, small = huge_pages(HUGE_PAGE_BYTES - 1)
+    assert not asks_for_huge_pages(small.ctypes.data)
+
+
+def test_a_kernel_without_huge_pages_has_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 2**20)  # no advice that it knows
+    assert huge_pages(HUGE_PAGE_BYTES)[1].size == HUGE_PAGE_BYTES

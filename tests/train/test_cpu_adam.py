@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 
 import pytest
 import torch
+from mappings import asks_for_huge_pages, needs_huge_pages
 
 from tierstore.errors import ConfigError
 from tierstore.train import cpu_adam
@@ -490,3 +491,18 @@ def test_a_group_keeps_its_name_and_a_learning_rate_that_is_a_tensor():
     assert group["name"] == "all"
     assert group["lr"] is rate
     assert group["betas"] == (0.5, 0.5)
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_state_is_in_huge_pages(dtype):
+    optimizer, parameters = optimizer_of(parameters_of(dtype, shapes=((2**20 + 7,), (5,))))
+    train(optimizer, parameters, 2)
+    other, twins = optimizer_of(copy.deepcopy(parameters))
+    other.load_state_dict(optimizer.state_dict())
+    for one, (large, small) in ((optimizer, parameters), (other, twins)):
+        states = {name: item.data_ptr() for name, item in one.state[large].items() if name != "step"}
+        assert len(states) == (2 if dtype == torch.float32 else 3)
+        assert all(asks_for_huge_pages(address) for address in states.values())
+        assert not asks_for_huge_pages(one.state[small]["exp_avg"].data_ptr())
+    assert_equal(train(other, twins, 2, first=2), train(optimizer, parameters, 2, first=2))

@@ -29,14 +29,18 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def huge_pages(nbytes: int) -> tuple[mmap.mmap, Bytes]:
-    """A private anonymous mapping that asks for huge pages, and its bytes, from a huge-page boundary on.
+    """A private anonymous mapping that asks for huge pages, and its bytes, all zero, from a huge-page boundary on.
 
-    numpy holds the mapping: it is unmapped when the last view of it is gone, never under one.
+    None is asked for that would reach beyond the bytes. numpy holds the mapping: it is unmapped when its last view is
+    gone, never under one.
     """
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
     whole: Bytes = np.frombuffer(mapping, dtype=np.uint8)
-    return mapping, whole[-whole.ctypes.data % HUGE_PAGE_BYTES :][:nbytes]
+    first = -whole.ctypes.data % HUGE_PAGE_BYTES
+    if nbytes >= HUGE_PAGE_BYTES:
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE, first, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return mapping, whole[first:][:nbytes]
 
 
 def aligned_room(nbytes: int) -> Bytes:

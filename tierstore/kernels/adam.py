@@ -36,7 +36,6 @@ Digests = tuple[int | None, int | None]
 
 _SECTION_BYTES = {"fp32": (4, 4), "bf16": (4, 4, 2), "fp16": (4, 4, 4)}
 """Of an element in each section of a state."""
-_LOOPS = {"fp32": compiled.adam_fp32, "bf16": compiled.adam_bf16, "fp16": compiled.adam_fp16}
 _STATE_BYTES = {dtype: sum(sections) for dtype, sections in _SECTION_BYTES.items()}
 
 
@@ -216,7 +215,7 @@ def update_views(
     if copy is not None:
         check_arrays(dtype, copy, weights.size)
         copy = typed(dtype, copy[start:stop])
-    _LOOPS[dtype](typed(dtype, p), typed(dtype, g), m, v, rest, copy, c.scalars())
+    compiled.adam(typed(dtype, p), typed(dtype, g), m, v, rest, copy, c.scalars())
 
 
 def update_with_digests(

@@ -13,12 +13,13 @@ belongs to a thread and must be the same in all threads that run these loops, or
 (v near g * g, so for |g| < 1e-19 already) is denormal. On Linux a new thread inherits the setting of its creator.
 
 [Note: element types] A loop is written once and specialized by the dtype of its arrays: float32 is fp32, uint16 is
-bf16, and int16 is fp16 (the same 16 bits; the sign of the integer type only tells the two apart).
+bf16, and int16 is fp16 (the same 16 bits; the sign of the integer type only tells the two apart). What emits the
+instructions of one element emits those of a vector as well, lane by lane.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -29,19 +30,19 @@ import numpy.typing as npt
 from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic as _intrinsic
-from numba.extending import overload as _overload
 
 from tierstore.errors import ConfigError
-from tierstore.kernels.compile_cache import Function, compiled
+from tierstore.kernels.compile_cache import compiled
 
 Array = npt.NDArray[Any]
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = _intrinsic
-overload: Callable[[Callable[..., Any]], Callable[[Function], Function]] = _overload
+intrinsic_with_constants: Callable[[Callable[..., Any]], Callable[..., Any]] = _intrinsic(prefer_literal=True)
 
 LANES = 64  # partial sums of a block; wide enough that the additions of one lane do not wait for each other
 
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 _INT16, _INT32 = ir.IntType(16), ir.IntType(32)
+_ALIGNMENT = 2  # bytes, what the smallest element has
 
 
 # ------------------------------------------------------------------------------------------------ intrinsics
@@ -62,71 +63,101 @@ def _require_half_instructions() -> None:
         raise ConfigError("fp16 kernels need a processor with F16C (any x86-64-v3); use bf16 or fp32")
 
 
-def _high_half(builder: Any, bits: Any) -> Any:
-    return builder.lshr(bits, _INT32(16))
+def _filled(like: Any, number: int) -> Any:
+    """`number` as a constant of the type of an integer or a vector of integers, in each of its lanes."""
+    kind = like.type
+    return ir.Constant(kind, [ir.Constant(kind.element, number)] * kind.count if _is_vector(like) else number)
 
 
-def _bf16_or_nan(builder: Any, value: Any, bits: Any, rounded: Any) -> Any:
-    """The upper half of `rounded`; of a NaN its own upper half, made quiet: rounding could carry it to inf or 0."""
-    quiet = builder.or_(_high_half(builder, bits), _INT32(0x0040))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.select(is_nan, quiet, _high_half(builder, rounded)), _INT16)
+def _as_wide(element: Any, like: Any) -> Any:
+    """`element`, or a vector of as many as `like` has."""
+    return ir.VectorType(element, like.type.count) if _is_vector(like) else element
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value.type, ir.VectorType)
+
+
+def _upper_half(b: Any, bits: Any) -> Any:
+    return b.trunc(b.lshr(bits, _filled(bits, 16)), _as_wide(_INT16, bits))
+
+
+def _bits(b: Any, value: Any) -> Any:
+    """The bits of fp32; of a NaN those of the quiet one that ends in zeros: rounding others could carry to inf or 0."""
+    bits = b.bitcast(value, _as_wide(_INT32, value))
+    return b.select(b.fcmp_unordered("uno", value, value), _filled(bits, 0x7FC00000), bits)
+
+
+def _unchanged(_b: Any, value: Any) -> Any:
+    return value
+
+
+def _widen_bf16(b: Any, element: Any) -> Any:
+    bits = b.zext(element, _as_wide(_INT32, element))
+    return b.bitcast(b.shl(bits, _filled(bits, 16)), _as_wide(_FLOAT, element))
+
+
+def _widen_fp16(b: Any, element: Any) -> Any:
+    return b.fpext(b.bitcast(element, _as_wide(_HALF, element)), _as_wide(_FLOAT, element))
+
+
+def _round_even_bf16(b: Any, value: Any) -> Any:
+    bits = _bits(b, value)
+    odd = b.and_(b.lshr(bits, _filled(bits, 16)), _filled(bits, 1))
+    return _upper_half(b, b.add(bits, b.add(odd, _filled(bits, 0x7FFF))))
+
+
+def _round_even_fp16(b: Any, value: Any) -> Any:
+    return b.bitcast(b.fptrunc(value, _as_wide(_HALF, value)), _as_wide(_INT16, value))
+
+
+def _round_away(b: Any, value: Any) -> Any:
+    bits = _bits(b, value)
+    return _upper_half(b, b.add(bits, _filled(bits, 0x8000)))
+
+
+def _residual_of(b: Any, value: Any) -> Any:
+    return b.trunc(_bits(b, value), _as_wide(_INT16, value))
+
+
+def _join(b: Any, weight: Any, residual: Any) -> Any:
+    is_zero = b.icmp_unsigned("==", b.shl(weight, _filled(weight, 1)), _filled(weight, 0))
+    is_stale = b.and_(is_zero, b.icmp_signed("<", residual, _filled(residual, 0)))
+    low = b.sext(b.select(is_stale, _filled(residual, 0), residual), _as_wide(_INT32, residual))
+    bits = b.zext(weight, low.type)
+    return b.bitcast(b.add(b.shl(bits, _filled(bits, 16)), low), _as_wide(_FLOAT, weight))
+
+
+_WIDEN = {types.float32: _unchanged, types.uint16: _widen_bf16, types.int16: _widen_fp16}
+_ROUND_EVEN = {types.float32: _unchanged, types.uint16: _round_even_bf16, types.int16: _round_even_fp16}
 
 
 @intrinsic
 def widen(_typing: Any, element: Any) -> Any:
     """fp32 of an fp32, bf16 or fp16 element; exact."""
-    if element == types.float32:
-        return _typed(types.float32, (element,), lambda _, value: value)
-    if element == types.uint16:
-        return _typed(
-            types.float32, (element,), lambda b, value: b.bitcast(b.shl(b.zext(value, _INT32), _INT32(16)), _FLOAT)
-        )
     if element == types.int16:
         _require_half_instructions()
-        return _typed(types.float32, (element,), lambda b, value: b.fpext(b.bitcast(value, _HALF), _FLOAT))
-    return None
+    return _typed(types.float32, (element,), _WIDEN[element]) if element in _WIDEN else None
 
 
 @intrinsic
 def round_even(_typing: Any, like: Any, value: Any) -> Any:
     """fp32 `value` as an element of the type of `like`, to nearest, ties to even (as torch casts)."""
-
-    def to_bf16(b: Any, _like: Any, value: Any) -> Any:
-        bits = b.bitcast(value, _INT32)
-        odd = b.and_(_high_half(b, bits), _INT32(1))
-        return _bf16_or_nan(b, value, bits, b.add(bits, b.add(odd, _INT32(0x7FFF))))
-
-    if like == types.float32:
-        return _typed(like, (like, value), lambda _, _like, value: value)
-    if like == types.uint16:
-        return _typed(like, (like, value), to_bf16)
     if like == types.int16:
         _require_half_instructions()
-        return _typed(like, (like, value), lambda b, _like, value: b.bitcast(b.fptrunc(value, _HALF), _INT16))
-    return None
+    return _typed(like, (like, value), lambda b, _, value: _ROUND_EVEN[like](b, value)) if like in _ROUND_EVEN else None
 
 
 @intrinsic
 def round_away(_typing: Any, value: Any) -> Any:
     """bf16 of fp32, to nearest, ties away from zero: then `bits(value) - (bf16 << 16)` always fits an int16."""
-
-    def build(b: Any, value: Any) -> Any:
-        bits = b.bitcast(value, _INT32)
-        return _bf16_or_nan(b, value, bits, b.add(bits, _INT32(0x8000)))
-
-    return _typed(types.uint16, (value,), build)
+    return _typed(types.uint16, (value,), _round_away)
 
 
 @intrinsic
 def residual_of(_typing: Any, value: Any) -> Any:
     """What `round_away(value)` dropped: the low 16 bits as an int16; 0 for a NaN."""
-
-    def build(b: Any, value: Any) -> Any:
-        low = b.trunc(b.bitcast(value, _INT32), _INT16)
-        return b.select(b.fcmp_unordered("uno", value, value), _INT16(0), low)
-
-    return _typed(types.int16, (value,), build)
+    return _typed(types.int16, (value,), _residual_of)
 
 
 @intrinsic
@@ -136,14 +167,7 @@ def join(_typing: Any, weight: Any, residual: Any) -> Any:
     A zero has no negative residual; one that stayed behind when a weight was set to zero from outside counts as 0
     (subtracted from the bits of zero it would make a NaN).
     """
-
-    def build(b: Any, weight: Any, residual: Any) -> Any:
-        is_zero = b.icmp_unsigned("==", b.shl(weight, _INT16(1)), _INT16(0))
-        is_stale = b.and_(is_zero, b.icmp_signed("<", residual, _INT16(0)))
-        low = b.sext(b.select(is_stale, _INT16(0), residual), _INT32)
-        return b.bitcast(b.add(b.shl(b.zext(weight, _INT32), _INT32(16)), low), _FLOAT)
-
-    return _typed(types.float32, (weight, residual), build)
+    return _typed(types.float32, (weight, residual), _join)
 
 
 @intrinsic
@@ -290,70 +314,112 @@ class Scalars(NamedTuple):
     gradient_scale: np.float32
 
 
-@compiled
-def adam_element(p: Any, m: Any, v: Any, g: Any, c: Scalars) -> tuple[Any, Any, Any]:
-    """(p, m, v) of one element after one step; all fp32."""
+_AT_ONCE = 16
+"""Elements in the vectors of Adam: 16-bit ones then fill a register of AVX2 as fp32 fills two.
+
+Left to itself the compiler takes 8, as many as fp32 fits, and half of each register of bf16 stays empty: that took 1.16
+ns for an element in the caches where this takes 0.86 (one core of an EPYC with AVX2, 2026-11-29).
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Floats:
+    """fp32 in vectors, with operators that emit their instructions."""
+
+    builder: Any
+    value: Any
+
+    def __add__(self, other: _Floats) -> _Floats:
+        return _Floats(self.builder, self.builder.fadd(self.value, other.value))
+
+    def __sub__(self, other: _Floats) -> _Floats:
+        return _Floats(self.builder, self.builder.fsub(self.value, other.value))
+
+    def __mul__(self, other: _Floats) -> _Floats:
+        return _Floats(self.builder, self.builder.fmul(self.value, other.value))
+
+    def __truediv__(self, other: _Floats) -> _Floats:
+        return _Floats(self.builder, self.builder.fdiv(self.value, other.value))
+
+    def root(self) -> _Floats:
+        kind, functions = self.value.type, self.builder.module.globals
+        name = f"llvm.sqrt.v{kind.count}f32"
+        function = functions.get(name) or ir.Function(self.builder.module, ir.FunctionType(kind, [kind]), name)
+        return _Floats(self.builder, self.builder.call(function, [self.value]))
+
+
+def _adam(old: Sequence[_Floats], c: Any, *, is_coupled: bool) -> tuple[_Floats, _Floats, _Floats]:
+    """(p, m, v) after one step, from (p, m, v, g); `c` are `Scalars`, each in all lanes."""
+    p, m, v, g = old
     g = g * c.gradient_scale
-    if c.coupled_decay != 0:  # not `+ 0 * p`: an infinite weight would turn m and v into NaN
+    if is_coupled:  # not `+ 0 * p`: an infinite weight would turn m and v into NaN
         g = g + c.coupled_decay * p
     m = m * c.beta1 + g * c.rest1
     v = v * c.beta2 + g * g * c.rest2
-    return p * c.decay - c.rate * (m / (math.sqrt(v) * c.inverse_root + c.eps)), m, v
+    return p * c.decay - c.rate * (m / (v.root() * c.inverse_root + c.eps)), m, v
+
+
+def _vector_at(context: Any, b: Any, kind: Any, array: Any, i: Any, lanes: int) -> Any:
+    """A pointer to elements [i, i + lanes) of an array."""
+    element = _FLOAT if kind.dtype == types.float32 else _INT16
+    first = b.gep(context.make_array(kind)(context, b, array).data, [i])
+    return b.bitcast(first, ir.VectorType(element, lanes).as_pointer())
+
+
+def _in_all_lanes(b: Any, scalar: Any, lanes: int) -> Any:
+    vector = b.insert_element(ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined), scalar, _INT32(0))
+    return b.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_INT32, lanes), [0] * lanes))
+
+
+@intrinsic_with_constants
+def adam_lanes(
+    _typing: Any, lanes: Any, is_coupled: Any, weights: Any, gradient: Any, m: Any, v: Any, complement: Any, copy: Any,
+    i: Any, c: Any,
+) -> Any:  # fmt: skip
+    """One step of Adam of the elements [i, i + lanes) of a chunk; `lanes` and `is_coupled` are constants."""
+    kinds, count = [weights, gradient, m, v, complement, copy], lanes.literal_value
+    is_fp32, is_bf16 = weights.dtype == types.float32, weights.dtype == types.uint16
+    if weights.dtype == types.int16:
+        _require_half_instructions()
+
+    def generate(context: Any, b: Any, _signature: Any, values: Any) -> Any:
+        at = [
+            _vector_at(context, b, kind, array, values[-2], count)
+            for kind, array in zip(kinds, values[2:]) if kind != types.none
+        ]  # fmt: skip
+        weight, gradient, m, v = (b.load(each, align=_ALIGNMENT) for each in at[:4])
+        rest = None if is_fp32 else b.load(at[4], align=_ALIGNMENT)
+        master = weight if is_fp32 else _join(b, weight, rest) if is_bf16 else rest
+        old = [_Floats(b, value) for value in (master, m, v, _WIDEN[weights.dtype](b, gradient))]
+        scalars = (_in_all_lanes(b, b.extract_value(values[-1], k), count) for k in range(len(Scalars._fields)))
+        new = _adam(old, Scalars._make(_Floats(b, each) for each in scalars), is_coupled=is_coupled.literal_value)
+        master, m, v = (each.value for each in new)
+        weight = _round_away(b, master) if is_bf16 else _ROUND_EVEN[weights.dtype](b, master)
+        rest = None if is_fp32 else _residual_of(b, master) if is_bf16 else master
+        for value, to in zip((weight, None, m, v, rest, weight), at):
+            if value is not None:
+                b.store(value, to, align=_ALIGNMENT)
+        return context.get_dummy_value()
+
+    return types.none(lanes, is_coupled, *kinds, i, c), generate
 
 
 @compiled
-def adam_fp32(
-    weights: Array, gradient: Array, m: Array, v: Array, _complement: Array, copy: Array | None, c: Scalars
+def adam(
+    weights: Array, gradient: Array, m: Array, v: Array, complement: Array, copy: Array | None, c: Scalars
 ) -> None:
-    """`copy`, here and below, gets the new weights, too; None leaves that out of the machine code."""
-    for i in range(weights.size):
-        p, m[i], v[i] = adam_element(weights[i], m[i], v[i], gradient[i], c)
-        weights[i] = p
-        if copy is not None:
-            copy[i] = p
-
-
-@compiled
-def adam_bf16(
-    weights: Array, gradient: Array, m: Array, v: Array, residual: Array, copy: Array | None, c: Scalars
-) -> None:
-    for i in range(weights.size):
-        p, m[i], v[i] = adam_element(join(weights[i], residual[i]), m[i], v[i], widen(gradient[i]), c)
-        weight = round_away(p)
-        weights[i] = weight
-        residual[i] = residual_of(p)
-        if copy is not None:
-            copy[i] = weight
-
-
-@compiled
-def adam_fp16(
-    weights: Array, gradient: Array, m: Array, v: Array, master: Array, copy: Array | None, c: Scalars
-) -> None:
-    for i in range(weights.size):
-        p, m[i], v[i] = adam_element(master[i], m[i], v[i], widen(gradient[i]), c)
-        weight = round_even(weights[i], p)
-        weights[i] = weight
-        master[i] = p
-        if copy is not None:
-            copy[i] = weight
-
-
-def adam_as_typed(*arrays: Any) -> None:
-    """The one of the three above that is for weights of this type."""
-    raise NotImplementedError("for compiled callers only")
-
-
-@overload(adam_as_typed)
-def _adam_as_typed(
-    weights: Any, gradient: Any, m: Any, v: Any, complement: Any, copy: Any, c: Any
-) -> Callable[..., None]:
-    adam = {types.float32: adam_fp32, types.uint16: adam_bf16, types.int16: adam_fp16}[weights.dtype]
-
-    def call(weights: Any, gradient: Any, m: Any, v: Any, complement: Any, copy: Any, c: Any) -> None:
-        adam(weights, gradient, m, v, complement, copy, c)
-
-    return call
+    """`copy` gets the new weights, too; None leaves that out of the machine code."""
+    whole = weights.size // _AT_ONCE * _AT_ONCE
+    if c.coupled_decay == 0:
+        for i in range(0, whole, _AT_ONCE):
+            adam_lanes(_AT_ONCE, False, weights, gradient, m, v, complement, copy, i, c)
+        for i in range(whole, weights.size):
+            adam_lanes(1, False, weights, gradient, m, v, complement, copy, i, c)
+    else:
+        for i in range(0, whole, _AT_ONCE):
+            adam_lanes(_AT_ONCE, True, weights, gradient, m, v, complement, copy, i, c)
+        for i in range(whole, weights.size):
+            adam_lanes(1, True, weights, gradient, m, v, complement, copy, i, c)
 
 
 @compiled
@@ -383,9 +449,9 @@ def adam_with_digests(
             a, b = max(bounds[run, 0], begin), min(bounds[run, 1], end)
             c = _scalars_of(scalars[run])
             if copy is None:
-                adam_as_typed(weights[a:b], gradient[a:b], m[a:b], v[a:b], complement[a:b], None, c)
+                adam(weights[a:b], gradient[a:b], m[a:b], v[a:b], complement[a:b], None, c)
             else:
-                adam_as_typed(weights[a:b], gradient[a:b], m[a:b], v[a:b], complement[a:b], copy[a:b], c)
+                adam(weights[a:b], gradient[a:b], m[a:b], v[a:b], complement[a:b], copy[a:b], c)
             if bounds[run, 1] > end:
                 break
             run += 1

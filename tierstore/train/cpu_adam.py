@@ -25,6 +25,7 @@ import torch
 from tierstore import kernels
 from tierstore.cores import update_threads
 from tierstore.errors import ConfigError
+from tierstore.io.memory import HUGE_PAGE_BYTES, huge_pages
 from tierstore.kernels.adam import (
     AdamCoefficients,
     StateViews,
@@ -313,8 +314,15 @@ def _forms_of_state(parameter: torch.Tensor) -> dict[str, tuple[torch.Size, torc
 def _new_state(parameter: torch.Tensor) -> dict[str, Any]:
     # An fp16 master that differs from its weight is replaced in the first step.
     forms = _forms_of_state(parameter)
-    zeros = {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in forms.items()}
-    return {"step": torch.tensor(0.0, device="cpu")} | zeros
+    return {"step": torch.tensor(0.0, device="cpu")} | {name: _zeros(*form) for name, form in forms.items()}
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """In huge pages if it is large."""
+    nbytes = shape.numel() * dtype.itemsize
+    if nbytes < HUGE_PAGE_BYTES:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    return torch.from_numpy(huge_pages(nbytes)[1]).view(dtype).view(shape)
 
 
 def _protect(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -337,5 +345,5 @@ def _restore(parameter: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
         value = item.tensor if isinstance(item, _Verbatim) else torch.as_tensor(item, device="cpu")
         if name != "step" and value.shape != parameter.shape:
             raise ConfigError(f"state {name!r} has shape {list(value.shape)}, its parameter {list(parameter.shape)}")
-        state[name] = value.detach().to(fresh.dtype, copy=True, memory_format=torch.contiguous_format)
+        fresh.copy_(value.detach().reshape(fresh.shape))
     return state
