@@ -28,6 +28,7 @@ from tierstore.errors import (
     StorageFull,
     TierstoreError,
 )
+from tierstore.io.backend import Backend
 from tierstore.train.engine import Engine
 
 WAY = Way(width=96)
@@ -355,6 +356,11 @@ class TestKinds:
             ("registered", {3: nn.Linear(1, 1)}, "a name that is text, not 3"),
             ("lr_scheduler", 3, "lr_scheduler must be a function"),
             ("overlap", "no", "overlap is True or False"),
+            ("process_group", 3, "process_group must be a torch.distributed.ProcessGroup, not int"),
+            ("device_mesh", (2, 2), "device_mesh must be a DeviceMesh, as init_device_mesh makes one, not tuple"),
+            ("tracer", "trace.json", "tracer must be a Tracer, not str"),
+            ("clock", 3, "clock must be a function that tells seconds, not int"),
+            ("backend", Backend, "backend must be a Backend, not the class Backend"),
             ("parameter_groups", 3, "parameter_groups are parameters, or mappings with 'params'"),
             ("parameter_groups", [{"params": 3}], "parameter_groups are parameters, or mappings with 'params'"),
             ("parameter_groups", [{"params": [[]]}], "parameter_groups are parameters, or mappings with 'params'"),

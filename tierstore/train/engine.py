@@ -101,7 +101,10 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         backend: Backend | None = None,
     ) -> None:
-        check_kinds(model, tiers, optimizer, lr_scheduler, initialize, registered)
+        check_kinds(
+            model, tiers, optimizer, lr_scheduler, initialize, process_group, device_mesh, registered, tracer, clock,
+            backend,
+        )  # fmt: skip
         scale = LossScale.of(loss_scale, model)
         options = options_of(
             model, update, max_grad_norm, commit_every, durability, resume, overlap,

@@ -11,10 +11,14 @@ from typing import SupportsFloat
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from tierstore.config import AdamWConfig, Durability, Resume, TierConfig, UpdateSchedule, choice
 from tierstore.errors import ConfigError
+from tierstore.io.backend import Backend
 from tierstore.plan.schedules import usual
+from tierstore.trace import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,17 @@ class Options:
 
 
 def check_kinds(
-    model: object, tiers: object, optimizer: object, lr_scheduler: object, initialize: object, registered: object
+    model: object,
+    tiers: object,
+    optimizer: object,
+    lr_scheduler: object,
+    initialize: object,
+    process_group: object,
+    device_mesh: object,
+    registered: object,
+    tracer: object,
+    clock: object,
+    backend: object,
 ) -> None:
     """Refuse arguments of an engine that are something else altogether.
 
@@ -50,8 +64,15 @@ def check_kinds(
     _expect(is_maker, "lr_scheduler", "a function that makes one of the optimizer", lr_scheduler)
     is_source = initialize is None or hasattr(initialize, "stream")
     _expect(is_source, "initialize", "a source of weights, as deferred() gives one", initialize)
+    is_group = process_group is None or isinstance(process_group, ProcessGroup)
+    _expect(is_group, "process_group", "a torch.distributed.ProcessGroup", process_group)
+    is_mesh = device_mesh is None or isinstance(device_mesh, DeviceMesh)
+    _expect(is_mesh, "device_mesh", "a DeviceMesh, as init_device_mesh makes one", device_mesh)
     is_mapping = registered is None or isinstance(registered, Mapping)
     _expect(is_mapping, "registered", "a mapping of names to objects", registered)
+    _expect(tracer is None or isinstance(tracer, Tracer), "tracer", "a Tracer", tracer)
+    _expect(callable(clock), "clock", "a function that tells seconds", clock)
+    _expect(backend is None or isinstance(backend, Backend), "backend", "a Backend", backend)
 
 
 def _expect(is_right: bool, name: str, what: str, value: object) -> None:
