@@ -17,7 +17,7 @@ from tierstore.cli import app
 from tierstore.config import Tier
 from tierstore.errors import ConfigError
 from tierstore.plan.advice import cheapest
-from tierstore.plan.bandwidth import Activity, Slowdown
+from tierstore.plan.bandwidth import Activity, Sizes, Slowdown
 from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 from tierstore.plan.machine import NODES
 from tierstore.plan.memory import activation_bytes
@@ -132,8 +132,25 @@ def test_measured_rates(tmp_path: Path) -> None:
     assert situation_of(PlanOptions(params="7e9", bandwidth=path)).layout.gpus == 1  # this machine, not a named one
     assert situation_of(PlanOptions(params="7e9", bandwidth=path, machine="dgx-h100")).layout.gpus == 8
     assert plan(PlanOptions(params="7e9", bandwidth=path)).notes[-1] == (
-        "rates tell no sizes: for --cpu-memory, --nvme-capacity, which were not given, stand those of a dgx-h100"
+        "these rates tell no sizes: for --cpu-memory, --nvme-capacity, which were not given, stand those of a dgx-h100"
     )
+
+
+def test_sizes_of_the_machine_that_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    sizes = Sizes(cpu_bytes=64 * 10**9, nvme_bytes=10**12, gpu_bytes=16 * 10**9)
+    path.write_text(json.dumps(replace(NODES["laptop"].rates, sizes=sizes).to_json()))
+    asked = PlanOptions(params="7e9", bandwidth=path)
+    node = situation_of(asked).node
+    assert (node.cpu_bytes, node.nvme_bytes, node.gpu_bytes) == (64e9, 1e12, 16e9)
+    assert (node.name, node.endurance_bytes) == ("machine of rates.json", 0.0)
+    assert not any("sizes" in note for note in plan(asked).notes)
+    asked_less = situation_of(replace(asked, cpu_memory=10**9, nvme_capacity=10**10, gpu_memory=10**8)).node
+    assert (asked_less.cpu_bytes, asked_less.nvme_bytes, asked_less.gpu_bytes) == (1e9, 1e10, 1e8)
+    named = situation_of(replace(asked, machine="dgx-h100")).node
+    assert named.cpu_bytes == NODES["dgx-h100"].cpu_bytes
+    path.write_text(json.dumps(replace(NODES["laptop"].rates, sizes=replace(sizes, gpu_bytes=None)).to_json()))
+    assert situation_of(asked).node.gpu_bytes == NODES["dgx-h100"].gpu_bytes
 
 
 def test_layers_that_were_timed_say_how_long_computing_takes(tmp_path: Path) -> None:

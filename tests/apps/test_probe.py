@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -22,9 +24,10 @@ import tierstore
 import tierstore.apps.probe
 from tierstore.apps import heap
 from tierstore.apps.launch import Launch
-from tierstore.apps.probe import Outcome, ProbeOptions, probe
+from tierstore.apps.probe import Outcome, ProbeOptions, _sizes, probe
 from tierstore.apps.probe_report import _directories, sentences
 from tierstore.cli import app
+from tierstore.device.streams import ComputeDevice
 from tierstore.measure import compute, layers, links, survey
 from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import BandwidthTable, DirectoryRates, NamedRate, Rate
@@ -69,6 +72,9 @@ def test_a_run_in_small(disk_path: Path) -> None:
     (one,) = found.directories
     assert (one.path, one.is_direct) == (str(disk), True)
     assert found.read_bytes_per_s == one.read.per_s
+    assert found.sizes is not None
+    assert (found.sizes.cpu_bytes, found.sizes.gpu_bytes) == (psutil.virtual_memory().total, None)
+    assert found.sizes.nvme_bytes <= shutil.disk_usage(disk).total
     names = {entry.name for entry in found.spreads}
     assert names >= {"read_bytes_per_s", "sync_bytes_per_s", "h2d_bytes_per_s", "matmul_flop_per_s"}
     report = json.loads(table.read_text())["report"]
@@ -76,6 +82,15 @@ def test_a_run_in_small(disk_path: Path) -> None:
     assert f"disk, reads             │ {one.read.per_s / 1e9:6.2f}"[:34] in result.output
     assert "Reads and writes" in result.output
     assert plot.read_bytes().startswith(PNG)
+
+
+def test_what_is_free_on_a_file_system_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(total=3 * 10**9, free=10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    twins = [tmp_path / "a", tmp_path / "b"]
+    for path in twins:
+        path.mkdir()
+    assert _sizes(twins, cast(ComputeDevice, SimpleNamespace(kind="cpu"))).nvme_bytes == 10**9
 
 
 def test_directories_are_shown_by_their_names() -> None:

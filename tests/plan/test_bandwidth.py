@@ -23,6 +23,7 @@ from tierstore.plan.bandwidth import (
     Estimator,
     NamedRate,
     Rate,
+    Sizes,
     Slowdown,
 )
 from tierstore.plan.cost_model import CostModel
@@ -42,6 +43,7 @@ FULL = replace(
     collective=CostModel(2e-4, 12e9, 1e-5),
     spreads=(NamedRate("read_bytes_per_s", RATE),),
     layers=(TimedLayer(LayerKind.BLOCK, "bf16", LayerWork(1.0, 7e6, 5e4, 9e8), 3e-3, 1e-2),),
+    sizes=Sizes(64 * 2**30, 10**12, 80 * 2**30),
 )
 
 
@@ -57,9 +59,9 @@ def test_the_seven_rates_alone_are_a_table() -> None:
     assert BandwidthTable.from_json(rates) == TABLE
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_table_of_an_earlier_version_is_read(version: int) -> None:
-    assert TABLE.to_json()["version"] == 3  # which a release that does not know rates of syncs refuses by its number
+    assert TABLE.to_json()["version"] == 4  # which a release that does not know sizes refuses by its number
     assert BandwidthTable.from_json(TABLE.to_json() | {"version": version}) == TABLE
 
 
@@ -105,7 +107,8 @@ def test_whatever_is_in_the_file_it_is_a_table_or_a_format_error(data: st.DataOb
             "read_threads: Input should be",
         ),
         ({"collective": {"alpha_s": -1, "beta_bytes_per_s": 1.0}}, "interconnect"),
-        ({"version": 4}, "a bandwidth table of version 4; this tierstore reads versions 1, 2, 3"),
+        ({"sizes": {"cpu_bytes": 0, "nvme_bytes": 1}}, "{'cpu_bytes': 0}"),
+        ({"version": 5}, "a bandwidth table of version 5; this tierstore reads versions 1, 2, 3, 4"),
         ({"version": True}, "version True"),
     ],
 )

@@ -19,7 +19,7 @@ from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.measure.table_file import read_table
 from tierstore.plan.advice import Change, changes
-from tierstore.plan.bandwidth import Activity, BandwidthTable
+from tierstore.plan.bandwidth import Activity, BandwidthTable, Sizes
 from tierstore.plan.layers import is_timed
 from tierstore.plan.machine import Node, node_called
 from tierstore.plan.memory import Attention, Job, Layout
@@ -110,8 +110,8 @@ def plan(asked: PlanOptions) -> Plan:
     situation = situation_of(asked)
     options = options_of(situation)
     best = fastest(options)
-    return Plan(as_divided(situation), options, simplest(options), best, changes(situation, best),
-                (*_flops_note(asked, situation), *_commit_note(situation, options), *_sizes_note(asked)))  # fmt: skip
+    notes = (*_flops_note(asked, situation), *_commit_note(situation, options), *_sizes_note(asked, situation))
+    return Plan(as_divided(situation), options, simplest(options), best, changes(situation, best), notes)
 
 
 def _flops_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
@@ -122,11 +122,11 @@ def _flops_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
     return (f"the GPUs' {machine.flop_per_s:g} flop/s are those of the data sheet of {machine.name}: give --flops",)
 
 
-def _sizes_note(asked: PlanOptions) -> tuple[str, ...]:
-    if not _is_measured(asked) or asked.cpu_memory is not None:
+def _sizes_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
+    if not _is_measured(asked) or asked.cpu_memory is not None or situation.node.rates.sizes is not None:
         return ()
     of_it = "--cpu-memory" if asked.nvme_capacity is not None else "--cpu-memory, --nvme-capacity"
-    return (f"rates tell no sizes: for {of_it}, which were not given, stand those of a {_DEFAULT_MACHINE}",)
+    return (f"these rates tell no sizes: for {of_it}, which were not given, stand those of a {_DEFAULT_MACHINE}",)
 
 
 def _commit_note(situation: Situation, options: Sequence[Option]) -> tuple[str, ...]:
@@ -201,11 +201,14 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
     if asked.disks is not None:
         node = node.with_disks(asked.disks)
     rates = _rates(asked, node.rates)
+    name = f"{node.name}, changed"
+    if asked.bandwidth is not None and _is_measured(asked):
+        node, name = _with_sizes(node, rates.sizes), f"machine of {asked.bandwidth.name}"
     sizes = (asked.gpu_memory, asked.cpu_memory, asked.nvme_capacity, asked.flops, asked.links, asked.endurance)
     if rates is not node.rates or any(size is not None for size in sizes):
         node = replace(
             node,
-            name=f"{node.name}, changed",
+            name=name,
             gpu_bytes=_or(asked.gpu_memory, node.gpu_bytes),
             cpu_bytes=_or(asked.cpu_memory, node.cpu_bytes),
             nvme_bytes=_or(asked.nvme_capacity, node.nvme_bytes),
@@ -215,6 +218,14 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
             rates=rates,
         )
     return node, nodes
+
+
+def _with_sizes(node: Node, sizes: Sizes | None) -> Node:
+    """With what the machine that was measured has, as far as that is known; how long its disks live is not."""
+    if sizes is not None:
+        node = replace(node, cpu_bytes=sizes.cpu_bytes, nvme_bytes=sizes.nvme_bytes,
+                       gpu_bytes=sizes.gpu_bytes or node.gpu_bytes)  # fmt: skip
+    return replace(node, endurance_bytes=0.0)
 
 
 def _is_measured(asked: PlanOptions) -> bool:

@@ -8,11 +8,15 @@ Owner: the thread that calls; memory, device and files are given back at the end
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from tierstore.apps.heap import serve_steps
 from tierstore.apps.launch import Launch
@@ -20,11 +24,12 @@ from tierstore.apps.options import FreedMemory
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
-from tierstore.plan.bandwidth import Activity, BandwidthTable, NamedRate, Rate, Slowdown
+from tierstore.plan.bandwidth import Activity, BandwidthTable, NamedRate, Rate, Sizes, Slowdown
 from tierstore.plan.cost_model import CostModel
 from tierstore.plan.layers import TimedLayer
 
 if TYPE_CHECKING:  # torch and numpy come with them
+    from tierstore.device.streams import ComputeDevice
     from tierstore.measure.machine import MachineRates
     from tierstore.measure.survey import Disks
 
@@ -135,7 +140,19 @@ def measure(options: ProbeOptions, tell: Callable[[str, float], None]) -> Outcom
             # While the files are open: what computes and copies also runs beside the disks.
             machine = runtime.call(measure_machine, device, memory, run_s, rounds, tell_of_machine, disks.loads)
     layers = _time_layers(options, rounds, tell) if device.kind == "cpu" else ()
-    return Outcome(replace(_table(disks, machine), layers=layers), disks, machine)
+    sizes = _sizes(options.nvme, device)
+    return Outcome(replace(_table(disks, machine), layers=layers, sizes=sizes), disks, machine)
+
+
+def _sizes(directories: Sequence[Path], device: ComputeDevice) -> Sizes:
+    """Of this machine; of several directories on one file system it counts what is free there once."""
+    free_bytes = {os.stat(path).st_dev: shutil.disk_usage(path).free for path in directories}
+    gpu_bytes = None
+    if device.kind == "cuda":
+        import torch
+
+        gpu_bytes = torch.cuda.get_device_properties(device.torch_device).total_memory
+    return Sizes(psutil.virtual_memory().total, sum(free_bytes.values()), gpu_bytes)
 
 
 def save(options: ProbeOptions, outcome: Outcome) -> None:

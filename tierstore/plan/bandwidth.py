@@ -22,10 +22,10 @@ from tierstore.errors import ConfigError, FormatError
 from tierstore.plan.cost_model import CostModel
 from tierstore.plan.layers import TimedLayer
 
-VERSION = 3
-"""Of the form: 2 has rates of norms, timed layers, and the cores of a collective, 3 that of syncs; what an older table
-has a newer one has too."""
-_READ_VERSIONS = (1, 2, VERSION)
+VERSION = 4
+"""Of the form: 2 has rates of norms, timed layers, and the cores of a collective, 3 that of syncs, 4 sizes; what an
+older table has a newer one has too."""
+_READ_VERSIONS = (1, 2, 3, VERSION)
 _AT_ONCE = 10
 """A sync that is so many times as fast as writes takes no time that counts."""
 REPORT = "report"
@@ -145,6 +145,24 @@ class NamedRate(_Part):
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes(_Part):
+    """What the machine that was measured has, in bytes.
+
+    Attributes:
+        cpu_bytes: its memory.
+        nvme_bytes: what was free in the directories, together.
+        gpu_bytes: memory of the GPU; None where none was measured.
+    """
+
+    cpu_bytes: int
+    nvme_bytes: int
+    gpu_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self, ("cpu_bytes", "nvme_bytes", "gpu_bytes"))
+
+
+@dataclass(frozen=True, slots=True)
 class BandwidthTable(_Part):
     """Rates of one machine. The first seven are always there; the others as far as they were measured.
 
@@ -170,6 +188,7 @@ class BandwidthTable(_Part):
         collective: between the ranks that measured it.
         layers: of a model, computed by the cores of this machine; none where a GPU computes.
         spreads: of the rates above.
+        sizes: of the machine.
     """
 
     read_bytes_per_s: float
@@ -192,6 +211,7 @@ class BandwidthTable(_Part):
     collective: CostModel | None = None
     spreads: tuple[NamedRate, ...] = ()
     layers: tuple[TimedLayer, ...] = ()
+    sizes: Sizes | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, RATE_NAMES)
