@@ -61,7 +61,7 @@ def bench(
             steps=steps, curve=curve, large=large, heat=heat, dtype=dtype, device=device, json=json, markdown=markdown,
         )  # fmt: skip
         cases = cases_of(case, device)
-        refuse_unread(given_options(context), cases)
+        refuse_unread(options, given_options(context), cases)
         if device != "cpu":
             from tierstore.device.streams import check_device  # with torch
 

@@ -19,7 +19,7 @@ import tierstore
 from tierstore.apps import preset_sizes
 from tierstore.apps.bench import cuda, disk
 from tierstore.apps.bench import run as bench_run
-from tierstore.apps.bench.case import Answer, Bar, BenchOptions, Case, Contestant, Result, ratio, row_of
+from tierstore.apps.bench.case import PEERS, Answer, Bar, BenchOptions, Case, Contestant, Result, ratio, row_of
 from tierstore.apps.bench.report import context_of, markdown
 from tierstore.apps.bench.run import Outcome, cases_of, run_case
 from tierstore.apps.options import Preset
@@ -41,16 +41,18 @@ def result(name: str, trouble: str | None = None, seconds: float = 1.0, **figure
 def test_disk_in_small(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_OUR_SETTINGS", disk._OUR_SETTINGS[:1])
     files = disk_path / "out.json", disk_path / "out.md"
-    done = bench("disk", "--peer", "torch", "--size", "64MiB", "--rounds", "1", "--nvme", str(disk_path),
+    done = bench("disk", "--peer", "deepspeed", "--size", "64MiB", "--rounds", "1", "--nvme", str(disk_path),
                  "--json", str(files[0]), "--markdown", str(files[1]))  # fmt: skip
     assert done.exit_code == 0, done.output
     assert sorted(os.listdir(disk_path)) == ["out.json", "out.md"]
     found = json.loads(files[0].read_text())
-    assert found["command"].startswith("tierstore bench disk --peer torch --nvme ")
+    assert found["command"].startswith("tierstore bench disk --peer deepspeed --nvme ")
     assert "--size 64MiB --rounds" not in found["command"]  # in the order of the record
     (case,) = found["cases"]
     assert {row["work"] for row in case["rows"]} == {"read 64 MiB", "write 64 MiB"}
-    assert all(row["value"]["median"] > 0 and row["trouble"] is None for row in case["rows"])
+    own = [row for row in case["rows"] if row["contestant"].startswith("tierstore")]
+    assert own
+    assert all(row["value"]["median"] > 0 and row["trouble"] is None for row in own)
     assert "bar 0.95 of fio's best: not measured" in files[1].read_text()
     assert "tierstore 32 MiB x 4" in done.output
 
@@ -83,12 +85,23 @@ def test_load_in_small(disk_path: Path, tmp_path: Path) -> None:
         (["reduce", "--size", "1GiB"], "--size is of disk and load: nothing that would run reads it"),
         (["all", "--device", "cuda", "--heat", "disk"], "--heat is of step: nothing that would run reads it"),
         (["disk", "--device", "cuda"], "--device is of step: nothing that would run reads it"),
+        (["adam", "--peer", "fio"], "--peer fio is of disk, load: nothing that would run compares with it"),
+        (["load", "--peer", "torch", "--peer", "deepspeed"], "--peer deepspeed is of disk, adam, step: nothing"),
     ],
 )
 def test_what_cannot_be_asked(arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = bench(*arguments)
     assert (done.exit_code, sentence in done.output) == (2, True), done.output
+
+
+@pytest.mark.parametrize("case", cases_of("all") + cases_of("all", "cuda"), ids=lambda case: case.name)
+def test_a_case_tells_with_whom_it_compares(case: Case, tmp_path: Path) -> None:
+    def compares(name: str) -> bool:
+        heats = case.heats(BenchOptions(peer=(name,), nvme=tmp_path), tmp_path)
+        return any(contestant.is_peer for heat in heats for contestant in heat)
+
+    assert set(filter(compares, PEERS)) == set(case.peers)
 
 
 def test_room_is_asked_before_anything_is_written(tmp_path: Path) -> None:

@@ -162,4 +162,5 @@ def _file(scratch: Path) -> Path:
     return scratch / "disk.dat"
 
 
-CASE = Case("disk", heats, rows, disk_bytes=lambda options: options.size, prepare=prepare, reads=("size",))
+CASE = Case("disk", heats, rows, disk_bytes=lambda options: options.size, prepare=prepare, reads=("size",),
+            peers=("fio", "deepspeed"))  # fmt: skip

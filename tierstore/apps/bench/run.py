@@ -45,12 +45,19 @@ def cases_of(name: str, device: str = "cpu") -> list[Case]:
     return [importlib.import_module(f"tierstore.apps.bench.{one}").CASE for one in names]
 
 
-def refuse_unread(given: Sequence[str], cases: Sequence[Case]) -> None:
+def refuse_unread(options: BenchOptions, given: Sequence[str], cases: Sequence[Case]) -> None:
     """Refuses an option that would change nothing.
 
+    Args:
+        given: the names of those that were given.
+
     Raises:
-        ConfigError: no case reads it.
+        ConfigError: no case reads it, or compares with that peer.
     """
+    for name in options.peer:
+        if not any(name in case.peers for case in cases):
+            theirs = [case.name for case in cases_of("all") if name in case.peers]
+            raise ConfigError(f"--peer {name} is of {', '.join(theirs)}: nothing that would run compares with it")
     readers = {name: [case.name for case in cases_of("all") if name in case.reads] for name in given}
     for name, known in readers.items():
         if known and not any(name in case.reads for case in cases):
