@@ -19,7 +19,7 @@ from rich.table import Table
 
 from tierstore.apps.outputs import copy_companions
 from tierstore.apps.plain import show_plain
-from tierstore.apps.progress import byte_bar
+from tierstore.apps.progress import byte_bar, spinner
 from tierstore.archive import flow
 from tierstore.archive.choosing import choose, codec_named, measure
 from tierstore.archive.opening import open_archive
@@ -75,7 +75,7 @@ def run_pack(
     with Attended("pack", timeout_s) as attended:
         source = attended.look(open_source, path)
         tried = _TRIED.get(wanted, (wanted,))
-        with console.status("measuring codecs on the checkpoint's own tensors"):
+        with spinner(console, "measuring codecs on the checkpoint's own tensors"):
             measured = attended.look(measure, source, options.chunk_bytes, tried, backend=attended.backend)
         choices = choose(measured, read_bytes_per_s) if wanted is Codec.AUTO else {}
         codecs = {dtype: choices[dtype].codec if choices else wanted for dtype in measured}

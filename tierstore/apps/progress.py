@@ -1,7 +1,7 @@
-"""A bar for work that takes long: how far it is, and what it is at.
+"""A bar, or a spinner, for work that takes long: how far it is, and what it is at.
 
 Scope: one line on a terminal, nothing elsewhere. Not here: what is worked on.
-Owner: the bar belongs to its `with` block.
+Owner: they belong to their `with` block.
 """
 
 from __future__ import annotations
@@ -20,6 +20,17 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
+
+
+@contextlib.contextmanager
+def spinner(console: Console, what: str) -> Iterator[Callable[[str], None]]:
+    """What goes on, as long as it does; call what it gives when that is something else."""
+    if not console.is_terminal:
+        yield lambda what: None
+        return
+    with console.status(Text(what)) as status:
+        yield lambda what: status.update(Text(what))
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from tierstore.apps.data import held_out_batches
 from tierstore.apps.heap import prepare_heap, serve_steps
 from tierstore.apps.metrics import StepLog, peak_resident_bytes
 from tierstore.apps.options import TrainOptions
+from tierstore.apps.progress import spinner
 from tierstore.apps.report import Reporter, Totals
 from tierstore.apps.stopping import StopRequest
 from tierstore.apps.turns import take_short_turns
@@ -91,11 +92,13 @@ def train(
     with advised(options.nvme if is_told else (), reporter.console), contextlib.ExitStack() as stack:
         names = [one.name for one in fields(options) if one.name not in _OF_A_RANK]
         crew.check_same("options", {name: getattr(options, name) for name in names})
-        parts = crew.all_succeed("the model and the text", prepare)
+        with spinner(reporter.console, "making the model and reading the text"):
+            parts = crew.all_succeed("the model and the text", prepare)
         crew.check_same("training text", {"the fingerprint of the training text": parts.corpus.fingerprint})
         stack.callback(parts.batches.close)
         tracer = Tracer(time.perf_counter, enabled=options.trace is not None and crew.leads)
-        engine = stack.enter_context(make_engine(**engine_arguments(options, parts, tracer, crew)))
+        with spinner(reporter.console, "making the engine (on a new machine its kernels are compiled first)"):
+            engine = stack.enter_context(make_engine(**engine_arguments(options, parts, tracer, crew)))
         in_memory = engine.placement.updates_in_memory
         stack.enter_context(serve_steps(options.freed_memory, updates_in_memory=in_memory))
         run = _Run(options, reporter, parts, engine, log, stop or StopRequest(), crew)
@@ -241,7 +244,8 @@ class _Run:
     def _export(self, directory: Path) -> None:
         options, has_weights = self._options, False
         try:
-            self._engine.export(directory)
+            with spinner(self._reporter.console, f"exporting to {directory}"):
+                self._engine.export(directory)
             has_weights = True
             if self._crew.leads:
                 outputs.write_configuration(self._parts.configuration, directory)
@@ -294,14 +298,16 @@ class _Run:
         options, parts, crew = self._options, self._parts, self._crew
         if not options.evaluate:
             return None
-        total, count = 0.0, 0
+        total, count, done = 0.0, 0, 0
         parts.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), spinner(self._reporter.console, "held-out loss") as tell:
                 for tokens in held_out_batches(parts.corpus.held_out, parts.sequence, options.evaluate, options.batch):
                     self._exchange(None)
                     if self._stopped_by is not None:
                         return None
+                    tell(f"held-out loss: {done} of {options.evaluate} samples")
+                    done += len(tokens)
                     own = tokens[crew.rank :: crew.count]
                     predicted = own.shape[0] * (own.shape[1] - 1)
                     moved = (own if len(own) else tokens[:1]).to(self._device)  # a forward is one of all ranks

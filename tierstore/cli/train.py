@@ -158,17 +158,17 @@ def _checked(launch: Launch, values: dict[str, Any], file: Path | None, context:
 def _run_training(options: TrainOptions, launch: Launch, stop: StopRequest) -> None:
     from rich.console import Console
 
+    from tierstore.apps.progress import spinner
     from tierstore.apps.spinning import ask_for_short_spins
 
     ask_for_short_spins()
-
-    with loading():
+    console = Console() if launch.rank == 0 else Console(quiet=True, force_terminal=False)
+    with spinner(console, "importing torch and transformers"), loading():
         from tierstore.apps.crew import joined
         from tierstore.apps.heap import ask_for_huge_pages
         from tierstore.apps.report import Reporter
         from tierstore.apps.train import train as run
 
-    console = Console() if launch.rank == 0 else Console(quiet=True, force_terminal=False)
     ask_for_huge_pages()  # ranks make tensors to meet each other
     with joined(launch, options.device) as crew:
         outcome = run(options, Reporter(console), stop=stop, crew=crew)
