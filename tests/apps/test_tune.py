@@ -154,7 +154,7 @@ def test_with_the_real_engine(disk_path: Path) -> None:
     options = TuneOptions(train=train, measure=True, depths=(0, 3), rounds=1, steps=2)
     said: list[str] = []
     outcome = run(options, rates, said.append)
-    assert [text.split()[0] for text in said] == ["recording", "measuring"]
+    assert [text.split()[0] for text in said] == ["recording", "measuring", "running", "measuring"]
     assert len(seen) == 2
     assert sorted(outcome.measured) == sorted({0, 3, outcome.tuning.choice.depth})
     assert all(0 < one.low <= one.seconds <= one.high for one in outcome.measured.values())

@@ -115,7 +115,11 @@ def run(options: TuneOptions, rates: Rates, say: Callable[[str], None]) -> Outco
         for directory in options.train.nvme:
             check_directory("nvme", directory)
     found = _recorded(options, say)
+    if options.train.bandwidth is None:
+        say("measuring the rates of this machine")
     seen = [rates()]
+    if options.record is None:
+        say("running steps on paper")
     record = found if isinstance(found, StepRecord) else calibrated_to(found, _as_recorded(options.train), seen[0])
     tuning = _tune(options, record, seen[0])
     measured: Mapping[int, Measured] = {}

@@ -79,11 +79,13 @@ def tune(
 
         from rich.console import Console
 
+        from tierstore.apps.progress import spinner
         from tierstore.apps.spinning import ask_for_short_spins
 
         ask_for_short_spins()
 
-        with loading():
+        console = Console()
+        with spinner(console, "beginning"), loading():
             from tierstore.apps import tune_views
             from tierstore.apps.tune import TuneOptions, rates_for, run, save
 
@@ -93,7 +95,6 @@ def tune(
             steps=steps, write=write, plot=plot, json=json,
         )  # fmt: skip
         outcome = run(options, rates_for(train), say)
-        console = Console()
         console.print(tune_views.as_table(outcome))
         console.print(tune_views.as_words(outcome), highlight=False, markup=False)
         save(options, outcome)
