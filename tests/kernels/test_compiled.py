@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import numba
 import numpy as np
@@ -21,6 +23,16 @@ def test_warm_up_compiles_everything_an_update_needs():
     kernels.warm_up(["bf16", "fp16", "fp32"])
     assert before == {"adam": 6, "square_sums": 3, "copy_all_squares": 3, "add_into": 3}  # Adam with a copy and without
     assert before == {name: len(getattr(compiled, name).signatures) for name in before}
+
+
+def test_an_optimizer_of_plain_arrays_compiles_no_more_than_it_uses():
+    code = (
+        "import sys\nfrom tierstore import kernels\nfrom tierstore.kernels import compiled\n"
+        "kernels.warm_up_adam(['bf16'])\n"
+        "print(*(name for name, item in vars(compiled).items() if getattr(item, 'signatures', None)))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert set(told.split()) == {"adam", "join_bf16"}
 
 
 def test_every_loop_releases_the_gil_and_is_cached():

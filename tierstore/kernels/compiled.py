@@ -574,21 +574,21 @@ def copy_squares(source: Array, target: Array, start: int, lanes: Array, block: 
         from_, to = source[done : done + size], target[start : start + size]
         head = min(-lane % LANES, size)
         body = (size - head) // LANES * LANES
-        copy_squares_in(from_, to, 0, head, lane, row)
+        copy_squares_in(from_[:head], to[:head], lane, row)
         from_body, to_body = from_[head : head + body], to[head : head + body]
         for i in range(0, body, LANES):
             for j in range(LANES):
                 to_body[i + j] = from_body[i + j]
                 x = np.float64(widen(from_body[i + j]))
                 row[j] += x * x
-        copy_squares_in(from_, to, head + body, size, lane, row)
+        copy_squares_in(from_[head + body :], to[head + body :], (lane + head) % LANES, row)
         done, start = done + size, start + size
 
 
 @compiled
-def copy_squares_in(source: Array, target: Array, begin: int, end: int, lane: int, lanes: Array) -> None:
-    """Elements [begin, end), of which element 0 belongs to this lane."""
-    for i in range(begin, end):
+def copy_squares_in(source: Array, target: Array, lane: int, lanes: Array) -> None:
+    """Of a few elements, of which the first belongs to this lane."""
+    for i in range(source.size):
         target[i] = source[i]
         x = np.float64(widen(source[i]))
         lanes[(lane + i) % LANES] += x * x

@@ -128,7 +128,7 @@ class CPUAdam(torch.optim.Optimizer):
         self._pool: ThreadPoolExecutor | None = None
         self._pool_pid = 0
         super().__init__(params, defaults)
-        kernels.warm_up(sorted({DTYPES[p.dtype] for group in self.param_groups for p in group["params"]}))
+        kernels.warm_up_adam(sorted({DTYPES[p.dtype] for group in self.param_groups for p in group["params"]}))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's.
