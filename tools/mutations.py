@@ -256,6 +256,19 @@ MUTATIONS: Sequence[Mutation] = (
         "round_.gradients.drop(*trip.key)", "store/test_recovery.py::TestDamage",
     ),
     Mutation(
+        "a NaN is one when it is rounded", "kernels/compiled.py _bits",
+        'b.select(b.fcmp_unordered("uno", value, value), _filled(bits, 0x7FC00000), bits)', "kernels/test_adam.py",
+        "bits",
+    ),
+    Mutation(
+        "a residual that a zero has left", "kernels/compiled.py _join",
+        "b.select(is_stale, _filled(residual, 0), residual)", "kernels/test_adam.py", "residual",
+    ),
+    Mutation(
+        "decay in the gradient, of vectors", "kernels/compiled.py adam", "adam_lanes(_AT_ONCE, True,",
+        "kernels/test_adam.py", "adam_lanes(_AT_ONCE, False,",
+    ),
+    Mutation(
         "leaves that change later", "kernels/compiled.py adam_with_digests",
         "_digest_sections(stored[1], leaf, sections[1], end, 1, was_1, before[1], sums)", "kernels/test_digests.py",
     ),
