@@ -7,6 +7,7 @@ import itertools
 import mmap
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -343,15 +344,19 @@ def test_pages_are_touched_lazily() -> None:
 
 
 @needs_huge_pages
-def test_huge_pages_are_asked_for_within_the_bytes_only() -> None:
+def test_huge_pages_are_asked_for() -> None:
     _, memory = huge_pages(2 * HUGE_PAGE_BYTES + 4096)
     address = memory.ctypes.data
     assert address % HUGE_PAGE_BYTES == 0
-    asked = [asks_for_huge_pages(address + offset) for offset in (0, 2 * HUGE_PAGE_BYTES - 1, 2 * HUGE_PAGE_BYTES)]
-    assert asked == [True, True, False]
+    assert all(asks_for_huge_pages(address + offset) for offset in (0, 2 * HUGE_PAGE_BYTES, memory.size - 1))
     assert not memory.any()
-    _, small = huge_pages(HUGE_PAGE_BYTES - 1)
-    assert not asks_for_huge_pages(small.ctypes.data)
+
+
+def test_neighbours_are_one_to_the_system() -> None:
+    """Of a process it has some 65,000, and says no to all that comes after them."""
+    before = len(Path("/proc/self/maps").read_text().splitlines())
+    kept = [huge_pages(HUGE_PAGE_BYTES)[1] for _ in range(400)]
+    assert len(Path("/proc/self/maps").read_text().splitlines()) - before < len(kept) / 2
 
 
 def test_a_kernel_without_huge_pages_has_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -504,4 +504,16 @@ def test_large_state_is_in_huge_pages(dtype):
         states = {name: item.data_ptr() for name, item in one.state[large].items() if name != "step"}
         assert len(states) == (2 if dtype == torch.float32 else 3)
         assert all(asks_for_huge_pages(address) for address in states.values())
+        assert all(item.untyped_storage().nbytes() == item.nbytes for item in one.state[large].values())
     assert_equal(train(other, twins, 2, first=2), train(optimizer, parameters, 2, first=2))
+
+
+def test_a_step_of_several_elements_is_refused():
+    optimizer, parameters = optimizer_of(parameters_of(torch.float32))
+    train(optimizer, parameters, 1)
+    saved = optimizer.state_dict()
+    saved["state"][1]["step"] = torch.ones(2)
+    before = copy.deepcopy(optimizer.state)
+    with pytest.raises(ConfigError, match=r"state 'step' has shape \[2\]"):
+        optimizer.load_state_dict(saved)
+    assert_equal([optimizer.state[p]["exp_avg"] for p in parameters], [before[p]["exp_avg"] for p in before])

@@ -31,16 +31,14 @@ Bytes = npt.NDArray[np.uint8]
 def huge_pages(nbytes: int) -> tuple[mmap.mmap, Bytes]:
     """A private anonymous mapping that asks for huge pages, and its bytes, all zero, from a huge-page boundary on.
 
-    None is asked for that would reach beyond the bytes. numpy holds the mapping: it is unmapped when its last view is
-    gone, never under one.
+    All of it asks, so that neighbours are one to the system, which has only so many (65,530 of a process). numpy holds
+    the mapping: it is unmapped when the last view of it is gone, never under one.
     """
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     whole: Bytes = np.frombuffer(mapping, dtype=np.uint8)
-    first = -whole.ctypes.data % HUGE_PAGE_BYTES
-    if nbytes >= HUGE_PAGE_BYTES:
-        with contextlib.suppress(OSError):  # a kernel without them
-            mapping.madvise(mmap.MADV_HUGEPAGE, first, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-    return mapping, whole[first:][:nbytes]
+    return mapping, whole[-whole.ctypes.data % HUGE_PAGE_BYTES :][:nbytes]
 
 
 def aligned_room(nbytes: int) -> Bytes:

@@ -42,7 +42,7 @@ LANES = 64  # partial sums of a block; wide enough that the additions of one lan
 
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 _INT16, _INT32 = ir.IntType(16), ir.IntType(32)
-_ALIGNMENT = 2  # bytes, what the smallest element has
+_ALIGNMENT = 1  # of vectors: they begin anywhere
 
 
 # ------------------------------------------------------------------------------------------------ intrinsics
@@ -377,8 +377,16 @@ def adam_lanes(
     i: Any, c: Any,
 ) -> Any:  # fmt: skip
     """One step of Adam of the elements [i, i + lanes) of a chunk; `lanes` and `is_coupled` are constants."""
+    if not isinstance(lanes, types.IntegerLiteral):  # a second attempt, after a type was refused
+        return None
     kinds, count = [weights, gradient, m, v, complement, copy], lanes.literal_value
     is_fp32, is_bf16 = weights.dtype == types.float32, weights.dtype == types.uint16
+    of_weights, of_state = (weights.dtype, True), (types.float32, True)
+    of_complement = (types.int16 if is_bf16 else types.float32, True)
+    wanted = (of_weights, (weights.dtype, False), of_state, of_state, of_complement, of_weights)
+    for kind, (dtype, is_written) in zip(kinds, wanted):  # addresses do not tell
+        if kind != types.none and (kind.dtype != dtype or kind.layout != "C" or kind.mutable < is_written):
+            return None
     if weights.dtype == types.int16:
         _require_half_instructions()
 

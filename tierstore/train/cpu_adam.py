@@ -9,13 +9,13 @@ Owner: the thread that calls `step()`; its threads work only while that call las
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, overload
 
 import numpy as np
@@ -48,6 +48,7 @@ _COMPLEMENTS = {"fp32": None, "bf16": ("residual", torch.int16), "fp16": ("maste
 _OPTIONS = {"lr", "betas", "eps", "weight_decay"}
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
 _TENSORS_OF_STATE = _MOMENTS | {"residual", "master"}
+_LINE = 64  # bytes that a core loads at once; a state begins with one
 _PIECE = 16 * BLOCK  # elements of one job, about 1 ms of work; jobs of 4 blocks were 10 % slower (2-core Xeon, 2026)
 
 
@@ -170,8 +171,11 @@ class CPUAdam(torch.optim.Optimizer):
         due = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for _, parameter, gradient in due:
             self._check(parameter, gradient)
+        new = [parameter for _, parameter, _ in due if not self.state.get(parameter)]
+        for parameter, state in zip(new, _new_states(new)):
+            self.state[parameter].update(state)
         jobs = [self._job(*one) for one in due]
-        self._run(deque(chain.from_iterable(job.pieces() for job in jobs)))
+        self._run(deque(itertools.chain.from_iterable(job.pieces() for job in jobs)))
         for job in jobs:
             job.finish()
         return loss
@@ -217,10 +221,11 @@ class CPUAdam(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called by load_state_dict with protected tensors, and by pickle and deepcopy with ordinary ones.
-        restored = {
-            key: _restore(key, value) if isinstance(key, torch.Tensor) else value
-            for key, value in state["state"].items()
-        }
+        restored = dict(state["state"])
+        parameters = [key for key, entry in restored.items() if isinstance(key, torch.Tensor) and entry]
+        for parameter, fresh in zip(parameters, _new_states(parameters)):
+            _fill(fresh, parameter, restored[parameter])
+            restored[parameter] = fresh
         self.__dict__.setdefault("_pool", None)
         self.__dict__.setdefault("_pool_pid", 0)
         super().__setstate__({**state, "state": defaultdict(dict, restored)})
@@ -248,8 +253,6 @@ class CPUAdam(torch.optim.Optimizer):
 
     def _job(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> _Job:
         state = self.state[parameter]
-        if not state:
-            state.update(_new_state(parameter))
         coefficients = coefficients_of(group, int(state["step"]) + 1)
         weights = parameter if parameter.is_contiguous() else parameter.contiguous()
         return _Job(parameter, weights, gradient.resolve_neg().contiguous(), state, coefficients)
@@ -311,18 +314,26 @@ def _forms_of_state(parameter: torch.Tensor) -> dict[str, tuple[torch.Size, torc
     return {name: (parameter.shape, dtype) for name, dtype in dtypes.items()}
 
 
-def _new_state(parameter: torch.Tensor) -> dict[str, Any]:
-    # An fp16 master that differs from its weight is replaced in the first step.
-    forms = _forms_of_state(parameter)
-    return {"step": torch.tensor(0.0, device="cpu")} | {name: _zeros(*form) for name, form in forms.items()}
+def _new_states(parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+    """Of each before its first step; an fp16 master that differs from its weight is replaced in that.
 
-
-def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """In huge pages if it is large."""
-    nbytes = shape.numel() * dtype.itemsize
-    if nbytes < HUGE_PAGE_BYTES:
-        return torch.zeros(shape, dtype=dtype, device="cpu")
-    return torch.from_numpy(huge_pages(nbytes)[1]).view(dtype).view(shape)
+    All lie in one mapping, of huge pages if they fill one. Of mappings for each, a process has too few.
+    """
+    forms = [_forms_of_state(parameter) for parameter in parameters]
+    sizes = [shape.numel() * dtype.itemsize for each in forms for shape, dtype in each.values()]
+    starts = [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
+    memory = huge_pages(starts[-1])[1] if starts[-1] >= HUGE_PAGE_BYTES else np.zeros(starts[-1], np.uint8)
+    # A storage for each, so that what is pickled of one is not all of them; none of nothing, which numpy has no place for
+    # and `torch.save` would take for another's.
+    rooms = (
+        torch.from_numpy(memory[start : start + size]) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
+        for start, size in zip(starts, sizes)
+    )
+    return [
+        {"step": torch.tensor(0.0, device="cpu")}
+        | {name: next(rooms).view(dtype).view(shape) for name, (shape, dtype) in each.items()}
+        for each in forms
+    ]
 
 
 def _protect(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -333,17 +344,13 @@ def _protect(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def _restore(parameter: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-    """The state of one parameter from a loaded entry: copies, in our dtypes, with what a foreign state dict lacks."""
-    if not entry:
-        return {}
-    state = _new_state(parameter)
+def _fill(state: dict[str, Any], parameter: torch.Tensor, entry: dict[str, Any]) -> None:
+    """A new state from a loaded entry, as far as that has it: a foreign one may lack something."""
     for name, fresh in state.items():
         item = entry.get(name)
         if item is None:
             continue
         value = item.tensor if isinstance(item, _Verbatim) else torch.as_tensor(item, device="cpu")
-        if name != "step" and value.shape != parameter.shape:
+        if value.numel() != 1 if name == "step" else value.shape != parameter.shape:
             raise ConfigError(f"state {name!r} has shape {list(value.shape)}, its parameter {list(parameter.shape)}")
         fresh.copy_(value.detach().reshape(fresh.shape))
-    return state
