@@ -132,7 +132,8 @@ def test_measured_rates(tmp_path: Path) -> None:
     assert situation_of(PlanOptions(params="7e9", bandwidth=path)).layout.gpus == 1  # this machine, not a named one
     assert situation_of(PlanOptions(params="7e9", bandwidth=path, machine="dgx-h100")).layout.gpus == 8
     assert plan(PlanOptions(params="7e9", bandwidth=path)).notes[-1] == (
-        "these rates tell no sizes: for --cpu-memory, --nvme-capacity, which were not given, stand those of a dgx-h100"
+        "these rates do not tell all sizes: for --gpu-memory, --cpu-memory, --nvme-capacity, not given, stand those "
+        "of a dgx-h100"
     )
 
 
@@ -151,6 +152,9 @@ def test_sizes_of_the_machine_that_was_measured(tmp_path: Path) -> None:
     assert named.cpu_bytes == NODES["dgx-h100"].cpu_bytes
     path.write_text(json.dumps(replace(NODES["laptop"].rates, sizes=replace(sizes, gpu_bytes=None)).to_json()))
     assert situation_of(asked).node.gpu_bytes == NODES["dgx-h100"].gpu_bytes
+    assert "for --gpu-memory, not given, stand those of a dgx-h100" in plan(asked).notes[-1]
+    with pytest.raises(ConfigError, match="--disks is of --machine"):
+        plan(replace(asked, disks=2))
 
 
 def test_layers_that_were_timed_say_how_long_computing_takes(tmp_path: Path) -> None:
@@ -158,7 +162,8 @@ def test_layers_that_were_timed_say_how_long_computing_takes(tmp_path: Path) -> 
     work = LayerWork(1.0, 1.0, 1.0, 1.0)  # a second for each layer and pass, whatever its size
     timed = tuple(TimedLayer(kind, "bf16", replace(work, layers=n), n, 2 * n) for kind in LayerKind for n in (1.0, 2.0))
     path.write_text(json.dumps(replace(NODES["laptop"].rates, layers=timed).to_json()))
-    asked = PlanOptions(preset=Preset.P124M, bandwidth=path, gpus=1, gpu_memory=10**10, cpu_memory=10**10)
+    asked = PlanOptions(preset=Preset.P124M, bandwidth=path, gpus=1, gpu_memory=10**10, cpu_memory=10**10,
+                        nvme_capacity=10**12)  # fmt: skip
     found = plan(asked)
     assert not found.notes
     assert found.options[-1].compute_s == pytest.approx(3 * (12 + 1), rel=1e-6)

@@ -43,7 +43,7 @@ FULL = replace(
     collective=CostModel(2e-4, 12e9, 1e-5),
     spreads=(NamedRate("read_bytes_per_s", RATE),),
     layers=(TimedLayer(LayerKind.BLOCK, "bf16", LayerWork(1.0, 7e6, 5e4, 9e8), 3e-3, 1e-2),),
-    sizes=Sizes(64 * 2**30, 10**12, 80 * 2**30),
+    sizes=Sizes(64e9, 0, 80 * 2**30),
 )
 
 
@@ -98,7 +98,7 @@ def test_whatever_is_in_the_file_it_is_a_table_or_a_format_error(data: st.DataOb
     [
         ({"h2d_bytes_per_s": "fast"}, "h2d_bytes_per_s: Input should be a valid number"),
         ({"more": 1.0}, "more: Unexpected name"),
-        ({"h2d_bytes_per_s": -1.0}, "rates are positive and finite: {'h2d_bytes_per_s': -1.0}"),
+        ({"h2d_bytes_per_s": -1.0}, "figures are positive and finite: {'h2d_bytes_per_s': -1.0}"),
         ({"codecs": [{"codec": "rar"}]}, "codecs.0.codec: Input should be 'none'"),
         ({"slowdowns": [{"activity": "read", "beside": "write", "factor": 0.0}]}, "{'factor': 0.0}"),
         ({"directories": [{**FULL.to_json()["directories"][0], "read_threads": 0}]}, "{'read_threads': 0}"),
@@ -107,7 +107,8 @@ def test_whatever_is_in_the_file_it_is_a_table_or_a_format_error(data: st.DataOb
             "read_threads: Input should be",
         ),
         ({"collective": {"alpha_s": -1, "beta_bytes_per_s": 1.0}}, "interconnect"),
-        ({"sizes": {"cpu_bytes": 0, "nvme_bytes": 1}}, "{'cpu_bytes': 0}"),
+        ({"sizes": {"cpu_bytes": 0, "nvme_bytes": 1}}, "figures are positive and finite: {'cpu_bytes': 0"),
+        ({"sizes": {"cpu_bytes": 1, "nvme_bytes": -1}}, "nvme_bytes is 0 or more, and finite, not -1"),
         ({"version": 5}, "a bandwidth table of version 5; this tierstore reads versions 1, 2, 3, 4"),
         ({"version": True}, "version True"),
     ],

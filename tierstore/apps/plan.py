@@ -123,10 +123,17 @@ def _flops_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
 
 
 def _sizes_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
-    if not _is_measured(asked) or asked.cpu_memory is not None or situation.node.rates.sizes is not None:
+    if not _is_measured(asked):
         return ()
-    of_it = "--cpu-memory" if asked.nvme_capacity is not None else "--cpu-memory, --nvme-capacity"
-    return (f"these rates tell no sizes: for {of_it}, which were not given, stand those of a {_DEFAULT_MACHINE}",)
+    has = situation.node.rates.sizes
+    unknown = {
+        "--gpu-memory": not situation.is_one_memory and asked.gpu_memory is None and not (has and has.gpu_bytes),
+        "--cpu-memory": has is None and asked.cpu_memory is None,
+        "--nvme-capacity": has is None and asked.nvme_capacity is None,
+    }
+    guessed = ", ".join(option for option, is_unknown in unknown.items() if is_unknown)
+    told = f"these rates do not tell all sizes: for {guessed}, not given, stand those of a {_DEFAULT_MACHINE}"
+    return (told,) if guessed else ()
 
 
 def _commit_note(situation: Situation, options: Sequence[Option]) -> tuple[str, ...]:
@@ -199,6 +206,8 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
     if gpus != node.gpus:
         node = node.with_gpus(gpus)
     if asked.disks is not None:
+        if _is_measured(asked):
+            raise ConfigError("--disks is of --machine: rates are those of all disks that were measured, together")
         node = node.with_disks(asked.disks)
     rates = _rates(asked, node.rates)
     name = f"{node.name}, changed"

@@ -7,6 +7,7 @@ Owner: the thread that calls; memory, device and files are given back at the end
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # torch and numpy come with them
     from tierstore.measure.machine import MachineRates
     from tierstore.measure.survey import Disks
 
+_CGROUPS, _CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LEAST_FOR_FIO_BYTES = 2**28  # a block for each of its threads
 _DISK_SHARE = 0.6  # of the progress bar
 _QUICK_RUN_S, _RUN_S = 0.04, 0.3  # of each load that is no disk
@@ -152,7 +154,19 @@ def _sizes(directories: Sequence[Path], device: ComputeDevice) -> Sizes:
         import torch
 
         gpu_bytes = torch.cuda.get_device_properties(device.torch_device).total_memory
-    return Sizes(psutil.virtual_memory().total, sum(free_bytes.values()), gpu_bytes)
+    return Sizes(_memory_bytes(), sum(free_bytes.values()), gpu_bytes)
+
+
+def _memory_bytes() -> int:
+    """Of the machine, or what its control groups let this process have."""
+    limits = [psutil.virtual_memory().total]
+    with contextlib.suppress(OSError, ValueError):  # no control groups, or of version 1
+        own = _CGROUP.read_text().rpartition("::")[2].strip()
+        for group in (_CGROUPS / own.lstrip("/") / "memory.max").parents:
+            limit = group / "memory.max"
+            if group.is_relative_to(_CGROUPS) and limit.is_file() and (text := limit.read_text().strip()) != "max":
+                limits.append(int(text))
+    return min(limits)
 
 
 def save(options: ProbeOptions, outcome: Outcome) -> None:

@@ -154,12 +154,14 @@ class Sizes(_Part):
         gpu_bytes: memory of the GPU; None where none was measured.
     """
 
-    cpu_bytes: int
-    nvme_bytes: int
-    gpu_bytes: int | None = None
+    cpu_bytes: float
+    nvme_bytes: float
+    gpu_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        _check_positive(self, ("cpu_bytes", "nvme_bytes", "gpu_bytes"))
+        _check_positive(self, ("cpu_bytes", "gpu_bytes"))
+        if not 0 <= self.nvme_bytes < math.inf:
+            raise ConfigError(f"nvme_bytes is 0 or more, and finite, not {self.nvme_bytes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +298,7 @@ def _check_positive(owner: object, names: Sequence[str]) -> None:
     rates = {name: getattr(owner, name) for name in names}
     bad = {name: rate for name, rate in rates.items() if rate is not None and not (rate > 0 and math.isfinite(rate))}
     if bad:
-        raise ConfigError(f"rates are positive and finite: {bad}")
+        raise ConfigError(f"figures are positive and finite: {bad}")
 
 
 def first_wrong(error: ValidationError) -> str:

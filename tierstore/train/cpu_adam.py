@@ -323,8 +323,8 @@ def _new_states(parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
     sizes = [shape.numel() * dtype.itemsize for each in forms for shape, dtype in each.values()]
     starts = [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
     memory = huge_pages(starts[-1])[1] if starts[-1] >= HUGE_PAGE_BYTES else np.zeros(starts[-1], np.uint8)
-    # A storage for each, so that what is pickled of one is not all of them; none of nothing, which numpy has no place for
-    # and `torch.save` would take for another's.
+    # A storage for each, so that what is pickled of one is not all of them; but not of nothing, which would be at the
+    # address of another one, by which `torch.save` tells them.
     rooms = (
         torch.from_numpy(memory[start : start + size]) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
         for start, size in zip(starts, sizes)

@@ -19,7 +19,7 @@ import tierstore
 from tierstore.apps import preset_sizes
 from tierstore.apps.bench import cuda, disk
 from tierstore.apps.bench import run as bench_run
-from tierstore.apps.bench.case import PEERS, Answer, Bar, BenchOptions, Case, Contestant, Result, ratio, row_of
+from tierstore.apps.bench.case import Answer, Bar, BenchOptions, Case, Contestant, Result, ratio, row_of
 from tierstore.apps.bench.report import context_of, markdown
 from tierstore.apps.bench.run import Outcome, cases_of, run_case
 from tierstore.apps.options import Preset
@@ -85,23 +85,16 @@ def test_load_in_small(disk_path: Path, tmp_path: Path) -> None:
         (["reduce", "--size", "1GiB"], "--size is of disk and load: nothing that would run reads it"),
         (["all", "--device", "cuda", "--heat", "disk"], "--heat is of step: nothing that would run reads it"),
         (["disk", "--device", "cuda"], "--device is of step: nothing that would run reads it"),
-        (["adam", "--peer", "fio"], "--peer fio is of disk, load: nothing that would run compares with it"),
-        (["load", "--peer", "torch", "--peer", "deepspeed"], "--peer deepspeed is of disk, adam, step: nothing"),
+        (["adam", "--peer", "fio"], "--peer fio: nothing that would run compares with it"),
+        (["load", "--peer", "torch", "--peer", "deepspeed"], "--peer deepspeed: nothing that would run compares"),
+        (["step", "--heat", "cost", "--peer", "torch"], "--peer torch: nothing that would run compares with it"),
+        (["step", "--large", "--peer", "deepspeed"], "--peer deepspeed: nothing that would run compares with it"),
     ],
 )
 def test_what_cannot_be_asked(arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = bench(*arguments)
     assert (done.exit_code, sentence in done.output) == (2, True), done.output
-
-
-@pytest.mark.parametrize("case", cases_of("all") + cases_of("all", "cuda"), ids=lambda case: case.name)
-def test_a_case_tells_with_whom_it_compares(case: Case, tmp_path: Path) -> None:
-    def compares(name: str) -> bool:
-        heats = case.heats(BenchOptions(peer=(name,), nvme=tmp_path), tmp_path)
-        return any(contestant.is_peer for heat in heats for contestant in heat)
-
-    assert set(filter(compares, PEERS)) == set(case.peers)
 
 
 def test_room_is_asked_before_anything_is_written(tmp_path: Path) -> None:

@@ -101,4 +101,4 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
             optimizer.close()
 
 
-CASE = Case("adam", heats, rows, reads=("params",), peers=("torch", "deepspeed"))
+CASE = Case("adam", heats, rows, reads=("params",))

@@ -288,7 +288,6 @@ class Case:
         disk_bytes: what it writes at most.
         prepare: makes in the scratch directory what contestants read.
         reads: the options of its own work; all read the others.
-        peers: those that it compares with.
     """
 
     name: str
@@ -297,4 +296,3 @@ class Case:
     disk_bytes: Callable[[BenchOptions], int] = lambda options: 0
     prepare: Callable[[BenchOptions, Path], None] = lambda options, scratch: None
     reads: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()

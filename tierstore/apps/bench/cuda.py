@@ -225,4 +225,4 @@ def _step_name(preset: str) -> str:
     return f"tierstore {preset}"
 
 
-CASE = Case("cuda", heats, rows, reads=("device",), peers=("torch",))
+CASE = Case("cuda", heats, rows, reads=("device",))

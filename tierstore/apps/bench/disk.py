@@ -162,5 +162,4 @@ def _file(scratch: Path) -> Path:
     return scratch / "disk.dat"
 
 
-CASE = Case("disk", heats, rows, disk_bytes=lambda options: options.size, prepare=prepare, reads=("size",),
-            peers=("fio", "deepspeed"))  # fmt: skip
+CASE = Case("disk", heats, rows, disk_bytes=lambda options: options.size, prepare=prepare, reads=("size",))

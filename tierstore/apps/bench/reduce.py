@@ -96,4 +96,4 @@ def _as_the_model_sees(result: Result) -> tuple[list[Gradient], CostModel]:
     return [Gradient(nbytes, pace * ready_s) for nbytes, ready_s in came], CostModel(*result.facts["model"])
 
 
-CASE = Case("reduce", heats, rows, peers=("torch",))
+CASE = Case("reduce", heats, rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierstore.apps.bench.arena import Tell, contest
 from tierstore.apps.bench.case import BenchOptions, Case, Result, Results, Row
@@ -55,9 +55,10 @@ def refuse_unread(options: BenchOptions, given: Sequence[str], cases: Sequence[C
         ConfigError: no case reads it, or compares with that peer.
     """
     for name in options.peer:
-        if not any(name in case.peers for case in cases):
-            theirs = [case.name for case in cases_of("all") if name in case.peers]
-            raise ConfigError(f"--peer {name} is of {', '.join(theirs)}: nothing that would run compares with it")
+        asked = replace(options, peer=(name,))
+        contestants = (one for case in cases for heat in case.heats(asked, options.nvme) for one in heat)
+        if not any(one.is_peer for one in contestants):
+            raise ConfigError(f"--peer {name}: nothing that would run compares with it")
     readers = {name: [case.name for case in cases_of("all") if name in case.reads] for name in given}
     for name, known in readers.items():
         if known and not any(name in case.reads for case in cases):

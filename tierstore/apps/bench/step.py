@@ -337,5 +337,4 @@ def _disk_bytes(options: BenchOptions) -> int:
     return (len(CURVE) if options.curve else _MOST_STORES) * _STORE_BYTES
 
 
-CASE = Case("step", heats, rows, _disk_bytes, reads=("steps", "curve", "large", "heat", "dtype", "device"),
-            peers=("torch", "deepspeed"))  # fmt: skip
+CASE = Case("step", heats, rows, _disk_bytes, reads=("steps", "curve", "large", "heat", "dtype", "device"))
