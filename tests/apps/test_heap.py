@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from mappings import needs_huge_pages
 from typer.testing import CliRunner
 
 from tierstore.apps import crew, heap
@@ -90,25 +91,20 @@ def test_collections_pass_over_an_engine_as_long_as_it_steps(monkeypatch: pytest
 
 
 _TENSOR_PROGRAM = """
+from mappings import asks_for_huge_pages
 from tierstore.apps.heap import prepare_heap
 import torch
 
 prepare_heap()
 tensor = torch.empty(2**26, dtype=torch.uint8)
-address = tensor.data_ptr() + 2**25
-with open("/proc/self/smaps") as maps:
-    for line in maps:
-        first, dash, last = line.split()[0].partition("-")
-        if dash:
-            is_its = int(first, 16) <= address < int(last, 16)
-        elif is_its and first == "VmFlags:":
-            print("hg" in line.split())
+print(asks_for_huge_pages(tensor.data_ptr() + 2**25))
 """
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+@needs_huge_pages
 def test_large_tensors_ask_for_huge_pages() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     asked = [sys.executable, "-c", _TENSOR_PROGRAM]
     told = subprocess.run(asked, capture_output=True, text=True, check=True, env=environment).stdout
     assert told.split() == ["True"]
