@@ -2,7 +2,7 @@
 # Reads $root (this repository), TIERSTORE_VENV (where the environment is; default .venv) and TIERSTORE_PYTHON
 # (the Python to make it from). Sets $venv and $python. Anything installed elsewhere is kept out of the way.
 
-unset PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV
+unset PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONDONTWRITEBYTECODE VIRTUAL_ENV
 export PYTHONNOUSERSITE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_USER=0
 venv=${TIERSTORE_VENV:-$root/.venv}
 python=$venv/bin/python
@@ -71,10 +71,12 @@ install() {  # extras
   fi
   rm -f "$venv"/.tierstore-*
   say "installing (this can take some minutes) ..."
+  # Python compiles modules as they are imported: a quarter of those for which pip would take most of a minute.
+  local pip=("$python" -m pip install -qq --no-compile)
   if ! has_gpu; then
-    "$python" -m pip install -qq torch==2.13.0 || die "pip could not install torch==2.13.0; see its message above"
+    "${pip[@]}" torch==2.13.0 || die "pip could not install torch==2.13.0; see its message above"
   fi
-  "$python" -m pip install -qq -e "$root[$1]" || die "pip could not install tierstore; see its message above"
+  "${pip[@]}" -e "$root[$1]" || die "pip could not install tierstore; see its message above"
 }
 
 make_environment() {  # extras
