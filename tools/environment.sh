@@ -73,6 +73,7 @@ install() {  # extras
   say "installing (this can take some minutes) ..."
   # Python compiles modules as they are imported: a quarter of those for which pip would take most of a minute.
   local pip=("$python" -m pip install -qq --no-compile)
+  "${pip[@]}" --upgrade pip || true  # that of 2023, which comes with Python 3.11, takes twice the time for the rest
   if ! has_gpu; then
     "${pip[@]}" torch==2.13.0 || die "pip could not install torch==2.13.0; see its message above"
   fi
