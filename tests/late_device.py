@@ -195,8 +195,9 @@ class LateDevice(CpuDevice):
             super().copy_out_range(storage, offset_bytes, destination, after)
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
-        with _InStream(self, link):
+        with _InStream(self, link) as stream:
             launch()
+        stream.check_results()
 
     def release(self, storage: torch.UntypedStorage, after: Mark) -> None:
         after.synchronize()
@@ -267,12 +268,28 @@ class _InStream(queueing):
     def __init__(self, device: LateDevice, link: str) -> None:
         super().__init__(device)
         self._link = link
+        self._results: list[tuple[torch.Tensor, Bytes, list[Use]]] = []
 
     def note(self, operation: Any, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         with self.device._turn:
-            for tensors, are_written in ((reads, False), (writes, True)):
-                for one in tensors:
-                    self.device.check(f"{self._link}: {operation}", range_of(one), writes=are_written)
+            for one in reads:
+                self.device.check(f"{self._link}: {operation}", range_of(one), writes=False)
+            for one in writes:
+                if operation.namespace == "c10d":  # a part of the result may be what is there already
+                    self._results.append((one, _elements(one).copy(), list(self.device._uses)))
+                else:
+                    self.device.check(f"{self._link}: {operation}", range_of(one), writes=True)
+
+    def check_results(self) -> None:
+        """What others have sent has come only where no kernel reads, or writes, that may not have run."""
+        for result, before, uses in self._results:
+            changed = np.flatnonzero(_elements(result) != before)
+            if len(changed):
+                whole = range_of(result)
+                where = Range(whole.storage, whole.start + int(changed[0]), whole.start + int(changed[-1]) + 1)
+                for use in uses:
+                    if where.meets(use.where):
+                        self.device.hazards.append(f"{self._link} does not wait for kernel {use.number}, {use.by}")
 
 
 def _reads_and_writes(operation: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
@@ -295,6 +312,8 @@ def _given_and_changed(operation: Any) -> tuple[list[str], set[str]] | None:
     if operation.__name__.split(".")[0] in _NO_KERNELS:
         return None
     changed = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
+    if operation.namespace == "c10d":  # which does not say so
+        changed = {name for argument in schema.arguments if (name := argument.name).startswith(("output", "tensors"))}
     if not changed and any(one.alias_info is not None for one in schema.returns):
         return None
     return [argument.name for argument in schema.arguments], changed
@@ -313,6 +332,12 @@ def range_of(tensor: torch.Tensor) -> Range:
     start = int(tensor.storage_offset()) * size
     steps = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride()))
     return Range(tensor.untyped_storage()._cdata, start, start + (steps + 1) * size)
+
+
+def _elements(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a contiguous tensor."""
+    where = range_of(tensor)
+    return _bytes_of(tensor.untyped_storage())[where.start : where.stop]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Bytes:

@@ -124,6 +124,14 @@ def test_stages_are_one(on_disk: dict[str, Any], tmp_path: Path) -> None:
         assert same(found[0], on_disk[kind][0])
 
 
+def test_what_looks_before_the_step_reads_no_weights_of_after_it() -> None:
+    """A rank has no part of small groups, so no update of its own waits for the kernels that read them."""
+    memory = ("64MiB", "64MiB")
+    ways = [(3, "forward"), (1, "step")]
+    calls = [call("Small", None, zero=z, update=u, memory=memory, steps=STEPS, evaluates=True) for z, u in ways]
+    run_in_turn(2, zero_models.train_late, calls)
+
+
 def test_ranks_that_go_different_ways_may_look_between_steps() -> None:
     """What is fetched ahead follows the order of nobody."""
     for one, other in run_in_turn(2, zero_models.looks_in, [call(zero) for zero in (1, 2)]):

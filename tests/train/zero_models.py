@@ -120,8 +120,15 @@ class Routed(must.Stack):
         self.layers = nn.ModuleList(nn.Sequential(Experts(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
 
 
+class Small(nn.Sequential):
+    """Of all its groups the first rank has everything."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {kind.__name__: kind for kind in must.MODELS}
-KINDS |= {kind.__name__: kind for kind in (Short, Growing, SkippingTogether, EitherWay, Unused, Routed)}
+KINDS |= {kind.__name__: kind for kind in (Short, Growing, SkippingTogether, EitherWay, Unused, Routed, Small)}
 
 
 def make(kind: str, dropout: float = 0.0, dtype: str = "float32", seed: int = 0) -> nn.Module:
@@ -196,7 +203,9 @@ def train(
         memory: budgets; None: the smallest.
         slow_s: reads and writes of the last rank take up to so long.
         has_gradients: the gradients of the first step are told.
+        evaluates: the model is called between backward and the step, too.
     """
+    evaluates = options.pop("evaluates", False)
     options = {"zero": 3, "update": "forward"} | options
     model_options = {key: options.pop(key) for key in ("dropout", "dtype") if key in options}
     tier_options = {key: options.pop(key) for key in ("codec", "prefetch_depth") if key in options}
@@ -219,6 +228,9 @@ def train(
             is_too_large = step == overflow_at and rank == ranks - 1
             engine.backward(loss * float("inf") if is_too_large else loss)
             told["losses"].append(loss.item())
+            if evaluates:
+                with torch.no_grad():
+                    assert torch.equal(loss_of(engine, batch), loss)
             if has_gradients and not step:
                 trained = [name for name, p in engine.model.named_parameters() if p.requires_grad]
                 told["gradients"] = {name: engine.gradient(name).numpy() for name in trained}

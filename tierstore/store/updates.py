@@ -79,6 +79,7 @@ class UpdatePipeline:
         self._bytes = TripBytes(placement, weights, packs, resident_state, on_gpu, self._index)
         self._rounds: list[Round] = []
         self._pending: dict[tuple[int, int], Trip] = {}
+        self._last_uses: dict[int, tuple[Mark, ...]] = {}
         self.changing = Changing(groups, tracer)
         self._gpu_updates = GpuUpdates(groups, weights, on_gpu, device, marks, self.changing)
         self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -171,6 +172,7 @@ class UpdatePipeline:
         return again
 
     def _make_pending(self, round_: Round, group: int) -> None:
+        self._last_uses[group] = round_.last_uses(group)
         for trip in round_.trips_of.get(group, ()):
             self._pending[trip.key] = trip
 
@@ -200,6 +202,14 @@ class UpdatePipeline:
             trip = self._pending.get((group, chunk))
             if trip is not None:
                 await asyncio.shield(trip.applied)
+
+    async def unread(self, group: int) -> None:
+        """Wait until nothing on the device reads the weights of before the decided updates of a group.
+
+        Updates have waited for that, of which another rank may have all.
+        """
+        for mark in self._last_uses.get(group, ()):
+            await self._marks.reached(mark)
 
     async def leave_device(self, group: int) -> None:
         """Wait until no trip needs the device copy of a group's weights; of one that failed its task tells."""

@@ -119,6 +119,8 @@ class GroupMoves:
         if before is not None:
             await asyncio.shield(before)
         await self._store.updates.applied(group)
+        if self._gathers is not None:
+            await self._store.updates.unread(group)
 
     async def loaded(self, group: int) -> None:
         """Wait until a group that was asked for is ready, and as its update should have left it, or has no room."""
