@@ -98,7 +98,8 @@ def check(placement: Placement, asked: Request) -> None:
         assert asked.updates_on_gpu
         assert asked.gradients != "doubled"
         assert sum(spec.device_bytes for spec in asked.groups) <= placement.gpu_weight_bytes
-    assert placement.gpu_weight_bytes + placement.gpu_gradient_bytes + on_gpu_bytes == asked.gpu_bytes
+    update_bytes = on_gpu_bytes + placement.gpu_apart_bytes
+    assert placement.gpu_weight_bytes + placement.gpu_gradient_bytes + update_bytes == asked.gpu_bytes
     assert placement.gpu_bytes == asked.gpu_bytes
     if not asked.nvme:
         assert Tier.NVME not in {*placement.weights_home, *placement.gradient_home}

@@ -109,7 +109,8 @@ def test_memory_is_that_of_the_placement() -> None:
         all_gradients = sum(need.device_bytes for need in engine.placement.groups)
         passing = min(engine.placement.gpu_gradient_bytes, all_gradients)
         in_store = rows[Kind.STATE, Tier.GPU] + rows[Kind.GRADIENTS, Tier.GPU] - passing
-        assert in_store - 2 * 4096 * len(engine.placement.groups) < store.on_gpu.nbytes <= in_store
+        kept = store.on_gpu.nbytes - store.on_gpu.apart.nbytes()
+        assert in_store - 2 * 4096 * len(engine.placement.groups) < kept <= in_store
         assert set(rows) == {(Kind.WEIGHTS, Tier.GPU), (Kind.WEIGHTS, Tier.CPU), (Kind.GRADIENTS, Tier.GPU),
                              (Kind.STATE, Tier.GPU)}  # fmt: skip
         assert engine.statistics()["peak_bytes"]["gpu"] >= store.on_gpu.nbytes
@@ -395,6 +396,35 @@ def test_close_gives_the_memory_back() -> None:
     assert engine._parts.store.on_gpu.nbytes > 0
     engine.close()
     assert engine._parts.store.on_gpu.nbytes == 0
+
+
+class _Full(CpuDevice):
+    """A GPU with room for so many storages; what is pinned is in `pinned`."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.room = most
+        self.pinned: set[tuple[int, int]] = set()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.pinned.add((address, nbytes))
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        self.pinned.remove((address, nbytes))
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        self.room -= 1
+        if self.room < 0:
+            raise BudgetError("the GPU has no room")
+        super().allocate(storage, nbytes)
+
+
+def test_memory_that_the_gpu_has_not_leaves_none_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Full(1)
+    monkeypatch.setattr("tierstore.train.assembly.open_device", lambda *_: device)
+    with pytest.raises(BudgetError, match="the GPU has no room"):
+        Engine(model_of("bf16"), on_gpu(None))
+    assert not device.pinned
 
 
 @pytest.mark.parametrize(("kind", "way"), [one for one in must.LATE if one[0] not in must.IN_ONE_PIECE])

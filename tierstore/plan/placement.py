@@ -244,8 +244,16 @@ class Placement:
 
     @property
     def gpu_update_bytes(self) -> int:
-        """Part of the GPU budget for the state and the gradients that live there."""
-        return sum(need.update_bytes for group, need in enumerate(self.groups) if self.is_updated_on_gpu(group))
+        """Part of the GPU budget for the state and the gradients that live there, and for `gpu_apart_bytes`."""
+        updated = [need.update_bytes for group, need in enumerate(self.groups) if self.is_updated_on_gpu(group)]
+        return sum(updated) + self.gpu_apart_bytes
+
+    @property
+    def gpu_apart_bytes(self) -> int:
+        """Of the weights of the largest chunk that is updated there, for one whose group has left the GPU."""
+        updated = filter(self.is_updated_on_gpu, range(len(self.groups)))
+        chunks = ((self.groups[group], *extent) for group in updated for extent in self.chunks(group))
+        return max(((stop - start) * need.weight_bytes for need, start, stop in chunks), default=0)
 
     @property
     def gpu_bytes(self) -> int:

@@ -107,11 +107,10 @@ def place_uniformly(request: Request, *, weights: Tier, gradients: Tier, state: 
 def _placement(request: Request, chunk_elements: int, homes: Homes, pools: Pools) -> Placement:
     on_gpu = [index for index, home in enumerate(homes.gradients) if home is Tier.GPU]
     gradient_bytes = gpu_room.gradient_bytes(request) + gpu_room.spare_bytes(request, on_gpu)
-    update_bytes = sum(request.groups[index].update_bytes for index in on_gpu)
-    return Placement(
+    placement = Placement(
         groups=request.groups,
         chunk_elements=chunk_elements,
-        gpu_weight_bytes=request.gpu_bytes - gradient_bytes - update_bytes,
+        gpu_weight_bytes=request.gpu_bytes - gradient_bytes,
         gpu_gradient_bytes=gradient_bytes,
         pools=pools,
         weights_home=homes.weights,
@@ -120,6 +119,7 @@ def _placement(request: Request, chunk_elements: int, homes: Homes, pools: Pools
         gradient_copies=2 if request.gradients == "doubled" else 1,
         streams_gradients=request.gradients == "streamed",
     )
+    return replace(placement, gpu_weight_bytes=placement.gpu_weight_bytes - placement.gpu_update_bytes)
 
 
 def _updated_on_gpu(request: Request) -> Sequence[int]:

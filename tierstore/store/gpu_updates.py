@@ -76,15 +76,13 @@ class GpuUpdates:
         # No await from here to `changing`: the group may not leave the device in between.
         key, device, dtype = trip.key, self._device, self._groups[trip.group].dtype
         there, nbytes, here = self._weights.on_device(trip.group), self._weights.raw_bytes(*key), self._home(trip)
-        storage, offset = self._on_gpu.empty_storage(), 0
+        storage, offset = self._on_gpu.apart, 0
         if there is not None:
             storage, offset = there, self._weights.device_offset(*key)
         is_there = self._weights.is_valid_on_device(trip.group)
         state, gradient = self._on_gpu.state(*key), self._on_gpu.gradient(*key)
 
         def update() -> None:
-            if there is None:
-                device.allocate(storage, nbytes)
             if not is_there:
                 device.copy_in(storage, offset, here)
             device.arithmetic.adam(dtype, Span(storage, offset, nbytes), state, gradient, runs)

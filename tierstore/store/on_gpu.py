@@ -28,6 +28,9 @@ class StateOnGpu:
     Args:
         staging: memory that state passes on its way.
         workers: of all that is done with it.
+
+    Raises:
+        BudgetError: a GPU has no room.
     """
 
     def __init__(
@@ -49,19 +52,18 @@ class StateOnGpu:
             if placement.is_updated_on_gpu(group):
                 self._state[group] = self._allocated(need.elements * need.state_bytes)
                 self._gradients[group] = self._allocated(need.elements * need.weight_bytes)
+        self.apart = self._allocated(placement.gpu_apart_bytes)
+        """Room for the weights of one chunk whose group has left the device."""
 
     def _allocated(self, nbytes: int) -> torch.UntypedStorage:
-        storage = self.empty_storage()
-        self._device.allocate(storage, nbytes)
+        storage = torch.empty(0, dtype=torch.uint8, device=self._device.torch_device).untyped_storage()
+        if nbytes:
+            self._device.allocate(storage, nbytes)
         return storage
-
-    def empty_storage(self) -> torch.UntypedStorage:
-        """One on the device, without memory."""
-        return torch.empty(0, dtype=torch.uint8, device=self._device.torch_device).untyped_storage()
 
     def release(self) -> None:
         """Give the memory back; nothing uses it any more. Twice is fine."""
-        for storage in (*self._state.values(), *self._gradients.values()):
+        for storage in self._all():
             if storage.nbytes():
                 self._device.release(storage, Reached())
 
@@ -71,7 +73,10 @@ class StateOnGpu:
     @property
     def nbytes(self) -> int:
         """Of the GPU tier."""
-        return sum(storage.nbytes() for storage in (*self._state.values(), *self._gradients.values()))
+        return sum(storage.nbytes() for storage in self._all())
+
+    def _all(self) -> list[torch.UntypedStorage]:
+        return [*self._state.values(), *self._gradients.values(), self.apart]
 
     def state(self, group: int, chunk: int) -> Span:
         """The state of a chunk, without padding."""

@@ -92,7 +92,7 @@ class TrainingStore:
             self.files = StoreFiles(groups, placement, tiers, codecs, self.io, team, lock, is_durable=is_durable)
             self._furnish(device, team)
         except BaseException:
-            self.arena.close()  # it is pinned
+            self._release_memory()  # it is pinned
             raise
 
     def _make_pools(self, codec_scratch_bytes: int) -> dict[str, Pool]:
