@@ -131,7 +131,7 @@ def test_ranks_do_not_go_on_for_a_reducer_that_could_not_be_made(monkeypatch: py
     class Alone:
         count = 1
 
-        def __init__(self, group: object) -> None:
+        def __init__(self, group: object, device: torch.device) -> None:
             self.group = group
 
         def close(self) -> None:

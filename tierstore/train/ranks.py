@@ -152,7 +152,7 @@ class Ranks:
             GraphError: at all that came: one gives something else than this.
         """
         found: list[Any] = [None] * self.count
-        with self.waiting(what):
+        with self.waiting(what), self._current_device():
             distributed.all_gather_object(found, (what, mine), group=group or self.group)
         first = found[0][0]
         for rank, (told, _) in enumerate(found):
@@ -161,6 +161,10 @@ class Ranks:
                     f"rank 0 is at {first} and rank {rank} at {told}: all ranks make the same calls, in the same order"
                 )
         return [given for _, given in found]
+
+    def _current_device(self) -> contextlib.AbstractContextManager[Any]:
+        """In here it is this rank's: what NCCL sends of objects goes through the current one."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:

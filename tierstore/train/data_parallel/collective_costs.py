@@ -98,7 +98,8 @@ def fit_cost_model(
         RankLost: a rank did not come.
     """
     check_reduce(reduce)
-    ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
+    where = torch.device(device)
+    ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group, device=where)
     try:
         sizes = sorted({size - size % (_ELEMENT_BYTES * ranks.count) for size in sizes_bytes})
         if len(sizes) < 2 or sizes[0] <= 0 or repeats < 1:
@@ -106,7 +107,7 @@ def fit_cost_model(
                 f"a fit needs two sizes that differ, of at least {_ELEMENT_BYTES * ranks.count} B, and a repeat, "
                 f"not {sorted(sizes_bytes)} and {repeats}"
             )
-        group = _Group(ranks, torch.device(device), max(sizes), scatter=reduce == "reduce_scatter")
+        group = _Group(ranks, where, max(sizes), scatter=reduce == "reduce_scatter")
         with ranks.waiting("timed collectives"):
             timings = group.agreed(time_collectives(group, sizes, repeats, clock))
     finally:
@@ -114,7 +115,7 @@ def fit_cost_model(
             ranks.close()
     fit = fit_timings(timings.by_size)
     # A GPU's collectives take none of what computes, though a thread of the CPU may wait for them busily.
-    cores = timings.cores if torch.device(device).type == "cpu" else 0.0
+    cores = timings.cores if where.type == "cpu" else 0.0
     return replace(fit, model=replace(fit.model, launch_s=timings.launch_s, cores=cores))
 
 

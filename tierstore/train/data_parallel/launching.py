@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -160,6 +160,12 @@ class Launcher:
             bucket.done_mark.synchronize()
         else:
             self.wait(bucket)
+
+    def let_go(self, buckets: Iterable[Bucket]) -> None:
+        """Whoever gets their memory in the current stream comes after what is in flight."""
+        if self._is_stream_ordered:
+            for mark in (bucket.done_mark for bucket in buckets if bucket.done_mark is not None):
+                torch.cuda.current_stream(self._device).wait_event(mark)
 
     def times(self, bucket: Bucket) -> tuple[float, float, float, float]:
         """Of the last trip: when it was ready, launched and done, on the reducer's clock, and how long was waited.

@@ -120,7 +120,8 @@ class GradientReducer:
         self._handles: list[Any] = []
         self._began_s = self._last_s = self._ended_s = 0.0
         self._owns_ranks = not isinstance(process_group, Ranks)
-        self.ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
+        device = self._readiness.parameters[0].device
+        self.ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group, device=device)
         try:
             self._build(tracer, timed=timed)
             self._begin_alike()
@@ -261,6 +262,8 @@ class GradientReducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters. Twice is fine. Gradients stay."""
+        if self._handles:
+            self._launcher.let_go(bucket for buckets in self._places.sets for bucket in buckets.buckets)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
