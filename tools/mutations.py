@@ -770,6 +770,23 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_zero_models.py::test_ranks_that_go_different_ways_may_look_between_steps", "",
     ),
     Mutation(
+        "weights of others wait for who reads here", "train/moves.py GroupMoves._refresh",
+        "await self._store.updates.unread(group)",
+        "train/test_zero_models.py::test_what_looks_before_the_step_reads_no_weights_of_after_it",
+    ),
+    Mutation(
+        "a store that is refused leaves nothing pinned", "store/training.py TrainingStore.__init__",
+        "self._release_memory()", ON_GPU, becomes="self.arena.close()",
+    ),
+    Mutation(
+        "memory that somebody keeps", "store/copies.py DeviceTier._forget",
+        "torch._C._storage_Use_Count(storage._cdata) > 1", "store/test_tensors.py", becomes="False",
+    ),
+    Mutation(
+        "memory that nobody keeps", "store/copies.py DeviceTier._forget",
+        "torch._C._storage_Use_Count(storage._cdata) > 1", "store/test_tensors.py", becomes="True",
+    ),
+    Mutation(
         "room for what is needed together", "train/groups.py _together",
         "held.union(",
         "train/test_bad_input.py::TestBudgets::test_of_groups_that_are_needed_together",

@@ -13,6 +13,7 @@ gradient stays in staging only for a trip that has its memory, and waits for non
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Literal
@@ -242,13 +243,13 @@ class Placement:
         """Whether the GPU tier has room for all weights, so that none has to leave it."""
         return sum(need.device_bytes for need in self.groups) <= self.gpu_weight_bytes
 
-    @property
+    @functools.cached_property
     def gpu_update_bytes(self) -> int:
         """Part of the GPU budget for the state and the gradients that live there, and for `gpu_apart_bytes`."""
         updated = [need.update_bytes for group, need in enumerate(self.groups) if self.is_updated_on_gpu(group)]
         return sum(updated) + self.gpu_apart_bytes
 
-    @property
+    @functools.cached_property
     def gpu_apart_bytes(self) -> int:
         """Of the weights of the largest chunk that is updated there, for one whose group has left the GPU."""
         updated = filter(self.is_updated_on_gpu, range(len(self.groups)))
