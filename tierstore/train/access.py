@@ -407,9 +407,9 @@ class DeviceAccess:
 
     def _refresh_stale(self) -> None:
         # After the loads were posted: a refresh lets updates go, which hand their weights to loads that are announced.
-        for group in sorted(self._stale):
-            self._runtime.post(self._moves.refresh, group)
-        self._stale.clear()
+        if self._stale:
+            self._runtime.post(self._moves.refresh, sorted(self._stale))
+            self._stale.clear()
 
     def release(self, groups: Collection[int]) -> None:
         """Drop these groups, unless somebody uses them: what was changed on the device only is gone."""

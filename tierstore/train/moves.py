@@ -79,9 +79,10 @@ class GroupMoves:
             self._store.weights.announce(group)
             self._make_ready(group, "load", functools.partial(self._load, group))
 
-    def refresh(self, group: int) -> None:
-        """Have a group that is on the device ready again after its update."""
-        self._make_ready(group, "refresh", functools.partial(self._refresh, group, self._loads.get(group)))
+    def refresh(self, groups: Iterable[int]) -> None:
+        """Have groups that are on the device ready again after their updates."""
+        for group in groups:
+            self._make_ready(group, "refresh", functools.partial(self._refresh, group, self._loads.get(group)))
 
     def _make_ready(self, group: int, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """After `work` this rank's part is on the device; with those of the others the group is ready."""
