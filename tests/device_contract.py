@@ -189,7 +189,7 @@ class DeviceContract:
 
     def test_the_rest_of_the_face(self, device: ComputeDevice) -> None:
         assert device.kind == device.torch_device.type
-        device.record_stream(self.empty_storage(device), device.stream())
+        device.record_stream(self.empty_storage(device))
         assert device.stream() == device.stream()
         with device.range("forward h.0"):
             mark = device.record()

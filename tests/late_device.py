@@ -99,7 +99,7 @@ class LateDevice(CpuDevice):
         with self._turn:
             return _LateMark(self, self.kernels)
 
-    def record_stream(self, storage: torch.UntypedStorage, stream: object) -> None:
+    def record_stream(self, storage: torch.UntypedStorage) -> None:
         with self._turn:
             self._recorded.add(storage._cdata)
 

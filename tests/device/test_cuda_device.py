@@ -131,7 +131,7 @@ def test_the_allocator_is_told_of_the_compute_stream(
 ) -> None:
     told = SimpleNamespace(record_stream=lambda stream: cuda.log.append(f"used by {stream}"))
     monkeypatch.setattr(transfers, "alias", lambda *_: told)
-    device.record_stream(torch.UntypedStorage(16), device.stream())
+    device.record_stream(torch.UntypedStorage(16))
     assert device.stream() == "compute"
     assert cuda.log == ["used by compute"]
 
@@ -293,7 +293,7 @@ class TestCuda(DeviceContract):
             storage = self.empty_storage(device)
             device.allocate(storage, nbytes)
             device.copy_in(storage, 0, np.full(nbytes, value, np.uint8))
-            device.record_stream(storage, device.stream())
+            device.record_stream(storage)
             view = torch.empty(0, dtype=torch.uint8, device=device.torch_device).set_(storage)
             torch.cuda._sleep(200_000_000)
             results.append(view.sum(dtype=torch.int64))

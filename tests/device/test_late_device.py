@@ -158,7 +158,7 @@ def test_memory_that_goes_with_its_last_user(device: LateDevice) -> None:
 
 def test_memory_of_a_stream_that_is_known_waits_for_its_kernels_and_not_for_copies(device: LateDevice) -> None:
     storage, tensor = on_device(device)
-    device.record_stream(storage, device.stream())
+    device.record_stream(storage)
     with queueing(device):
         tensor.sum()
     with device.moves("a copy from the device", [Range(storage._cdata, 0, BYTES)]):

@@ -561,32 +561,6 @@ def test_what_a_graph_keeps_may_be_used_to_its_end(tmp_path: Path, modify: bool)
     run(main())
 
 
-def test_memory_that_nobody_keeps_waits_for_no_later_kernel(tmp_path: Path) -> None:
-    """The allocator would wait for all that the stream has queued by then, and give new memory over the budget."""
-
-    class Telling(LateDevice):
-        told = 0
-
-        def record_stream(self, storage: torch.UntypedStorage, stream: object) -> None:
-            self.told += 1
-            super().record_stream(storage, stream)
-
-    async def main() -> None:
-        device, kept = Telling(), []
-        async with TensorStore.open(config(tmp_path, gpu_memory=2 * CHUNK), device=device) as store:
-            for i in range(3):
-                await store.put(f"{i}", {"w": torch.full((CHUNK // 4,), float(i))}, tier=Tier.CPU)
-            with queueing(device):
-                for i in [0, 1, 2] * 2:
-                    async with store.acquire(f"{i}") as tensors:
-                        kept.append(tensors["w"] * 2)
-                    del tensors
-        assert [int(one[0]) for one in kept] == [0, 2, 4] * 2
-        assert (device.told, device.hazards) == (0, [])
-
-    run(main())
-
-
 def test_work_is_marked_on_the_stream_of_who_calls(tmp_path: Path) -> None:
     """`torch.cuda.stream` is of the thread: in another turn of the loop that of another task is current."""
 

@@ -173,11 +173,11 @@ class ComputeDevice(Protocol):
     def stream(self) -> Hashable:
         """What tells the calling thread's current compute stream from others."""
 
-    def record_stream(self, storage: torch.UntypedStorage, stream: Hashable) -> None:
-        """A storage that is not released, but goes with its last reference, may be used in a stream until then.
+    def record_stream(self, storage: torch.UntypedStorage) -> None:
+        """A storage that is not released, but goes with its last reference, may be used until then.
 
-        Nobody is given its memory before all is over that this stream has queued by then, whoever it is for. Threads:
-        any.
+        Nobody is given its memory before what the stream that is current now has queued by then is over. Threads: as
+        for `record`.
         """
 
     def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -122,7 +122,7 @@ class CpuDevice:
     def stream(self) -> Hashable:
         return None
 
-    def record_stream(self, storage: torch.UntypedStorage, stream: Hashable) -> None:
+    def record_stream(self, storage: torch.UntypedStorage) -> None:
         pass
 
     def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
@@ -260,8 +260,8 @@ class CudaDevice:
         found: Hashable = self._cuda.current_stream(self.torch_device)
         return found
 
-    def record_stream(self, storage: torch.UntypedStorage, stream: Hashable) -> None:
-        alias(storage, 0, storage.nbytes()).record_stream(cast(torch.Stream, stream))
+    def record_stream(self, storage: torch.UntypedStorage) -> None:
+        alias(storage, 0, storage.nbytes()).record_stream(self._cuda.current_stream(self.torch_device))
 
     def copy_out(self, sources: Sequence[torch.Tensor], destinations: Sequence[Bytes], after: Mark) -> None:
         _check_sizes(sources, destinations)

@@ -14,7 +14,7 @@ theirs, and nothing waits in a circle.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -56,7 +56,6 @@ class DeviceCopy:
         users: how many have it acquired, or wait for it.
         modifiers: those of them who said that they change it.
         loading: the load, for those who wait; None for what never was loaded.
-        streams: of the device, in which it was used.
     """
 
     def __init__(self, layout: ExtentLayout, owner: Owner) -> None:
@@ -70,7 +69,6 @@ class DeviceCopy:
         self.loading: asyncio.Task[None] | None = None
         self.storage: torch.UntypedStorage | None = None
         self.tensors: dict[str, torch.Tensor] = {}
-        self.streams: set[Hashable] = set()
         self._marks: list[Mark] = []
         self._versions: list[int] = []
 
@@ -141,7 +139,8 @@ class DeviceTier:
     def used(self, copy: DeviceCopy) -> None:
         """A user's work on the tensors is in the current stream, and so is what is done later with those kept."""
         copy.used_until(self.device.record())
-        copy.streams.add(self.device.stream())
+        if copy.storage is not None:
+            self.device.record_stream(copy.storage)
 
     def unpin(self, copy: DeviceCopy) -> None:
         """One user less; nobody's copy that nobody owns is dropped."""
@@ -248,11 +247,7 @@ class DeviceTier:
     def _forget(self, copy: DeviceCopy) -> None:
         # The storage goes with its last reference, and is not resized away: a tensor that somebody kept past the
         # release stays readable instead of pointing to nothing. What is done with it is behind no mark (see `used`).
-        # If nobody has one, all is over: the allocator would wait for what others have queued since.
-        storage, copy.storage, copy.tensors = copy.storage, None, {}
-        if storage is not None and torch._C._storage_Use_Count(storage._cdata) > 1:
-            for stream in copy.streams:
-                self.device.record_stream(storage, stream)
+        copy.storage, copy.tensors = None, {}
         self.budget.give(copy.nbytes)
         self._notify()
 
