@@ -59,7 +59,7 @@ discard() {
 }
 
 install() {  # extras
-  local base
+  local base is_new=''
   base=$(find_python)
   if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
     die "$venv is there and is no virtual environment; remove it, or name another place in TIERSTORE_VENV"
@@ -68,12 +68,15 @@ install() {  # extras
     discard
     say "making a virtual environment in $venv"
     "$base" -m venv "$venv" || die "$base cannot make a virtual environment in $venv"
+    is_new=yes
   fi
   rm -f "$venv"/.tierstore-*
   say "installing (this can take some minutes) ..."
-  # Python compiles modules as they are imported: a quarter of those for which pip would take most of a minute.
+  # Python compiles what is imported, a quarter of all modules; for all of them pip takes most of a minute.
   local pip=("$python" -m pip install -qq --no-compile)
-  "${pip[@]}" --upgrade pip || true  # that of 2023, which comes with Python 3.11, takes twice the time for the rest
+  if [ -n "$is_new" ]; then  # pip of 2023, which comes with Python 3.11, takes twice the time for the rest
+    "${pip[@]}" --retries 1 --timeout 5 --upgrade pip || true
+  fi
   if ! has_gpu; then
     "${pip[@]}" torch==2.13.0 || die "pip could not install torch==2.13.0; see its message above"
   fi

@@ -779,14 +779,6 @@ MUTATIONS: Sequence[Mutation] = (
         "self._release_memory()", ON_GPU, becomes="self.arena.close()",
     ),
     Mutation(
-        "memory that somebody keeps", "store/copies.py DeviceTier._forget",
-        "torch._C._storage_Use_Count(storage._cdata) > 1", "store/test_tensors.py", becomes="False",
-    ),
-    Mutation(
-        "memory that nobody keeps", "store/copies.py DeviceTier._forget",
-        "torch._C._storage_Use_Count(storage._cdata) > 1", "store/test_tensors.py", becomes="True",
-    ),
-    Mutation(
         "room for what is needed together", "train/groups.py _together",
         "held.union(",
         "train/test_bad_input.py::TestBudgets::test_of_groups_that_are_needed_together",

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from placements import MIB, check, groups_of, need, options_of, request
 
@@ -32,6 +32,27 @@ def test_every_placement_fits_and_covers_every_lease(
     gpu_bytes = smallest_budgets(request(groups, 0, **options)).gpu_bytes + spare_on_gpu
     cpu_bytes = smallest_budgets(request(groups, 0, gpu_bytes, **options)).cpu_bytes + spare
     asked = request(groups, cpu_bytes, gpu_bytes, **options)
+    check(place(asked), asked)
+
+
+@settings(max_examples=150)
+@given(
+    groups=groups_of,
+    options=options_of,
+    part=st.floats(0.0, 1.1),
+    chunk_bytes=st.none() | st.just(65536),
+    blocks=st.none() | st.integers(1, 6),
+)
+@example(groups=(need(4 * BLOCK),), options={}, part=1.05, chunk_bytes=65536, blocks=None)
+def test_what_the_gpu_updates_is_beside_all_weights(
+    groups: tuple[GroupNeed, ...], options: dict[str, object], part: float, chunk_bytes: int | None, blocks: int | None
+) -> None:
+    """Also if a chunk is larger than was asked for: one block at least, or as in the store that is opened."""
+    chunk_elements = None if blocks is None else blocks * BLOCK
+    options = options | {"updates_on_gpu": True, "chunk_bytes": chunk_bytes, "chunk_elements": chunk_elements}
+    least = smallest_budgets(request(groups, 0, **options)).gpu_bytes
+    gpu_bytes = least + int(part * sum(need.device_bytes + need.update_bytes for need in groups))
+    asked = request(groups, 2**36, gpu_bytes, **options)
     check(place(asked), asked)
 
 

@@ -111,6 +111,7 @@ def test_memory_is_that_of_the_placement() -> None:
         in_store = rows[Kind.STATE, Tier.GPU] + rows[Kind.GRADIENTS, Tier.GPU] - passing
         kept = store.on_gpu.nbytes - store.on_gpu.apart.nbytes()
         assert in_store - 2 * 4096 * len(engine.placement.groups) < kept <= in_store
+        assert rows[Kind.WEIGHTS, Tier.GPU] == all_gradients + store.on_gpu.apart.nbytes()
         assert set(rows) == {(Kind.WEIGHTS, Tier.GPU), (Kind.WEIGHTS, Tier.CPU), (Kind.GRADIENTS, Tier.GPU),
                              (Kind.STATE, Tier.GPU)}  # fmt: skip
         assert engine.statistics()["peak_bytes"]["gpu"] >= store.on_gpu.nbytes

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from tierstore.plan.placement import Placement, Request
+from tierstore.plan.working_set import chunk_sizes
 
 COMPANY_BYTES = 2 * 2**20
 """Of small groups' gradients, handed over at once: see [Note: company] in `train/handover.py`. With it the engine takes
@@ -87,8 +88,9 @@ def updatable(request: Request) -> Sequence[int]:
 
 
 def _apart_bytes(request: Request) -> int:
-    """Of a chunk of a group that has left the GPU and is updated there."""
-    return min(max((need.device_bytes for need in request.groups), default=0), request.chunk_limit_bytes)
+    """Of the largest chunk that there may be of a group that has left the GPU and is updated there."""
+    most = chunk_sizes(request)[0]
+    return max((min(need.elements, most) * need.weight_bytes for need in request.groups if need.trainable), default=0)
 
 
 def fetched_share(request: Request) -> float:

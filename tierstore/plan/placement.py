@@ -303,8 +303,9 @@ class Placement:
         gradients = [nbytes for nbytes, need in zip(weights, self.groups) if need.trainable]
         kept_bytes = sum(everywhere.pop((Kind.GRADIENTS, Tier.GPU), []))
         passing_bytes = min(self.gpu_gradient_bytes, sum(gradients))
+        weight_bytes = min(self.gpu_weight_bytes, sum(weights)) + self.gpu_apart_bytes
         rows = [
-            UsageRow(Kind.WEIGHTS, Tier.GPU, len(weights), min(self.gpu_weight_bytes, sum(weights))),
+            UsageRow(Kind.WEIGHTS, Tier.GPU, len(weights), weight_bytes),
             UsageRow(Kind.GRADIENTS, Tier.GPU, len(gradients), passing_bytes + kept_bytes),
         ]
         rows += [UsageRow(kind, tier, len(sizes), sum(sizes)) for (kind, tier), sizes in everywhere.items()]

@@ -162,7 +162,7 @@ class Launcher:
             self.wait(bucket)
 
     def let_go(self, buckets: Iterable[Bucket]) -> None:
-        """Whoever gets their memory in the current stream comes after what is in flight."""
+        """Who computes next in the current stream, and gets their memory, comes after what is in flight."""
         if self._is_stream_ordered:
             for mark in (bucket.done_mark for bucket in buckets if bucket.done_mark is not None):
                 torch.cuda.current_stream(self._device).wait_event(mark)
