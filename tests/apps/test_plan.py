@@ -246,8 +246,11 @@ def test_every_strategy_commits_where_there_are_disks() -> None:
     asked = PlanOptions(params="7e9", gpus=1)
     found = plan(asked)
     on_cpu, split = found.options[1], found.options[-1]
-    for kind in (Kind.WEIGHTS, Kind.STATE):  # of gradients more are under way where a GPU has room to spare
-        assert len({sum(one.bytes.get((kind, tier), 0) for tier in Tier) for one in (on_cpu, split)}) == 1
+    more = {
+        kind: sum(split.bytes.get((kind, tier), 0) - on_cpu.bytes.get((kind, tier), 0) for tier in Tier)
+        for kind in (Kind.WEIGHTS, Kind.STATE)  # of gradients more are under way where a GPU has room to spare
+    }
+    assert more[Kind.STATE] == 0 < more[Kind.WEIGHTS] <= 32 * 2**20  # one chunk
     assert split.bytes[Kind.STATE, Tier.GPU] > split.bytes[Kind.STATE, Tier.CPU] > 0  # what fits there is there
     # 12 B of each parameter at 8 x 3.8 GB/s: longer than all else.
     assert split.step_s == pytest.approx(on_cpu.step_s)
