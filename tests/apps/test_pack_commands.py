@@ -138,6 +138,7 @@ def test_a_signal_is_one_sentence_and_leaves_nothing(
         seen.append(file.path.name)
         if once.acquire(blocking=False):
             signal.pthread_kill(threading.main_thread().ident or 0, number)
+            time.sleep(0.1)  # a write takes time: without work all may be done before the main thread looks for signals
 
     monkeypatch.setattr(BlockFile, "write_from", interrupted)
     usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
