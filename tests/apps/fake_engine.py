@@ -62,6 +62,7 @@ class FakeEngine:
         self.step_count = 0
         self._model, self._store, self._before_commit = model, store, before_commit
         self._callbacks: list[Callable[[Any], None]] = []
+        self._syncs: list[Callable[[], None]] = []
         self.optimizer = torch.optim.AdamW(arguments["parameter_groups"], lr=arguments["optimizer"].lr)
         self._scheduler = arguments["lr_scheduler"](self.optimizer)
         if store and arguments["resume"] in ("auto", "must"):
@@ -88,6 +89,9 @@ class FakeEngine:
             (losses[-1] / len(batches)).backward()
         return self.step(float(torch.stack(losses).detach().mean()))
 
+    def before_commit(self, callback: Callable[[], None]) -> None:
+        self._syncs.append(callback)
+
     def on_step(self, callback: Callable[[Any], None]) -> None:
         self._callbacks.append(callback)
 
@@ -102,6 +106,8 @@ class FakeEngine:
         report = FakeReport(self.step_count, float(norm), rates, loss=loss)
         for callback in self._callbacks:
             callback(report)
+        for sync in self._syncs:
+            sync()
         self._before_commit(self.step_count)
         self._save()
         return report

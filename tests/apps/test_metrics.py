@@ -81,15 +81,26 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         StepLog(tmp_path / "log").open(resumed=False)
 
 
-def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_full_disk_is_said(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     log = StepLog(tmp_path / "log")
     log.open(resumed=False)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, call, full)
         with pytest.raises(StorageFull, match=r"cannot write a line of .*/log: No space left on device"):
+            log.append({"step": 1}) if call == "write" else log.sync()
+    log.close()
+
+
+def test_half_a_line_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = StepLog(tmp_path / "log")
+    log.open(resumed=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, line: 5)
+        with pytest.raises(StorageFull, match=r"wrote 5 of 12 B of a line of .*/log: no space left"):
             log.append({"step": 1})
     log.close()
 
@@ -97,6 +108,8 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_closed_log_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is not open"):
         StepLog(tmp_path / "log").append({})
+    with pytest.raises(StorageError, match="is not open"):
+        StepLog(tmp_path / "log").sync()
 
 
 def test_peak_memory_is_at_least_what_stands_here() -> None:

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from tierstore.apps import assembly
 from tierstore.apps import train as application
+from tierstore.apps.metrics import StepLog
 from tierstore.apps.options import FreedMemory, Precision, TrainOptions
 from tierstore.apps.outputs import write_configuration
 from tierstore.apps.recipe import parameter_groups
@@ -172,11 +173,21 @@ def test_the_lines_say_everything(options: Callable[..., TrainOptions]) -> None:
                                "peak_bytes", "peak_rss_bytes", "prefetch_depth", "schedule"}  # fmt: skip
 
 
-def test_a_line_is_on_the_disk_before_its_commit(options: Callable[..., TrainOptions]) -> None:
+def test_a_line_is_on_the_disk_before_its_commit(
+    options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = options()
-    seen: list[int] = []
-    run(chosen, before_commit=lambda step: seen.append(lines(chosen)[-1]["step"]))
-    assert seen == [1, 2, 3, 4, 5]
+    synced, seen = [0], []
+    sync = StepLog.sync
+
+    def noted(log: StepLog) -> None:
+        there = lines(chosen)[-1]["step"]
+        sync(log)
+        synced.append(there)
+
+    monkeypatch.setattr(StepLog, "sync", noted)
+    run(chosen, before_commit=lambda step: seen.append((step, synced[-1])))
+    assert seen == [(step, step) for step in (1, 2, 3, 4, 5)]
 
 
 def test_accumulation_gives_the_step_of_one_large_batch(options: Callable[..., TrainOptions]) -> None:

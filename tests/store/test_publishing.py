@@ -102,3 +102,46 @@ def test_what_is_captured_goes_with_a_generation_whose_chunks_are_not_durable() 
     with pytest.raises(StorageError, match="fdatasync failed"):
         asyncio.run(play())
     assert manifests.asked == [("captured", 0), ("abandoned", 0)]
+
+
+def test_a_commit_waits_for_what_is_called_before_it() -> None:
+    pack, manifests = Pack(), Manifests()
+    pack.may_end.set()
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def sync() -> None:
+        has_begun.set()
+        assert may_end.wait(60)
+
+    async def play() -> None:
+        commits = commits_of(pack, manifests)
+        commits.before.append(sync)
+        commits.begin(None, {})
+        await asyncio.to_thread(has_begun.wait, 60)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert manifests.asked == [("captured", 0)]
+        may_end.set()
+        await commits.published()
+
+    asyncio.run(play())
+    assert manifests.asked == [("captured", 0), ("published", 0)]
+
+
+def test_what_fails_before_a_commit_is_its_failure() -> None:
+    pack, manifests = Pack(), Manifests()
+    pack.may_end.set()
+
+    def sync() -> None:
+        raise OSError("the disk of the log is full")
+
+    async def play() -> None:
+        commits = commits_of(pack, manifests)
+        commits.before.append(sync)
+        commits.begin(None, {})
+        await commits.published()
+
+    with pytest.raises(OSError, match="the disk of the log is full"):
+        asyncio.run(play())
+    assert manifests.asked[-1] == ("abandoned", 0)
+    assert ("published", 0) not in manifests.asked

@@ -117,6 +117,30 @@ def test_what_is_set_after_a_step_whose_commit_an_error_prevented_is_what_is_com
         run.until(6)
 
 
+def test_what_fails_before_a_commit_leaves_the_generation_before_it(tmp_path: Path) -> None:
+    way = Way("forward")
+    calls: list[int] = []
+
+    def sync() -> None:
+        calls.append(run.engine.step_count)
+        if len(calls) == 2:
+            raise OSError("the disk of the log is full")
+
+    run = open_run(way, tmp_path, commit_every=2)
+    run.engine.flush()
+    run.engine.before_commit(sync)
+    run.until(2)
+    run.engine.flush()
+    assert calls == [2]
+    kept = State.of(run)
+    run.until(4)
+    with pytest.raises(OSError, match="the log is full"):
+        run.engine.close()
+    with opened(way, tmp_path, resume="must") as run:
+        kept.check_equal(State.of(run))
+        run.until(6)
+
+
 def test_what_a_skipped_step_has_undone_in_memory_is_what_is_committed(tmp_path: Path) -> None:
     """An update that was guessed has left its digests; the state is that of the step before."""
     way = Way("speculative", dtype=torch.float16)

@@ -2,18 +2,19 @@
 
 Scope: the file behind `--json`: its check, its torn end, its lines; the peak of resident memory.
 Not here: what a line says (`apps/train.py`).
-Owner: the training thread; one writer per file.
+Owner: the training thread, but for `sync`; one writer per file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
 import resource
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +68,32 @@ class StepLog:
             raise StorageError(f"cannot cut half a line off {self._path}: {error.strerror}") from error
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line; when it returns, a power cut leaves the line in place.
+        """Writes one line, which a kill leaves in place.
 
         Raises:
-            StorageError: the line is not, or not wholly, on the disk.
+            StorageError: it is not, or not wholly, written.
         """
         line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
-        try:
+        with self._telling():
             written = os.write(self._opened(), line)
-            if written != len(line):
-                raise StorageFull(f"wrote {written} of {len(line)} B of a line of {self._path}: no space left?")
+        if written != len(line):
+            raise StorageFull(f"wrote {written} of {len(line)} B of a line of {self._path}: no space left?")
+
+    def sync(self) -> None:
+        """When it returns, a power cut leaves all lines in place that were there when it was called.
+
+        In another thread than the one that appends: where a step writes its state, this waits as long as the disk does.
+
+        Raises:
+            StorageError: they may not be.
+        """
+        with self._telling():
             os.fsync(self._opened())
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             kind = StorageFull if error.errno in _FULL else StorageError
             raise kind(f"cannot write a line of {self._path}: {error.strerror}") from error

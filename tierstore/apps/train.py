@@ -187,6 +187,7 @@ class _Run:
         if self._log is not None:
             self._engine.flush()  # a line without a generation would be that of another run
             self._log.begin()
+            self._engine.before_commit(self._log.sync)
         self._engine.on_step(self._step_ended)
         options = self._options
         kept = options.why_nothing_is_kept or "the store holds the last committed step: go on with --resume auto"

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tierstore.errors import ConfigError
 from tierstore.io.memory import Lease
-from tierstore.io.tasks import together
+from tierstore.io.tasks import to_the_end, together
 from tierstore.plan.placement import Kind, Placement
 from tierstore.store.commit import COMMIT, PER_RANK
 from tierstore.store.gradients import Gradients
@@ -41,6 +41,7 @@ class Commits:
     Attributes:
         generation: number of the last published one; -1 before the first.
         barrier: the commit that must be published before the writes of a round that begins now.
+        before: called before each is published, in a thread of its own; what it raises fails that one.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Commits:
         self._next_number = 0
         self.generation = -1
         self.barrier: asyncio.Task[None] | None = None
+        self.before: list[Callable[[], None]] = []
 
     def go_on_from(self, number: int) -> None:
         """This generation is on the disk, and the next one follows it."""
@@ -143,7 +145,8 @@ class Commits:
 
         async def make_durable() -> Records:
             # Side by side: on a disk that is busy each sync waits for the reads before it.
-            await together((self._chunks_at_rest(round_, writes), keep_captured()))
+            others = (to_the_end(asyncio.to_thread(callback)) for callback in self.before)
+            await together((self._chunks_at_rest(round_, writes), keep_captured(), *others))
             # Gradients that are not pending are on their way already: no generation names them.
             records.update({pack.kind: list(pack.current) if pack in kept else [None] * len(pack) for pack in packs})
             mine = [self._index(*key) for key in self._index.all()]

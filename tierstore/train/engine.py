@@ -246,6 +246,14 @@ class Engine:
         """
         self._steps.callbacks.append(callback)
 
+    def before_commit(self, callback: Callable[[], None]) -> None:
+        """Call this before each generation is published, in a thread of its own, while training goes on.
+
+        What is not to be lost once a step is committed, as a line that `on_step` has written, reaches its disk there.
+        What it raises fails that commit, as an error of the store's disk would, and the generation before it stays.
+        """
+        self._parts.store.commits.before.append(callback)
+
     def flush(self) -> None:
         """Commit the last step if it is not, and wait until everything is at rest."""
         self._order.refuse_closed()
