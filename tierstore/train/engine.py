@@ -231,6 +231,7 @@ class Engine:
         """Finished steps, those of earlier runs included."""
         return self._generations.step_count
 
+    @in_turn
     def register(self, name: str, value: capture.Stateful) -> None:
         """Make an object part of every generation; on resume it gets its state now.
 
@@ -254,6 +255,7 @@ class Engine:
         """
         self._parts.store.commits.before.append(callback)
 
+    @in_turn
     def flush(self) -> None:
         """Commit the last step if it is not, and wait until everything is at rest."""
         self._order.refuse_closed()
