@@ -188,6 +188,22 @@ def test_registered_before_and_after_the_engine_was_made(tmp_path: Path) -> None
         assert later.state["tensor"].tolist() == [1, 1, 1]
 
 
+def test_one_that_refuses_its_state_leaves_it_to_the_right_one(tmp_path: Path) -> None:
+    class Other(Holder):
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            raise ConfigError("this is the state of another one")
+
+    first, late = Holder(), Holder()
+    with opened(WAY, tmp_path, registered={"late": first}) as run:
+        first.count()
+        run.step()
+    with opened(WAY, tmp_path, registered={}) as run:
+        with pytest.raises(ConfigError, match="of another one"):
+            run.engine.register("late", Other())
+        run.engine.register("late", late)
+        assert late.state["list"] == [1]
+
+
 def test_registered_too_late(tmp_path: Path) -> None:
     """Not silently set back to an earlier step."""
     with opened(WAY, tmp_path, registered={"late": Holder()}) as run:

@@ -145,8 +145,8 @@ class Generations:
                 f"{name!r} is registered after step {self.step_count}, and would get its state after step "
                 f"{self._resumed_at}, from which the run was resumed: register it before the first step"
             )
+        self._restore_registered(name, value)
         self._registered[name] = value
-        self._restore_registered(name)
 
     def _captured(self) -> dict[str, Any]:
         optimizer, scheduler = self._parts.stepper.optimizer, self._parts.scheduler
@@ -196,8 +196,8 @@ class Generations:
             self._collect_in(pending["set"])
         own, is_new_rank = self._own_part(captured)
         self._to_restore = dict(own["registered"])
-        for name in list(self._registered):
-            self._restore_registered(name)
+        for name, value in self._registered.items():
+            self._restore_registered(name, value)
         capture.load_module_state(self._parts.model, own["buffers"])
         capture.restore_random_states(own["random"])
         if is_new_rank:
@@ -210,6 +210,7 @@ class Generations:
             return captured, False
         return (others[position - 1], False) if position <= len(others) else (captured, True)
 
-    def _restore_registered(self, name: str) -> None:
+    def _restore_registered(self, name: str, value: capture.Stateful) -> None:
         if name in self._to_restore:
-            self._registered[name].load_state_dict(capture.with_tensors(self._to_restore.pop(name)))
+            value.load_state_dict(capture.with_tensors(self._to_restore[name]))
+            del self._to_restore[name]  # not before: one that was refused may be followed by the right one
