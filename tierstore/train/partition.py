@@ -275,10 +275,11 @@ class Partition:
         """Every rank gets rank 0's."""
         if self.ranks is not None:
             held = list(buffers)
-            mine = [buffer.detach().cpu() for buffer in held] if self.ranks.rank == 0 else []
-            values = self.agree("initial buffers", mine)
+            given: list[Any] = [[buffer.detach().cpu() for buffer in held] if self.ranks.rank == 0 else None]
+            with self.ranks.waiting("initial buffers"):  # not by `agree`: each rank would hold them once for every rank
+                distributed.broadcast_object_list(given, self.ranks.members[0], group=self._control)
             with torch.no_grad():
-                for buffer, value in zip(held, values):
+                for buffer, value in zip(held, given[0]):
                     buffer.copy_(value)
 
     def owner(self, spec: GroupSpec, element: int) -> int:
