@@ -10,6 +10,7 @@ from device_contract import DeviceContract, random_bytes
 from tierstore.device.streams import ComputeDevice, LinkCounters, open_device
 from tierstore.device.transfers import CpuDevice
 from tierstore.errors import ConfigError
+from tierstore.trace import Tracer
 
 
 class TestCpu(DeviceContract):
@@ -20,12 +21,12 @@ class TestCpu(DeviceContract):
 
 def test_seconds_come_from_the_clock() -> None:
     ticks = iter(range(100))
-    device = CpuDevice(LinkCounters(clock=lambda: next(ticks)))
+    tracer = Tracer(lambda: next(ticks))
+    device = CpuDevice(LinkCounters(tracer.clock, tracer))
     storage = torch.UntypedStorage(8)
     device.copy_in(storage, 0, random_bytes(8))
     device.copy_out_range(storage, 0, np.zeros(8, np.uint8), device.record())
-    totals = device.counters.totals()
-    assert (totals.h2d_seconds, totals.d2h_seconds) == (1, 1)
+    assert [(span.track, span.start, span.end) for span in tracer.spans] == [("h2d", 0, 1), ("d2h", 2, 3)]
 
 
 def test_a_storage_that_numpy_shares_is_filled_again_in_place() -> None:

@@ -11,7 +11,7 @@ from tierstore.store.budget import ByteBudget
 
 def test_cancelled_in_the_turn_in_which_room_is_made() -> None:
     async def main() -> None:
-        budget = ByteBudget("gpu_memory", 10)
+        budget = ByteBudget(10)
         await budget.take(10)
         first, second = (asyncio.create_task(budget.take(5)) for _ in range(2))
         await asyncio.sleep(0)

@@ -531,7 +531,7 @@ def test_an_update_does_not_wait_for_a_load_behind_updates_of_the_next_step(move
 
     async def play() -> None:
         world = World([PAGE] * 3, [PAGE] * 3, own_pages * PAGE)
-        device = ByteBudget("gpu", 1)
+        device = ByteBudget(1)
         world.gradients.arrange([2, 1, 0])
         read = world.state_pack.holds[0] = asyncio.get_running_loop().create_future()
         first = world.begin([0, 1, 2], is_lazy=True, keeps_gradients=False, borrows=False)  # guesses nothing

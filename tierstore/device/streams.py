@@ -5,8 +5,8 @@ Not here: the two implementations (see `device/transfers.py`).
 Owner: nothing here has state but the counters, which take their own lock.
 
 [Note: streams and the allocator]
-Four streams meet at a group's storage: the compute stream, one that copies in (h2d), one that copies out (d2h), and one
-that updates.
+Streams meet at a group's storage: the compute stream, one that copies in (h2d), one that copies out (d2h), one that
+updates, and of several ranks one that gathers.
 * A storage is allocated while h2d is current, so its block belongs to h2d: freed, it may be handed out again at once to
   the next allocation on h2d, and be written by a copy that is not ordered after the compute stream. Hence `release`
   waits on the host for a mark that the compute thread recorded after its last use. Of a tensor that somebody may keep
@@ -67,12 +67,10 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class LinkTraffic:
-    """Totals of a device's link since it was opened. Seconds are summed over threads."""
+    """Totals of a device's link since it was opened."""
 
     h2d_bytes: int = 0
     d2h_bytes: int = 0
-    h2d_seconds: float = 0.0
-    d2h_seconds: float = 0.0
 
 
 class LinkCounters:
@@ -91,18 +89,16 @@ class LinkCounters:
 
     def add(self, direction: Literal["h2d", "d2h"], nbytes: int, start: float) -> None:
         """A copy that began at `start` has ended."""
-        end = self.clock()
-        seconds = end - start
-        self._tracer.span(direction, "copy", start, end, bytes=nbytes)
+        self._tracer.span(direction, "copy", start, self.clock(), bytes=nbytes)
         with self._lock:
             t = self._totals
             if direction == "h2d":
-                self._totals = LinkTraffic(t.h2d_bytes + nbytes, t.d2h_bytes, t.h2d_seconds + seconds, t.d2h_seconds)
+                self._totals = LinkTraffic(t.h2d_bytes + nbytes, t.d2h_bytes)
             else:
-                self._totals = LinkTraffic(t.h2d_bytes, t.d2h_bytes + nbytes, t.h2d_seconds, t.d2h_seconds + seconds)
+                self._totals = LinkTraffic(t.h2d_bytes, t.d2h_bytes + nbytes)
 
     def totals(self) -> LinkTraffic:
-        """All four figures, of one moment."""
+        """Both figures, of one moment."""
         return self._totals
 
 

@@ -2,7 +2,7 @@
 
 Scope: the CPU twin and CUDA.
 Not here: the face and the reasoning about streams (see `device/streams.py`).
-Owner: a `CudaDevice` owns its two streams; the caller owns storages and buffers.
+Owner: a `CudaDevice` owns its streams; the caller owns storages and buffers.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ class ByteBudget:
     Invariant: `used_bytes <= capacity_bytes` at every moment.
     """
 
-    def __init__(self, name: str, capacity_bytes: int) -> None:
-        self.name = name
+    def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
@@ -36,7 +35,7 @@ class ByteBudget:
         """
         if nbytes > self.capacity_bytes:
             raise BudgetError(
-                f"{self.name}: {format_size(nbytes)} asked of a budget of {format_size(self.capacity_bytes)}; "
+                f"gpu_memory: {format_size(nbytes)} asked of a budget of {format_size(self.capacity_bytes)}; "
                 f"the smallest that fits is {nbytes} B"
             )
         if not self._waiters and self.used_bytes + nbytes <= self.capacity_bytes:

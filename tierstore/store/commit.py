@@ -14,8 +14,7 @@ raised.
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, cast
@@ -66,28 +65,25 @@ class Manifests:
     def numbers(self) -> list[int]:
         """Numbers of the committed generations that are still there, newest first; none without the directory."""
         try:
-            return self._numbers(MANIFEST)
+            found = map(MANIFEST.fullmatch, self._backend.names(self.directory))
+            return sorted((int(match["number"]) for match in found if match), reverse=True)
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
                 return []  # what can be made there is seen when it is made
             raise unusable(self.directory, error) from error
 
-    def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
-        found = map(pattern.fullmatch, self._backend.names(self.directory))
-        return sorted({int(match["number"]) for match in found if match}, reverse=True)
-
-    def _remove(self, numbers: Collection[int]) -> None:
+    def _remove(self, is_wanted: Callable[[int], bool]) -> None:
         """Remove the files of these generations, the manifests first; none of another store that is there now."""
         self._check_in_place()
         for name in reversed(self._backend.names(self.directory)):
             match = SMALL.fullmatch(name)
-            if match and int(match["number"]) in numbers:
+            if match and is_wanted(int(match["number"])):
                 self._backend.remove(self.directory / name)
 
     def _remove_all_but_two(self, last: int) -> None:
         """Keep this generation and the one before it, if there is one."""
         kept = [number for number in self.numbers() if number <= last][:2]
-        self._remove(set(self._numbers(SMALL)) - set(kept))
+        self._remove(lambda number: number not in kept)
 
     async def capture(self, number: int, captured: Any) -> Captured:
         """Write what a generation captures, durably: it may be there before the chunks are.
@@ -112,7 +108,7 @@ class Manifests:
             noted: what `capture` gave; None: it is still to be written.
 
         Raises:
-            StorageError: it is abandoned.
+            StorageError: it is abandoned; or it is published, and older ones could not be removed.
         """
         if noted is None:
             noted = await self.capture(generation.number, generation.captured)
@@ -137,7 +133,7 @@ class Manifests:
     async def abandon(self, number: int) -> None:
         """Remove what there is of a generation that is not published, if that can be: another error is told already."""
         with contextlib.suppress(TierstoreError):
-            await self._in_thread(self._remove, {number})
+            await self._in_thread(self._remove, number.__eq__)
 
     async def _in_thread(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
         """In one hop; a cancellation waits for its end, so that no thread is left writing behind the caller's back."""

@@ -109,7 +109,7 @@ class DeviceTier:
         spawn: Callable[[Coroutine[Any, Any, None], str], object],
     ) -> None:
         self.device = device
-        self.budget = ByteBudget("gpu_memory", capacity_bytes)
+        self.budget = ByteBudget(capacity_bytes)
         self._workers = workers
         self._spawn = spawn
         self._firm: set[DeviceCopy] = set()  # pinned, or being filled: cannot be dropped now
@@ -143,7 +143,7 @@ class DeviceTier:
             self.device.record_stream(copy.storage)
 
     def unpin(self, copy: DeviceCopy) -> None:
-        """One user less; nobody's copy that nobody owns is dropped."""
+        """One user less; a copy that nobody uses or owns is dropped."""
         copy.users -= 1
         self.settle(copy)
 

@@ -26,19 +26,17 @@ from tierstore.store.names import IDENTITY, MANIFEST, PACK, UNFINISHED, holds_da
 _MOST_IDENTITY_BYTES = 1000
 
 
-def claim_directory(path: Path, backend: Backend) -> bool:
+def claim_directory(path: Path, backend: Backend) -> None:
     """Make a store directory (0700), or accept one that holds nothing but a store.
 
     Directories above it are made too; the name of each new one is durable on return.
 
-    Returns:
-        Whether it was made.
     Raises:
         ConfigError: it holds files that no store made; nothing was changed.
         StorageError: it cannot be made or written.
     """
     try:
-        is_made = backend.make_directories(path, 0o700)
+        backend.make_directories(path, 0o700)
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "it is not a directory")
         strangers = [name for name in backend.names(path) if not is_of_a_store(name)]
@@ -48,7 +46,6 @@ def claim_directory(path: Path, backend: Backend) -> bool:
         raise ConfigError(f"{path} is not a store: it holds {strangers[0]!r}; give an empty or a new directory")
     if reason := why_not_writable(path):
         raise StorageError(f"cannot use {path} as a store: {reason}")
-    return is_made
 
 
 @dataclass(frozen=True, slots=True)

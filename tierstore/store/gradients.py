@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,7 +73,7 @@ class _Chunk:
     awaited: asyncio.Future[None] | None = None
     is_filled: bool = False
     is_measured: bool = False
-    coming: deque[asyncio.Future[None]] = field(default_factory=deque)
+    last: asyncio.Future[None] | None = None
 
 
 @dataclass(slots=True)
@@ -174,8 +173,7 @@ class Gradients:
             parts = pieces.copy() if len(chunks) == 1 else cut(pieces, start, stop)
             if parts:
                 state, arrived = self._chunks[group, chunk], asyncio.get_running_loop().create_future()
-                before = state.coming[-1] if state.coming else None
-                state.coming.append(arrived)
+                before, state.last = self.coming(group, chunk), arrived
                 is_passing = is_streaming and self._placement.streams_gradients
                 yield _Delivery((group, chunk), state, parts, after, before, arrived, is_final, is_passing)
         pieces.clear()
@@ -225,8 +223,6 @@ class Gradients:
             for one in run:
                 one.arrived.set_result(None)
         finally:
-            for one in run:
-                one.state.coming.remove(one.arrived)
             self.on_change()
 
     async def _deliver_spilled(self, one: _Delivery) -> None:
@@ -309,12 +305,12 @@ class Gradients:
 
     def is_coming(self, group: int, chunk: int) -> bool:
         """Whether a gradient of this chunk was taken off autograd and is on its way."""
-        return bool(self._chunks[group, chunk].coming)
+        return self.coming(group, chunk) is not None
 
     def coming(self, group: int, chunk: int) -> asyncio.Future[None] | None:
         """Ends when what is on its way of this chunk now has arrived; None if nothing is."""
-        coming = self._chunks[group, chunk].coming
-        return coming[-1] if coming else None
+        last = self._chunks[group, chunk].last
+        return None if last is None or last.done() else last
 
     def awaited(self, group: int, chunk: int) -> asyncio.Future[None] | None:
         """As `coming`, for an update that needs nothing else: what is there then stays in memory until it is let go."""

@@ -137,7 +137,8 @@ class StoreFiles:
     def _create(self) -> None:
         if not self.directories:
             return
-        made = [directory for directory in self.directories if claim_directory(directory, self._backend)]
+        for directory in self.directories:
+            claim_directory(directory, self._backend)
         self._lock.add(self.directories)
         begin_store(self.directories, self._backend)
         self._is_ours = self._is_new = True
@@ -147,7 +148,7 @@ class StoreFiles:
         except StorageFull as error:
             total = format_size(sum(pack.file_bytes for pack in self.packs))
             raise StorageFull(f"{error}; all files of the store take {total}") from error
-        for directory in (*self.directories, *(directory.parent for directory in made)):
+        for directory in self.directories:
             self._backend.sync_directory(directory)
 
     def _open(self, generation: Generation) -> None:

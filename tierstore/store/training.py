@@ -75,7 +75,6 @@ class TrainingStore:
         self._runtime = runtime
         self._tracer = tracer
         self._index = ChunkIndex(groups, placement)
-        self._storages: list[torch.UntypedStorage] = []
         self._io_workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)))
         self._compute = WorkerPool("tierstore-update", update_threads(tiers.update_threads))
         # One thread, for they share a stream: of several, each would wait for the others, and all for the interpreter.
@@ -107,9 +106,9 @@ class TrainingStore:
         """The rooms of this floor, on the arena."""
         groups, placement, packs, tracer = self.groups, self.placement, self.files.packs, self._tracer
         self._resident = self._reserve_resident()
-        self.gpu_budget = ByteBudget("gpu_memory", placement.gpu_weight_bytes)
+        self.gpu_budget = ByteBudget(placement.gpu_weight_bytes)
         self.weights = Weights(
-            groups, placement, self._storages, self.gpu_budget, packs[0] if packs else None,
+            groups, placement, self.gpu_budget, packs[0] if packs else None,
             self._resident[Kind.WEIGHTS], self._pools["weights"], self._io_workers, device, self._marks, tracer,
         )  # fmt: skip
         self.on_gpu = StateOnGpu(groups, placement, self._pools["device"], self._gpu_worker, device)
@@ -155,7 +154,7 @@ class TrainingStore:
 
     def use_storages(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """The device storages, made after the files: what cannot be stored must not cost the model its weights."""
-        self._storages[:] = storages
+        self.weights.storages = storages
 
     def _trace_memory(self) -> None:
         if self._tracer.enabled:

@@ -32,24 +32,16 @@ from tierstore.trace import Tracer
 Settle = Callable[[int, int], Awaitable[bool]]
 
 
-async def _not_needed(group: int) -> None:
-    return None
-
-
-async def _never_pending(group: int, chunk: int) -> bool:
-    return False
-
-
 class Weights:
     """Flat device storages of the groups, and how their bytes get there.
 
     Args:
-        storages: one per group, size 0 while it is not on the device.
         pack: chunks on NVMe; None without a store.
         resident: leases of the chunks that live in CPU memory, by (group, chunk).
         staging: memory that a chunk passes on its way from NVMe.
 
     Attributes:
+        storages: one per group, size 0 while it is not on the device.
         settle: waits for a pending update of a chunk; True if that has put the new weights on the device itself.
     """
 
@@ -57,7 +49,6 @@ class Weights:
         self,
         groups: Sequence[GroupSpec],
         placement: Placement,
-        storages: Sequence[torch.UntypedStorage],
         budget: ByteBudget,
         pack: SlotPack | None,
         resident: dict[tuple[int, int], Lease],
@@ -69,7 +60,7 @@ class Weights:
     ) -> None:
         self._groups = groups
         self._placement = placement
-        self._storages = storages
+        self.storages: Sequence[torch.UntypedStorage] = ()
         self.budget = budget
         self._pack = pack
         self._resident = resident
@@ -85,8 +76,8 @@ class Weights:
         self._announced: dict[int, asyncio.Future[None]] = {}
         self._arriving: dict[tuple[int, int], asyncio.Future[None]] = {}
         # Set by the update pipeline, which is built after this.
-        self.settle: Settle = _never_pending
-        self.leave_device: Callable[[int], Awaitable[None]] = _not_needed
+        self.settle: Settle
+        self.leave_device: Callable[[int], Awaitable[None]]
 
     def resident(self, group: int, chunk: int) -> Bytes | None:
         """The chunk's weights in CPU memory, if they live there."""
@@ -100,7 +91,7 @@ class Weights:
     def on_device(self, group: int) -> torch.UntypedStorage | None:
         """The storage of a group that is on the device or on its way there, for reading and writing its chunks."""
         is_there = group in self._allocated and group not in self._dropping
-        return self._storages[group] if is_there else None
+        return self.storages[group] if is_there else None
 
     def device_offset(self, group: int, chunk: int) -> int:
         """Byte offset of a chunk in its group's storage."""
@@ -131,7 +122,7 @@ class Weights:
         try:
             await self.budget.take(nbytes)
             try:
-                self._device.allocate(self._storages[group], nbytes)
+                self._device.allocate(self.storages[group], nbytes)
             except BaseException:
                 self.budget.give(nbytes)
                 raise
@@ -161,7 +152,7 @@ class Weights:
         self._valid.discard(group)
         await self._marks.reached(after)
         is_quick = self._is_quick(self._groups[group].device_bytes)
-        await self._workers.perform(is_quick, Priority.DEMAND, self._device.release, self._storages[group], after)
+        await self._workers.perform(is_quick, Priority.DEMAND, self._device.release, self.storages[group], after)
         self._allocated.discard(group)
         self._dropping.discard(group)
         self.budget.give(self._groups[group].device_bytes)
@@ -188,7 +179,7 @@ class Weights:
             ended.set_result(None)
 
     async def _copy_in(self, group: int, chunk: int, priority: Priority) -> None:
-        storage, offset = self._storages[group], self.device_offset(group, chunk)
+        storage, offset = self.storages[group], self.device_offset(group, chunk)
         nbytes, device = self.raw_bytes(group, chunk), self._device
         here = self.resident(group, chunk)
         if here is not None:

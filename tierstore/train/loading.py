@@ -59,7 +59,6 @@ class PrefetchingLoader(Generic[T]):
         self._is_stateful = _has_state(loader)
         self._batch_size = getattr(loader, "batch_size", None)
         self._makes_here = getattr(loader, "num_workers", 0) == 0
-        self._passes = 0
         self._handed_out = 0  # in this pass
         self._begin: dict[str, Any] | None = None
         self._source: Any = None
@@ -100,7 +99,7 @@ class PrefetchingLoader(Generic[T]):
         if self._is_stateful:
             return {**state, "source": self._source if self._source is not None else self._source_state()}
         return {
-            **state, "passes": self._passes, "batches": self._handed_out, "batch_size": self._batch_size,
+            **state, "batches": self._handed_out, "batch_size": self._batch_size,
             "begin": self._begin,
         }  # fmt: skip
 
@@ -125,8 +124,7 @@ class PrefetchingLoader(Generic[T]):
             self._source = copy.deepcopy(state_dict["source"])
             cast(Any, self._loader).load_state_dict(copy.deepcopy(state_dict["source"]))
         else:
-            self._passes, self._handed_out = state_dict["passes"], state_dict["batches"]
-            self._begin = state_dict["begin"]
+            self._handed_out, self._begin = state_dict["batches"], state_dict["begin"]
         self._to_resume = True
 
     # --- one pass -----------------------------------------------------------------------------------------------
@@ -145,13 +143,13 @@ class PrefetchingLoader(Generic[T]):
                 yield batch
             self._source = ahead.source
             # Only now: until it is asked for more, the last batch may not be trained on.
-            self._passes, self._handed_out, self._begin, self._ahead = self._passes + 1, 0, None, None
+            self._handed_out, self._begin, self._ahead = 0, None, None
         finally:
             self._iterator = None  # a DataLoader ends its workers when nobody holds its iterator
 
     def _begun(self) -> _Ahead:
         if self._handed_out:  # the last pass was broken off
-            self._passes, self._handed_out = self._passes + 1, 0
+            self._handed_out = 0
             if self._is_stateful:  # it has given out a batch that nobody got
                 cast(Any, self._loader).load_state_dict(copy.deepcopy(self._source))
         self._ahead = None

@@ -2,7 +2,7 @@
 
 Scope: beginning a round of updates, deciding it, speculating.
 Not here: the trips (`store/updates.py`), coefficients (`optimizer.py`).
-Owner: the training side; `_decide...` and `_begin` run on the loop.
+Owner: the training side; `_decide`, `_begin` and `_take_back` run on the loop.
 
 | schedule | a group is updated | its weights come from |
 |---|---|---|
