@@ -302,6 +302,10 @@ MUTATIONS: Sequence[Mutation] = (
         "await manifests.abandon(number)", "store/test_publishing.py",
     ),
     Mutation(
+        "a commit waits for what is called before it", "store/publishing.py Commits._publish", ", *others))",
+        "store/test_publishing.py", "))",
+    ),
+    Mutation(
         "the other slot is written", "store/slots.py SlotPack.write", "1 - committed.slot", OVERWRITTEN,
         "committed.slot",
     ),
@@ -338,6 +342,15 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "commits follow one another", "store/publishing.py Commits._publish", "await asyncio.shield(previous)",
         "store/test_publishing.py",
+    ),
+    Mutation(
+        "a line of the log is on the disk before its commit", "apps/train.py _Run.run",
+        "self._engine.before_commit(self._log.sync)", "apps/test_train.py",
+    ),
+    Mutation(
+        "a state that was refused stays for the next object", "train/generations.py Generations._restore_registered",
+        "value.load_state_dict(capture.with_tensors(self._to_restore[name]))",
+        "train/test_capture.py", "value.load_state_dict(capture.with_tensors(self._to_restore.pop(name))); return",
     ),
     Mutation(
         "a whole step that broke off guesses nothing", "train/steps.py Steps._give_up",
