@@ -14,7 +14,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, runtime_checkable
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+    model_validator,
+)
 
 from tierstore.errors import ConfigError, advice_on
 
@@ -306,4 +315,4 @@ class AdamWConfig(_Model):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: Annotated[float, Field(ge=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 1e-2
-    decoupled: bool = True
+    decoupled: StrictBool = True

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
         ({"betas": (1.0, 0.9)}, "betas.0: must be less than 1"),
         ({"betas": 0.9}, "betas: must be a"),
         ({"weight_decay": None}, "weight_decay: must be a valid number"),
+        ({"decoupled": "no"}, "decoupled: must be a valid boolean"),
         ({"momentum": 0.9}, "momentum: there is no such option"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
