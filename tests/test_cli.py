@@ -7,7 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import pytest
 import typer
@@ -110,6 +110,8 @@ def test_options_of_a_file_give_way_to_those_of_the_command_line(asked: list[Any
         ('{"dtype": "fp8"}', "dtype = 'fp8' should be 'fp32', 'bf16' or 'fp16'"),
         ('{"nvme": "a"}', "nvme = 'a' should be a valid tuple"),
         ('{"batch": 0}', "--batch must be at least 1"),
+        ('{"export": ""}', "export = '': empty text is no value; leave the option out"),
+        ('{"nvme": ["a", ""]}', "nvme = ['a', '']: empty text is no value; leave the option out"),
     ],
 )
 def test_a_bad_file_of_options_is_one_sentence(
@@ -145,6 +147,8 @@ def test_the_file_of_options_is_not_written_over(asked: list[Any], tmp_path: Pat
         (["--nvm", "x"], "No such option: --nvm"),
         (["--preset", "25m", "--config", "x"], "tierstore: --preset and --config exclude each other"),
         (["--nvme", ""], "Invalid value for '--nvme': an empty path is not a directory"),
+        (["--export", ""], "Invalid value for '--export': an empty path is not a directory"),
+        (["--data", ""], "Invalid value for '--data': an empty path is not a file"),
         (["--lr", "nan"], "tierstore: --lr must be a number that is not negative, not nan"),
     ],
 )
@@ -172,10 +176,24 @@ def test_debug_shows_where_it_was_raised(asked: list[Any]) -> None:
     assert isinstance(result.exception, StorageFull)
 
 
-def test_every_command_can_show_it() -> None:
+def callbacks() -> list[Any]:
+    """What the commands call."""
     commands = [*app.registered_commands, *(one for group in app.registered_groups if group.typer_instance
                                             for one in group.typer_instance.registered_commands)]  # fmt: skip
-    assert all("debug" in inspect.signature(one.callback).parameters for one in commands if one.callback)
+    return [one.callback for one in commands]
+
+
+def test_every_command_can_show_it() -> None:
+    assert all("debug" in inspect.signature(callback).parameters for callback in callbacks())
+
+
+def test_no_empty_path_becomes_the_current_directory() -> None:
+    hints = [hint for callback in callbacks() for hint in get_type_hints(callback, include_extras=True).values()]
+    paths = [hint.__metadata__[0] for hint in hints if get_origin(hint) is Annotated and "Path" in str(hint)]
+    assert len(paths) > 30
+    for option in paths:
+        with pytest.raises(typer.BadParameter, match="an empty path is not a"):
+            option.parser("")
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,8 @@ def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         try:
             if isinstance(value, bool) is not (hints[name] is bool):
                 raise ConfigError("must be true or false" if hints[name] is bool else "cannot be true or false")
+            if "" in (value if isinstance(value, list) else [value]):  # of a path it would be the current directory
+                raise ConfigError("empty text is no value; leave the option out")
             if name in ("gpu_memory", "cpu_memory", "chunk") and value is not None:
                 value = parse_size(value)
             found[name] = TypeAdapter(hints[name]).validate_python(value)

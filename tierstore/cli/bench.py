@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, directory, file_option, given_options, size_option, told
+from tierstore.cli.common import Debug, directory, file, file_option, given_options, size_option, told
 from tierstore.cli.interrupts import interruptible
 
 
@@ -26,7 +26,8 @@ def bench(
     peer_python: Annotated[
         Path,
         typer.Option(
-            metavar="PYTHON", show_default=False, help="The interpreter that has the peers [default: this one]."
+            parser=file, metavar="PYTHON", show_default=False,
+            help="The interpreter that has the peers [default: this one].",
         ),
     ] = Path(sys.executable),
     nvme: Annotated[

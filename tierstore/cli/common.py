@@ -51,6 +51,12 @@ def directory(text: str) -> Path:
     return Path(text)
 
 
+def file(text: str) -> Path:
+    if not text:
+        raise typer.BadParameter("an empty path is not a file")
+    return Path(text)
+
+
 def size_option(help: str, metavar: str = "SIZE", parser: Callable[[Any], int] = size) -> Any:
     """An option in bytes; its help says what the default is."""
     return typer.Option(parser=parser, metavar=metavar, show_default=False, help=help)
@@ -58,7 +64,7 @@ def size_option(help: str, metavar: str = "SIZE", parser: Callable[[Any], int] =
 
 def file_option(help: str, metavar: str = "FILE") -> Any:
     """The path of a file."""
-    return typer.Option(metavar=metavar, help=help)
+    return typer.Option(parser=file, metavar=metavar, help=help)
 
 
 def given_options(context: typer.Context) -> list[str]:
