@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import runpy
 import signal
 import subprocess
@@ -253,6 +254,17 @@ def test_what_cannot_be_shown_for_want_of_room_is_one_sentence() -> None:
                                 stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)  # fmt: skip
     said = "tierstore: cannot write what is to be shown: No space left on device\n"
     assert (result.returncode, result.stderr) == (1, said)
+
+
+@pytest.mark.parametrize(("params", "leaves", "code"), [("7e9", "stdout", 0), ("many", "stderr", 2)])
+def test_a_reader_that_has_left_changes_no_exit_code(params: str, leaves: str, code: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, leaves: writer}
+    result = subprocess.run([sys.executable, "-m", "tierstore.cli", "plan", "--params", params], **streams, timeout=60,
+                            cwd=Path(tierstore.__file__).parents[1])  # fmt: skip
+    os.close(writer)
+    assert (result.returncode, result.stdout or b"", result.stderr or b"") == (code, b"", b"")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

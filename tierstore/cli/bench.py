@@ -50,11 +50,10 @@ def bench(
 ) -> None:  # fmt: skip
     """Measure tierstore, its peers and the limits of this machine. All take turns in one run."""
     with told(debug):
-        from rich.console import Console
-
         from tierstore.apps.bench.case import BenchOptions
         from tierstore.apps.bench.report import context_of, save, show
         from tierstore.apps.bench.run import Outcome, cases_of, check_room, clear_left, notes, refuse_unread, run_case
+        from tierstore.apps.console import Console
         from tierstore.apps.progress import share_bar
 
         options = BenchOptions(

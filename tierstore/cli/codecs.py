@@ -35,9 +35,8 @@ def codecs(
 ) -> None:
     """Try every codec on your own weights and optimizer state. Shown: ratio, rates, the disks on which it pays."""
     with told(debug):
-        from rich.console import Console
-
         from tierstore.apps.codecs import CodecOptions, as_json, as_table, compare, legend, sentences
+        from tierstore.apps.console import Console
         from tierstore.apps.files import write_object
         from tierstore.apps.progress import share_bar
 

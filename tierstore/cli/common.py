@@ -106,7 +106,10 @@ def told(debug: bool = False) -> Iterator[None]:
 def say(sentence: str) -> None:
     """A sentence on the error stream, under tierstore's name."""
     if sentence:
-        typer.echo(f"tierstore: {sentence}", err=True)
+        try:
+            typer.echo(f"tierstore: {sentence}", err=True)
+        except BrokenPipeError:  # who read it has left
+            let_go(2)
 
 
 def _as_options(text: str) -> str:

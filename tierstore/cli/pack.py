@@ -59,7 +59,7 @@ def pack(
 
     Several DST share the groups out among them, so that all disks are read at once.
     """
-    from rich.console import Console
+    from tierstore.apps.console import Console
 
     with told(debug):
         from tierstore.apps.files import write_object
@@ -97,7 +97,7 @@ def unpack(
     debug: Debug = False,
 ) -> None:
     """Write a pack back as an ordinary checkpoint, bit for bit."""
-    from rich.console import Console
+    from tierstore.apps.console import Console
 
     with told(debug):
         from tierstore.apps.files import write_object

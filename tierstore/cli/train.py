@@ -157,8 +157,7 @@ def _checked(launch: Launch, values: dict[str, Any], file: Path | None, context:
 
 
 def _run_training(options: TrainOptions, launch: Launch, stop: StopRequest) -> None:
-    from rich.console import Console
-
+    from tierstore.apps.console import Console
     from tierstore.apps.progress import spinner
     from tierstore.apps.spinning import ask_for_short_spins
 

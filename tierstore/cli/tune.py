@@ -79,8 +79,7 @@ def tune(
             commit_every=commit_every, device=device, threads=threads, freed_memory=freed_memory, bandwidth=bandwidth,
         )  # fmt: skip
 
-        from rich.console import Console
-
+        from tierstore.apps.console import Console
         from tierstore.apps.progress import spinner
         from tierstore.apps.spinning import ask_for_short_spins
 
