@@ -90,6 +90,16 @@ def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str, monkeypatch: pyt
     assert (out / "config.json").is_file()
 
 
+@pytest.mark.parametrize("text", ['{"n_layer": Infinity}', '{"n_layer": 3} // three', "[3]", "{}"])
+def test_a_configuration_that_cannot_be_read_costs_only_its_hint(tmp_path: Path, text: str) -> None:
+    tensors = small_checkpoint(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(text)
+    shown = run("pack", tmp_path / "model.safetensors", tmp_path / "p", "--memory", "1TiB").output
+    assert "order from the names of the tensors: config.json says nothing, or is not valid JSON" in shown
+    run("unpack", tmp_path / "p", tmp_path / "out", "--memory", "1TiB")
+    assert read_safetensors(tmp_path / "out" / "model.safetensors") == tensors
+
+
 def test_two_packs_into_one_directory_copy_what_is_beside_them_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
