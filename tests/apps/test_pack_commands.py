@@ -195,6 +195,8 @@ def test_damage_is_shown_and_is_an_exit_code(tmp_path: Path) -> None:
     (tmp_path / "p.safetensors").write_bytes(data)
     result = run("verify", tmp_path / "p.safetensors", "--memory", "1TiB", "--json", tmp_path / "j", code=1)
     assert "ln_f" in result.output
+    assert "1 damaged; 5 chunks" in result.stderr
+    assert "; pack again, or restore the files from a copy" in result.stderr
     assert [one["tensors"] for one in json.loads((tmp_path / "j").read_text())["damages"]] == [["ln_f"]]
 
 

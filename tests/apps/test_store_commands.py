@@ -26,6 +26,7 @@ from tierstore.io import files, watch
 from tierstore.store.verification import CommittedChunk, committed_chunks
 from tierstore.train.engine import Engine
 
+WIDE = {"COLUMNS": "400"}
 SHOWN = io.StringIO()
 NOBODY = Console(file=SHOWN, force_terminal=False)
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -58,11 +59,11 @@ def test_the_last_generation_is_shown_and_verified(
     with monkeypatch.context() as patch:
         patch.setattr("tierstore.whole_file.open", full, raising=False)
         for command, told in ((verifying, "all as written"), (["inspect"], "blocks.0.up.weight")):
-            result = run.invoke(app, [*command, *paths, "--json", str(tmp_path / "j")], env={"COLUMNS": "200"})
+            result = run.invoke(app, [*command, *paths, "--json", str(tmp_path / "j")], env=WIDE)
             assert (result.exit_code, told in result.output) == (1, True), result.output
             assert "cannot write --json" in result.output
 
-    result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env={"COLUMNS": "200"})
+    result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env=WIDE)
     told = json.loads((tmp_path / "j").read_text())
     assert (result.exit_code, told["generation"], told["directories"]) == (0, 2, 2), result.output
     assert "blocks.0.up.weight" in result.output
@@ -73,8 +74,11 @@ def test_the_last_generation_is_shown_and_verified(
     data = bytearray(bad.path.read_bytes())
     data[bad.offset + bad.stored_bytes - 1] ^= 1
     bad.path.write_bytes(data)
-    result = run.invoke(app, ["verify", *paths, "--memory", "1TiB", "--json", str(tmp_path / "j")])
+    result = run.invoke(app, ["verify", *paths, "--memory", "1TiB", "--json", str(tmp_path / "j")], env=WIDE)
     assert result.exit_code == 1
+    assert f"{bad.path} " in result.stdout
+    assert "damaged places: 1; chunks: " in result.stdout
+    assert "--resume previous goes back one generation" in result.stderr
     assert [one["tensors"] for one in json.loads((tmp_path / "j").read_text())["damages"]] == [list(bad.tensors)]
     assert bad.tensors
     assert set(bad.tensors) <= {name for group in generation.layout["groups"] for name, _ in group["parameters"]}
@@ -87,6 +91,11 @@ def test_the_last_generation_is_shown_and_verified(
         (str(bad.path), 0, []), (str(bad.path), bad.offset, list(bad.tensors)),
     ], result.output  # fmt: skip
     assert f"the header of {bad.path}" in damages[0]["message"]
+
+    data[bad.offset + bad.stored_bytes - 1] ^= 1
+    bad.path.write_bytes(data)
+    result = run.invoke(app, ["verify", *paths, "--memory", "1TiB"], env=WIDE)
+    assert (result.exit_code, "a run does without these headers" in result.stderr) == (1, True), result.output
 
     result = run.invoke(app, ["verify", paths[0]])
     assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)
@@ -108,7 +117,7 @@ def test_a_generation_that_is_overwritten_meanwhile_is_not_damaged(
     damage = verify.Damage(tmp_path, 0, 1, "h", ("w",), "damaged")
     found = iter([(verify.Verdict("store", 1, 1, 1.0, (damage,) * count), number) for count, number in seen])
     monkeypatch.setattr(verify, "_verify_last", lambda *_: next(found))
-    result = CliRunner().invoke(app, ["verify", str(tmp_path)], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)], env=WIDE)
     assert (result.exit_code, said in " ".join(result.output.split())) == (exit_code, True), result.output
 
 
@@ -129,7 +138,7 @@ def test_a_store_of_named_tensors_is_shown_and_verified(codec: Codec, tmp_path: 
     verify = ["verify", "--memory", "1TiB"]  # this process counts, which may have run other tests
     result = run.invoke(app, [*verify, *paths])
     assert (result.exit_code, "all as written" in result.output) == (0, True), result.output
-    result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env={"COLUMNS": "200"})
+    result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env=WIDE)
     told = json.loads((tmp_path / "j").read_text())
     assert (told["what"], told["groups"], told["directories"]) == ("store of named tensors", 4, 2), result.output
     assert {group["name"]: group["tensors"] for file in told["files"] for group in file["groups"]} == {

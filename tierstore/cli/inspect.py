@@ -69,7 +69,7 @@ def verify(
         verdict = app.run_verify(paths, memory, console, timeout_s=timeout)
         if verdict.damages:
             console.print(app.damage_table(verdict))
-            say(str(verdict))
+            say(f"{verdict}; {verdict.advice}")
         else:
             show_plain(console, str(verdict))
         if json is not None:
