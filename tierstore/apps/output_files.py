@@ -72,7 +72,7 @@ def check_directory(name: str, path: Path) -> None:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """A file or a directory of this path can be written.
+    """A file of this path can be written.
 
     Raises:
         ConfigError: names the option and the path.
