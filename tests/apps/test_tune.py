@@ -383,11 +383,15 @@ def test_ranks_do_not_tune_side_by_side(files: list[str], monkeypatch: pytest.Mo
 
 
 def test_a_file_that_is_something_else(files: list[str], tmp_path: Path) -> None:
-    for name, sentence, code in (("rates.json", "bandwidth table", 1), ("step.json", "must be a JSON object", 2)):
+    for name, text, sentence in (
+        ("rates.json", "[1]", "bandwidth table"),
+        ("step.json", "[1]", "must be a JSON object"),
+        ("step.json", "{}", "step.json: not a recorded step: it has no 'version'"),
+    ):
         before = (tmp_path / name).read_text()
-        (tmp_path / name).write_text("[1]")
+        (tmp_path / name).write_text(text)
         result = tune(*files)
-        assert result.exit_code == code
+        assert result.exit_code == 2
         assert sentence in result.stderr
         (tmp_path / name).write_text(before)
 

@@ -13,7 +13,7 @@ import pytest
 
 from tierstore.cores import update_threads
 from tierstore.device.transfers import CpuDevice
-from tierstore.errors import ConfigError, FormatError, StorageError
+from tierstore.errors import ConfigError, StorageError
 from tierstore.measure import compute, links, machine
 from tierstore.measure.loads import Load
 from tierstore.measure.machine import measure_machine
@@ -124,7 +124,7 @@ def test_a_file_that_is_no_table(tmp_path: Path) -> None:
         read_table(path)
     for text in (b"", b"{", b"[]", b'{"version": 9}', b"\xff", b'{"read_bytes_per_s": NaN}', b"[" * 100_000):
         path.write_bytes(text)
-        with pytest.raises(FormatError, match=r"rates\.json"):
+        with pytest.raises(ConfigError, match=r"rates\.json"):
             read_table(path)
     with pytest.raises(StorageError, match=r"cannot write --json .*none"):
         write_table(tmp_path / "none" / "file", TABLE)

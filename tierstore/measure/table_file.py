@@ -24,8 +24,7 @@ def read_table(path: Path) -> BandwidthTable:
     """The table that `probe --json` wrote, or that anyone else did.
 
     Raises:
-        ConfigError: the file cannot be read.
-        FormatError: it is not a table.
+        ConfigError: the file cannot be read, or is not a table.
     """
     try:
         with open(path, "rb") as file:
@@ -33,19 +32,19 @@ def read_table(path: Path) -> BandwidthTable:
     except OSError as error:
         raise ConfigError(f"cannot read the bandwidth table {path}: {error.strerror}; {_ADVICE}") from error
     if len(text) > _MOST_BYTES:
-        raise FormatError(f"{path} has more than {_MOST_BYTES} B: that is no bandwidth table")
+        raise ConfigError(f"{path} has more than {_MOST_BYTES} B: that is no bandwidth table")
     try:
         return BandwidthTable.from_json(parse_json(text, str(path)))
     except FormatError as error:
         what = str(error) if str(path) in str(error) else f"{path}: {error}"
-        raise FormatError(f"{what}; {_ADVICE}") from None
+        raise ConfigError(f"{what}; {_ADVICE}") from None
 
 
 def with_rates(tiers: TierConfig) -> TierConfig:
     """The same with the table itself where a file of one is given.
 
     Raises:
-        ConfigError, FormatError: as `read_table`.
+        ConfigError: as `read_table`.
     """
     if not isinstance(tiers.bandwidth, Path):
         return tiers
