@@ -250,10 +250,11 @@ def test_an_interrupt_before_any_command_runs_is_one_sentence(start: list[str], 
         assert ((result.returncode, result.stderr) == expected) if expected else "AttributeError" in result.stderr
 
 
-def test_what_cannot_be_shown_for_want_of_room_is_one_sentence() -> None:
+@pytest.mark.parametrize("arguments", [["plan", "--params", "7e9"], ["--help"]])
+def test_what_cannot_be_shown_for_want_of_room_is_one_sentence(arguments: list[str]) -> None:
     root = Path(tierstore.__file__).parents[1]
     with open("/dev/full", "w") as full:
-        result = subprocess.run([sys.executable, "-m", "tierstore.cli", "plan", "--params", "7e9"], cwd=root,
+        result = subprocess.run([sys.executable, "-m", "tierstore.cli", *arguments], cwd=root,
                                 stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)  # fmt: skip
     said = "tierstore: cannot write what is to be shown: No space left on device\n"
     assert (result.returncode, result.stderr) == (1, said)

@@ -7,7 +7,6 @@ Not here: commands (a module each) and anything that works (`apps/`).
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import re
@@ -91,15 +90,9 @@ def told(debug: bool = False) -> Iterator[None]:
         say("interrupted")
         raise typer.Exit(130) from None
     except OSError as error:  # what is read and written otherwise is told as StorageError
-        if debug:
+        if debug or not isinstance(error.filename, (str, os.PathLike)):
             raise
-        if isinstance(error.filename, (str, os.PathLike)):  # of looking at a path that was given
-            say(f"cannot use {error.filename}: {error.strerror}")
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            let_go(1)  # or the end of the interpreter would try again
-            say(f"cannot write what is to be shown: {error.strerror}")
-        else:
-            raise
+        say(f"cannot use {error.filename}: {error.strerror}")  # of looking at a path that was given
         raise typer.Exit(1) from None
 
 
