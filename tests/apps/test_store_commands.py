@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import re
@@ -21,8 +22,9 @@ from tierstore.apps import verify
 from tierstore.apps.verify import advised
 from tierstore.cli import app
 from tierstore.config import Codec, Tier, TierConfig
-from tierstore.errors import ChecksumMismatch, Timeout
+from tierstore.errors import ChecksumMismatch, StorageError, Timeout
 from tierstore.io import files, watch
+from tierstore.io.backend import Backend
 from tierstore.store.verification import CommittedChunk, committed_chunks
 from tierstore.train.engine import Engine
 
@@ -161,6 +163,15 @@ def test_a_store_of_named_tensors_is_shown_and_verified(codec: Codec, tmp_path: 
     chunks[0].path.unlink()
     result = run.invoke(app, [*verify, *paths])
     assert (result.exit_code, f"{chunks[0].path} is missing" in " ".join(result.output.split())) == (1, True)
+
+
+def test_a_directory_that_cannot_be_read_is_not_called_a_store(tmp_path: Path) -> None:
+    class Closed(Backend):
+        def _call_list(self, path: Path) -> list[str]:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(StorageError, match=rf"listing of {tmp_path} failed: Permission denied"):
+        verify.is_store(tmp_path, Closed())
 
 
 def test_codecs_are_compared_on_training_state(tmp_path: Path) -> None:

@@ -217,9 +217,9 @@ def is_store(path: Path, backend: Backend | None = None) -> bool:
         is_directory = path.is_dir()
     if not is_directory:
         return False
+    names = backend.names(path)
     if Manifests(path, backend).numbers():
         return True
-    names = backend.names(path)
     if not any(name.startswith(Path(SINGLE).stem) for name in names):
         advice = "; of a store over several directories the first comes first" if any(map(holds_data, names)) else ""
         raise FormatError(f"{path} holds neither a pack ({SINGLE} or {INDEX}) nor a generation of a store{advice}")
