@@ -91,7 +91,7 @@ def parse_layers(text: str) -> tuple[Layer, ...]:
         if match is None:
             raise ValueError
         milliseconds, count = float(match[2]), int(match[3] or 1)
-        if not 1 <= count <= _MOST_LAYERS:
+        if not (0 <= milliseconds < math.inf and 1 <= count <= _MOST_LAYERS):
             raise ValueError
     except ValueError:
         raise ConfigError(
