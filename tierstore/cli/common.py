@@ -1,6 +1,6 @@
 """What every command shares: options, parsers of sizes and paths, an error as one sentence and an exit code.
 
-Scope: exit codes 0 done, 1 the run failed, 2 an option or a budget cannot work, 130 and 143 stopped by a signal.
+Scope: exit codes 0 done, 1 the run failed, 2 an option or a budget cannot work, 129, 130 and 143 stopped by a signal.
 Not here: commands (a module each) and anything that works (`apps/`).
 """
 

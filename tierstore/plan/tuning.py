@@ -1,4 +1,4 @@
-"""Which schedule, chunk and prefetch depth a step should have, and what bounds it then.
+"""Which schedule and prefetch depth a step should have, and what bounds it then.
 
 Scope: forecasts of all candidates, the choice among them, and the reason in words.
 Not here: the forecast (`plan/step_model.py`), measuring (`apps/tune.py`).
