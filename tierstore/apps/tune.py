@@ -199,7 +199,7 @@ def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
         first = settled(schedule, shares_cores=train.device == "cpu", in_memory=in_memory)
         found = [first, UpdateSchedule.FORWARD, UpdateSchedule.STEP]
     for schedule in dict.fromkeys(found):
-        yield Candidate(schedule, train.chunk, _placed(record, train, schedule))
+        yield Candidate(schedule, _placed(record, train, schedule))
 
 
 def _placed(record: StepRecord, train: TrainOptions, schedule: UpdateSchedule) -> Placement:
@@ -295,8 +295,7 @@ def _measure(
 
 
 def _chosen(train: TrainOptions, tuning: Tuning) -> TrainOptions:
-    candidate = tuning.choice.candidate
-    return replace(train, update=candidate.schedule, chunk=candidate.chunk_bytes, prefetch_depth=tuning.choice.depth)
+    return replace(train, update=tuning.choice.candidate.schedule, prefetch_depth=tuning.choice.depth)
 
 
 def _median(seen: Sequence[Machine]) -> Machine:

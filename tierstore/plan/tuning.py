@@ -41,10 +41,9 @@ class Regime(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run the step; `chunk_bytes` None leaves the size to the planner."""
+    """One way to run the step."""
 
     schedule: UpdateSchedule
-    chunk_bytes: int | None
     placement: Placement
 
 
