@@ -225,7 +225,7 @@ def test_a_signal_does_not_wait_for_what_only_computes(
     ("arguments", "code", "message"),
     [
         (["pack", "nothing", "out"], 1, "there is no nothing"),
-        (["pack", "a", "out", "--codec", "zip"], 2, "there is no codec 'zip'; the codecs are none, lz4"),
+        (["pack", "a", "out", "--codec", "zip"], 2, "'zip' is not one of 'none', 'lz4', 'lz4-bitshuffle'"),
         (["pack", "a", "out", "--memory", "1MiB"], 2, "--memory 1 MiB is too small"),
         (["pack", "a", "out", "--memory", "lots"], 2, "not a size"),
         (["pack", "a", "out", "--chunk", "5000"], 2, "a chunk of 5000 B is not a multiple of 4096"),

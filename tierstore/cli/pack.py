@@ -34,9 +34,7 @@ def pack(
             parser=directory, metavar="DST...", help="A name ending in .safetensors; or directories, one for each disk."
         ),
     ],
-    codec: Annotated[
-        str, typer.Option(help=f"{', '.join(one.value for one in Codec)}: what pays for each dtype.")
-    ] = "none",
+    codec: Annotated[Codec, typer.Option(help="Of all chunks; auto: what pays for each dtype.")] = Codec.NONE,
     read_rate: Annotated[
         int | None,
         size_option(
