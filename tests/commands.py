@@ -123,5 +123,6 @@ def _run(arguments: list[str]) -> None:
 
 def _command(arguments: list[str], output: Path, errors: Path, environment: Mapping[str, str]) -> None:
     _redirect(output, errors)
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # which can be a pipe, unlike that of before
     os.environ.update(environment)
     _run(arguments)

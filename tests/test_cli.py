@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 import runpy
 import signal
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import pytest
 import typer
@@ -100,16 +101,21 @@ def test_options_of_a_file_give_way_to_those_of_the_command_line(asked: list[Any
         (None, "cannot read the options"),
         ("[1]", "must be a JSON object, not list"),
         ('{"batch": 1', "not valid JSON"),
-        ('{"cpu_memry": 1}', "train has no option 'cpu_memry'; did you mean --cpu-memory?"),
+        ('{"cpu_memry": 1}', "train has no option 'cpu_memry'; did you mean 'cpu_memory'?"),
+        ('{"x": 1}', "train has no option 'x'; the options are 'preset', 'config', "),
+        ('{"x": 1}', ", 'gpu_memory', 'cpu_memory', 'nvme', "),
         ('{"options": "x"}', "train has no option 'options'"),
-        ('{"cpu_memory": 1, "cpu-memory": 2}', "--cpu-memory is given twice"),
-        ('{"cpu_memory": "8GX"}', "--cpu-memory = '8GX': not a size"),
-        ('{"batch": "many"}', "batch = 'many' should be a valid integer"),
-        ('{"batch": true}', "batch = True: cannot be true or false"),
-        ('{"checkpointing": 1}', "checkpointing = 1: must be true or false"),
-        ('{"dtype": "fp8"}', "dtype = 'fp8' should be 'fp32', 'bf16' or 'fp16'"),
-        ('{"nvme": "a"}', "nvme = 'a' should be a valid tuple"),
+        ('{"cpu_memory": 1, "cpu-memory": 2}', "'cpu_memory' is given twice"),
+        ('{"cpu_memory": "8GX"}', "'cpu_memory' = '8GX': not a size"),
+        ('{"batch": "many"}', "'batch' = 'many' should be a valid integer"),
+        ('{"batch": true}', "'batch' = True: cannot be true or false"),
+        ('{"checkpointing": 1}', "'checkpointing' = 1: must be true or false"),
+        ('{"dtype": "fp8"}', "'dtype' = 'fp8' should be 'fp32', 'bf16' or 'fp16'"),
+        ('{"nvme": "a"}', "'nvme' = 'a' should be a list"),
+        ('{"nvme": [1]}', "'nvme' = [1] is not a valid path"),
         ('{"batch": 0}', "--batch must be at least 1"),
+        ('{"export": ""}', "'export' = '': empty text is no value; leave the option out"),
+        ('{"nvme": ["a", ""]}', "'nvme' = ['a', '']: empty text is no value; leave the option out"),
     ],
 )
 def test_a_bad_file_of_options_is_one_sentence(
@@ -145,6 +151,8 @@ def test_the_file_of_options_is_not_written_over(asked: list[Any], tmp_path: Pat
         (["--nvm", "x"], "No such option: --nvm"),
         (["--preset", "25m", "--config", "x"], "tierstore: --preset and --config exclude each other"),
         (["--nvme", ""], "Invalid value for '--nvme': an empty path is not a directory"),
+        (["--export", ""], "Invalid value for '--export': an empty path is not a directory"),
+        (["--data", ""], "Invalid value for '--data': an empty path is not a file"),
         (["--lr", "nan"], "tierstore: --lr must be a number that is not negative, not nan"),
     ],
 )
@@ -172,10 +180,24 @@ def test_debug_shows_where_it_was_raised(asked: list[Any]) -> None:
     assert isinstance(result.exception, StorageFull)
 
 
-def test_every_command_can_show_it() -> None:
+def callbacks() -> list[Any]:
+    """What the commands call."""
     commands = [*app.registered_commands, *(one for group in app.registered_groups if group.typer_instance
                                             for one in group.typer_instance.registered_commands)]  # fmt: skip
-    assert all("debug" in inspect.signature(one.callback).parameters for one in commands if one.callback)
+    return [one.callback for one in commands]
+
+
+def test_every_command_can_show_it() -> None:
+    assert all("debug" in inspect.signature(callback).parameters for callback in callbacks())
+
+
+def test_no_empty_path_becomes_the_current_directory() -> None:
+    hints = [hint for callback in callbacks() for hint in get_type_hints(callback, include_extras=True).values()]
+    paths = [hint.__metadata__[0] for hint in hints if get_origin(hint) is Annotated and "Path" in str(hint)]
+    assert len(paths) > 30
+    for option in paths:
+        with pytest.raises(typer.BadParameter, match="an empty path is not a"):
+            option.parser("")
 
 
 @pytest.mark.parametrize(
@@ -228,13 +250,25 @@ def test_an_interrupt_before_any_command_runs_is_one_sentence(start: list[str], 
         assert ((result.returncode, result.stderr) == expected) if expected else "AttributeError" in result.stderr
 
 
-def test_what_cannot_be_shown_for_want_of_room_is_one_sentence() -> None:
+@pytest.mark.parametrize("arguments", [["plan", "--params", "7e9"], ["--help"]])
+def test_what_cannot_be_shown_for_want_of_room_is_one_sentence(arguments: list[str]) -> None:
     root = Path(tierstore.__file__).parents[1]
     with open("/dev/full", "w") as full:
-        result = subprocess.run([sys.executable, "-m", "tierstore.cli", "plan", "--params", "7e9"], cwd=root,
+        result = subprocess.run([sys.executable, "-m", "tierstore.cli", *arguments], cwd=root,
                                 stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)  # fmt: skip
     said = "tierstore: cannot write what is to be shown: No space left on device\n"
     assert (result.returncode, result.stderr) == (1, said)
+
+
+@pytest.mark.parametrize(("params", "leaves", "code"), [("7e9", "stdout", 0), ("many", "stderr", 2)])
+def test_a_reader_that_has_left_changes_no_exit_code(params: str, leaves: str, code: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, leaves: writer}
+    result = subprocess.run([sys.executable, "-m", "tierstore.cli", "plan", "--params", params], **streams, timeout=60,
+                            cwd=Path(tierstore.__file__).parents[1])  # fmt: skip
+    os.close(writer)
+    assert (result.returncode, result.stdout or b"", result.stderr or b"") == (code, b"", b"")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

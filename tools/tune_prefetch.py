@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prefetch depth, update schedule and chunk size for a model on this machine; the same as `tierstore tune`."""
+"""Prefetch depth and update schedule for a model on this machine; the same as `tierstore tune`."""
 
 from tierstore.cli import app
 

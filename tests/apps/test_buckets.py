@@ -93,6 +93,8 @@ def test_no_heavy_import() -> None:
         (["--layer", "3"], "not a layer: '3'"),
         (["--layer", "3MB:x4"], "not a layer"),
         (["--layer", "3MB:1x0"], "not a layer"),
+        (["--layer", "3MB:1e999"], "not a layer: '3MB:1e999'"),
+        (["--layer", "3MB:-1"], "not a layer: '3MB:-1'"),
         (["--layer", "3XB:1"], "not a size: '3XB'"),
         (["--layer", "0:1"], "no layer has gradients"),
         (["--alpha", "-1"], "an interconnect has costs that are not negative"),

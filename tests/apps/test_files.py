@@ -15,8 +15,6 @@ import pytest
 
 from tierstore.apps.files import write_text
 from tierstore.errors import StorageError
-from tierstore.measure.table_file import write_table
-from tierstore.plan.bandwidth import BandwidthTable
 from tierstore.plots import new_figure, save_figure
 from tierstore.trace import Tracer
 
@@ -33,11 +31,7 @@ def as_trace(path: Path) -> None:
     Tracer(time.perf_counter).to_chrome(path)
 
 
-def as_table(path: Path) -> None:
-    write_table(path, BandwidthTable(*[1e9] * 7))
-
-
-@pytest.mark.parametrize("write", [as_text, as_picture, as_trace, as_table])
+@pytest.mark.parametrize("write", [as_text, as_picture, as_trace])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_what_ends_the_writing_leaves_the_file_that_was_there(
     error: BaseException, write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -150,6 +150,18 @@ def test_a_second_interrupt_says_its_sentence_and_nothing_else(folder: Path) -> 
     assert f"step {last + 1}/{last + 1}" in here(folder, "run", "--resume", "must", steps=last + 1).stdout
 
 
+def test_a_run_whose_reader_has_left_goes_on_to_its_end(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    given = command(folder, "run", "--export", f"{folder}/out")
+    with commands.forked(given, folder / "pipe", folder / "pipe") as process:
+        with (folder / "pipe").open() as reader:
+            assert reader.readline()
+        process.join(WAITING_S)
+    assert process.exitcode == 0
+    assert len(lines(folder, "run")) == 12
+    assert (folder / "out" / "model.safetensors").is_file()
+
+
 def test_the_smallest_budgets_in_the_message_work(folder: Path) -> None:
     refused = here(folder, "run", "--gpu-memory", "1KiB", "--cpu-memory", "1KiB", steps=2)
     assert refused.exit_code == 2

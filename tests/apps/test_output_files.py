@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +85,24 @@ def test_nothing_is_written_over(there: Path, arguments: str, said: str) -> None
     assert said in result.output
     assert result.exit_code == 2, result.exception
     assert content(there) == before
+
+
+def test_where_one_may_not_look_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, stat, access = tmp_path / "closed", os.stat, os.access
+    closed.mkdir()
+
+    def refuse(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if Path(path).is_relative_to(closed) and Path(path) != closed:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return stat(path, *rest, **options)
+
+    def deny(path: Any, mode: int) -> bool:
+        return not Path(path).is_relative_to(closed) and access(path, mode)
+
+    monkeypatch.setattr(os, "stat", refuse)  # root may look everywhere
+    monkeypatch.setattr(os, "access", deny)
+    with pytest.raises(ConfigError, match=r"cannot write --json .*x: its directory is missing or not writable"):
+        check_outputs(json=closed / "x")
 
 
 def test_what_takes_everything_may_be_named_twice(tmp_path: Path) -> None:

@@ -90,6 +90,16 @@ def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str, monkeypatch: pyt
     assert (out / "config.json").is_file()
 
 
+@pytest.mark.parametrize("text", ['{"n_layer": Infinity}', '{"n_layer": 3} // three', "[3]", "{}"])
+def test_a_configuration_that_cannot_be_read_costs_only_its_hint(tmp_path: Path, text: str) -> None:
+    tensors = small_checkpoint(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(text)
+    shown = run("pack", tmp_path / "model.safetensors", tmp_path / "p", "--memory", "1TiB").output
+    assert "order from the names of the tensors: config.json says nothing, or is not valid JSON" in shown
+    run("unpack", tmp_path / "p", tmp_path / "out", "--memory", "1TiB")
+    assert read_safetensors(tmp_path / "out" / "model.safetensors") == tensors
+
+
 def test_two_packs_into_one_directory_copy_what_is_beside_them_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +195,8 @@ def test_damage_is_shown_and_is_an_exit_code(tmp_path: Path) -> None:
     (tmp_path / "p.safetensors").write_bytes(data)
     result = run("verify", tmp_path / "p.safetensors", "--memory", "1TiB", "--json", tmp_path / "j", code=1)
     assert "ln_f" in result.output
+    assert "1 damaged; 5 chunks" in result.stderr
+    assert "; pack again, or restore the files from a copy" in result.stderr
     assert [one["tensors"] for one in json.loads((tmp_path / "j").read_text())["damages"]] == [["ln_f"]]
 
 
@@ -213,11 +225,14 @@ def test_a_signal_does_not_wait_for_what_only_computes(
     ("arguments", "code", "message"),
     [
         (["pack", "nothing", "out"], 1, "there is no nothing"),
-        (["pack", "a", "out", "--codec", "zip"], 2, "there is no codec 'zip'; the codecs are none, lz4"),
+        (["pack", "a", "out", "--codec", "zip"], 2, "'zip' is not one of 'none', 'lz4', 'lz4-bitshuffle'"),
         (["pack", "a", "out", "--memory", "1MiB"], 2, "--memory 1 MiB is too small"),
         (["pack", "a", "out", "--memory", "lots"], 2, "not a size"),
         (["pack", "a", "out", "--chunk", "5000"], 2, "a chunk of 5000 B is not a multiple of 4096"),
         (["pack", "a", "out", "--codec", "auto", "--read-rate", "0/s"], 2, "--read-rate 0 reads nothing"),
+        (["pack", "a", "out", "--read-rate", "2GB"], 2, "--read-rate is of --codec auto, which is not given"),
+        (["unpack", "a", "out", "--shard-size", "0"], 2, "--shard-size must be at least 64KiB, not 0 B"),
+        (["unpack", "a", "b.pt", "--shard-size", "5GB"], 2, "--shard-size is of a directory, and b.pt is"),
         (["pack", "a", "out", "--json", "nowhere/x"], 2, "its directory is missing or not writable"),
         (["verify", "a", "--json", "."], 2, "it is a directory; give the name of a file"),
         (["pack", "a", "away"], 2, "/away is a link to no directory"),

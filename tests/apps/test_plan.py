@@ -282,6 +282,10 @@ def test_no_disks_no_strategy_on_them() -> None:
     assert found.fastest is not None
 
 
+def test_one_gpu_is_not_several() -> None:
+    assert " 1 GPU, ZeRO " in " ".join(run("--params", "7e9", "--gpus", "1").output.split())
+
+
 def test_nothing_fits_and_why() -> None:
     told = " ".join(run("--params", "1T", "--gpus", "8").output.split())
     assert "nothing fits: activations alone take 264 GB of each GPU, where 72 GB can be used: --checkpointing" in told

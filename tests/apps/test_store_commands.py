@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import re
@@ -21,11 +22,13 @@ from tierstore.apps import verify
 from tierstore.apps.verify import advised
 from tierstore.cli import app
 from tierstore.config import Codec, Tier, TierConfig
-from tierstore.errors import ChecksumMismatch, Timeout
+from tierstore.errors import ChecksumMismatch, StorageError, Timeout
 from tierstore.io import files, watch
+from tierstore.io.backend import Backend
 from tierstore.store.verification import CommittedChunk, committed_chunks
 from tierstore.train.engine import Engine
 
+WIDE = {"COLUMNS": "400"}
 SHOWN = io.StringIO()
 NOBODY = Console(file=SHOWN, force_terminal=False)
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -58,11 +61,11 @@ def test_the_last_generation_is_shown_and_verified(
     with monkeypatch.context() as patch:
         patch.setattr("tierstore.whole_file.open", full, raising=False)
         for command, told in ((verifying, "all as written"), (["inspect"], "blocks.0.up.weight")):
-            result = run.invoke(app, [*command, *paths, "--json", str(tmp_path / "j")], env={"COLUMNS": "200"})
+            result = run.invoke(app, [*command, *paths, "--json", str(tmp_path / "j")], env=WIDE)
             assert (result.exit_code, told in result.output) == (1, True), result.output
             assert "cannot write --json" in result.output
 
-    result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env={"COLUMNS": "200"})
+    result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env=WIDE)
     told = json.loads((tmp_path / "j").read_text())
     assert (result.exit_code, told["generation"], told["directories"]) == (0, 2, 2), result.output
     assert "blocks.0.up.weight" in result.output
@@ -73,8 +76,11 @@ def test_the_last_generation_is_shown_and_verified(
     data = bytearray(bad.path.read_bytes())
     data[bad.offset + bad.stored_bytes - 1] ^= 1
     bad.path.write_bytes(data)
-    result = run.invoke(app, ["verify", *paths, "--memory", "1TiB", "--json", str(tmp_path / "j")])
+    result = run.invoke(app, ["verify", *paths, "--memory", "1TiB", "--json", str(tmp_path / "j")], env=WIDE)
     assert result.exit_code == 1
+    assert f"{bad.path} " in result.stdout
+    assert "damaged places: 1; chunks: " in result.stdout
+    assert "--resume previous goes back one generation" in result.stderr
     assert [one["tensors"] for one in json.loads((tmp_path / "j").read_text())["damages"]] == [list(bad.tensors)]
     assert bad.tensors
     assert set(bad.tensors) <= {name for group in generation.layout["groups"] for name, _ in group["parameters"]}
@@ -87,6 +93,11 @@ def test_the_last_generation_is_shown_and_verified(
         (str(bad.path), 0, []), (str(bad.path), bad.offset, list(bad.tensors)),
     ], result.output  # fmt: skip
     assert f"the header of {bad.path}" in damages[0]["message"]
+
+    data[bad.offset + bad.stored_bytes - 1] ^= 1
+    bad.path.write_bytes(data)
+    result = run.invoke(app, ["verify", *paths, "--memory", "1TiB"], env=WIDE)
+    assert (result.exit_code, "a run does without these headers" in result.stderr) == (1, True), result.output
 
     result = run.invoke(app, ["verify", paths[0]])
     assert (result.exit_code, "is striped over 2 directories" in result.output) == (2, True)
@@ -108,7 +119,7 @@ def test_a_generation_that_is_overwritten_meanwhile_is_not_damaged(
     damage = verify.Damage(tmp_path, 0, 1, "h", ("w",), "damaged")
     found = iter([(verify.Verdict("store", 1, 1, 1.0, (damage,) * count), number) for count, number in seen])
     monkeypatch.setattr(verify, "_verify_last", lambda *_: next(found))
-    result = CliRunner().invoke(app, ["verify", str(tmp_path)], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)], env=WIDE)
     assert (result.exit_code, said in " ".join(result.output.split())) == (exit_code, True), result.output
 
 
@@ -129,7 +140,7 @@ def test_a_store_of_named_tensors_is_shown_and_verified(codec: Codec, tmp_path: 
     verify = ["verify", "--memory", "1TiB"]  # this process counts, which may have run other tests
     result = run.invoke(app, [*verify, *paths])
     assert (result.exit_code, "all as written" in result.output) == (0, True), result.output
-    result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env={"COLUMNS": "200"})
+    result = run.invoke(app, ["inspect", *paths, "--json", str(tmp_path / "j")], env=WIDE)
     told = json.loads((tmp_path / "j").read_text())
     assert (told["what"], told["groups"], told["directories"]) == ("store of named tensors", 4, 2), result.output
     assert {group["name"]: group["tensors"] for file in told["files"] for group in file["groups"]} == {
@@ -152,6 +163,15 @@ def test_a_store_of_named_tensors_is_shown_and_verified(codec: Codec, tmp_path: 
     chunks[0].path.unlink()
     result = run.invoke(app, [*verify, *paths])
     assert (result.exit_code, f"{chunks[0].path} is missing" in " ".join(result.output.split())) == (1, True)
+
+
+def test_a_directory_that_cannot_be_read_is_not_called_a_store(tmp_path: Path) -> None:
+    class Closed(Backend):
+        def _call_list(self, path: Path) -> list[str]:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(StorageError, match=rf"listing of {tmp_path} failed: Permission denied"):
+        verify.is_store(tmp_path, Closed())
 
 
 def test_codecs_are_compared_on_training_state(tmp_path: Path) -> None:

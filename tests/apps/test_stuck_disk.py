@@ -21,6 +21,7 @@ from tierstore.archive.opening import open_archive
 from tierstore.archive.packing import PackOptions
 from tierstore.archive.sources import INDEX, open_source
 from tierstore.archive.unpacking import UnpackOptions
+from tierstore.config import Codec
 from tierstore.errors import Timeout
 from tierstore.io import watch
 from tierstore.io.backend import Backend
@@ -37,7 +38,7 @@ CASES = [
 
 def pack(given: Path, folder: Path) -> None:
     options = PackOptions((folder / "out",), shards=2, memory_bytes=MEMORY)
-    run_pack(given / "a", options, "none", None, CONSOLE, timeout_s=TIMEOUT_S)
+    run_pack(given / "a", options, Codec.NONE, None, CONSOLE, timeout_s=TIMEOUT_S)
 
 
 def unpack(given: Path, folder: Path) -> None:
@@ -70,7 +71,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, `a`, and a pack of it, `p`."""
     folder = tmp_path_factory.mktemp("given")
     small_checkpoint(folder / "a", blocks=1)
-    run_pack(folder / "a", PackOptions((folder / "p",), shards=2, memory_bytes=MEMORY), "none", None, CONSOLE)
+    run_pack(folder / "a", PackOptions((folder / "p",), shards=2, memory_bytes=MEMORY), Codec.NONE, None, CONSOLE)
     return folder
 
 

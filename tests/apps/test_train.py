@@ -490,7 +490,7 @@ def test_checkpointing_keeps_no_activation_of_a_block(
     [
         ({"sequence": 64}, "--sequence 64 is longer than the model's context of 32"),
         ({"trace": Path("/nonexistent/trace")}, "cannot write --trace /nonexistent/trace"),
-        ({"export": Path("/nonexistent/out")}, "cannot write --export /nonexistent/out"),
+        ({"export": Path("/dev/null/out")}, "cannot use --export /dev/null/out: /dev/null is not a directory"),
         ({"json": Path("/nonexistent/log")}, "cannot write --json /nonexistent/log"),
         ({"config": None, "checkpoint": Path("/nonexistent")}, "no such directory: --checkpoint /nonexistent"),
         ({"data": Path("/nonexistent")}, "no such file or directory: --data /nonexistent"),
@@ -613,8 +613,10 @@ def test_little_room_for_an_export_that_is_all_that_remains_is_told_first(
     free_bytes: int, is_told: bool, options: Callable[..., TrainOptions], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free_bytes))
-    _, _, said = run(options(steps=1, nvme=(), export=tmp_path / "out"))
+    rooms = {tmp_path: SimpleNamespace(free=free_bytes)}
+    monkeypatch.setattr("shutil.disk_usage", rooms.__getitem__)
+    _, _, said = run(options(steps=1, nvme=(), export=tmp_path / "made" / "for" / "it"))
+    assert (tmp_path / "made" / "for" / "it" / "config.json").is_file()
     assert ("100 B free" in " ".join(said.split())) == is_told
 
 

@@ -119,14 +119,16 @@ def test_the_plot_is_a_picture(files: list[str], tmp_path: Path) -> None:
 def test_the_first_candidate_is_what_train_would_do() -> None:
     train = TrainOptions(gpu_memory=128 * MIB, cpu_memory=300 * MIB, nvme=(Path("x"),))
     found = list(candidates(record(), train))
-    assert (found[0].schedule, found[0].chunk_bytes) == (UpdateSchedule.SPECULATIVE, None)
+    assert found[0].schedule is UpdateSchedule.SPECULATIVE
     assert {one.schedule for one in found[1:]} == {UpdateSchedule.FORWARD, UpdateSchedule.STEP}
     rare = list(candidates(record(), replace(train, commit_every=2)))
     assert rare[0].schedule is UpdateSchedule.FORWARD
     unclipped = list(candidates(record(), TrainOptions(cpu_memory=300 * MIB, nvme=(Path("x"),), clip=0)))
     assert unclipped[0].schedule is UpdateSchedule.BACKWARD
     fixed = TrainOptions(cpu_memory=300 * MIB, nvme=(Path("x"),), update=UpdateSchedule.STEP, chunk=MIB)
-    assert [(one.schedule, one.chunk_bytes) for one in candidates(record(), fixed)] == [(UpdateSchedule.STEP, MIB)]
+    (only,) = candidates(record(), fixed)
+    assert only.schedule is UpdateSchedule.STEP
+    assert only.placement.chunk_elements < found[0].placement.chunk_elements
 
 
 def test_a_budget_that_the_engine_would_refuse_is_refused() -> None:
@@ -383,11 +385,15 @@ def test_ranks_do_not_tune_side_by_side(files: list[str], monkeypatch: pytest.Mo
 
 
 def test_a_file_that_is_something_else(files: list[str], tmp_path: Path) -> None:
-    for name, sentence, code in (("rates.json", "bandwidth table", 1), ("step.json", "must be a JSON object", 2)):
+    for name, text, sentence in (
+        ("rates.json", "[1]", "bandwidth table"),
+        ("step.json", "[1]", "must be a JSON object"),
+        ("step.json", "{}", "step.json: not a recorded step: it has no 'version'"),
+    ):
         before = (tmp_path / name).read_text()
-        (tmp_path / name).write_text("[1]")
+        (tmp_path / name).write_text(text)
         result = tune(*files)
-        assert result.exit_code == code
+        assert result.exit_code == 2
         assert sentence in result.stderr
         (tmp_path / name).write_text(before)
 

@@ -274,7 +274,7 @@ def test_a_typical_record_has_the_medians_of_those_that_went_the_same_way() -> N
 
 class TestTuning:
     def candidates(self, *schedules: UpdateSchedule, cpu_memory: int = 30 * MIB) -> list[Candidate]:
-        return [Candidate(schedule, None, placed(cpu_memory, schedule)) for schedule in schedules]
+        return [Candidate(schedule, placed(cpu_memory, schedule)) for schedule in schedules]
 
     def test_the_first_stays_unless_another_is_clearly_faster(self) -> None:
         both = self.candidates(UpdateSchedule.STEP, UpdateSchedule.FORWARD)

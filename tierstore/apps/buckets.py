@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.files import write_object
 from tierstore.apps.output_files import check_outputs
-from tierstore.config import format_size, parse_size
+from tierstore.config import format_decimal, format_size, parse_size
 from tierstore.errors import ConfigError
 from tierstore.plan.buckets import Gradient, Layer, SweepRow, backward, best_bucket_bytes, candidate_caps, sweep
 from tierstore.plan.cost_model import CostModel
@@ -91,7 +91,7 @@ def parse_layers(text: str) -> tuple[Layer, ...]:
         if match is None:
             raise ValueError
         milliseconds, count = float(match[2]), int(match[3] or 1)
-        if not 1 <= count <= _MOST_LAYERS:
+        if not (0 <= milliseconds < math.inf and 1 <= count <= _MOST_LAYERS):
             raise ValueError
     except ValueError:
         raise ConfigError(
@@ -183,12 +183,7 @@ def as_table(options: SweepOptions, outcome: Outcome) -> Table:
 
 def size_text(nbytes: float) -> str:
     """A size in the units that it was probably given in: `25 MB`, `1 MiB`."""
-    if nbytes and nbytes % 2**20 == 0:
-        return format_size(nbytes)
-    for name, unit in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {name}" if nbytes < 999.5 * unit else f"{nbytes / unit:.0f} {name}"
-    return f"{nbytes:.0f} B"
+    return format_size(nbytes) if nbytes and nbytes % 2**20 == 0 else format_decimal(nbytes)
 
 
 def as_json(options: SweepOptions, outcome: Outcome) -> dict[str, Any]:

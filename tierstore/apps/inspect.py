@@ -196,7 +196,8 @@ def draw(content: Content, path: Path) -> None:
             width = part.stored_bytes / 2**20
             axes.barh(number, width, left=part.begin / 2**20, height=0.6, color=f"C{index % 10}", edgecolor="white",
                       linewidth=0.3)  # fmt: skip
-    axes.set_yticks(range(len(content.files)), [file.name for file, _, _ in content.files])
+    names = ["/".join(file.absolute().parts[-2:]) for file, _, _ in content.files]  # those of a store are alike
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("position in the file, MiB")
     axes.set_title(f"{content.what}: a colour for each group")

@@ -178,21 +178,23 @@ def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     for given, value in values.items():
         name = given.replace("-", "_")
         if name not in hints:
-            advice = advice_on(name, hints, "the options are")
+            advice = advice_on(repr(name), [repr(known) for known in hints], "the options are")
             raise ConfigError(f"{source}: train has no option {given!r}; {advice}")
         if name in found:
-            raise ConfigError(f"{source}: {name} is given twice")
+            raise ConfigError(f"{source}: {name!r} is given twice")
         try:
             if isinstance(value, bool) is not (hints[name] is bool):
                 raise ConfigError("must be true or false" if hints[name] is bool else "cannot be true or false")
+            if "" in (value if isinstance(value, list) else [value]):  # of a path it would be the current directory
+                raise ConfigError("empty text is no value; leave the option out")
             if name in ("gpu_memory", "cpu_memory", "chunk") and value is not None:
                 value = parse_size(value)
             found[name] = TypeAdapter(hints[name]).validate_python(value)
         except ConfigError as error:
-            raise ConfigError(f"{source}: {given} = {value!r}: {error}") from None
+            raise ConfigError(f"{source}: {given!r} = {value!r}: {error}") from None
         except ValidationError as error:
-            reason = error.errors()[0]["msg"].removeprefix("Input should be ")
-            raise ConfigError(f"{source}: {given} = {value!r} should be {reason}") from None
+            reason = error.errors()[0]["msg"].removeprefix("Input ").replace("a valid tuple", "a list")
+            raise ConfigError(f"{source}: {given!r} = {value!r} {reason}") from None
     return found
 
 

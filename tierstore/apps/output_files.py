@@ -39,7 +39,7 @@ def check_outputs(taken: Iterable[Path | None] = (), **files: Path | None) -> No
         if path is None:
             continue
         name = field.replace("_", "-")
-        if path.is_dir():
+        if os.path.isdir(path):
             raise ConfigError(f"cannot write --{name} {path}: it is a directory; give the name of a file")
         check_writable(name, path)
         place = os.path.realpath(path)
@@ -49,7 +49,7 @@ def check_outputs(taken: Iterable[Path | None] = (), **files: Path | None) -> No
         if place.lower().endswith(_CHECKPOINTS):
             raise ConfigError(f"--{name} {path} has the name of a checkpoint: name another file")
         refuse_store(name, path, Path(place).parent)
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not os.path.isfile(path):
             continue  # /dev/null takes everything
         other = seen.setdefault(place, name)
         if other != name:
@@ -72,7 +72,7 @@ def check_directory(name: str, path: Path) -> None:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """A file or a directory of this path can be written.
+    """A file of this path can be written.
 
     Raises:
         ConfigError: names the option and the path.
@@ -82,7 +82,9 @@ def check_writable(name: str, path: Path) -> None:
     if os.path.islink(os.path.realpath(path)):
         raise ConfigError(f"cannot write --{name} {path}: the link leads back to itself")
     parent = path.absolute().parent
-    is_writable = os.access(path, os.W_OK) if path.exists() else parent.is_dir() and os.access(parent, os.W_OK)
+    # Not by methods of Path, which raise where one may not look.
+    is_there = os.path.exists(path)
+    is_writable = os.access(path, os.W_OK) if is_there else os.path.isdir(parent) and os.access(parent, os.W_OK)
     if not is_writable:
         raise ConfigError(f"cannot write --{name} {path}: its directory is missing or not writable")
 

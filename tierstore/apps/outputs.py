@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.apps.options import TrainOptions
-from tierstore.apps.output_files import COMPANIONS, check_directory, check_outputs, check_writable, refuse_store
+from tierstore.apps.output_files import COMPANIONS, check_directory, check_outputs, refuse_store
 from tierstore.archive.publish import turn
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_errors
+from tierstore.io.directories import nearest
 from tierstore.io.files import make_anew
 from tierstore.store.commit import Manifests
 
@@ -41,7 +42,6 @@ def check_paths(options: TrainOptions, *, writes: bool) -> None:
         return
     if options.export is not None:
         check_directory("export", options.export)
-        check_writable("export", options.export)
         refuse_store("export", options.export, options.export)
     taken = (options.export, options.config, options.checkpoint, options.data, options.bandwidth)
     check_outputs(taken, json=options.json, trace=options.trace)
@@ -90,7 +90,7 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 def little_room(directory: Path, nbytes: int) -> list[str]:
     """What to say before a run whose weights, of so many bytes at most, may not find room there at its end."""
-    free_bytes = shutil.disk_usage(directory if directory.is_dir() else directory.absolute().parent).free
+    free_bytes = shutil.disk_usage(nearest(directory)).free
     if free_bytes >= nbytes:
         return []
     return [

@@ -21,7 +21,7 @@ from tierstore.apps.outputs import copy_companions
 from tierstore.apps.plain import show_plain
 from tierstore.apps.progress import byte_bar, spinner
 from tierstore.archive import flow
-from tierstore.archive.choosing import choose, codec_named, measure
+from tierstore.archive.choosing import choose, measure
 from tierstore.archive.opening import open_archive
 from tierstore.archive.packing import Packed, PackOptions, pack
 from tierstore.archive.sources import Source, open_source
@@ -52,7 +52,7 @@ class PackSummary:
 def run_pack(
     path: Path,
     options: PackOptions,
-    codec: str,
+    codec: Codec,
     read_bytes_per_s: float | None,
     console: Console,
     *,
@@ -61,7 +61,7 @@ def run_pack(
     """Pack the checkpoint at `path`.
 
     Args:
-        codec: a codec's name, or "auto".
+        codec: AUTO measures what pays for each dtype.
         read_bytes_per_s: of the disk from which the pack will be read; None: it is an archive, the smallest is best.
         timeout_s: for so long a call of the system may take; what was being written is removed when it returns.
 
@@ -69,16 +69,17 @@ def run_pack(
         ConfigError, BudgetError, StorageError, FormatError: as `archive.packing.pack`.
         Timeout: a disk does not answer.
     """
-    wanted = codec_named(codec)
+    if read_bytes_per_s is not None and codec is not Codec.AUTO:
+        raise ConfigError("--read-rate is of --codec auto, which is not given")
     if read_bytes_per_s is not None and read_bytes_per_s <= 0:
         raise ConfigError("--read-rate 0 reads nothing: give bytes per second, such as 2GB")
     with Attended("pack", timeout_s) as attended:
         source = attended.look(open_source, path)
-        tried = _TRIED.get(wanted, (wanted,))
+        tried = _TRIED.get(codec, (codec,))
         with spinner(console, "measuring codecs on the checkpoint's own tensors"):
             measured = attended.look(measure, source, options.chunk_bytes, tried, backend=attended.backend)
-        choices = choose(measured, read_bytes_per_s) if wanted is Codec.AUTO else {}
-        codecs = {dtype: choices[dtype].codec if choices else wanted for dtype in measured}
+        choices = choose(measured, read_bytes_per_s) if codec is Codec.AUTO else {}
+        codecs = {dtype: choices[dtype].codec if choices else codec for dtype in measured}
         ratios = {
             dtype: rates.ratio for dtype, tried in measured.items() for rates in tried if rates.codec is codecs[dtype]
         }

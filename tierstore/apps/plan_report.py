@@ -138,6 +138,7 @@ def _phase_table(option: Option) -> Table:
 def heading(situation: Situation) -> str:
     """One line: the model, the machines, how they share it."""
     job, layout, node = situation.job, situation.layout, situation.node
+    gpus = "1 GPU" if layout.count == 1 else f"{layout.count} GPUs"
     degrees = "".join(
         f", {name} {degree}"
         for name, degree in (("tensor", layout.tensor), ("pipeline", layout.pipeline))
@@ -145,7 +146,7 @@ def heading(situation: Situation) -> str:
     )
     return (
         f"{job.shape.name}: {size_name(job.shape.parameters)} in {job.dtype}; {layout.nodes} x {node.name}, "
-        f"{layout.count} GPUs, ZeRO {layout.zero}{degrees}; {job.batch} x {job.sequence} tokens"
+        f"{gpus}, ZeRO {layout.zero}{degrees}; {job.batch} x {job.sequence} tokens"
         + (f" x {job.accumulate} micro-batches" if job.accumulate > 1 else "")
     )
 

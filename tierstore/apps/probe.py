@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from tierstore.apps.files import write_object
 from tierstore.apps.heap import serve_steps
 from tierstore.apps.launch import Launch
 from tierstore.apps.options import FreedMemory
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
-from tierstore.plan.bandwidth import Activity, BandwidthTable, NamedRate, Rate, Sizes, Slowdown
+from tierstore.plan.bandwidth import REPORT, Activity, BandwidthTable, NamedRate, Rate, Sizes, Slowdown
 from tierstore.plan.cost_model import CostModel
 from tierstore.plan.layers import TimedLayer
 
@@ -176,10 +177,9 @@ def save(options: ProbeOptions, outcome: Outcome) -> None:
         StorageError: one cannot be written.
     """
     from tierstore.apps.probe_report import draw
-    from tierstore.measure.table_file import write_table
 
     if options.json is not None:
-        write_table(options.json, outcome.table, report(outcome))
+        write_object(options.json, outcome.table.to_json() | {REPORT: report(outcome)}, "--json")
     if options.plot is not None:
         draw(outcome, options.plot)
 

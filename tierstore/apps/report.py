@@ -33,7 +33,7 @@ class Totals:
 
     Attributes:
         seconds: by phase. `bytes`: by link. `peak_bytes`: by tier.
-        held_out_before, held_out_after: mean loss on the held-out text, nats per token.
+        held_out_before, held_out_after: mean loss on the held-out text, nats per byte.
         diverged_at: the first step whose loss was infinite or no number.
         wall_s: of the loop, evaluation not included.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-_SHORT_SPIN = {"GOMP_SPINCOUNT": "10000"}
+_SPINS = "10000"
 """Long enough to meet the next operation of a layer: 0.4 ms where that was measured (by the CPU time of the idle thread
 after an operation). By default it is 300,000 turns, 8 ms there, in which the threads that read, check and update get no
 core. Between two that were measured on 2 cores (2026-11-23, rounds of `apps/bench/step_worker.py` in turns): with 2,000
@@ -28,6 +28,5 @@ def ask_for_short_spins() -> None:
 
 def short_spins(environment: Mapping[str, str]) -> dict[str, str]:
     """What is to be added to this environment."""
-    if "OMP_WAIT_POLICY" in environment:
-        return {}
-    return {name: value for name, value in _SHORT_SPIN.items() if name not in environment}
+    has_wish = "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment
+    return {} if has_wish else {"GOMP_SPINCOUNT": _SPINS}

@@ -2,7 +2,7 @@
 
 Scope: the loop: resume, evaluate, step, report, stop.
 Not here: options (`apps/options.py`), model and data (`apps/assembly.py`), how a step is done (`train/`).
-Owner: the thread that calls `train`; on the main thread it also owns SIGINT and SIGTERM while the loop runs.
+Owner: the thread that calls `train`. Signals are heard by whoever calls it (`cli/train.py`).
 
 [Note: ranks] With several ranks every call of the engine is made by all, in the same order, so what decides about one
 (a wish to stop, an option, a step count) is the same everywhere: it is given to all, or told by an exchange. Losses are

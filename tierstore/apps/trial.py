@@ -20,6 +20,7 @@ from tierstore.apps.options import TrainOptions
 from tierstore.apps.scratch import clear_scratch, scratch
 from tierstore.apps.turns import take_short_turns
 from tierstore.config import UpdateSchedule
+from tierstore.plan.bandwidth import middle
 from tierstore.plan.schedules import updates_in_backward
 from tierstore.plan.step_record import StepRecord
 from tierstore.train.engine import Engine
@@ -64,9 +65,7 @@ class Measured:
 
     @classmethod
     def of(cls, seconds: Sequence[float], stalls_s: Sequence[float]) -> Measured:
-        """Of at least two steps."""
-        low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(middle, low, high, statistics.median(stalls_s))
+        return cls(*middle(seconds), statistics.median(stalls_s))
 
 
 class Trial:

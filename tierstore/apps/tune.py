@@ -21,7 +21,7 @@ from tierstore.apps.options import Preset, TrainOptions
 from tierstore.apps.output_files import check_directory, check_outputs
 from tierstore.config import TierConfig, UpdateSchedule
 from tierstore.cores import update_threads
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, FormatError
 from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import PAIRS, RATE_NAMES, BandwidthTable
 from tierstore.plan.one_memory import divided
@@ -199,7 +199,7 @@ def candidates(record: StepRecord, train: TrainOptions) -> Iterator[Candidate]:
         first = settled(schedule, shares_cores=train.device == "cpu", in_memory=in_memory)
         found = [first, UpdateSchedule.FORWARD, UpdateSchedule.STEP]
     for schedule in dict.fromkeys(found):
-        yield Candidate(schedule, train.chunk, _placed(record, train, schedule))
+        yield Candidate(schedule, _placed(record, train, schedule))
 
 
 def _placed(record: StepRecord, train: TrainOptions, schedule: UpdateSchedule) -> Placement:
@@ -226,7 +226,10 @@ def _recorded(options: TuneOptions, say: Callable[[str], None]) -> StepRecord | 
 
 def _read_record(path: Path, train: TrainOptions) -> StepRecord:
     values = read_object(path, "recorded step")
-    record = StepRecord.from_json(values)
+    try:
+        record = StepRecord.from_json(values)
+    except FormatError as error:
+        raise ConfigError(f"{path}: {error}") from None
     wanted = _recorded_of(train)
     of = values.get(_OF, {})  # an older one does not say
     if not isinstance(of, dict):
@@ -292,8 +295,7 @@ def _measure(
 
 
 def _chosen(train: TrainOptions, tuning: Tuning) -> TrainOptions:
-    candidate = tuning.choice.candidate
-    return replace(train, update=candidate.schedule, chunk=candidate.chunk_bytes, prefetch_depth=tuning.choice.depth)
+    return replace(train, update=tuning.choice.candidate.schedule, prefetch_depth=tuning.choice.depth)
 
 
 def _median(seen: Sequence[Machine]) -> Machine:

@@ -54,8 +54,7 @@ def describe(candidate: Candidate) -> str:
     """A candidate in words."""
     item_bytes = max(need.state_bytes for need in candidate.placement.groups)
     chunk = format_size(candidate.placement.chunk_elements * item_bytes)
-    planned = "planned" if candidate.chunk_bytes is None else "given"
-    return f"update {candidate.schedule.value}, chunks of {chunk} ({planned})"
+    return f"update {candidate.schedule.value}, chunks of {chunk}"
 
 
 def as_words(outcome: Outcome) -> str:

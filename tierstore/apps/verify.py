@@ -38,18 +38,22 @@ from tierstore.store.names import holds_data
 from tierstore.store.verification import CommittedChunk, committed_chunks, damaged_headers
 
 _STORE_TIMEOUT_S = TierConfig().timeout_s
+_OF_A_PACK = "pack again, or restore the files from a copy"
+_OF_CHUNKS = "--resume previous goes back one generation, if all chunks of that are whole; else restore it from a copy"
+_OF_HEADERS = "a run does without these headers; what else opens the files needs a copy that is whole"
 _TIMES = 3  # that a store is read whose run goes on
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was read, and what of it is damaged."""
+    """What was read, what of it is damaged, and what can be done."""
 
     what: str
     chunks: int
     read_bytes: int
     seconds: float
     damages: tuple[Damage, ...]
+    advice: str = ""
 
     def __str__(self) -> str:
         rate_bytes_per_s = self.read_bytes / self.seconds if self.seconds else 0.0
@@ -93,7 +97,7 @@ def run_verify(
             damages = attended.call(verify, files, memory_bytes, backend=attended.backend, progress=advance)
     count = sum(len(file.chunks()) for file in files)
     what = f"{'pack' if len(files) == 1 else f'{len(files)} packs'} {paths[0]}"
-    return Verdict(what, count, total, time.perf_counter() - start, tuple(damages))
+    return Verdict(what, count, total, time.perf_counter() - start, tuple(damages), _OF_A_PACK)
 
 
 def _verify_store(paths: Sequence[Path], memory_bytes: int, console: Console, attended: Attended) -> Verdict:
@@ -127,8 +131,9 @@ def _verify_last(
             _damages, chunks, flow.room(memory_bytes, len(chunks), _largest(chunks)), advance, attended.backend
         )
     what = f"store {paths[0]}, generation {generation.number}"
+    seconds, advice = time.perf_counter() - start, _OF_CHUNKS if damages else _OF_HEADERS
     damages = [*starmap(_of_header, headers), *damages]
-    return Verdict(what, len(chunks), total, time.perf_counter() - start, tuple(damages)), generation.number
+    return Verdict(what, len(chunks), total, seconds, tuple(damages), advice), generation.number
 
 
 def _of_header(path: Path, nbytes: int) -> Damage:
@@ -212,9 +217,9 @@ def is_store(path: Path, backend: Backend | None = None) -> bool:
         is_directory = path.is_dir()
     if not is_directory:
         return False
+    names = backend.names(path)
     if Manifests(path, backend).numbers():
         return True
-    names = backend.names(path)
     if not any(name.startswith(Path(SINGLE).stem) for name in names):
         advice = "; of a store over several directories the first comes first" if any(map(holds_data, names)) else ""
         raise FormatError(f"{path} holds neither a pack ({SINGLE} or {INDEX}) nor a generation of a store{advice}")
@@ -223,12 +228,12 @@ def is_store(path: Path, backend: Backend | None = None) -> bool:
 
 def damage_table(verdict: Verdict) -> Table:
     """Where the damage is, and which tensors it reaches."""
-    table = Table(title=f"damaged: {len(verdict.damages)} places, of {verdict.chunks} chunks", title_justify="left")
+    table = Table(title=f"damaged places: {len(verdict.damages)}; chunks: {verdict.chunks}", title_justify="left")
     for name in ("file", "at byte", "bytes", "group", "tensors"):
         table.add_column(name, justify="right" if name in ("at byte", "bytes") else "left", overflow="fold")
     for damage in verdict.damages:
         names = ", ".join(map(quoted, damage.tensors[:8]))
         names += f" and {len(damage.tensors) - 8} more" if damage.tensors[8:] else ""
-        where = escape(damage.path.name), str(damage.offset), str(damage.nbytes)
+        where = escape(str(damage.path)), str(damage.offset), str(damage.nbytes)
         table.add_row(*where, escape(damage.group) or "its header", escape(names))
     return table

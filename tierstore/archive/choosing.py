@@ -17,7 +17,6 @@ from tierstore.archive.gather import Content, OpenFiles
 from tierstore.archive.sources import Source, SourceTensor
 from tierstore.config import Codec
 from tierstore.cores import available_cores
-from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.io.memory import Bytes, aligned_room
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
@@ -26,19 +25,6 @@ from tierstore.plan.archive_codec import ArchiveChoice, choose_for_archive
 from tierstore.plan.bandwidth import CodecRates
 
 _SAMPLES = 3
-
-
-def codec_named(name: str) -> Codec:
-    """The codec of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    try:
-        return Codec(name)
-    except ValueError:
-        known = ", ".join(codec.value for codec in Codec)
-        raise ConfigError(f"there is no codec {name!r}; the codecs are {known}") from None
 
 
 def measure(

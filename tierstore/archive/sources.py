@@ -54,7 +54,7 @@ class Source:
     Attributes:
         kind: what it is, as a person reads it.
         aliases: further names of a tensor, with the name under which it is in `tensors`.
-        config: config.json beside it, of Hugging Face.
+        config: config.json beside it, of Hugging Face; {} if it holds no object.
         metadata: of its headers.
         left_out: names of what is no tensor, and so goes into no pack.
     """
@@ -162,7 +162,8 @@ def weight_map(path: Path) -> dict[str, str]:
     Raises:
         FormatError: it is none.
     """
-    files = _json(path).get("weight_map")
+    content = parse_json(small_file(path), str(path))
+    files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise FormatError(f"{path}: no weight_map of names to files")
     for name, file in files.items():
@@ -181,7 +182,16 @@ def weight_files(path: Path) -> set[str]:
 
 
 def _config(directory: Path) -> Mapping[str, Any] | None:
-    return _json(directory / CONFIG) if (directory / CONFIG).is_file() else None
+    """It only tells the order; {} if it does not hold what a configuration holds."""
+    path = directory / CONFIG
+    if not path.is_file():
+        return None
+    text = small_file(path)
+    try:
+        content = parse_json(text, str(path))
+    except FormatError:
+        content = None
+    return content if isinstance(content, dict) else {}
 
 
 def refuse_unfinished(path: Path) -> None:
@@ -210,8 +220,3 @@ def small_file(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
 
 def _at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # without waiting for a pipe
-
-
-def _json(path: Path) -> dict[str, Any]:
-    content = parse_json(small_file(path), str(path))
-    return content if isinstance(content, dict) else {}

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, directory, file_option, given_options, size_option, told
+from tierstore.cli.common import Debug, directory, file, file_option, given_options, size_option, told
 from tierstore.cli.interrupts import interruptible
 
 
@@ -26,7 +26,8 @@ def bench(
     peer_python: Annotated[
         Path,
         typer.Option(
-            metavar="PYTHON", show_default=False, help="The interpreter that has the peers [default: this one]."
+            parser=file, metavar="PYTHON", show_default=False,
+            help="The interpreter that has the peers [default: this one].",
         ),
     ] = Path(sys.executable),
     nvme: Annotated[
@@ -49,11 +50,10 @@ def bench(
 ) -> None:  # fmt: skip
     """Measure tierstore, its peers and the limits of this machine. All take turns in one run."""
     with told(debug):
-        from rich.console import Console
-
         from tierstore.apps.bench.case import BenchOptions
         from tierstore.apps.bench.report import context_of, save, show
         from tierstore.apps.bench.run import Outcome, cases_of, check_room, clear_left, notes, refuse_unread, run_case
+        from tierstore.apps.console import Console
         from tierstore.apps.progress import share_bar
 
         options = BenchOptions(

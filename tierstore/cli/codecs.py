@@ -11,13 +11,16 @@ from typing import Annotated
 import typer
 
 from tierstore.apps.plain import show_plain
-from tierstore.cli.common import Debug, file_option, rate, size_option, told
+from tierstore.cli.common import Debug, directory, file_option, rate, size_option, told
 from tierstore.cli.interrupts import interruptible
 
 
 def codecs(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="Store (its first directory), safetensors file, or a folder of such.")
+        Path,
+        typer.Argument(
+            parser=directory, metavar="PATH", help="Store (its first directory), safetensors file, or a folder of such."
+        ),
     ],
     disk: Annotated[
         int | None, size_option("What a disk reads and writes a second, as 500MB: does it pay?", "RATE", rate)
@@ -32,9 +35,8 @@ def codecs(
 ) -> None:
     """Try every codec on your own weights and optimizer state. Shown: ratio, rates, the disks on which it pays."""
     with told(debug):
-        from rich.console import Console
-
         from tierstore.apps.codecs import CodecOptions, as_json, as_table, compare, legend, sentences
+        from tierstore.apps.console import Console
         from tierstore.apps.files import write_object
         from tierstore.apps.progress import share_bar
 

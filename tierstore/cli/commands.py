@@ -5,13 +5,16 @@ Not here: anything that works. Torch is imported inside a command, so that `--he
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated
 
 import typer
 
+from tierstore.apps.stopping import let_go
 from tierstore.cli import bench, codecs, delete, inspect, pack, plan, probe, simulate, train, tune
+from tierstore.cli.common import say
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -55,10 +58,17 @@ _command = typer.main.get_command(app)
 
 def run() -> None:
     """The command that the arguments of the process name; ends it."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        _command()
-    try:  # the other ranks of a machine say nothing of a wrong option
+    try:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _command()
+        # The other ranks of a machine say nothing of a wrong option.
         sys.exit(_command(standalone_mode=False) or 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        let_go(1)  # or the end of the interpreter would try again
+        say(f"cannot write what is to be shown: {error.strerror}")
+        sys.exit(1)
     except Exception as error:
         if not hasattr(error, "exit_code"):  # click's, which typer brings along or not
             raise

@@ -1,13 +1,12 @@
 """What every command shares: options, parsers of sizes and paths, an error as one sentence and an exit code.
 
-Scope: exit codes 0 done, 1 the run failed, 2 an option or a budget cannot work, 130 and 143 stopped by a signal.
+Scope: exit codes 0 done, 1 the run failed, 2 an option or a budget cannot work, 129, 130 and 143 stopped by a signal.
 Not here: commands (a module each) and anything that works (`apps/`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import re
@@ -51,6 +50,12 @@ def directory(text: str) -> Path:
     return Path(text)
 
 
+def file(text: str) -> Path:
+    if not text:
+        raise typer.BadParameter("an empty path is not a file")
+    return Path(text)
+
+
 def size_option(help: str, metavar: str = "SIZE", parser: Callable[[Any], int] = size) -> Any:
     """An option in bytes; its help says what the default is."""
     return typer.Option(parser=parser, metavar=metavar, show_default=False, help=help)
@@ -58,7 +63,7 @@ def size_option(help: str, metavar: str = "SIZE", parser: Callable[[Any], int] =
 
 def file_option(help: str, metavar: str = "FILE") -> Any:
     """The path of a file."""
-    return typer.Option(metavar=metavar, help=help)
+    return typer.Option(parser=file, metavar=metavar, help=help)
 
 
 def given_options(context: typer.Context) -> list[str]:
@@ -85,22 +90,19 @@ def told(debug: bool = False) -> Iterator[None]:
         say("interrupted")
         raise typer.Exit(130) from None
     except OSError as error:  # what is read and written otherwise is told as StorageError
-        if debug:
+        if debug or not isinstance(error.filename, (str, os.PathLike)):
             raise
-        if isinstance(error.filename, (str, os.PathLike)):  # of looking at a path that was given
-            say(f"cannot use {error.filename}: {error.strerror}")
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            let_go(1)  # or the end of the interpreter would try again
-            say(f"cannot write what is to be shown: {error.strerror}")
-        else:
-            raise
+        say(f"cannot use {error.filename}: {error.strerror}")  # of looking at a path that was given
         raise typer.Exit(1) from None
 
 
 def say(sentence: str) -> None:
     """A sentence on the error stream, under tierstore's name."""
     if sentence:
-        typer.echo(f"tierstore: {sentence}", err=True)
+        try:
+            typer.echo(f"tierstore: {sentence}", err=True)
+        except BrokenPipeError:  # who read it has left
+            let_go(2)
 
 
 def _as_options(text: str) -> str:

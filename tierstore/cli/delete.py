@@ -29,7 +29,7 @@ def delete(
 
     A store that a process uses is refused, and so is a directory that holds none.
     """
-    from rich.console import Console
+    from tierstore.apps.console import Console
 
     with told(debug):
         from tierstore.apps import delete as app

@@ -28,7 +28,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Show what a pack or a store holds. That is: groups, tensors, ratios, generation, and a map of each file."""
-    from rich.console import Console
+    from tierstore.apps.console import Console
 
     with told(debug):
         from tierstore.apps import inspect as app
@@ -57,7 +57,7 @@ def verify(
 
     Of a store its last generation is read.
     """
-    from rich.console import Console
+    from tierstore.apps.console import Console
 
     with told(debug):
         from tierstore.apps import verify as app
@@ -69,7 +69,7 @@ def verify(
         verdict = app.run_verify(paths, memory, console, timeout_s=timeout)
         if verdict.damages:
             console.print(app.damage_table(verdict))
-            say(str(verdict))
+            say(f"{verdict}; {verdict.advice}")
         else:
             show_plain(console, str(verdict))
         if json is not None:

@@ -13,7 +13,7 @@ import typer
 from tierstore.apps.plain import show_plain
 from tierstore.cli.common import Debug, directory, file_option, rate, say, size_option, told
 from tierstore.cli.interrupts import interruptible
-from tierstore.config import Codec
+from tierstore.config import Codec, format_size
 from tierstore.errors import ConfigError
 
 _MEMORY = size_option("The most memory this process may take [default: 1GiB].")
@@ -34,9 +34,7 @@ def pack(
             parser=directory, metavar="DST...", help="A name ending in .safetensors; or directories, one for each disk."
         ),
     ],
-    codec: Annotated[
-        str, typer.Option(help=f"{', '.join(one.value for one in Codec)}: what pays for each dtype.")
-    ] = "none",
+    codec: Annotated[Codec, typer.Option(help="Of all chunks; auto: what pays for each dtype.")] = Codec.NONE,
     read_rate: Annotated[
         int | None,
         size_option(
@@ -59,7 +57,7 @@ def pack(
 
     Several DST share the groups out among them, so that all disks are read at once.
     """
-    from rich.console import Console
+    from tierstore.apps.console import Console
 
     with told(debug):
         from tierstore.apps.files import write_object
@@ -90,14 +88,14 @@ def unpack(
             help="A pack, or its directories; then a directory, or a name ending in .safetensors, .pt or .bin.",
         ),
     ],
-    shard_size: Annotated[int, size_option("Of one file [default: 5GB].")] = 5 * 10**9,
+    shard_size: Annotated[int | None, size_option("Of one file in a directory [default: 5GB].")] = None,
     memory: Annotated[int, _MEMORY] = 2**30,
     timeout: Annotated[float, _TIMEOUT] = 1800.0,
     json: Annotated[Path | None, _JSON] = None,
     debug: Debug = False,
 ) -> None:
     """Write a pack back as an ordinary checkpoint, bit for bit."""
-    from rich.console import Console
+    from tierstore.apps.console import Console
 
     with told(debug):
         from tierstore.apps.files import write_object
@@ -108,10 +106,14 @@ def unpack(
         *packs, destination = sources
         if not packs:
             raise ConfigError("give a pack and a destination: tierstore unpack SRC DST")
+        options = UnpackOptions(destination, 5 * 10**9 if shard_size is None else shard_size, memory)
+        if options.shard_bytes < 2**16:
+            raise ConfigError(f"--shard-size must be at least 64KiB, not {format_size(options.shard_bytes)}")
+        if shard_size is not None and options.names_a_file:
+            raise ConfigError(f"--shard-size is of a directory, and {destination} is the name of one file")
         check_outputs(sources, json=json)
         console = Console()
         with interruptible(_INTERRUPTED):
-            options = UnpackOptions(destination, shard_size, memory)
             written, seconds = run_unpack(packs, options, console, timeout_s=timeout)
         for path in written:
             show_plain(console, str(path))

@@ -112,8 +112,7 @@ def plan(
             return
         if write is not None:
             raise ConfigError("--write belongs to --deepspeed: a plan itself is written by --json FILE")
-        from rich.console import Console
-
+        from tierstore.apps.console import Console
         from tierstore.apps.files import write_object
         from tierstore.apps.output_files import check_outputs
         from tierstore.apps.plan import PlanOptions
@@ -146,8 +145,7 @@ def _translate(
     path: Path, write: Path | None, ranks: int, nodes: int, gpu_memory: int | None, cpu_memory: int | None
 ) -> None:
     """Budgets are those of machines here, as in a plan, and of ranks in what comes out."""
-    from rich.console import Console
-
+    from tierstore.apps.console import Console
     from tierstore.apps.deepspeed import translate
     from tierstore.apps.files import write_object
     from tierstore.apps.output_files import check_outputs

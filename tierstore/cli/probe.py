@@ -47,8 +47,7 @@ def probe(
     What a collective costs too: torchrun --nproc-per-node 2 -m tierstore.cli probe ...
     """
     with told(debug):
-        from rich.console import Console
-
+        from tierstore.apps.console import Console
         from tierstore.apps.spinning import ask_for_short_spins
 
         ask_for_short_spins()

@@ -61,9 +61,8 @@ def step(
 ) -> None:
     """Layers fetched ahead of their use: what each depth gains. The policy is the one that the engine runs."""
     with told(debug), interruptible("interrupted"):
-        from rich.console import Console
-
         from tierstore.apps.buckets import parse_layers
+        from tierstore.apps.console import Console
         from tierstore.apps.pipeline import PipelineOptions, as_table, as_text, run, save, verdict
         from tierstore.measure.table_file import read_table
 
@@ -108,10 +107,9 @@ def buckets(
 ) -> None:
     """Step time against the size of gradient buckets. On any interconnect, from the bucket timeline."""
     with told(debug), interruptible("interrupted"):
-        from rich.console import Console
-
         from tierstore.apps.buckets import SweepOptions, as_table, parse_layers, save
         from tierstore.apps.buckets import simulate as run
+        from tierstore.apps.console import Console
         from tierstore.plan.cost_model import CostModel
 
         options = SweepOptions(

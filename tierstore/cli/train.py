@@ -31,7 +31,7 @@ def train(
     preset: Annotated[Preset | None, typer.Option(help="Architecture with new weights [default: 25m].")] = None,
     config: Annotated[Path | None, file_option("config.json of any Hugging Face causal LM, with new weights.")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Local safetensors checkpoint to fine-tune.")
+        Path | None, typer.Option(parser=directory, metavar="DIR", help="Local safetensors checkpoint to fine-tune.")
     ] = None,
     data: Annotated[
         Path | None,
@@ -96,7 +96,8 @@ def train(
     ] = False,
     evaluate: Annotated[int, typer.Option(help="Held-out samples, before and after; 0 is none.")] = 16,
     export: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the final weights as Hugging Face reads them.")
+        Path | None,
+        typer.Option(parser=directory, metavar="DIR", help="Write the final weights as Hugging Face reads them."),
     ] = None,
     json: Annotated[Path | None, file_option("A line of JSON per step, written before its commit.")] = None,
     trace: Annotated[Path | None, file_option("Chrome trace with a track per link and tier.")] = None,
@@ -156,8 +157,7 @@ def _checked(launch: Launch, values: dict[str, Any], file: Path | None, context:
 
 
 def _run_training(options: TrainOptions, launch: Launch, stop: StopRequest) -> None:
-    from rich.console import Console
-
+    from tierstore.apps.console import Console
     from tierstore.apps.progress import spinner
     from tierstore.apps.spinning import ask_for_short_spins
 

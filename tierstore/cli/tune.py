@@ -27,7 +27,9 @@ def tune(
     bandwidth: Annotated[Path | None, file_option("Rates, as `probe --json` writes them [default: measured].")] = None,
     preset: Annotated[Preset | None, typer.Option(help="Architecture, as of train [default: 25m].")] = None,
     config: Annotated[Path | None, file_option("config.json of a Hugging Face model.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Local safetensors checkpoint.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(parser=directory, metavar="DIR", help="Local safetensors checkpoint.")
+    ] = None,
     gpu_memory: Annotated[int | None, size_option("Budget of the GPU tier [default: as of train].")] = None,
     cpu_memory: Annotated[int, size_option("Budget of the CPU tier [default: 1GiB].")] = 2**30,
     nvme: Annotated[
@@ -77,8 +79,7 @@ def tune(
             commit_every=commit_every, device=device, threads=threads, freed_memory=freed_memory, bandwidth=bandwidth,
         )  # fmt: skip
 
-        from rich.console import Console
-
+        from tierstore.apps.console import Console
         from tierstore.apps.progress import spinner
         from tierstore.apps.spinning import ask_for_short_spins
 

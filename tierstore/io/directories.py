@@ -16,10 +16,15 @@ def why_no_directory(path: Path) -> str | None:
     Raises:
         OSError: of looking at it.
     """
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+    there = nearest(path)
     if there.is_dir():
         return why_not_writable(there)
     return f"{there} is a link to no directory" if there.is_symlink() else f"{there} is not a directory"
+
+
+def nearest(path: Path) -> Path:
+    """The path itself, or what is there of those above it."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
 
 
 def why_not_writable(directory: Path) -> str | None:

@@ -1,6 +1,6 @@
 """Small files: read whole and replaced whole, by threads.
 
-Scope: manifests, reports, indexes; a directory to make some in; locks.
+Scope: the manifest of a generation and what it captures; a directory to make small files in; locks.
 Not here: chunks (see `io/backend.py`); whether a directory takes files (`io/directories.py`).
 Owner: no state; the caller sees to it that one writer at a time replaces a path.
 """

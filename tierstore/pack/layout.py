@@ -119,9 +119,9 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(map(quoted, names[:most])) + more
 
 
-def some_of(problems: Sequence[str], most: int = 5) -> str:
+def some_of(problems: Sequence[str]) -> str:
     """Problems as one sentence may tell them: not too many."""
-    return "; ".join([*problems[:most], f"and {len(problems) - most} more"] if len(problems) > most else problems)
+    return "; ".join([*problems[:5], *([f"and {len(problems) - 5} more"] if problems[5:] else [])])
 
 
 def tensor_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:

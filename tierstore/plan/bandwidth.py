@@ -26,6 +26,7 @@ VERSION = 4
 """Of the form: 2 has rates of norms, timed layers, and the cores of a collective, 3 that of syncs, 4 sizes; what an
 older table has a newer one has too."""
 _READ_VERSIONS = (1, 2, 3, VERSION)
+_OF_DISKS = ("read_bytes_per_s", "write_bytes_per_s", "shared_bytes_per_s", "sync_bytes_per_s")
 _AT_ONCE = 10
 """A sync that is so many times as fast as writes takes no time that counts."""
 REPORT = "report"
@@ -249,18 +250,13 @@ class BandwidthTable(_Part):
         """How many times as long `activity` takes while `beside` goes on; 1 if that was not measured."""
         return next((s.factor for s in self.slowdowns if (s.activity, s.beside) == (activity, beside)), 1.0)
 
-    def scaled(self, *, disk: float = 1.0, links: float = 1.0, compute: float = 1.0) -> BandwidthTable:
-        """A machine whose disks, links to the device, or memory and cores are so many times as fast.
+    def scaled(self, *, disk: float) -> BandwidthTable:
+        """A machine whose disks are so many times as fast.
 
         What was measured of single directories and codecs, and the spreads, is left out.
         """
-        factors = {"read": disk, "write": disk, "shared": disk, "sync": disk, "h2d": links, "d2h": links}
-        rates = {name: getattr(self, name) for name in RATE_NAMES if getattr(self, name) is not None}
-        scaled = {name: rate * factors.get(name.split("_")[0], compute) for name, rate in rates.items()}
-        layers = tuple(
-            replace(one, forward_s=one.forward_s / compute, backward_s=one.backward_s / compute) for one in self.layers
-        )
-        return replace(self, **scaled, directories=(), codecs=(), spreads=(), layers=layers)
+        scaled = {name: rate * disk for name in _OF_DISKS if (rate := getattr(self, name)) is not None}
+        return replace(self, **scaled, directories=(), codecs=(), spreads=())
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object: the version of the form, and what was measured by name."""

@@ -184,6 +184,8 @@ def _with_unique_names(groups: Sequence[OrderedGroup]) -> tuple[OrderedGroup, ..
 def _reason(config: Mapping[str, Any] | None, counts: set[int], prefixes: set[tuple[str, ...]]) -> str:
     if config is None:
         return "from the names of the tensors: there is no config.json"
+    if not config:
+        return "from the names of the tensors: config.json says nothing, or is not valid JSON"
     kind = config.get("model_type")
     if not prefixes:
         return f"from the names of the tensors: config.json ({kind}) gives no number of layers that fits them"

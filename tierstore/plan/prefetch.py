@@ -12,6 +12,7 @@ from tierstore.plan.simulate import Simulation, Visit, simulate
 
 _ROUNDING_S = 1e-9  # of the clock
 _SAME = 1.01
+_MOST_DEPTH = 8
 _LONG, _MOST_VISITS = 1_000, 10_000  # visits: of a long order, and of all that are simulated of one
 
 
@@ -26,20 +27,18 @@ def required_depth(group_bytes: int, bytes_per_s: float, compute_s: float) -> in
     return max(1, math.ceil(group_bytes / (bytes_per_s * compute_s)))
 
 
-def recommend_depth(order: tuple[Visit, ...], bytes_per_s: float, capacity_bytes: int, max_depth: int = 8) -> int:
-    """The smallest depth whose simulated stall is within 1 % of the best up to `max_depth`.
+def recommend_depth(order: tuple[Visit, ...], bytes_per_s: float, capacity_bytes: int) -> int:
+    """The smallest depth whose simulated stall is within 1 % of the best up to 8.
 
     Of long orders fewer are tried, for it takes time, and a group more or less is a small part of them.
 
     Raises:
         BudgetError: a group alone exceeds the capacity.
     """
-    if max_depth < 1:
-        raise ConfigError(f"max_depth is at least 1, not {max_depth}")
     runs: dict[int, Simulation] = {}
     is_long = len(order) > _LONG
-    depths = max(1, _MOST_VISITS // len(order)) if is_long else max_depth
-    for depth in range(1, 1 + min(max_depth, depths)):
+    most = min(_MOST_DEPTH, max(1, _MOST_VISITS // len(order))) if is_long else _MOST_DEPTH
+    for depth in range(1, 1 + most):
         # A long step is steady after one.
         run = runs[depth] = simulate(order, capacity_bytes, depth, bytes_per_s, warm_up_steps=1 if is_long else 3)
         if run.stall_s <= _SAME * max(0.0, run.link_s - run.compute_s) + _ROUNDING_S:

@@ -1,4 +1,4 @@
-"""Which schedule, chunk and prefetch depth a step should have, and what bounds it then.
+"""Which schedule and prefetch depth a step should have, and what bounds it then.
 
 Scope: forecasts of all candidates, the choice among them, and the reason in words.
 Not here: the forecast (`plan/step_model.py`), measuring (`apps/tune.py`).
@@ -41,10 +41,9 @@ class Regime(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run the step; `chunk_bytes` None leaves the size to the planner."""
+    """One way to run the step."""
 
     schedule: UpdateSchedule
-    chunk_bytes: int | None
     placement: Placement
 
 

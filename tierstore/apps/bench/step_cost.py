@@ -21,10 +21,8 @@ import torch
 from tierstore.apps.assembly import assemble, engine_arguments
 from tierstore.apps.bench.serve import Round
 from tierstore.apps.bench.step_worker import SameTokens
-from tierstore.apps.crew import Crew
 from tierstore.apps.options import Precision, TrainOptions
 from tierstore.device.spans import TORCH_DTYPES
-from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
 
 _BLOCKS, _VOCABULARY, _SEQUENCE, _STEPS = 96, 256, 8, 5
@@ -52,8 +50,7 @@ def contend(options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Round]]:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     tokens = SameTokens(1, _SEQUENCE, _VOCABULARY).next()
-    tracer = Tracer(time.perf_counter, enabled=False)
-    with Engine(**(engine_arguments(train, parts, tracer, Crew()) | {"registered": {}})) as engine:
+    with Engine(**(engine_arguments(train, parts) | {"registered": {}})) as engine:
         groups = len(engine.placement.groups)
 
         def by_engine() -> float:
