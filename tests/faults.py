@@ -123,6 +123,14 @@ class FaultyBackend(Backend):
         write = super()._call_pwrite
         return self._move("pwrite", view, path, lambda part: write(descriptor, part, offset, path))
 
+    def _call_clone(self, source: int, target: int, path: Path) -> bool:
+        self._step("clone", path)
+        return super()._call_clone(source, target, path)
+
+    def _call_copy_range(self, source: int, target: int, nbytes: int, offset: int, path: Path) -> int:
+        self._step("copy", path)
+        return super()._call_copy_range(source, target, nbytes, offset, path)
+
     def _call_truncate(self, path: Path, size_bytes: int) -> None:
         self._step("truncate", path)
         super()._call_truncate(path, size_bytes)

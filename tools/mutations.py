@@ -306,6 +306,16 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_publishing.py", "))",
     ),
     Mutation(
+        "a generation that is being copied is not overwritten", "store/publishing.py Commits._after_snapshot",
+        'await asyncio.wait({self._spawn(self._end_snapshot(kept), "snapshot")})',
+        "store/test_snapshots.py::test_a_generation_is_not_overwritten_while_it_is_copied",
+        'self._spawn(self._end_snapshot(kept), "snapshot")',
+    ),
+    Mutation(
+        "a snapshot of the same name stays", "store/snapshots.py Snapshot.abandon", "if self._is_ours:",
+        "store/test_snapshots.py::test_a_name_is_taken_once", "if True:",
+    ),
+    Mutation(
         "the other slot is written", "store/slots.py SlotPack.write", "1 - committed.slot", OVERWRITTEN,
         "committed.slot",
     ),

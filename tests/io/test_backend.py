@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,3 +289,47 @@ def test_close_waits_for_the_transfer_in_flight(disk_path: Path, buffers: tuple[
     closed.clear()
     assert file.read_into(buffers[1], 0) == 16 * PAGE
     assert closed == [True]
+
+
+@pytest.mark.parametrize("refusal", [None, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_range_is_copied_to_the_same_place(
+    refusal: int | None, disk_path: Path, buffers: tuple[Bytes, Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the system copies nothing between files by itself."""
+
+    def refuse(*_: int) -> int:
+        assert refusal is not None
+        raise OSError(refusal, os.strerror(refusal))
+
+    if refusal is not None:
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    backend, source, target = Backend(), disk_path / "from", disk_path / "to"
+    for path in (source, target):
+        backend.create(path, 16 * PAGE).close()
+    source.write_bytes(buffers[0].tobytes())
+    backend.copy_range(source, target, 2 * PAGE, 3 * PAGE)
+    assert target.read_bytes() == bytes(2 * PAGE) + buffers[0][2 * PAGE : 5 * PAGE].tobytes() + bytes(11 * PAGE)
+    with pytest.raises(StorageError, match=r"copy of 8192 B at offset 61440 of .*/from.*it ends at 65536 B"):
+        backend.copy_range(source, target, 15 * PAGE, 2 * PAGE)
+    assert backend.counters.totals().read_bytes == 0
+
+
+@pytest.mark.parametrize("refusal", [None, errno.EOPNOTSUPP, errno.EIO])
+def test_a_clone_is_made_where_that_can_be(
+    refusal: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clone(target: int, request: int, source: int) -> None:
+        assert request == 0x40049409
+        if refusal is not None:
+            raise OSError(refusal, os.strerror(refusal))
+        os.write(target, os.read(source, 100))
+
+    monkeypatch.setattr(fcntl, "ioctl", clone)
+    source, target = tmp_path / "from", tmp_path / "to"
+    source.write_bytes(b"bytes")
+    if refusal == errno.EIO:
+        with pytest.raises(StorageError, match=r"clone of .*/from"):
+            Backend().clone(source, target)
+        return
+    assert Backend().clone(source, target) is (refusal is None)
+    assert (target.read_bytes() if refusal is None else target.exists()) == (b"bytes" if refusal is None else False)

@@ -11,6 +11,7 @@ from typing import Any
 
 from tierstore.config import format_size
 from tierstore.pack.layout import listed
+from tierstore.store.names import SNAPSHOTS
 from tierstore.store.removal import StoreDirectory
 
 
@@ -19,8 +20,10 @@ def summary(found: Sequence[StoreDirectory]) -> list[str]:
     lines = []
     for directory in found:
         lines.append(f"{directory.path}: {len(directory.files)} files, {format_size(directory.file_bytes)}")
-        if directory.others:
-            lines.append(f"{directory.path}: no store made {listed(directory.others)}; that stays")
+        if others := [name for name in directory.others if name != SNAPSHOTS]:
+            lines.append(f"{directory.path}: no store made {listed(others)}; that stays")
+        if SNAPSHOTS in directory.others:
+            lines.append(f"{directory.path}: its snapshots stay, each a store of its own in {SNAPSHOTS}/")
     return lines
 
 

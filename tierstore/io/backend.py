@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import threading
 import time
@@ -27,6 +28,9 @@ from tierstore.io.block_file import storage_error
 from tierstore.io.block_file import storage_errors as storage_errors
 
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_FICLONE = 0x40049409  # linux/fs.h
+_NO_SHARING = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS})
+_COPIED_AT_ONCE = 2**23
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +180,48 @@ class Backend:
         finally:
             self._close(descriptor, path)
 
+    def clone(self, source: Path, target: Path) -> bool:
+        """Makes a new file that shares the blocks of another, where the file system can (a reflink).
+
+        Returns:
+            False: it cannot, and nothing was made.
+        """
+        reading = self._open(source, os.O_RDONLY, 0)
+        try:
+            writing = self._open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                with self.calling(f"clone of {source}", target):
+                    is_made = self._call_clone(reading, writing, target)
+            finally:
+                self._close(writing, target)
+        finally:
+            self._close(reading, source)
+        if not is_made:
+            self.remove(target)
+        return is_made
+
+    def copy_range(self, source: Path, target: Path, offset: int, nbytes: int) -> None:
+        """Copies bytes of a file to the same place of another. Not counted: traffic is that of chunks.
+
+        Raises:
+            StorageError: the system refused, or the source ends too early.
+        """
+        reading = self._open(source, os.O_RDONLY, 0)
+        try:
+            writing = self._open(target, os.O_WRONLY, 0)
+            try:
+                with self.calling(f"copy of {nbytes} B at offset {offset} of {source}", target):
+                    end = offset + nbytes
+                    while offset < end:
+                        moved = self._call_copy_range(reading, writing, end - offset, offset, target)
+                        if not moved:
+                            raise OSError(errno.EIO, f"it ends at {offset} B")
+                        offset += moved
+            finally:
+                self._close(writing, target)
+        finally:
+            self._close(reading, source)
+
     def truncate(self, path: Path, size_bytes: int) -> None:
         """Cuts a file; durable once it is synced."""
         with self.calling(f"cut to {size_bytes} B", path):
@@ -321,6 +367,23 @@ class Backend:
 
     def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
         return os.pwritev(descriptor, [view], offset)
+
+    def _call_clone(self, source: int, target: int, path: Path) -> bool:
+        try:
+            fcntl.ioctl(target, _FICLONE, source)
+        except OSError as error:
+            if error.errno in _NO_SHARING:
+                return False
+            raise
+        return True
+
+    def _call_copy_range(self, source: int, target: int, nbytes: int, offset: int, path: Path) -> int:
+        try:
+            return os.copy_file_range(source, target, nbytes, offset, offset)
+        except OSError as error:
+            if error.errno not in _NO_SHARING:
+                raise
+        return os.pwrite(target, os.pread(source, min(nbytes, _COPIED_AT_ONCE), offset), offset)
 
     def _call_truncate(self, path: Path, size_bytes: int) -> None:
         os.truncate(path, size_bytes)

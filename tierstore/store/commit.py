@@ -98,7 +98,7 @@ class Manifests:
     def _capture(self, number: int, captured: Any) -> Captured:
         self._check_in_place()
         noted, data = captured_text(captured)
-        replace_file(self._captured(number), data, backend=self._backend)
+        replace_file(self.captured_path(number), data, backend=self._backend)
         return noted
 
     async def publish(self, generation: Generation, noted: Captured | None = None) -> None:
@@ -123,7 +123,7 @@ class Manifests:
     def _publish(self, generation: Generation, noted: Captured) -> None:
         text = manifest_text(generation.number, generation.layout, generation.records, noted)
         self._check_in_place()
-        replace_file(self._manifest(generation.number), text, backend=self._backend)
+        replace_file(self.manifest_path(generation.number), text, backend=self._backend)
 
     def _check_in_place(self) -> None:
         if self._lock is not None:
@@ -161,23 +161,25 @@ class Manifests:
         Raises:
             FormatError: it is not a manifest of this version, or damaged.
         """
-        path = self._manifest(number)
+        path = self.manifest_path(number)
         body = read_manifest(read_bytes(path, backend=self._backend), number, str(path))
         try:
             most_bytes = body["captured_bytes"] + _SPARE_BYTES
-            captured = read_bytes(self._captured(number), most_bytes=most_bytes, backend=self._backend)
+            captured = read_bytes(self.captured_path(number), most_bytes=most_bytes, backend=self._backend)
         except StorageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
             raise FormatError(
-                f"the store is damaged: {self._captured(number)} is missing; go back one with resume='previous'"
+                f"the store is damaged: {self.captured_path(number)} is missing; go back one with resume='previous'"
             ) from None
-        return read_generation(body, captured, str(self._captured(number)))
+        return read_generation(body, captured, str(self.captured_path(number)))
 
-    def _manifest(self, number: int) -> Path:
+    def manifest_path(self, number: int) -> Path:
+        """What makes a generation one."""
         return self.directory / f"manifest-{number:012d}.json"
 
-    def _captured(self, number: int) -> Path:
+    def captured_path(self, number: int) -> Path:
+        """What a manifest needs beside the packs."""
         return self.directory / f"captured-{number:012d}.safetensors"
 
 

@@ -11,12 +11,13 @@ MANIFEST = re.compile(r"manifest-(?P<number>\d{12})\.json")
 SMALL = re.compile(r"(manifest|captured)-(?P<number>\d{12})\.(json|safetensors)(\.tmp)?")
 PACK = re.compile(r"(weights|state|gradients1?|spilled1?|put-\d+)\.[ab]\.safetensors")
 LOCK, UNFINISHED, IDENTITY = "lock", "unfinished", "identity"
+SNAPSHOTS = "snapshots"  # a directory; those in it are stores
 _LOCKS = re.compile(r"lock(\.\d+)?")
 
 
 def is_of_a_store(name: str) -> bool:
-    """Whether a store gives this name to a file."""
-    return name in (UNFINISHED, IDENTITY) or is_a_lock(name) or holds_data(name)
+    """Whether a store gives this name to a file, or to the directory of its snapshots."""
+    return name in (UNFINISHED, IDENTITY, SNAPSHOTS) or is_a_lock(name) or holds_data(name)
 
 
 def holds_data(name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tierstore.errors import ConfigError
@@ -22,6 +23,7 @@ from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.manifest import Captured, Generation
 from tierstore.store.rounds import Round
 from tierstore.store.slots import ChunkRecord, SlotPack
+from tierstore.store.snapshots import Snapshot
 from tierstore.store.store_files import StoreFiles
 from tierstore.store.team import Team, all_succeed, leads
 from tierstore.store.updates import Spawn, UpdatePipeline
@@ -42,6 +44,7 @@ class Commits:
         generation: number of the last published one; -1 before the first.
         barrier: the commit that must be published before the writes of a round that begins now.
         before: called before each is published, in a thread of its own; what it raises fails that one.
+        snapshots: those that this run has begun.
     """
 
     def __init__(
@@ -69,15 +72,68 @@ class Commits:
         self.generation = -1
         self.barrier: asyncio.Task[None] | None = None
         self.before: list[Callable[[], None]] = []
+        self.snapshots: list[Snapshot] = []
+        self._being_kept: Snapshot | None = None  # what it keeps may not be overwritten
 
     def go_on_from(self, number: int) -> None:
         """This generation is on the disk, and the next one follows it."""
         self.generation, self._next_number = number, number + 1
 
     async def published(self) -> None:
-        """Wait for every commit that has begun."""
+        """Wait for every commit that has begun, and for a snapshot."""
         if self.barrier is not None:
             await asyncio.shield(self.barrier)
+        if (kept := self._take_kept()) is not None:
+            await asyncio.shield(self._spawn(self._end_snapshot(kept), "snapshot"))
+
+    async def snapshot(self, name: str) -> Snapshot:
+        """Begin to keep the last generation under a name; none may be on its way.
+
+        Raises:
+            ConfigError: it is no name, or there is one of that name.
+            StorageError: nothing is left of it, here.
+        """
+        files = self._files
+        kept = Snapshot(
+            name, files.directories, self.generation, files.committed_packs, files.backend, self._tracer.clock
+        )
+        try:
+            await all_succeed(self._team, f"a snapshot {name!r}", partial(self._lead, kept.begin))
+        except Exception:
+            await self._lead(kept.abandon)
+            raise
+        if leads(self._team):
+            kept.start_copying()
+        self.snapshots.append(kept)
+        self._being_kept = kept
+        return kept
+
+    async def _lead(self, job: Callable[[], None]) -> None:
+        if leads(self._team):
+            await asyncio.to_thread(job)
+
+    def _take_kept(self) -> Snapshot | None:
+        kept, self._being_kept = self._being_kept, None
+        return kept
+
+    async def _after_snapshot(self, kept: Snapshot, commit: asyncio.Task[None]) -> None:
+        """The barrier of a round that would overwrite the generation that is kept, that before this commit."""
+        await asyncio.wait({commit})  # however it ends: what is kept is whole
+        start_s = self._tracer.clock()
+        await asyncio.wait({self._spawn(self._end_snapshot(kept), "snapshot")})  # its failure is told, and no commit's
+        kept.waited_s = self._tracer.clock() - start_s
+        await commit
+
+    async def _end_snapshot(self, kept: Snapshot) -> None:
+        """At every rank in the same order, which is that of commits."""
+        try:
+            await all_succeed(self._team, f"the files of snapshot {kept.name!r}", kept.copied)
+            await all_succeed(self._team, f"the manifest of snapshot {kept.name!r}", partial(self._lead, kept.publish))
+        except Exception:
+            await self._lead(kept.abandon)
+            raise
+        finally:
+            kept.seconds = self._tracer.clock() - kept.start_s
 
     def begin(self, round_: Round | None, captured: Mapping[str, Any], pending: Gradients | None = None) -> None:
         """Publish the state after `round_` (None: as it is), in the background; commits follow one another.
@@ -99,6 +155,8 @@ class Commits:
         packs = self._files.packs
         kept = [*packs[:2], *(packs[2 + i] for i, set_ in enumerate(self._gradients) if set_ is pending)]
         self.barrier = self._spawn(self._publish(number, round_, previous, writes, captured, kept), "commit")
+        if (snapshot := self._take_kept()) is not None:
+            self.barrier = self._spawn(self._after_snapshot(snapshot, self.barrier), "snapshot")
         if pending is not None:
             pending.kept_by = self.barrier
 

@@ -19,7 +19,7 @@ from tierstore.pack.layout import listed
 from tierstore.store.commit import Manifests
 from tierstore.store.directories import end_store_making, identity_of, mark_unfinished
 from tierstore.store.lock import StoreLock
-from tierstore.store.names import holds_data, is_a_lock, is_of_a_store, marks_a_store
+from tierstore.store.names import SNAPSHOTS, holds_data, is_a_lock, is_of_a_store, marks_a_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,4 +181,7 @@ def remove(directories: Sequence[Path], backend: Backend | None = None) -> list[
         if not directory.others:
             with storage_errors("removal", directory.path):
                 directory.path.rmdir()
+            if directory.path.parent.name == SNAPSHOTS:
+                with contextlib.suppress(OSError):  # there are others
+                    directory.path.parent.rmdir()
     return found

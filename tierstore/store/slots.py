@@ -49,6 +49,15 @@ class ChunkRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptFile:
+    """A file of a generation, its size, and the ranges in it that hold the generation: (offset, bytes)."""
+
+    path: Path
+    file_bytes: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Place:
     disk: int
     offset: int
@@ -274,6 +283,17 @@ class SlotPack:
                     is_whole = _has_header(file, layout)
                 if not is_whole:
                     yield path, len(layout.header)
+
+    def kept_files(self) -> Iterator[KeptFile]:
+        """The files that hold the committed generation."""
+        held: dict[int, list[tuple[int, int]]] = {}
+        for place, record in zip(self._places, self.committed):
+            if record is not None:
+                kept = place.offset, padded(record.stored_bytes)
+                held.setdefault(self._number(place, record.slot), []).append(kept)
+        for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
+            if number in held:
+                yield KeptFile(path, layout.file_bytes, ((0, len(layout.header)), *held[number]))
 
     def _needed(self, records: Sequence[ChunkRecord | None]) -> set[int]:
         """Which of its files hold a chunk of these records, in the order of `paths`."""

@@ -58,13 +58,13 @@ class StoreFiles:
         self._asked = tiers.codec
         self._codecs = codecs
         self._io = io
-        self._backend = io.backend
+        self.backend = io.backend
         self._team = team
         self._lock = lock
         self._is_new = False
         self._is_ours = False
         self._opened: int | None = None
-        self.manifests = Manifests(self.directories[0], self._backend, lock=lock) if self.directories else None
+        self.manifests = Manifests(self.directories[0], self.backend, lock=lock) if self.directories else None
         self.packs = self._make_packs() if self.directories else []
 
     def _make_packs(self) -> list[SlotPack]:
@@ -138,9 +138,9 @@ class StoreFiles:
         if not self.directories:
             return
         for directory in self.directories:
-            claim_directory(directory, self._backend)
+            claim_directory(directory, self.backend)
         self._lock.add(self.directories)
-        begin_store(self.directories, self._backend)
+        begin_store(self.directories, self.backend)
         self._is_ours = self._is_new = True
         try:
             for pack in self.packs:
@@ -149,11 +149,11 @@ class StoreFiles:
             total = format_size(sum(pack.file_bytes for pack in self.packs))
             raise StorageFull(f"{error}; all files of the store take {total}") from error
         for directory in self.directories:
-            self._backend.sync_directory(directory)
+            self.backend.sync_directory(directory)
 
     def _open(self, generation: Generation) -> None:
         for directory in self.directories:
-            with self._backend.calling("inspection", directory):
+            with self.backend.calling("inspection", directory):
                 is_there = directory.is_dir()
             if not is_there:
                 raise FormatError(f"the store is damaged: {directory} is missing")
@@ -162,7 +162,7 @@ class StoreFiles:
         for pack in kept:  # all of them, before anything is changed: they may be those of another store
             pack.check(generation.records[pack.kind])
         self._is_ours, self._opened = True, generation.number
-        end_store_making(self.directories, self._backend)
+        end_store_making(self.directories, self.backend)
         is_made = False
         for pack in self.packs:
             if pack in kept:
@@ -172,11 +172,11 @@ class StoreFiles:
                 pack.create()
                 is_made = True
         for directory in self.directories if is_made else ():
-            self._backend.sync_directory(directory)
+            self.backend.sync_directory(directory)
 
     def end_making(self) -> None:
         """The store holds a generation: take away the mark of one that holds none."""
-        end_store_making(self.directories, self._backend)
+        end_store_making(self.directories, self.backend)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class StoreFiles:
         """Those that are there."""
         for path in paths:
             if os.path.lexists(path):
-                self._backend.remove(path)
+                self.backend.remove(path)
 
     def _left_gradients(self) -> Iterator[Path]:
         """Where another update schedule, which went on with this store before, has had gradients."""

@@ -261,6 +261,26 @@ class Engine:
         self._order.refuse_closed()
         self._generations.flush()
 
+    @in_turn
+    def snapshot(self, name: str) -> tuple[Path, ...]:
+        """Keep the last committed generation, after `flush`, as a store of its own: `snapshots/NAME` in each directory.
+
+        Where the file system shares blocks between files (reflink: XFS, Btrfs) it takes no time and no room. Elsewhere
+        it is copied in the background; the step after the next one waits until that is done, and so does `flush`.
+        `statistics()["snapshots"]` says how long it took. A failure while it is copied comes out of a later call.
+
+        Returns:
+            Its directories, to be given as `TierConfig(nvme=...)`; it opens once it is copied.
+        Raises:
+            ConfigError: it is no name, or there is one of that name, or no store that keeps generations.
+            StorageError: the system refused, as for want of room; nothing is left of it.
+        """
+        parts = self._open_parts()
+        if not parts.store.files.is_durable:
+            raise ConfigError("snapshot() needs a store that keeps generations: give nvme=, and no durability='none'")
+        self.flush()
+        return parts.runtime.call(parts.store.commits.snapshot, name).directories
+
     # --- looking in ---------------------------------------------------------------------------------------------
 
     @property

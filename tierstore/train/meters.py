@@ -77,6 +77,7 @@ class StepMeters:
             "peak_bytes": self._peaks(),
             "stall_s": self._parts.access.stall_s,
             "generation": self._parts.store.commits.generation,
+            "snapshots": {kept.name: kept.report() for kept in self._parts.store.commits.snapshots},
             "codecs": {
                 kind.value: {"codec": choice.codec.value, "why": choice.why}
                 for kind, choice in self._parts.store.codecs.items()

@@ -1,0 +1,205 @@
+"""Named snapshots: stores of their own, whole whatever happens meanwhile, and no harm to the store that they are of."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import EIO, FaultyBackend
+from resuming import DISK, State, Way, expected_states, opened
+
+from tierstore.errors import ConfigError, FormatError, StorageError, StorageFull
+from tierstore.io.backend import Backend
+from tierstore.store.removal import remove
+
+WAY = Way("forward", cpu_memory=DISK)
+WAYS = {
+    "disk": WAY,
+    "memory": Way("speculative"),
+    "striped": Way("step", directories=2),
+    "codec": Way("forward", cpu_memory=DISK, codec="lz4"),
+    "delayed": Way("delayed", cpu_memory=DISK),
+    "backward": Way("backward", cpu_memory=DISK),
+    "rarely committed": Way("forward", commit_every=2),
+}
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+
+class Sharing(Backend):
+    """A file system with reflinks; here a clone is a copy at once."""
+
+    def _call_clone(self, source: int, target: int, path: Path) -> bool:
+        with open(source, "rb", closefd=False) as file:
+            os.write(target, file.read())
+        return True
+
+
+class Holding(Backend):
+    """Copies wait until they may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_copy = threading.Event()
+
+    def _call_copy_range(self, source: int, target: int, nbytes: int, offset: int, path: Path) -> int:
+        assert self.may_copy.wait(60)
+        return super()._call_copy_range(source, target, nbytes, offset, path)
+
+
+def state_in(way: Way, directories: Any, folder: Path, until: int | None = None) -> State:
+    """What a run finds that goes on from there, perhaps after more steps."""
+    with opened(way, folder, resume="must", nvme=directories) as run:
+        if until is not None:
+            run.until(until)
+        return State.of(run)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_it_is_a_store_that_goes_on_from_there(name: str, tmp_path: Path) -> None:
+    way = WAYS[name]
+    expected = expected_states(way, tmp_path / "expected", 6)
+    with opened(way, tmp_path) as run:
+        run.until(3)
+        directories = run.engine.snapshot("third")
+        run.until(6)
+        expected[6].check_equal(State.of(run))
+        told = run.engine.statistics()["snapshots"]["third"]
+    assert told["copied_bytes"] > 0
+    assert told["seconds"] > 0
+    expected[3].check_equal(state_in(way, directories, tmp_path))
+    expected[6].check_equal(state_in(way, directories, tmp_path, until=6))
+    expected[6].check_equal(state_in(way, way.tiers(tmp_path).nvme, tmp_path))  # that of the run
+
+
+def test_where_blocks_are_shared_nothing_is_copied(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path, backend=Sharing()) as run:
+        run.until(2)
+        expected = State.of(run)
+        directories = run.engine.snapshot("second")
+        run.until(4)
+        told = run.engine.statistics()["snapshots"]["second"]
+    assert (told["is_reflink"], told["copied_bytes"]) == (True, 0)
+    expected.check_equal(state_in(WAY, directories, tmp_path))
+
+
+def test_a_generation_is_not_overwritten_while_it_is_copied(tmp_path: Path) -> None:
+    """The step after it is committed; the one behind that waits."""
+    backend = Holding()
+    with opened(WAY, tmp_path, backend=backend) as run:
+        run.until(2)
+        expected = State.of(run)
+        directories = run.engine.snapshot("second")
+        commits = run.engine._parts.store.commits
+        run.until(4)
+        while commits.generation < 3:
+            run.engine._parts.runtime.call(_turn)
+        for _ in range(20):
+            run.engine._parts.runtime.call(_turn)
+        assert commits.generation == 3
+        backend.may_copy.set()
+        run.until(6)
+        run.engine.flush()
+        assert run.engine.statistics()["snapshots"]["second"]["waited_s"] > 0
+    expected.check_equal(state_in(WAY, directories, tmp_path))
+
+
+async def _turn() -> None:
+    return None
+
+
+def test_a_name_is_taken_once(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        directories = run.engine.snapshot("first")
+        run.engine.flush()
+        run.until(1)
+        with pytest.raises(ConfigError, match=r"there is a snapshot 'first' already, in .*/store0/snapshots/first; "):
+            run.engine.snapshot("first")
+        for name in ("", "..", "a/b", ".hidden", "x" * 101, None):
+            with pytest.raises(ConfigError, match="a snapshot is named by up to 100 letters"):
+                run.engine.snapshot(name)  # type: ignore[arg-type]
+        assert sorted(os.listdir(tmp_path / "store0" / "snapshots")) == ["first"]
+        assert remove(directories)
+        assert not (tmp_path / "store0" / "snapshots").exists()
+        run.engine.snapshot("first")
+
+
+@pytest.mark.parametrize("changes", [{"nvme": ()}, {"durability": "none"}], ids=str)
+def test_there_must_be_generations(changes: dict[str, Any], tmp_path: Path) -> None:
+    with opened(Way(), tmp_path, resume="never", **changes) as run:
+        run.until(1)
+        with pytest.raises(ConfigError, match=r"snapshot\(\) needs a store that keeps generations"):
+            run.engine.snapshot("first")
+
+
+def test_a_full_disk_is_told_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    class Full(Backend):
+        def _call_allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+            if "snapshots" in path.parts:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super()._call_allocate(descriptor, size_bytes, path)
+
+    with opened(WAY, tmp_path, backend=Full()) as run:
+        run.until(2)
+        with pytest.raises(StorageFull, match="snapshots/second/"):
+            run.engine.snapshot("second")
+        assert not (tmp_path / "store0" / "snapshots").exists()
+        run.until(4)
+
+
+def test_a_fault_at_any_call_harms_neither_the_run_nor_the_next_attempt(tmp_path: Path) -> None:
+    backend = FaultyBackend()
+    failed = 0
+    with opened(WAY, tmp_path, backend=backend) as run:
+        run.until(2)
+        for call in range(1000):
+            run.engine.flush()
+            expected = State.of(run)
+            backend.fault, backend.at = EIO, backend.counted + call
+            try:
+                directories = run.engine.snapshot("this")
+                run.engine.flush()
+            except StorageError:
+                failed += 1
+            else:
+                if backend.counted <= backend.at:
+                    break
+            finally:
+                backend.fault = None
+            folder = tmp_path / "store0" / "snapshots" / "this"
+            if list(folder.glob("manifest-*.json")):  # it failed after that
+                expected.check_equal(state_in(WAY, [folder], tmp_path))
+                remove([folder])
+            else:
+                with pytest.raises((ConfigError, FormatError)):
+                    state_in(WAY, [folder], tmp_path)
+            run.step()
+    assert failed > 30
+    expected.check_equal(state_in(WAY, directories, tmp_path))
+
+
+def test_what_a_kill_has_left_goes_with_the_next_of_that_name(tmp_path: Path) -> None:
+    left = tmp_path / "store0" / "snapshots" / "first"
+    with opened(WAY, tmp_path) as run:
+        left.mkdir(parents=True)
+        for name in ("unfinished", "lock", "weights.a.safetensors", "state.b.safetensors"):
+            (left / name).write_bytes(b"half")
+        run.until(1)
+        expected = State.of(run)
+        directories = run.engine.snapshot("first")
+    expected.check_equal(state_in(WAY, directories, tmp_path))
+
+
+def test_a_store_may_begin_anew_beside_the_snapshots_of_one_that_was_removed(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.until(2)
+        expected = State.of(run)
+        directories = run.engine.snapshot("second")
+    remove([tmp_path / "store0"])
+    with opened(WAY, tmp_path, resume="never") as run:
+        run.until(1)
+    expected.check_equal(state_in(WAY, directories, tmp_path))
