@@ -52,12 +52,14 @@ def train(
     steps: int = 3,
     model: dict[str, Any] | None = None,
     looks: bool = False,
+    kept_at: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train, and tell the losses, the norms, the first step's gradients and the final weights.
 
     Args:
         looks: tell the weights that it begins with, too.
+        kept_at: make a snapshot after this step, and tell where it is, and the weights.
         options: of the engine; and `start`, how many steps there have been, or `until`, how many there are to be.
     """
     options = {"zero": 3, "update": "forward", "max_grad_norm": 1.0} | options
@@ -82,6 +84,9 @@ def train(
                 told["gradients"] = {name: engine.gradient(name).numpy() for name in ("embedding.weight", "norm.bias")}
             told["norms"].append(engine.step().grad_norm)
             told["losses"].append(loss.item())
+            if engine.step_count == kept_at:
+                told["kept"] = str(engine.snapshot("kept")[0])
+                told["kept weights"] = {name: value.numpy() for name, value in engine.state_dict().items()}
         engine.apply_pending()  # of a delayed update
         told |= {name: engine.statistics()[name] for name in ("bytes", "peak_bytes")}
         told["weights"] = {name: value.numpy() for name, value in engine.state_dict().items()}

@@ -46,6 +46,16 @@ def test_schedules_are_one(tmp_path: Path) -> None:
     assert same(left[0], found[0]["weights"])
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_snapshot_is_of_all_ranks(nodes: int, tmp_path: Path) -> None:
+    found = run_ranks(2 * nodes, train, str(tmp_path), 4, kept_at=2, **({"nodes": nodes} if nodes > 1 else {}))
+    assert len({rank["kept"] for rank in found}) == nodes
+    for rank in found:
+        assert not same(rank["kept weights"], rank["weights"])
+        left = run_ranks(1, look, rank["kept"], {"gpu_memory": "4MiB", "cpu_memory": "24MiB"})
+        assert same(left[0], found[0]["kept weights"])
+
+
 @pytest.fixture(scope="module")
 def one() -> dict[str, Any]:
     """What one rank alone told of four steps."""

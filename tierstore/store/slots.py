@@ -284,10 +284,10 @@ class SlotPack:
                 if not is_whole:
                     yield path, len(layout.header)
 
-    def kept_files(self) -> Iterator[KeptFile]:
-        """The files that hold the committed generation."""
+    def kept_files(self, records: Sequence[ChunkRecord | None]) -> Iterator[KeptFile]:
+        """The files that hold a generation with these records."""
         held: dict[int, list[tuple[int, int]]] = {}
-        for place, record in zip(self._places, self.committed):
+        for place, record in zip(self._places, records):
             if record is not None:
                 kept = place.offset, padded(record.stored_bytes)
                 held.setdefault(self._number(place, record.slot), []).append(kept)

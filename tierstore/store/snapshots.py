@@ -51,7 +51,7 @@ class Snapshot:
 
     Args:
         number: of the generation, which is published; nobody may overwrite it before `copied` has returned.
-        packs: with the records of that generation as the committed ones.
+        packs: of the store.
 
     Attributes:
         is_reflink: nothing is copied; known after `begin`.
@@ -77,7 +77,8 @@ class Snapshot:
         self.waited_s = 0.0
         self._copied_bytes = 0
         self._source = directories[0]
-        self._files = [file for pack in packs for file in pack.kept_files()]
+        self._packs = packs
+        self._files: list[KeptFile] = []
         self._backend = backend
         self._lock = StoreLock()
         self._to_copy: list[KeptFile] = []
@@ -101,6 +102,9 @@ class Snapshot:
             ConfigError: there is one of this name.
             StorageError: nothing is left of it.
         """
+        # As the manifest has them: a rank knows the records of its own chunks.
+        records = Manifests(self._source, self._backend).read_here(self.number).records
+        self._files = [file for pack in self._packs for file in pack.kept_files(records.get(pack.kind, ()))]
         if Manifests(self.directories[0], self._backend).numbers():
             raise ConfigError(
                 f"there is a snapshot {self.name!r} already, in {self.directories[0]}; choose another name, or remove "
