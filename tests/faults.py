@@ -111,9 +111,9 @@ class FaultyBackend(Backend):
         super()._call_close(descriptor, path)  # a failed close has closed all the same
         self._step("close", path)
 
-    def _call_allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+    def _call_allocate(self, descriptor: int, offset: int, size_bytes: int, path: Path) -> None:
         self._step("allocate", path)
-        super()._call_allocate(descriptor, size_bytes, path)
+        super()._call_allocate(descriptor, offset, size_bytes, path)
 
     def _call_pread(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
         read = super()._call_pread

@@ -90,10 +90,10 @@ class JournalBackend(Backend):
             self._note("write", path, offset=offset, data=bytes(view[:written]))
             return written
 
-    def _call_allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+    def _call_allocate(self, descriptor: int, offset: int, size_bytes: int, path: Path) -> None:
         with self._turn():
-            super()._call_allocate(descriptor, size_bytes, path)
-            self._note("write", path, data=bytes(size_bytes))
+            super()._call_allocate(descriptor, offset, size_bytes, path)
+            self._note("write", path, offset=offset, data=bytes(size_bytes))
 
     def _call_fdatasync(self, descriptor: int, path: Path) -> None:
         with self._turn():

@@ -103,7 +103,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "space is allocated first", "io/backend.py Backend._allocate",
-        "self._call_allocate(descriptor, size_bytes, path)", "io/test_backend.py::TestDirect",
+        "self._call_allocate(descriptor, begin, offset - begin, path)", "io/test_backend.py::TestDirect",
     ),
     Mutation(
         "a file that failed is removed", "io/backend.py Backend.create", "self._call_unlink(path)",
@@ -430,11 +430,11 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "names of new packs are synced", "store/store_files.py StoreFiles._create",
-        "self._backend.sync_directory(directory)", POWER_CUT,
+        "self.backend.sync_directory(directory)", POWER_CUT,
     ),
     Mutation(
         "names of packs made anew are synced", "store/store_files.py StoreFiles._open",
-        "self._backend.sync_directory(directory)",
+        "self.backend.sync_directory(directory)",
         "store/test_power_cut.py::test_a_pack_made_anew_is_there_after_a_cut",
     ),
     Mutation(

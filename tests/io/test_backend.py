@@ -291,6 +291,13 @@ def test_close_waits_for_the_transfer_in_flight(disk_path: Path, buffers: tuple[
     assert closed == [True]
 
 
+@pytest.mark.parametrize("holes", [[(2 * PAGE, 3 * PAGE)], [(0, PAGE), (12 * PAGE, 4 * PAGE)], [(0, 16 * PAGE)]])
+def test_holes_of_a_new_file_take_no_space(holes: list[tuple[int, int]], disk_path: Path) -> None:
+    Backend().create(disk_path / "new", 16 * PAGE, holes).close()
+    found = (disk_path / "new").stat()
+    assert (found.st_size, found.st_blocks * 512) == (16 * PAGE, 16 * PAGE - sum(nbytes for _, nbytes in holes))
+
+
 @pytest.mark.parametrize("refusal", [None, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_range_is_copied_to_the_same_place(
     refusal: int | None, disk_path: Path, buffers: tuple[Bytes, Bytes], monkeypatch: pytest.MonkeyPatch

@@ -708,3 +708,29 @@ class TestLock:
         assert check_resumes(WAY, folder, expected) == 3
         os.close(writer)
         os.waitpid(child, 0)
+
+
+def test_what_is_frozen_has_one_slot_until_it_is_written(tmp_path: Path) -> None:
+    """And goes on from there as any other."""
+
+    def model() -> torch.nn.Module:
+        made = way.model()
+        for name in ("embedding", "blocks.0", "blocks.1"):
+            made.get_submodule(name).requires_grad_(False)
+        return made
+
+    def taken_bytes(slot: str) -> int:
+        return (tmp_path / "store0" / f"weights.{slot}.safetensors").stat().st_blocks * 512
+
+    way = Way("forward", cpu_memory=DISK, blocks=3, width=64)
+    frozen_bytes = 4 * sum(p.numel() for p in model().parameters() if not p.requires_grad)
+    with opened(way, tmp_path, model=model()) as run:
+        run.until(2)
+        assert taken_bytes("a") - taken_bytes("b") >= frozen_bytes
+        changed = {name: value + 1 for name, value in run.engine.state_dict().items()}
+        run.engine.load_state_dict(changed)
+        run.engine.flush()
+        assert taken_bytes("a") == taken_bytes("b")
+    with opened(way, tmp_path, model=model(), resume="must") as run:
+        found = run.engine.state_dict()
+        assert all(torch.equal(value, found[name]) for name, value in changed.items())

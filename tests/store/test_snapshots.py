@@ -138,10 +138,10 @@ def test_there_must_be_generations(changes: dict[str, Any], tmp_path: Path) -> N
 
 def test_a_full_disk_is_told_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     class Full(Backend):
-        def _call_allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        def _call_allocate(self, descriptor: int, offset: int, size_bytes: int, path: Path) -> None:
             if "snapshots" in path.parts:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            super()._call_allocate(descriptor, size_bytes, path)
+            super()._call_allocate(descriptor, offset, size_bytes, path)
 
     with opened(WAY, tmp_path, backend=Full()) as run:
         run.until(2)

@@ -469,9 +469,9 @@ class CopyingBackend(Backend):
                 self._file_at[path] = object()
             return super()._call_open(path, flags, mode)
 
-    def _call_allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+    def _call_allocate(self, descriptor: int, offset: int, size_bytes: int, path: Path) -> None:
         with self._change():
-            super()._call_allocate(descriptor, size_bytes, path)
+            super()._call_allocate(descriptor, offset, size_bytes, path)
 
     def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
         with self._change():

@@ -16,7 +16,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,8 +126,11 @@ class Backend:
         """
         self._refusal = reason
 
-    def create(self, path: Path, size_bytes: int) -> BlockFile:
+    def create(self, path: Path, size_bytes: int, holes: Sequence[tuple[int, int]] = ()) -> BlockFile:
         """A new file with all its space allocated, so that a full disk is found before anything is written.
+
+        Args:
+            holes: (offset, bytes), in order: no space is taken there before it is written.
 
         Raises:
             StorageFull: not enough space; the new file was removed again.
@@ -135,7 +138,7 @@ class Backend:
         """
         descriptor = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            self._allocate(descriptor, size_bytes, path)
+            self._allocate(descriptor, size_bytes, path, holes)
             return self.open(path, writable=True)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -171,12 +174,19 @@ class Backend:
         """
         self._allocate(self._open(path, os.O_RDWR, 0), size_bytes, path)
 
-    def _allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+    def _allocate(
+        self, descriptor: int, size_bytes: int, path: Path, holes: Sequence[tuple[int, int]] = ()
+    ) -> None:
         """Allocates space, and closes the descriptor."""
         try:
-            if size_bytes:
-                with self.calling(f"allocation of {size_bytes} B", path):
-                    self._call_allocate(descriptor, size_bytes, path)
+            if holes:
+                self.truncate(path, size_bytes)
+            begin = 0
+            for offset, nbytes in (*holes, (size_bytes, 0)):
+                if offset > begin:
+                    with self.calling(f"allocation of {offset - begin} B", path):
+                        self._call_allocate(descriptor, begin, offset - begin, path)
+                begin = offset + nbytes
         finally:
             self._close(descriptor, path)
 
@@ -359,8 +369,8 @@ class Backend:
     def _call_close(self, descriptor: int, path: Path) -> None:
         os.close(descriptor)
 
-    def _call_allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
-        os.posix_fallocate(descriptor, 0, size_bytes)
+    def _call_allocate(self, descriptor: int, offset: int, size_bytes: int, path: Path) -> None:
+        os.posix_fallocate(descriptor, offset, size_bytes)
 
     def _call_pread(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
         return os.preadv(descriptor, [view], offset)

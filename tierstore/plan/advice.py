@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tierstore.config import format_decimal
 from tierstore.errors import ConfigError
 from tierstore.plan.strategies import Option, Situation, Strategy, fastest, options_of
 
@@ -87,7 +88,7 @@ def _variations(situation: Situation, now: Option | None) -> Iterator[tuple[str,
         yield from _larger_batch(situation, now)
     memory_bytes = 2 * node.cpu_bytes
     yield (
-        f"twice the CPU memory ({memory_bytes / 1e9:.0f} GB a node)",
+        f"twice the CPU memory ({format_decimal(memory_bytes)} a node)",
         replace(situation, node=replace(node, cpu_bytes=memory_bytes)),
     )
     if node.nvme_bytes:

@@ -127,6 +127,9 @@ class SlotPack:
     Invariant: a write goes to the slot that `committed` does not name, so that the last committed generation stays
     whole until `commit()` says that a newer one is published.
 
+    Args:
+        rests: which chunks are of what is frozen: they have room in the first slot only, as long as nobody writes them.
+
     Attributes:
         is_coded: chunks are stored as a codec makes them.
         moved_bytes: of whole chunks, read and written, as they are in memory.
@@ -141,6 +144,7 @@ class SlotPack:
         codec: Codec,
         *,
         slots: int = 2,
+        rests: Sequence[bool] = (),
     ) -> None:
         self.kind = kind
         self._io = io
@@ -157,6 +161,7 @@ class SlotPack:
         self._layouts: list[Layout] = [build(list(chunks[disk::disks])) for disk in range(disks)]
         spans = [self._layouts[i % disks].spans[chunk.name] for i, chunk in enumerate(chunks)]
         self._places = [_Place(i % disks, span.offset, span.padded_bytes) for i, span in enumerate(spans)]
+        self._resting = [place for place, does_rest in zip(self._places, rests) if does_rest]
         self._files: list[BlockFile] = []  # in the order of `paths`
         self._headers_to_write: list[tuple[BlockFile, Bytes]] = []
         self.current: list[ChunkRecord | None] = [None] * len(chunks)
@@ -199,8 +204,8 @@ class SlotPack:
         """
         made: list[Path] = []
         try:
-            for path, layout in zip(self.paths(), self._layouts_by_path()):
-                file = self._io.backend.create(path, layout.file_bytes)
+            for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
+                file = self._make(number, path, layout)
                 self._files.append(file)
                 made.append(path)
                 file.write_from(aligned_copy(layout.header), 0)
@@ -210,6 +215,11 @@ class SlotPack:
                 with contextlib.suppress(StorageError):  # the first error is the one to tell
                     self._io.backend.remove(path)
             raise
+
+    def _make(self, number: int, path: Path, layout: Layout) -> BlockFile:
+        disk, slot = divmod(number, self._slots)
+        holes = [(place.offset, place.padded_bytes) for place in self._resting if slot and place.disk == disk]
+        return self._io.backend.create(path, layout.file_bytes, holes)
 
     def check(self, records: Sequence[ChunkRecord | None]) -> None:
         """Look whether `open` will do, and change nothing: the directories may be those of another store.
@@ -259,11 +269,11 @@ class SlotPack:
         """
         self.check(records)
         is_made = False
-        for path, layout in zip(self.paths(), self._layouts_by_path()):
+        for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
             if path.exists():
                 file = self._io.backend.open(path, writable=True)
             else:
-                file = self._io.backend.create(path, layout.file_bytes)
+                file = self._make(number, path, layout)
                 is_made = True
             self._files.append(file)
             if not _has_header(file, layout):

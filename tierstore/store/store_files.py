@@ -80,8 +80,10 @@ class StoreFiles:
         return packs
 
     def _pack(self, kind: Kind, name: str, slots: int) -> SlotPack:
-        chunks = chunk_specs(kind, self._groups, self._placement.chunk_elements)
-        return SlotPack(name, chunks, self.directories, self._io, self._codecs[kind].codec, slots=slots)
+        grid = self._placement.chunk_elements
+        chunks = chunk_specs(kind, self._groups, grid)
+        rests = [not group.trainable for group in self._groups for _ in range(0, group.size, grid)]
+        return SlotPack(name, chunks, self.directories, self._io, self._codecs[kind].codec, slots=slots, rests=rests)
 
     @property
     def committed_packs(self) -> list[SlotPack]:
