@@ -312,6 +312,10 @@ MUTATIONS: Sequence[Mutation] = (
         'self._spawn(self._end_snapshot(kept), "snapshot")',
     ),
     Mutation(
+        "a store keeps the shares of its disks", "train/assembly.py _shares", "if generation is not None:",
+        "store/test_stripes.py::test_a_store_keeps_its_shares", "if generation is not None and shares_of(tiers) == ():",
+    ),
+    Mutation(
         "a snapshot of the same name stays", "store/snapshots.py Snapshot.abandon", "if self._is_ours:",
         "store/test_snapshots.py::test_a_name_is_taken_once", "if True:",
     ),

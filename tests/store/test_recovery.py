@@ -433,6 +433,8 @@ class TestStrangers:
             ({"more": 1}, "is not an object of format, version"),
             ({"records": {}, "layout": {}}, "directories is None"),
             ({"layout/chunk_elements": 0}, "chunk_elements is 0"),
+            ({"layout/shares": [1, 1]}, "layout: shares"),
+            ({"layout/shares": [0]}, "layout: a share is 0"),
             ({"layout/chunk_elements": 1}, "the number of records of 'weights' is"),
             ({"layout/codec": "zip"}, "does not know the codec 'zip'"),
             ({"layout/groups/0/parameters/0/1": [2**40, 2**40]}, "more than 2\\*\\*63 elements"),

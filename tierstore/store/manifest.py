@@ -25,6 +25,7 @@ from tierstore.pack.layout import check_name, quoted, tensor_bytes
 from tierstore.pack.strict_json import parse_json
 from tierstore.pack.validate import parse_header
 from tierstore.store.slots import SLOT_NAMES, ChunkRecord
+from tierstore.store.stripes import MOST_SHARES
 
 FORMAT_VERSION = 2
 _WHOLE_VERSION = 1  # whose checksums are all of whole chunks
@@ -180,7 +181,9 @@ def _record(row: Sequence[Any], what: str) -> ChunkRecord:
 def _check_layout(layout: Mapping[str, Any], records: Mapping[str, Sequence[object]], source: str) -> None:
     """The layout is of known shape, and of as many chunks as there are records: no more is made of it than that."""
     what = f"{source}: layout"
-    number_of(layout.get("directories"), 1, 2**16, f"{what}: directories")
+    count = number_of(layout.get("directories"), 1, 2**16, f"{what}: directories")
+    for share in list_of(layout.get("shares", [1] * count), f"{what}: shares", count):
+        number_of(share, 1, MOST_SHARES, f"{what}: a share")
     _codec(layout.get("codec"), what)
     groups = list_of(layout.get("groups"), f"{what}: groups")
     if not groups:  # named tensors, each in a pack of its own: see `entries.py`

@@ -24,6 +24,7 @@ from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.digests import digest
 from tierstore.pack.codecs import checksum, codec_for
 from tierstore.pack.layout import ChunkSpec, Layout, capacity_pack, listed, slot_pack
+from tierstore.store.stripes import dealt
 from tierstore.trace import Tracer
 
 SLOT_NAMES = "ab"
@@ -128,6 +129,7 @@ class SlotPack:
     whole until `commit()` says that a newer one is published.
 
     Args:
+        shares: what each directory gets of them; alike if none are given.
         rests: which chunks are of what is frozen: they have room in the first slot only, as long as nobody writes them.
 
     Attributes:
@@ -144,6 +146,7 @@ class SlotPack:
         codec: Codec,
         *,
         slots: int = 2,
+        shares: Sequence[int] = (),
         rests: Sequence[bool] = (),
     ) -> None:
         self.kind = kind
@@ -156,11 +159,12 @@ class SlotPack:
         self.moved_bytes = 0
         self._codecs = [codec_for(codec, chunk.item_bytes) for chunk in chunks]
         build = capacity_pack if self.is_coded else slot_pack
-        disks = len(self._directories)
-        # Round robin: consecutive chunks are needed at the same time, so each disk reads its part of a group.
-        self._layouts: list[Layout] = [build(list(chunks[disk::disks])) for disk in range(disks)]
-        spans = [self._layouts[i % disks].spans[chunk.name] for i, chunk in enumerate(chunks)]
-        self._places = [_Place(i % disks, span.offset, span.padded_bytes) for i, span in enumerate(spans)]
+        disks = dealt(len(chunks), shares or [1] * len(self._directories))
+        self._layouts: list[Layout] = [
+            build([chunk for chunk, its in zip(chunks, disks) if its == disk]) for disk in range(len(self._directories))
+        ]
+        spans = [self._layouts[disk].spans[chunk.name] for chunk, disk in zip(chunks, disks)]
+        self._places = [_Place(disk, span.offset, span.padded_bytes) for disk, span in zip(disks, spans)]
         self._resting = [place for place, does_rest in zip(self._places, rests) if does_rest]
         self._files: list[BlockFile] = []  # in the order of `paths`
         self._headers_to_write: list[tuple[BlockFile, Bytes]] = []

@@ -32,6 +32,7 @@ class StoreFiles:
     """Packs, manifests and lock in the directories of one store; without directories there are none.
 
     Args:
+        shares: of the chunks, by directory.
         is_durable: steps can be committed; otherwise the packs have one slot and are removed at the end.
         lock: held on the first directory if its generation was read; the rest is taken here, and given back.
 
@@ -49,8 +50,10 @@ class StoreFiles:
         team: Team,
         lock: StoreLock,
         *,
+        shares: Sequence[int],
         is_durable: bool,
     ) -> None:
+        self._shares = shares
         self.directories = [Path(path) for path in tiers.nvme]
         self.is_durable = is_durable and bool(self.directories)
         self._groups = groups
@@ -83,7 +86,10 @@ class StoreFiles:
         grid = self._placement.chunk_elements
         chunks = chunk_specs(kind, self._groups, grid)
         rests = [not group.trainable for group in self._groups for _ in range(0, group.size, grid)]
-        return SlotPack(name, chunks, self.directories, self._io, self._codecs[kind].codec, slots=slots, rests=rests)
+        return SlotPack(
+            name, chunks, self.directories, self._io, self._codecs[kind].codec, slots=slots, shares=self._shares,
+            rests=rests,
+        )  # fmt: skip
 
     @property
     def committed_packs(self) -> list[SlotPack]:
@@ -93,7 +99,8 @@ class StoreFiles:
     def layout(self) -> dict[str, Any]:
         """What must be equal for a store to open."""
         grid, disks = self._placement.chunk_elements, len(self.directories)
-        return fingerprint(self._groups, grid, disks, self._asked.value, self._codecs)
+        uneven = {"shares": list(self._shares)} if len(set(self._shares)) > 1 else {}  # older releases know none
+        return fingerprint(self._groups, grid, disks, self._asked.value, self._codecs) | uneven
 
     # --- making and opening -------------------------------------------------------------------------------------
 

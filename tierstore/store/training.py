@@ -49,7 +49,7 @@ class TrainingStore:
 
     Args:
         codecs: of each kind of chunks.
-        is_durable, lock: see `StoreFiles`.
+        shares, is_durable, lock: see `StoreFiles`.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class TrainingStore:
         lock: StoreLock,
         team: Team,
         codecs: Codecs,
+        shares: Sequence[int],
         codec_scratch_bytes: int,
     ) -> None:
         self.groups = groups
@@ -88,7 +89,9 @@ class TrainingStore:
             self._pools = self._make_pools(codec_scratch_bytes)
             self.io = ChunkIO(backend, self._io_workers, self._pools["codec"], clock, tracer)
             self.io.on_transfer = self._trace_memory
-            self.files = StoreFiles(groups, placement, tiers, codecs, self.io, team, lock, is_durable=is_durable)
+            self.files = StoreFiles(
+                groups, placement, tiers, codecs, self.io, team, lock, shares=shares, is_durable=is_durable
+            )
             self._furnish(device, team)
         except BaseException:
             self._release_memory()  # it is pinned

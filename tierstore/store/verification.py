@@ -23,6 +23,7 @@ from tierstore.store.commit import Manifests
 from tierstore.store.layout import chunk_specs, recorded_codecs, recorded_groups
 from tierstore.store.manifest import Generation
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
+from tierstore.store.stripes import recorded_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ def _packs_of_training(generation: Generation, directories: Sequence[Path], io: 
         specs = chunk_specs(_kind(kind), groups, generation.layout["chunk_elements"])
         codec = _decided(codecs[_kind(kind)].codec, kind)
         names = [spec.name.rsplit("/", 2)[0] for spec in specs]
-        yield CommittedPack(SlotPack(kind, specs, directories, io, codec), specs, names, codec)
+        slots = SlotPack(kind, specs, directories, io, codec, shares=recorded_shares(generation.layout))
+        yield CommittedPack(slots, specs, names, codec)
 
 
 def _packs_of_tensors(generation: Generation, directories: Sequence[Path], io: ChunkIO) -> Iterator[CommittedPack]:

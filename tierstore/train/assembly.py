@@ -27,7 +27,8 @@ from tierstore.plan.schedules import settled
 from tierstore.plan.tiers import place
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
-from tierstore.store.team import leads
+from tierstore.store.stripes import recorded_shares, shares_of
+from tierstore.store.team import Team, leads
 from tierstore.store.training import TrainingStore
 from tierstore.trace import Tracer
 from tierstore.train import capture
@@ -192,7 +193,8 @@ def assemble(
         placement, not_on_gpu = _placed(request, tiers, device, dtypes, options)
         store = TrainingStore(
             [group.spec for group in groups.groups], placement, tiers, device, runtime, backend, tracer, clock,
-            is_durable=is_durable, lock=lock, team=team, codecs=codecs, codec_scratch_bytes=request.scratch_bytes,
+            is_durable=is_durable, lock=lock, team=team, codecs=codecs,
+            shares=_shares(tiers, generation, partition, team), codec_scratch_bytes=request.scratch_bytes,
         )  # fmt: skip
         if generation is None:
             runtime.call(store.files.create)
@@ -332,6 +334,13 @@ def _bind(groups: ModelGroups, store: TrainingStore, device: ComputeDevice) -> N
     for group in groups.groups:
         group.bind(device)
     store.use_storages([group.storage for group in groups.groups])
+
+
+def _shares(tiers: TierConfig, generation: Generation | None, partition: Partition, team: Team) -> tuple[int, ...]:
+    """What each directory gets: as when the store was made, else by the rates that its leader was given."""
+    if generation is not None:
+        return recorded_shares(generation.layout)
+    return partition.exchange("the shares of the disks", shares_of(tiers))[team.members[0]]
 
 
 def _move_buffers(model: nn.Module, device: ComputeDevice) -> None:
