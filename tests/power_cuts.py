@@ -95,6 +95,12 @@ class JournalBackend(Backend):
             super()._call_allocate(descriptor, offset, size_bytes, path)
             self._note("write", path, offset=offset, data=bytes(size_bytes))
 
+    def _call_copy_range(self, source: int, target: int, nbytes: int, offset: int, path: Path) -> int:
+        with self._turn():
+            moved = super()._call_copy_range(source, target, nbytes, offset, path)
+            self._note("write", path, offset=offset, data=path.read_bytes()[offset : offset + moved])
+            return moved
+
     def _call_fdatasync(self, descriptor: int, path: Path) -> None:
         with self._turn():
             super()._call_fdatasync(descriptor, path)

@@ -316,6 +316,14 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_stripes.py::test_a_store_keeps_its_shares", "if generation is not None and shares_of(tiers) == ():",
     ),
     Mutation(
+        "files of a snapshot are synced", "store/snapshots.py Snapshot._copy", "copy.datasync()",
+        "store/test_power_cut.py::test_of_a_snapshot",
+    ),
+    Mutation(
+        "names of a snapshot are synced", "store/snapshots.py Snapshot._copy",
+        "self._backend.sync_directory(directory)", "store/test_power_cut.py::test_of_a_snapshot",
+    ),
+    Mutation(
         "a snapshot of the same name stays", "store/snapshots.py Snapshot.abandon", "if self._is_ours:",
         "store/test_snapshots.py::test_a_name_is_taken_once", "if True:",
     ),

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from power_cuts import Change, Disk, Image, JournalBackend, StoreDisk, images, overwritten
@@ -14,6 +15,9 @@ from safetensors.torch import load_file
 from tensor_stores import QuickBackend
 
 from tierstore.archive.sources import SINGLE
+from tierstore.io.backend import Backend
+from tierstore.store.commit import Manifests
+from tierstore.store.verification import committed_chunks
 
 BEGIN = 2
 WAYS = {
@@ -127,3 +131,26 @@ def test_of_an_export(tmp_path: Path) -> None:
         found.append(1 + which.index(True) if left else 0)
         assert found[-1] >= image.known, f"the cut after {image.at} changes took it away"
     assert set(found) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("directories", [1, 2])
+def test_of_a_snapshot(directories: int, tmp_path: Path) -> None:
+    """It is there, whole, or it is none; what was told to be there is there."""
+    backend = JournalBackend(tmp_path)
+    with opened(replace(WAYS["disk"], directories=directories), tmp_path / "run", backend) as run:
+        run.until(2)
+        run.engine.flush()
+        begin = len(backend.journal)
+        kept = [path.relative_to(tmp_path) for path in run.engine.snapshot("second")]
+        run.engine.flush()
+        told, instants = [len(backend.journal)], range(begin, len(backend.journal) + 1)
+    found = []
+    for image in images(Disk(tmp_path, backend.found), backend.journal, instants=instants, told=told, draws=2):
+        left = [image.restore(tmp_path / "left") / path for path in kept]
+        found.append(1 if Manifests(left[0], Backend()).numbers() else 0)
+        assert found[-1] >= image.known, f"the cut after {image.at} changes took it away"
+        for chunk in committed_chunks(left)[1] if found[-1] else ():
+            stored = np.fromfile(chunk.path, np.uint8, chunk.padded_bytes, offset=chunk.offset)
+            assert chunk.record.checksum_of(stored) == chunk.record.checksum, f"after {image.at}: {chunk.name}"
+        shutil.rmtree(tmp_path / "left")
+    assert set(found) == {0, 1}
