@@ -306,10 +306,8 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_publishing.py", "))",
     ),
     Mutation(
-        "a generation that is being copied is not overwritten", "store/publishing.py Commits._after_snapshot",
-        'await asyncio.wait({self._spawn(self._end_snapshot(kept), "snapshot")})',
+        "a generation that is being copied is not overwritten", "train/steps.py Steps._forward", "self._make_way()",
         "store/test_snapshots.py::test_a_generation_is_not_overwritten_while_it_is_copied",
-        'self._spawn(self._end_snapshot(kept), "snapshot")',
     ),
     Mutation(
         "a store keeps the shares of its disks", "train/assembly.py _shares", "if generation is not None:",

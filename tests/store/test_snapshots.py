@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import EIO, FaultyBackend
-from resuming import DISK, State, Way, expected_states, opened
+from faults import EIO, ENOSPC, FaultyBackend
+from resuming import DISK, Run, State, Way, expected_states, opened
+from runs import next_token_loss
 
 from tierstore.errors import ConfigError, FormatError, StorageError, StorageFull
 from tierstore.io.backend import Backend
+from tierstore.store.removal import look as look_at
 from tierstore.store.removal import remove
+from tierstore.train.report import StepReport
 
 WAY = Way("forward", cpu_memory=DISK)
 WAYS = {
@@ -49,6 +52,19 @@ class Holding(Backend):
     def _call_copy_range(self, source: int, target: int, nbytes: int, offset: int, path: Path) -> int:
         assert self.may_copy.wait(60)
         return super()._call_copy_range(source, target, nbytes, offset, path)
+
+
+def interrupt(run: Run, function: str, patch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C comes while the training thread waits for this function of the loop."""
+    runtime = run.engine._parts.runtime
+    ends = runtime._ends_within
+
+    def waits(limit_s: float, call: Any) -> bool:
+        if call.function.__name__ == function:
+            raise KeyboardInterrupt
+        return ends(limit_s, call)
+
+    patch.setattr(runtime, "_ends_within", waits)
 
 
 def state_in(way: Way, directories: Any, folder: Path, until: int | None = None) -> State:
@@ -87,29 +103,109 @@ def test_where_blocks_are_shared_nothing_is_copied(tmp_path: Path) -> None:
     expected.check_equal(state_in(WAY, directories, tmp_path))
 
 
-def test_a_generation_is_not_overwritten_while_it_is_copied(tmp_path: Path) -> None:
-    """The step after it is committed; the one behind that waits."""
-    backend = Holding()
-    with opened(WAY, tmp_path, backend=backend) as run:
+@pytest.mark.parametrize("interrupts", [False, True])
+@pytest.mark.parametrize("name", WAYS)
+def test_a_generation_is_not_overwritten_while_it_is_copied(
+    name: str, interrupts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step after it is made; the one behind that waits, also if somebody did not want to wait for it before."""
+    way, backend = WAYS[name], Holding()
+    end = 2 + way.commit_every
+    with opened(way, tmp_path, backend=backend) as run:
         run.until(2)
         expected = State.of(run)
         directories = run.engine.snapshot("second")
-        commits = run.engine._parts.store.commits
-        run.until(4)
-        while commits.generation < 3:
-            run.engine._parts.runtime.call(_turn)
-        for _ in range(20):
-            run.engine._parts.runtime.call(_turn)
-        assert commits.generation == 3
-        backend.may_copy.set()
-        run.until(6)
-        run.engine.flush()
-        assert run.engine.statistics()["snapshots"]["second"]["waited_s"] > 0
+        commits, waits = run.engine._parts.store.commits, []
+        moves = commits.snapshot_moves
+
+        async def noted() -> bool:
+            waits.append(run.engine.step_count)
+            backend.may_copy.set()
+            return await moves()
+
+        if interrupts:
+            with monkeypatch.context() as patch:
+                interrupt(run, "snapshot_moves", patch)
+                with pytest.raises(KeyboardInterrupt):
+                    run.engine.flush()
+        monkeypatch.setattr(commits, "snapshot_moves", noted)
+        run.until(end)
+        assert waits == []
+        run.until(end + 3)
+        assert waits[0] == end
+        told = run.engine.statistics()["snapshots"]["second"]
+        assert told["waited_s"] > 0
+        assert told["failure"] is None
+    expected.check_equal(state_in(way, directories, tmp_path))
+
+
+def test_how_long_a_step_waited_is_in_its_report(tmp_path: Path) -> None:
+    reports: list[StepReport] = []
+    with opened(WAY, tmp_path) as run:
+        run.engine.on_step(reports.append)
+        run.until(2)
+        run.engine.snapshot("second")
+        run.until(5)
+    assert ["snapshot" in report.seconds for report in reports] == [False, False, False, True, False]
+    assert 0 < reports[3].seconds["snapshot"] < reports[3].seconds["total"]
+
+
+def test_one_that_cannot_be_copied_ends_no_training(tmp_path: Path) -> None:
+    backend = FaultyBackend(ENOSPC, kinds=("copy",))
+    with opened(WAY, tmp_path, backend=backend) as run:
+        run.until(2)
+        run.engine.snapshot("second")
+        run.until(3)
+        with pytest.raises(StorageFull, match=r"copy of .* at offset 0 of .*safetensors"):
+            run.step()
+        assert not (tmp_path / "store0" / "snapshots").exists()
+        told = run.engine.statistics()["snapshots"]["second"]
+        assert "No space left" in told["failure"]
+        run.until(5)
+        directories, expected = run.engine.snapshot("second"), State.of(run)
     expected.check_equal(state_in(WAY, directories, tmp_path))
 
 
-async def _turn() -> None:
-    return None
+def test_one_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.until(2)
+        with monkeypatch.context() as patch:
+            interrupt(run, "snapshot", patch)
+            with pytest.raises(KeyboardInterrupt):
+                run.engine.snapshot("second")
+        run.until(3)
+        directories, expected = run.engine.snapshot("second"), State.of(run)
+    expected.check_equal(state_in(WAY, directories, tmp_path))
+
+
+def test_only_what_is_committed_is_kept(tmp_path: Path) -> None:
+    """It would be of an earlier step than one thinks."""
+    told: list[str] = []
+
+    def keep(report: StepReport) -> None:
+        with pytest.raises(ConfigError, match=r"snapshot\(\) would be of step \d, which is committed") as refusal:
+            run.engine.snapshot("inside")
+        told.append(str(refusal.value))
+
+    with opened(WAYS["rarely committed"], tmp_path) as run:
+        run.until(2)
+        run.engine.snapshot("second")
+        run.step()
+        next_token_loss(run.engine, run.position.next())
+        with pytest.raises(ConfigError, match="would be of step 2, which is committed, and not of step 3"):
+            run.engine.snapshot("third")
+        run.engine.on_step(keep)
+        run.until(4)
+    assert told
+
+
+def test_it_takes_the_room_of_one_generation(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.until(2)
+        (kept,) = run.engine.snapshot("second")
+        run.engine.flush()
+        own, whole = (sum(p.stat().st_blocks for p in where.glob("*.[ab].*")) for where in (kept, kept.parents[1]))
+    assert own < 0.6 * whole
 
 
 def test_a_name_is_taken_once(tmp_path: Path) -> None:
@@ -126,6 +222,27 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
         assert remove(directories)
         assert not (tmp_path / "store0" / "snapshots").exists()
         run.engine.snapshot("first")
+
+
+def test_directories_of_that_name_are_told_apart(tmp_path: Path) -> None:
+    """A file is none of a store, and what lies in a directory of somebody's is nobody else's."""
+    (tmp_path / "store0").mkdir()
+    (tmp_path / "store0" / "snapshots").write_bytes(b"")
+    with pytest.raises(ConfigError, match="it holds 'snapshots'"), opened(WAY, tmp_path):
+        pass
+    (tmp_path / "store0" / "snapshots").unlink()
+    own = tmp_path / "snapshots" / "run"
+    with opened(WAY, tmp_path, nvme=[own]) as run:
+        run.until(1)
+    remove([own])
+    assert list((tmp_path / "snapshots").iterdir()) == []
+    with opened(WAY, tmp_path) as run:
+        run.engine.snapshot("first")
+    (look,) = look_at([tmp_path / "store0"])
+    assert look.others == ("snapshots",)
+    remove([tmp_path / "store0" / "snapshots" / "first"])
+    remove([tmp_path / "store0"])
+    assert not (tmp_path / "store0").exists()
 
 
 @pytest.mark.parametrize("changes", [{"nvme": ()}, {"durability": "none"}], ids=str)

@@ -68,7 +68,7 @@ class StepLog:
             raise StorageError(f"cannot cut half a line off {self._path}: {error.strerror}") from error
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line, which a kill leaves in place.
+        """Writes one line, which a kill leaves in place, and a power cut once it is synced.
 
         Raises:
             StorageError: it is not, or not wholly, written.

@@ -194,6 +194,8 @@ class _Run:
         with self._stop.wished(kept):
             self._totals.held_out_before = self._held_out_loss()
             self._loop(options.steps)
+            if self._log is not None:
+                self._log.sync()  # where nothing is committed nothing else does
             self._totals.last_step = self._engine.step_count
             stopped_by = self._stopped_by if self._engine.step_count < options.steps else None
             would_be_lost = bool(options.why_nothing_is_kept and self._totals.steps)

@@ -29,7 +29,7 @@ from tierstore.io.block_file import storage_errors as storage_errors
 
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _FICLONE = 0x40049409  # linux/fs.h
-_NO_SHARING = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS})
+_NO_SHARING = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EPERM})
 _COPIED_AT_ONCE = 2**23
 
 

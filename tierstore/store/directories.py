@@ -21,7 +21,7 @@ from tierstore.io.directories import why_not_writable
 from tierstore.pack.checked import number_of, object_of, text_of
 from tierstore.pack.strict_json import parse_json
 from tierstore.store.commit import Manifests, unusable
-from tierstore.store.names import IDENTITY, MANIFEST, PACK, UNFINISHED, holds_data, is_of_a_store
+from tierstore.store.names import IDENTITY, MANIFEST, PACK, SNAPSHOTS, UNFINISHED, holds_data, is_of_a_store
 
 _MOST_IDENTITY_BYTES = 1000
 
@@ -39,13 +39,18 @@ def claim_directory(path: Path, backend: Backend) -> None:
         backend.make_directories(path, 0o700)
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "it is not a directory")
-        strangers = [name for name in backend.names(path) if not is_of_a_store(name)]
+        strangers = [name for name in backend.names(path) if not (is_of_a_store(name) or holds_snapshots(path / name))]
     except (OSError, StorageError) as error:
         raise unusable(path, error) from error
     if strangers:
         raise ConfigError(f"{path} is not a store: it holds {strangers[0]!r}; give an empty or a new directory")
     if reason := why_not_writable(path):
         raise StorageError(f"cannot use {path} as a store: {reason}")
+
+
+def holds_snapshots(path: Path) -> bool:
+    """Whether it is a directory that a store has for its snapshots, each a store of its own."""
+    return path.name == SNAPSHOTS and path.is_dir() and not path.is_symlink()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ _LOCKS = re.compile(r"lock(\.\d+)?")
 
 
 def is_of_a_store(name: str) -> bool:
-    """Whether a store gives this name to a file, or to the directory of its snapshots."""
-    return name in (UNFINISHED, IDENTITY, SNAPSHOTS) or is_a_lock(name) or holds_data(name)
+    """Whether a store gives this name to a file."""
+    return name in (UNFINISHED, IDENTITY) or is_a_lock(name) or holds_data(name)
 
 
 def holds_data(name: str) -> bool:

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tierstore.errors import ConfigError
 from tierstore.io.memory import Lease
@@ -29,6 +29,7 @@ from tierstore.store.team import Team, all_succeed, leads
 from tierstore.store.updates import Spawn, UpdatePipeline
 from tierstore.trace import Tracer
 
+T = TypeVar("T")
 Records = dict[str, dict[int, ChunkRecord | None]]
 """What a rank has written, by pack and chunk."""
 
@@ -44,7 +45,8 @@ class Commits:
         generation: number of the last published one; -1 before the first.
         barrier: the commit that must be published before the writes of a round that begins now.
         before: called before each is published, in a thread of its own; what it raises fails that one.
-        snapshots: those that this run has begun.
+        snapshots: the last one of each name that this run has begun.
+        kept: the one that has not ended: what it is of may not be overwritten.
     """
 
     def __init__(
@@ -72,68 +74,77 @@ class Commits:
         self.generation = -1
         self.barrier: asyncio.Task[None] | None = None
         self.before: list[Callable[[], None]] = []
-        self.snapshots: list[Snapshot] = []
-        self._being_kept: Snapshot | None = None  # what it keeps may not be overwritten
+        self.snapshots: dict[str, Snapshot] = {}
+        self.kept: Snapshot | None = None
 
     def go_on_from(self, number: int) -> None:
         """This generation is on the disk, and the next one follows it."""
         self.generation, self._next_number = number, number + 1
 
     async def published(self) -> None:
-        """Wait for every commit that has begun, and for a snapshot."""
+        """Wait for every commit that has begun."""
         if self.barrier is not None:
             await asyncio.shield(self.barrier)
-        if (kept := self._take_kept()) is not None:
-            await asyncio.shield(self._spawn(self._end_snapshot(kept), "snapshot"))
+
+    # --- snapshots ----------------------------------------------------------------------------------------------
 
     async def snapshot(self, name: str) -> Snapshot:
-        """Begin to keep the last generation under a name; none may be on its way.
+        """Begin to keep the last generation under a name; none is on its way. All ranks call it, and `end_snapshot`.
 
         Raises:
             ConfigError: it is no name, or there is one of that name.
-            StorageError: nothing is left of it, here.
+            StorageError: nothing is left of it.
         """
         files = self._files
         kept = Snapshot(
             name, files.directories, self.generation, files.committed_packs, files.backend, self._tracer.clock
         )
         try:
-            await all_succeed(self._team, f"a snapshot {name!r}", partial(self._lead, kept.begin))
-        except Exception:
+            told = await all_succeed(self._team, f"a snapshot {name!r}", partial(self._lead, kept.begin))
+        except BaseException:
             await self._lead(kept.abandon)
             raise
+        kept.is_reflink = all(told)
+        self.snapshots[name] = self.kept = kept
         if leads(self._team):
             kept.start_copying()
-        self.snapshots.append(kept)
-        self._being_kept = kept
+        if kept.is_reflink:
+            await self.end_snapshot()
         return kept
 
-    async def _lead(self, job: Callable[[], None]) -> None:
-        if leads(self._team):
-            await asyncio.to_thread(job)
+    async def snapshot_moves(self) -> bool:
+        """Wait until a part more is copied. Returns whether there is more, at any rank."""
+        kept = self.kept
+        return kept is not None and any(await all_succeed(self._team, f"a part of snapshot {kept.name!r}", kept.moves))
 
-    def _take_kept(self) -> Snapshot | None:
-        kept, self._being_kept = self._being_kept, None
-        return kept
+    async def end_snapshot(self) -> None:
+        """Wait until it is copied, and publish it.
 
-    async def _after_snapshot(self, kept: Snapshot, commit: asyncio.Task[None]) -> None:
-        """The barrier of a round that would overwrite the generation that is kept, that before this commit."""
-        await asyncio.wait({commit})  # however it ends: what is kept is whole
-        start_s = self._tracer.clock()
-        await asyncio.wait({self._spawn(self._end_snapshot(kept), "snapshot")})  # its failure is told, and no commit's
-        kept.waited_s = self._tracer.clock() - start_s
-        await commit
-
-    async def _end_snapshot(self, kept: Snapshot) -> None:
-        """At every rank in the same order, which is that of commits."""
+        Raises:
+            StorageError: it could not be copied, at some rank; nothing is left of it.
+        """
+        kept = self.kept
+        if kept is None:
+            return
         try:
             await all_succeed(self._team, f"the files of snapshot {kept.name!r}", kept.copied)
             await all_succeed(self._team, f"the manifest of snapshot {kept.name!r}", partial(self._lead, kept.publish))
-        except Exception:
+        except Exception as error:
+            self.kept = None
+            kept.end(error)
             await self._lead(kept.abandon)
             raise
-        finally:
-            kept.seconds = self._tracer.clock() - kept.start_s
+        self.kept = None
+        kept.end()
+
+    async def _lead(self, job: Callable[[], T]) -> T | None:
+        """In a thread, to its end: what it makes is known then."""
+        return await to_the_end(asyncio.to_thread(job)) if leads(self._team) else None
+
+    def release(self) -> None:
+        """A snapshot that was not ended is taken away."""
+        if self.kept is not None and leads(self._team):
+            self.kept.abandon()
 
     def begin(self, round_: Round | None, captured: Mapping[str, Any], pending: Gradients | None = None) -> None:
         """Publish the state after `round_` (None: as it is), in the background; commits follow one another.
@@ -155,8 +166,6 @@ class Commits:
         packs = self._files.packs
         kept = [*packs[:2], *(packs[2 + i] for i, set_ in enumerate(self._gradients) if set_ is pending)]
         self.barrier = self._spawn(self._publish(number, round_, previous, writes, captured, kept), "commit")
-        if (snapshot := self._take_kept()) is not None:
-            self.barrier = self._spawn(self._after_snapshot(snapshot, self.barrier), "snapshot")
         if pending is not None:
             pending.kept_by = self.barrier
 

@@ -17,7 +17,7 @@ from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.pack.layout import listed
 from tierstore.store.commit import Manifests
-from tierstore.store.directories import end_store_making, identity_of, mark_unfinished
+from tierstore.store.directories import end_store_making, holds_snapshots, identity_of, mark_unfinished
 from tierstore.store.lock import StoreLock
 from tierstore.store.names import SNAPSHOTS, holds_data, is_a_lock, is_of_a_store, marks_a_store
 
@@ -137,7 +137,7 @@ def _look(path: Path, backend: Backend) -> StoreDirectory:
     names = [name for name in backend.names(path) if not is_a_lock(name)]  # `StoreLock` takes its own away
     files = {name: (path / name).lstat().st_size for name in names if is_of_a_store(name) and _is_file(path / name)}
     ordered = sorted(files, key=lambda name: (not name.startswith("manifest-"), name))
-    others = tuple(name for name in names if name not in files)
+    others = tuple(name for name in names if name not in files and not _holds_nothing(path / name))
     return StoreDirectory(path, {name: files[name] for name in ordered}, others)
 
 
@@ -180,8 +180,15 @@ def remove(directories: Sequence[Path], backend: Backend | None = None) -> list[
     for directory in found:
         if not directory.others:
             with storage_errors("removal", directory.path):
+                with contextlib.suppress(FileNotFoundError):
+                    (directory.path / SNAPSHOTS).rmdir()
                 directory.path.rmdir()
-            if directory.path.parent.name == SNAPSHOTS:
+            if directory.path.parent.name == SNAPSHOTS and Manifests(directory.path.parent.parent, backend).numbers():
                 with contextlib.suppress(OSError):  # there are others
                     directory.path.parent.rmdir()
     return found
+
+
+def _holds_nothing(path: Path) -> bool:
+    """Whether snapshots were there, and are no more."""
+    return holds_snapshots(path) and not os.listdir(path)

@@ -57,6 +57,13 @@ class KeptFile:
     file_bytes: int
     ranges: tuple[tuple[int, int], ...]
 
+    @property
+    def holes(self) -> list[tuple[int, int]]:
+        """What lies between them, and behind."""
+        stops = [0, *(offset + nbytes for offset, nbytes in self.ranges)]
+        starts = [*(offset for offset, _ in self.ranges), self.file_bytes]
+        return [(stop, start - stop) for stop, start in zip(stops, starts) if start > stop]
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:

@@ -6,8 +6,8 @@ Not here: how long the generation stays as it is, and when all ranks are through
 Owner: the leader of a team, which holds the lock of the directories it makes; threads make the calls of the system.
 
 [Note: where training waits] A generation that is being copied is not overwritten by the step after it, which writes the
-other slots; the one after that would, and waits. A kill leaves no manifest: what is there then is marked as unfinished,
-and goes when the next snapshot of that name begins.
+other slots; the one after that would, and does not begin before the copy is whole. A kill leaves no manifest: what is
+there then is marked as unfinished, and goes when the next snapshot of that name begins.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ class Snapshot:
         packs: of the store.
 
     Attributes:
-        is_reflink: nothing is copied; known after `begin`.
-        start_s: on the clock. `seconds`: from there to its end; None until then.
-        waited_s: for how long the commit after it was held up, once that was published.
+        is_reflink: nothing is copied.
+        waited_s: for how long training has waited for it.
     """
 
     def __init__(
@@ -72,76 +71,103 @@ class Snapshot:
         self.number = number
         self.directories = snapshot_directories(directories, name)
         self.is_reflink = True
-        self.start_s = clock()
-        self.seconds: float | None = None
         self.waited_s = 0.0
-        self._copied_bytes = 0
         self._source = directories[0]
         self._packs = packs
-        self._files: list[KeptFile] = []
         self._backend = backend
+        self._clock = clock
+        self._start_s = clock()
+        self._seconds: float | None = None
+        self._failure: str | None = None
         self._lock = StoreLock()
+        self._files: list[KeptFile] = []
         self._to_copy: list[KeptFile] = []
+        self._copied_bytes = 0
         self._copying: asyncio.Future[None] | None = None
+        self._has_moved = asyncio.Event()
         self._is_ours = self._is_given_up = False
 
     def report(self) -> dict[str, Any]:
-        """What it took."""
+        """What it took; `seconds` is None until it has ended, `failure` says how if it is not there then."""
         return {
             "generation": self.number,
             "is_reflink": self.is_reflink,
             "copied_bytes": self._copied_bytes,
-            "seconds": self.seconds,
+            "seconds": self._seconds,
             "waited_s": self.waited_s,
+            "failure": self._failure,
         }
 
-    def begin(self) -> None:
-        """Make its directories and files, whole or empty and at full size.
+    def end(self, failure: Exception | None = None) -> None:
+        """It is published, or has failed."""
+        self._seconds = self._clock() - self._start_s
+        self._failure = None if failure is None else str(failure)
+
+    def begin(self) -> bool:
+        """Make its directories and files, whole or with room for what is to be copied. `abandon` it if it fails.
+
+        Returns:
+            Whether all are whole.
 
         Raises:
             ConfigError: there is one of this name.
-            StorageError: nothing is left of it.
+            StorageError: the system refused.
         """
-        # As the manifest has them: a rank knows the records of its own chunks.
-        records = Manifests(self._source, self._backend).read_here(self.number).records
-        self._files = [file for pack in self._packs for file in pack.kept_files(records.get(pack.kind, ()))]
         if Manifests(self.directories[0], self._backend).numbers():
             raise ConfigError(
                 f"there is a snapshot {self.name!r} already, in {self.directories[0]}; choose another name, or remove "
                 "it: tierstore delete takes its directories"
             )
+        # As the manifest has them: a rank knows the records of its own chunks.
+        records = Manifests(self._source, self._backend).read_here(self.number).records
+        self._files = [file for pack in self._packs for file in pack.kept_files(records.get(pack.kind, ()))]
         for directory in self.directories:
             self._backend.make_directories(directory.parent, 0o700)
             claim_directory(directory, self._backend)
         self._lock.add(self.directories)
-        try:
-            begin_store(self.directories, self._backend)
-            self._is_ours = True
-            for file in self._files:
-                if not self._backend.clone(file.path, self._copy_of(file)):
-                    self._to_copy.append(file)
-                    self._backend.create(self._copy_of(file), file.file_bytes).close()
-        except BaseException:
-            self.abandon()
-            raise
-        self.is_reflink = not self._to_copy
+        begin_store(self.directories, self._backend)
+        self._is_ours = True
+        for file in self._files:
+            if not self._backend.clone(file.path, self._copy_of(file)):
+                self._to_copy.append(file)
+                self._backend.create(self._copy_of(file), file.file_bytes, file.holes).close()
+        return not self._to_copy
 
     def start_copying(self) -> None:
         """In a thread; `copied` waits for it. The loop calls this."""
-        self._copying = asyncio.ensure_future(asyncio.to_thread(self._copy))
+        self._copying = asyncio.ensure_future(self._copied_in_a_thread())
 
-    def _copy(self) -> None:
-        for file in self._to_copy:
-            for offset, nbytes in file.ranges:
-                if self._is_given_up:
-                    raise ClosedError(f"the snapshot {self.name!r} was given up")
-                self._backend.copy_range(file.path, self._copy_of(file), offset, nbytes)
-                self._copied_bytes += nbytes
+    async def _copied_in_a_thread(self) -> None:
+        try:
+            await asyncio.to_thread(self._copy, asyncio.get_running_loop())
+        except asyncio.CancelledError:
+            self._is_given_up = True  # the thread sees it
+            raise
+
+    def _copy(self, loop: asyncio.AbstractEventLoop) -> None:
         for file in self._files:
             with contextlib.closing(self._backend.open(self._copy_of(file), writable=True, is_counted=False)) as copy:
+                for offset, nbytes in file.ranges if file in self._to_copy else ():
+                    if self._is_given_up:
+                        raise ClosedError(f"the snapshot {self.name!r} was given up")
+                    self._backend.copy_range(file.path, copy.path, offset, nbytes)
+                    self._copied_bytes += nbytes
+                    loop.call_soon_threadsafe(self._has_moved.set)
                 copy.datasync()
         for directory in self.directories:
             self._backend.sync_directory(directory)
+
+    async def moves(self) -> bool:
+        """Wait until a part more is copied, or all is. Returns whether there is more."""
+        if self._copying is None:
+            return False
+        self._has_moved.clear()
+        moved: asyncio.Future[Any] = asyncio.ensure_future(self._has_moved.wait())
+        try:
+            await asyncio.wait([self._copying, moved], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            moved.cancel()
+        return not self._copying.done()
 
     async def copied(self) -> None:
         """All its files are whole and durable.
@@ -150,11 +176,7 @@ class Snapshot:
             StorageError: the system refused.
         """
         if self._copying is not None:
-            try:
-                await asyncio.shield(self._copying)
-            except asyncio.CancelledError:
-                self._is_given_up = True
-                raise
+            await asyncio.shield(self._copying)
 
     def publish(self) -> None:
         """Make it a store that opens, by the manifest of its generation; then others may use it."""
@@ -166,11 +188,18 @@ class Snapshot:
         self._lock.release()
 
     def abandon(self) -> None:
-        """Take away what there is of it, as far as that can be: another error is told already."""
+        """Take away what there is of it, as far as that can be: another error is told already. Twice is fine."""
+        self._is_given_up = True
         self._lock.release()
         if self._is_ours:  # else there is another one of this name, perhaps
+            self._is_ours = False
             with contextlib.suppress(TierstoreError):
                 remove(self.directories, self._backend)
+        for directory in self.directories:
+            with contextlib.suppress(OSError):  # others are in there
+                directory.rmdir()
+            with contextlib.suppress(OSError):
+                directory.parent.rmdir()
 
     def _copy_of(self, file: KeptFile) -> Path:
         return file.path.parent / SNAPSHOTS / self.name / file.path.name

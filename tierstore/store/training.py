@@ -243,6 +243,7 @@ class TrainingStore:
             workers.close(min(self._runtime.timeout_s, _LAST_JOBS_S))
         with contextlib.ExitStack() as stack:
             stack.callback(self.files.release)
+            stack.callback(self.commits.release)
             stack.callback(self._release_memory)
             stack.callback(self.on_gpu.release)
 

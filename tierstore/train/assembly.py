@@ -87,11 +87,11 @@ class Assembly:
     opened: Generation | None
     not_on_gpu: str | None
 
-    def close(self, publish: Callable[[], object] = lambda: None) -> None:
+    def close(self, finish: Callable[[], object] = lambda: None) -> None:
         """Finish and give back, in this order: reads ahead are let go, writes finish, hooks, loop, threads, files.
 
         Args:
-            publish: posts the commit of the last step, if there is one to post.
+            finish: posts the commit of the last step, if there is one to post.
 
         Raises:
             TierstoreError: the first failure met on the way, after everything was given back.
@@ -99,7 +99,7 @@ class Assembly:
         self._try_all(
             self.runtime.raise_failure,
             self.driver.give_up,
-            publish,
+            finish,
             lambda: self.runtime.call(self.store.flush, raises_kept=False),
             self.access.close,
             self.access.settle,

@@ -251,7 +251,8 @@ class Engine:
         """Call this before each generation is published, in a thread of its own, while training goes on.
 
         What is not to be lost once a step is committed, as a line that `on_step` has written, reaches its disk there.
-        What it raises fails that commit, as an error of the store's disk would, and the generation before it stays.
+        What it raises fails that commit, as an error of the store's disk would, and the generation before it stays. It
+        may not call the engine. Where nothing is committed (no `nvme`, durability="none") it is never called.
         """
         self._parts.store.commits.before.append(callback)
 
@@ -263,23 +264,24 @@ class Engine:
 
     @in_turn
     def snapshot(self, name: str) -> tuple[Path, ...]:
-        """Keep the last committed generation, after `flush`, as a store of its own: `snapshots/NAME` in each directory.
+        """Keep this step, after `flush`, as a store of its own: `snapshots/NAME` in each directory.
 
-        Where the file system shares blocks between files (reflink: XFS, Btrfs) it takes no time and no room. Elsewhere
-        it is copied in the background; the step after the next one waits until that is done, and so does `flush`.
-        `statistics()["snapshots"]` says how long it took. A failure while it is copied comes out of a later call.
+        Where the file system shares blocks between files (reflink: XFS, Btrfs) it is there at once, and takes room only
+        as the steps that follow overwrite what they share. Elsewhere it is copied while training goes on for one step;
+        the next one waits for the rest, and so does `flush`. `StepReport.seconds` says how long, `statistics()` the
+        rest. If it cannot be copied, that comes out of the call that waits, and training may go on.
 
         Returns:
             Its directories, to be given as `TierConfig(nvme=...)`; it opens once it is copied.
         Raises:
-            ConfigError: it is no name, or there is one of that name, or no store that keeps generations.
+            ConfigError: it is no name, or there is one of that name, or no store that keeps generations; or this step
+                is not committed, as in a callback of `on_step`, or after the next forward if not every step is.
             StorageError: the system refused, as for want of room; nothing is left of it.
         """
         parts = self._open_parts()
         if not parts.store.files.is_durable:
             raise ConfigError("snapshot() needs a store that keeps generations: give nvme=, and no durability='none'")
-        self.flush()
-        return parts.runtime.call(parts.store.commits.snapshot, name).directories
+        return self._generations.snapshot(name)
 
     # --- looking in ---------------------------------------------------------------------------------------------
 
@@ -452,7 +454,7 @@ class Engine:
         has_updated = self._order.has_final_backward or self._order.is_broken
         if driver.has_begun and (driver.schedule is UpdateSchedule.DELAYED or (driver.is_streaming and has_updated)):
             self._generations.forget()  # the store has gone on from there, into a step that nobody ends
-        self._parts.close(self._generations.publish)
+        self._parts.close(self._generations.finish)
 
     def __enter__(self) -> Engine:
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tierstore.config import Resume, UpdateSchedule
@@ -54,6 +55,8 @@ class Generations:
         self._waiting: tuple[Round | None, dict[str, Any], Gradients | None] | None = None
         self._is_previous = False
         self._resumed_at = 0
+        self._published_step = 0
+        self._has_published_since = False  # since the last snapshot
         self._has_told = False
 
     @property
@@ -103,13 +106,55 @@ class Generations:
         """Publish what waits, but not in the middle of a step: its updates may have begun."""
         if self._waiting is not None and not self._parts.driver.has_begun:
             self._parts.runtime.post(self._parts.store.commits.begin, *self._waiting)
-            self._waiting = None
+            self._published_step, self._has_published_since, self._waiting = self.step_count, True, None
             self._parts.driver.can_redo = True
 
     def flush(self) -> None:
         """Publish what waits, and wait until everything is at rest."""
-        self.publish()
+        self.finish()
         self._parts.runtime.call(self._parts.store.flush)
+
+    def snapshot(self, name: str) -> tuple[Path, ...]:
+        """Begin to keep the last generation, after `flush`.
+
+        Raises:
+            ConfigError: that would be of an earlier step.
+        """
+        self.flush()
+        if self._published_step != self.step_count:
+            raise ConfigError(
+                f"snapshot() would be of step {self._published_step}, which is committed, and not of step "
+                f"{self.step_count}: call it when step() has returned, and before the next forward"
+            )
+        self._has_published_since = False
+        return self._parts.runtime.call(self._parts.store.commits.snapshot, name).directories
+
+    def end_snapshot(self) -> None:
+        """Wait until a snapshot that is being copied is there, however long that takes, as long as it moves.
+
+        Raises:
+            StorageError: it could not be copied; nothing is left of it.
+        """
+        commits, call, clock = self._parts.store.commits, self._parts.runtime.call, self._parts.tracer.clock
+        if (kept := commits.kept) is None:
+            return
+        start_s = clock()
+        try:
+            while call(commits.snapshot_moves):
+                pass
+            call(commits.end_snapshot)
+        finally:
+            kept.waited_s += clock() - start_s
+
+    @property
+    def must_end_snapshot(self) -> bool:
+        """Whether the round that begins now would overwrite a generation that is being copied."""
+        return self._has_published_since and self._parts.store.commits.kept is not None
+
+    def finish(self) -> None:
+        """At the end: publish what waits, and wait for a snapshot."""
+        self.publish()
+        self.end_snapshot()
 
     def forget(self) -> None:
         """The store goes on from what waits to be published: it cannot be any more."""
@@ -182,7 +227,7 @@ class Generations:
     def _restore(self, captured: Mapping[str, Any]) -> None:
         # A newer one stays until the state changes.
         self._is_previous = self._parts.options.resume is Resume.PREVIOUS
-        self.step_count = self._resumed_at = captured["step"]
+        self.step_count = self._resumed_at = self._published_step = captured["step"]
         self._parts.stepper.steps.update(captured["steps"])
         self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
         if self._parts.scheduler is None:

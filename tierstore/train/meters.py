@@ -35,7 +35,7 @@ class StepMeters:
             with self._parts.tracer.measure("step", name):
                 yield
         finally:
-            self._seconds[name] += self._clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class StepMeters:
             "peak_bytes": self._peaks(),
             "stall_s": self._parts.access.stall_s,
             "generation": self._parts.store.commits.generation,
-            "snapshots": {kept.name: kept.report() for kept in self._parts.store.commits.snapshots},
+            "snapshots": {name: kept.report() for name, kept in self._parts.store.commits.snapshots.items()},
             "codecs": {
                 kind.value: {"codec": choice.codec.value, "why": choice.why}
                 for kind, choice in self._parts.store.codecs.items()

@@ -18,7 +18,7 @@ class StepReport:
         skipped: the gradients were not finite, so no weight was changed.
         lr: of each parameter group, as this step used it.
         seconds: forward, backward, update (inside step()), wait (stalls on weights), total since the step before; those
-            of forward passes under `no_grad` count nowhere.
+            of forward passes under `no_grad` count nowhere. Where the step waited for `Engine.snapshot`, also snapshot.
         bytes: by link (nvme_read, nvme_write, h2d, d2h; with other ranks gather, reduce) since the step before.
         peak_bytes: largest use by tier so far (gpu, cpu).
         prefetch_depth: groups fetched ahead in the next step.

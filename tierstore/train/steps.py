@@ -69,6 +69,7 @@ class Steps:
             self._order.refuse_while_modified()
         parts.groups.refuse_newcomers(parts.model)
         if trains and not parts.driver.has_begun:
+            self._make_way()
             self._generations.leave_newer()
             parts.driver.guessed_scale = 1.0 / self._loss_scale.scale
             parts.collector.expect(count)
@@ -85,6 +86,12 @@ class Steps:
             return output
         finally:
             parts.access.end_pass()
+
+    def _make_way(self) -> None:
+        """No round begins that would overwrite what is being copied for a snapshot."""
+        if self._generations.must_end_snapshot:
+            with self._meters.phase("snapshot"):
+                self._generations.end_snapshot()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a loss, the last one of its step unless in `no_sync`."""
@@ -300,6 +307,7 @@ class Steps:
         if self._generations.pending is None:
             self._generations.flush()
             return
+        self._make_way()
         self._generations.leave_newer()
         parts.stepper.options()  # refused, if one has no sense
         parts.access.release_all()  # a load on its way would put weights of before over those of after
