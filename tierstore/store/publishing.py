@@ -104,7 +104,7 @@ class Commits:
         except BaseException:
             await self._lead(kept.abandon)
             raise
-        kept.is_reflink = all(told)
+        kept.is_reflink = False not in told  # those who do not lead have made nothing
         self.snapshots[name] = self.kept = kept
         if leads(self._team):
             kept.start_copying()

@@ -189,6 +189,8 @@ class Snapshot:
 
     def abandon(self) -> None:
         """Take away what there is of it, as far as that can be: another error is told already. Twice is fine."""
+        if self._lock.is_inherited:  # it is the parent's
+            return
         self._is_given_up = True
         self._lock.release()
         if self._is_ours:  # else there is another one of this name, perhaps

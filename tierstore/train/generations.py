@@ -152,7 +152,7 @@ class Generations:
         return self._has_published_since and self._parts.store.commits.kept is not None
 
     def finish(self) -> None:
-        """At the end: publish what waits, and wait for a snapshot."""
+        """Publish what waits, and wait for a snapshot."""
         self.publish()
         self.end_snapshot()
 
