@@ -314,6 +314,10 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_stripes.py::test_a_store_keeps_its_shares", "if generation is not None and shares_of(tiers) == ():",
     ),
     Mutation(
+        "ranks tell of a snapshot behind a commit", "store/publishing.py Commits.snapshot_moves",
+        "await self._commit_ended()", "store/test_publishing.py",
+    ),
+    Mutation(
         "files of a snapshot are synced", "store/snapshots.py Snapshot._copy", "copy.datasync()",
         "store/test_power_cut.py::test_of_a_snapshot",
     ),

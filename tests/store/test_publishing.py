@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tierstore.errors import StorageError
 from tierstore.plan.placement import Kind
 from tierstore.store.publishing import Commits
-from tierstore.store.team import Alone
+from tierstore.store.snapshots import Snapshot
+from tierstore.store.team import Alone, Team
 from tierstore.trace import Tracer
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -58,14 +59,14 @@ class Manifests:
         self.asked.append(("abandoned", number))
 
 
-def commits_of(pack: Pack, manifests: Manifests) -> Commits:
+def commits_of(pack: Pack, manifests: Manifests, team: Team | None = None) -> Commits:
     files: Any = SimpleNamespace(
         packs=[pack], committed_packs=[pack], manifests=manifests, layout=dict, end_making=lambda: None
     )
     placement: Any = SimpleNamespace(groups=(), chunk_count=lambda group: 0)
     others: dict[str, Any] = {"updates": None}
     return Commits(
-        [], placement, files, [], {kind: {} for kind in Kind}, team=Alone(),
+        [], placement, files, [], {kind: {} for kind in Kind}, team=team or Alone(),
         spawn=lambda work, name: asyncio.get_running_loop().create_task(work), tracer=Tracer(lambda: 0.0), **others,
     )  # fmt: skip
 
@@ -146,3 +147,34 @@ def test_what_fails_before_a_commit_is_its_failure() -> None:
         asyncio.run(play())
     assert manifests.asked[-1] == ("abandoned", 0)
     assert ("published", 0) not in manifests.asked
+
+
+def test_ranks_tell_each_other_of_a_snapshot_behind_the_commit_that_is_on_its_way() -> None:
+    """Or one of them, whose chunks are durable later, would tell of it first."""
+    pack, manifests, told = Pack(), Manifests(), []
+
+    class Noting(Alone):
+        async def exchange(self, what: str, mine: Any) -> list[Any]:
+            told.append(what)
+            return await super().exchange(what, mine)
+
+    async def moves() -> bool:
+        return False
+
+    async def play() -> None:
+        commits = commits_of(pack, manifests, Noting())
+        commits.kept = cast(Snapshot, SimpleNamespace(name="first", moves=moves))
+        commits.begin(None, {})
+        await asyncio.to_thread(pack.has_begun.wait, 60)
+        more = asyncio.create_task(commits.snapshot_moves())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        pack.may_end.set()
+        assert not await more
+        await commits.published()
+
+    asyncio.run(play())
+    assert told == [
+        "what generation 0 captures", "the chunks of generation 0", "the manifest of generation 0",
+        "a part of snapshot 'first'",
+    ]  # fmt: skip

@@ -114,6 +114,7 @@ class Commits:
 
     async def snapshot_moves(self) -> bool:
         """Wait until a part more is copied. Returns whether there is more, at any rank."""
+        await self._commit_ended()
         kept = self.kept
         return kept is not None and any(await all_succeed(self._team, f"a part of snapshot {kept.name!r}", kept.moves))
 
@@ -123,6 +124,7 @@ class Commits:
         Raises:
             StorageError: it could not be copied, at some rank; nothing is left of it.
         """
+        await self._commit_ended()
         kept = self.kept
         if kept is None:
             return
@@ -136,6 +138,11 @@ class Commits:
             raise
         self.kept = None
         kept.end()
+
+    async def _commit_ended(self) -> None:
+        """However it ended: what ranks tell each other is told in one order at all, and its own comes first."""
+        if self.barrier is not None:
+            await asyncio.wait([self.barrier])
 
     async def _lead(self, job: Callable[[], T]) -> T | None:
         """In a thread, to its end: what it makes is known then."""
