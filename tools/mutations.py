@@ -318,7 +318,7 @@ MUTATIONS: Sequence[Mutation] = (
         "await self._commit_ended()", "store/test_publishing.py",
     ),
     Mutation(
-        "files of a snapshot are synced", "store/snapshots.py Snapshot._copy", "copy.datasync()",
+        "files of a snapshot are synced", "store/snapshots.py Snapshot._sync", "file.datasync()",
         "store/test_power_cut.py::test_of_a_snapshot",
     ),
     Mutation(

@@ -64,7 +64,7 @@ def commits_of(pack: Pack, manifests: Manifests, team: Team | None = None) -> Co
         packs=[pack], committed_packs=[pack], manifests=manifests, layout=dict, end_making=lambda: None
     )
     placement: Any = SimpleNamespace(groups=(), chunk_count=lambda group: 0)
-    others: dict[str, Any] = {"updates": None}
+    others: dict[str, Any] = {"updates": SimpleNamespace(allow_through=lambda: None)}
     return Commits(
         [], placement, files, [], {kind: {} for kind in Kind}, team=team or Alone(),
         spawn=lambda work, name: asyncio.get_running_loop().create_task(work), tracer=Tracer(lambda: 0.0), **others,

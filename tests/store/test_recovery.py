@@ -521,9 +521,9 @@ class TestAnotherStore:
         from tierstore.pack.codecs import checksum_bytes
 
         path = folder / "store0" / "manifest-000000000003.json"
-        data = path.read_bytes().rpartition(b"\n")[0].replace(b'"version":2', b'"version":3')
+        data = path.read_bytes().rpartition(b"\n")[0].replace(b'"version":2', b'"version":4')
         path.write_bytes(data + f"\n{checksum_bytes(data):016x}".encode())
-        assert "version 3; this release reads tierstore versions 1 and 2" in refuse(WAY, folder, FormatError)
+        assert "version 4; this release reads tierstore versions 1 to 3" in refuse(WAY, folder, FormatError)
 
     def test_of_an_older_release_whose_checksums_are_of_whole_chunks(self, folder: Path, expected: list[State]) -> None:
         assert as_of_version_1(folder / "store0") > 4

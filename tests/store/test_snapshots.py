@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from faults import EIO, ENOSPC, FaultyBackend
 from resuming import DISK, Run, State, Way, expected_states, opened
 from runs import next_token_loss
@@ -137,6 +138,32 @@ def test_a_generation_is_not_overwritten_while_it_is_copied(
         assert told["waited_s"] > 0
         assert told["failure"] is None
     expected.check_equal(state_in(way, directories, tmp_path))
+
+
+def test_blocks_that_change_weights_do_not_overwrite_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inner one commits into the other slot, the outer one would write the first again."""
+    backend = Holding()
+    with opened(WAY, tmp_path, backend=backend) as run:
+        run.until(2)
+        expected, commits = State.of(run), run.engine._parts.store.commits
+        moves = commits.snapshot_moves
+
+        async def noted() -> bool:
+            backend.may_copy.set()
+            return await moves()
+
+        monkeypatch.setattr(commits, "snapshot_moves", noted)
+        weight = run.engine.model.get_parameter("embedding.weight")
+        with run.engine.gathered("embedding.weight", modify=True):
+            with run.engine.gathered("embedding.weight", modify=True), torch.no_grad():
+                directories = run.engine.snapshot("second")
+                weight += 1
+            with torch.no_grad():
+                weight += 1
+    expected.check_equal(state_in(WAY, directories, tmp_path))
+    with opened(WAY, tmp_path, resume="previous") as run:  # what the inner one has committed
+        found = run.engine.state_dict()["embedding.weight"]
+        assert torch.equal(found, expected.weights["embedding.weight"] + 1)
 
 
 def test_how_long_a_step_waited_is_in_its_report(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tierstore.store.stripes import MOST_SHARES
 
 FORMAT_VERSION = 2
 _WHOLE_VERSION = 1  # whose checksums are all of whole chunks
+_SHARES_VERSION = 3  # whose disks have unequal shares: who does not know of them would look for chunks elsewhere
 _KEYS = (
     "format", "version", "generation", "layout", "records", "captured", "captured_bytes", "captured_checksum",
 )  # fmt: skip
@@ -85,7 +86,7 @@ def manifest_text(
     """The manifest of a generation; the arguments are those of `Generation`."""
     body = {
         "format": "tierstore",
-        "version": FORMAT_VERSION,
+        "version": _SHARES_VERSION if "shares" in layout else FORMAT_VERSION,
         "generation": number,
         "layout": layout,
         "records": {kind: _rows(rows) for kind, rows in records.items()},
@@ -112,16 +113,17 @@ def read_manifest(text: bytes, number: int, source: str) -> dict[str, Any]:
     if digest(data).encode() != found:
         raise ChecksumMismatch(f"the manifest {source} is damaged; {_ADVICE}")
     body = mapping_of(parse_json(data, source), source)
-    if body.get("format") != "tierstore" or body.get("version") not in (_WHOLE_VERSION, FORMAT_VERSION):
+    known = (_WHOLE_VERSION, FORMAT_VERSION, _SHARES_VERSION)
+    if body.get("format") != "tierstore" or body.get("version") not in known:
         raise FormatError(
             f"{source} has format {body.get('format')!r:.40} version {body.get('version')!r:.40}; "
-            f"this release reads tierstore versions {_WHOLE_VERSION} and {FORMAT_VERSION}"
+            f"this release reads tierstore versions {_WHOLE_VERSION} to {_SHARES_VERSION}"
         )
     object_of(body, _KEYS, source)
     number_of(body["generation"], number, number, f"{source}: generation")
     number_of(body["captured_bytes"], 0, 2**63 - 1, f"{source}: captured_bytes")
     records = mapping_of(body["records"], f"{source}: records")
-    rows_of = _records if body["version"] == FORMAT_VERSION else _whole_records
+    rows_of = _whole_records if body["version"] == _WHOLE_VERSION else _records
     body["records"] = {kind: rows_of(rows, f"{source}: records of {quoted(kind)}") for kind, rows in records.items()}
     _check_layout(mapping_of(body["layout"], f"{source}: layout"), body["records"], source)
     return body

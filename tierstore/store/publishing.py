@@ -142,6 +142,7 @@ class Commits:
     async def _commit_ended(self) -> None:
         """However it ended: what ranks tell each other is told in one order at all, and its own comes first."""
         if self.barrier is not None:
+            self._updates.allow_through()  # it waits for them
             await asyncio.wait([self.barrier])
 
     async def _lead(self, job: Callable[[], T]) -> T | None:

@@ -29,6 +29,8 @@ from tierstore.store.names import SNAPSHOTS
 from tierstore.store.removal import remove
 from tierstore.store.slots import KeptFile, SlotPack
 
+_SYNCED_AT_ONCE = 2**28
+"""Bytes: a sync of more might take so long that nobody hears whether the copy moves."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -73,7 +75,7 @@ class Snapshot:
         self.is_reflink = True
         self.waited_s = 0.0
         self._source = directories[0]
-        self._packs = packs
+        self._packs: Sequence[SlotPack] = packs
         self._backend = backend
         self._clock = clock
         self._start_s = clock()
@@ -102,6 +104,7 @@ class Snapshot:
         """It is published, or has failed."""
         self._seconds = self._clock() - self._start_s
         self._failure = None if failure is None else str(failure)
+        self._packs, self._files, self._to_copy = (), [], []
 
     def begin(self) -> bool:
         """Make its directories and files, whole or with room for what is to be copied. `abandon` it if it fails.
@@ -125,8 +128,9 @@ class Snapshot:
             self._backend.make_directories(directory.parent, 0o700)
             claim_directory(directory, self._backend)
         self._lock.add(self.directories)
+        if not Manifests(self.directories[0], self._backend).numbers():  # else `begin_store` says so
+            self._is_ours = True
         begin_store(self.directories, self._backend)
-        self._is_ours = True
         for file in self._files:
             if not self._backend.clone(file.path, self._copy_of(file)):
                 self._to_copy.append(file)
@@ -145,17 +149,26 @@ class Snapshot:
             raise
 
     def _copy(self, loop: asyncio.AbstractEventLoop) -> None:
+        unsynced = 0
         for file in self._files:
-            with contextlib.closing(self._backend.open(self._copy_of(file), writable=True, is_counted=False)) as copy:
-                for offset, nbytes in file.ranges if file in self._to_copy else ():
-                    if self._is_given_up:
-                        raise ClosedError(f"the snapshot {self.name!r} was given up")
-                    self._backend.copy_range(file.path, copy.path, offset, nbytes)
-                    self._copied_bytes += nbytes
-                    loop.call_soon_threadsafe(self._has_moved.set)
-                copy.datasync()
+            copy = self._copy_of(file)
+            for offset, nbytes in file.ranges if file in self._to_copy else ():
+                if self._is_given_up:
+                    raise ClosedError(f"the snapshot {self.name!r} was given up")
+                self._backend.copy_range(file.path, copy, offset, nbytes)
+                self._copied_bytes += nbytes
+                unsynced += nbytes
+                if unsynced >= _SYNCED_AT_ONCE:
+                    self._sync(copy)
+                    unsynced = 0
+                loop.call_soon_threadsafe(self._has_moved.set)
+            self._sync(copy)
         for directory in self.directories:
             self._backend.sync_directory(directory)
+
+    def _sync(self, path: Path) -> None:
+        with contextlib.closing(self._backend.open(path, writable=True, is_counted=False)) as file:
+            file.datasync()
 
     async def moves(self) -> bool:
         """Wait until a part more is copied, or all is. Returns whether there is more."""
@@ -179,12 +192,15 @@ class Snapshot:
             await asyncio.shield(self._copying)
 
     def publish(self) -> None:
-        """Make it a store that opens, by the manifest of its generation; then others may use it."""
+        """Make it a store that opens, by the manifest of its generation; from then on it is for others. Once."""
+        if not self._is_ours:
+            return
         of = Manifests(self._source, self._backend)
         for path in (of.captured_path(self.number), of.manifest_path(self.number)):
             data = read_bytes(path, backend=self._backend)
             replace_file(self.directories[0] / path.name, data, backend=self._backend)
         end_store_making(self.directories, self._backend)
+        self._is_ours = False
         self._lock.release()
 
     def abandon(self) -> None:

@@ -21,14 +21,20 @@ MOST_SHARES = 8
 
 
 def shares_of(tiers: TierConfig) -> tuple[int, ...]:
-    """What each directory gets of a round, by its rate in the table given (reads and writes at once); alike without."""
-    rates: list[float] = []
+    """What each directory gets of a round, by its rate in the table given (reads and writes at once); alike without.
+
+    Several below one that was measured share its rate. What went through the page cache is the rate of memory.
+    """
+    measured: list[Path] = []
+    known: dict[Path, float] = {}
     if isinstance(tiers.bandwidth, BandwidthTable):
-        known = {Path(os.path.realpath(one.path)): one.both.per_s for one in tiers.bandwidth.directories}
+        rows = tiers.bandwidth.directories
+        known = {Path(os.path.realpath(one.path)): one.both.per_s for one in rows if one.is_direct}
         for directory in map(Path, map(os.path.realpath, tiers.nvme)):
-            rates += [known[path] for path in (directory, *directory.parents) if path in known][:1]
-    if len(rates) < len(tiers.nvme):  # one was not measured
+            measured += [path for path in (directory, *directory.parents) if path in known][:1]
+    if len(measured) < len(tiers.nvme):  # one was not
         return (1,) * len(tiers.nvme)
+    rates = [known[path] / measured.count(path) for path in measured]
     shares = [max(1, round(MOST_SHARES * rate / max(rates))) for rate in rates]
     return tuple(share // math.gcd(*shares) for share in shares)
 

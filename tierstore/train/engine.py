@@ -344,6 +344,7 @@ class Engine:
                 self._order.refuse_broken()  # by a block within this one
                 self._order.refuse_within_step("gathered(modify=True)")
                 parts.groups.refuse_newcomers(parts.model)
+                self.flush()  # what a block within this one has changed is committed before its place is written again
                 whole.take_back(parts, groups)
                 with self._order.unbroken("a change of weights"):
                     whole.keep_changes(parts, groups)

@@ -140,9 +140,9 @@ class Generations:
             return
         start_s = clock()
         try:
-            while call(commits.snapshot_moves):
+            while call(commits.snapshot_moves, raises_kept=False):  # a failure of something else is told elsewhere
                 pass
-            call(commits.end_snapshot)
+            call(commits.end_snapshot, raises_kept=False)
         finally:
             kept.waited_s += clock() - start_s
 
