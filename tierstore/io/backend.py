@@ -196,16 +196,9 @@ class Backend:
         Returns:
             False: it cannot, and nothing was made.
         """
-        reading = self._open(source, os.O_RDONLY, 0)
-        try:
-            writing = self._open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                with self.calling(f"clone of {source}", target):
-                    is_made = self._call_clone(reading, writing, target)
-            finally:
-                self._close(writing, target)
-        finally:
-            self._close(reading, source)
+        flags = os.O_CREAT | os.O_EXCL
+        with self._both(source, target, flags) as (reading, writing), self.calling(f"clone of {source}", target):
+            is_made = self._call_clone(reading, writing, target)
         if not is_made:
             self.remove(target)
         return is_made
@@ -216,17 +209,21 @@ class Backend:
         Raises:
             StorageError: the system refused, or the source ends too early.
         """
+        action, end = f"copy of {nbytes} B at offset {offset} of {source}", offset + nbytes
+        with self._both(source, target) as (reading, writing), self.calling(action, target):
+            while offset < end:
+                moved = self._call_copy_range(reading, writing, end - offset, offset, target)
+                if not moved:
+                    raise OSError(errno.EIO, f"it ends at {offset} B")
+                offset += moved
+
+    @contextlib.contextmanager
+    def _both(self, source: Path, target: Path, flags: int = 0) -> Iterator[tuple[int, int]]:
         reading = self._open(source, os.O_RDONLY, 0)
         try:
-            writing = self._open(target, os.O_WRONLY, 0)
+            writing = self._open(target, os.O_WRONLY | flags, 0o600)
             try:
-                with self.calling(f"copy of {nbytes} B at offset {offset} of {source}", target):
-                    end = offset + nbytes
-                    while offset < end:
-                        moved = self._call_copy_range(reading, writing, end - offset, offset, target)
-                        if not moved:
-                            raise OSError(errno.EIO, f"it ends at {offset} B")
-                        offset += moved
+                yield reading, writing
             finally:
                 self._close(writing, target)
         finally:
