@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tierstore.config import Tier
+from tierstore.errors import StorageFull
 from tierstore.plan.placement import Kind, UsageRow
 
 
@@ -52,11 +53,13 @@ class FakeEngine:
         before_commit: Callable[[int], None] = lambda _: None,
         buffered: Sequence[str] = (),
         not_on_gpu: str | None = None,
+        refuses_snapshots: bool = False,
         **arguments: Any,
     ) -> None:
         self.arguments = arguments
         self.buffered = buffered
         self.not_on_gpu = not_on_gpu
+        self._refuses_snapshots = refuses_snapshots
         self.placement = FakePlacement()
         self.calls: list[str] = []
         self.step_count = 0
@@ -117,6 +120,11 @@ class FakeEngine:
 
     def flush(self) -> None:
         self.calls.append("flush")
+
+    def snapshot(self, name: str) -> None:
+        self.calls.append(f"snapshot {name}")
+        if self._refuses_snapshots:
+            raise StorageFull("no room")
 
     def apply_pending(self) -> None:
         self.calls.append("apply pending")

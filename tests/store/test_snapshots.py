@@ -16,6 +16,7 @@ from runs import next_token_loss
 
 from tierstore.errors import ConfigError, FormatError, StorageError, StorageFull
 from tierstore.io.backend import Backend
+from tierstore.store.lock import StoreLock
 from tierstore.store.removal import look as look_at
 from tierstore.store.removal import remove
 from tierstore.train.report import StepReport
@@ -326,16 +327,23 @@ def test_a_fault_at_any_call_harms_neither_the_run_nor_the_next_attempt(tmp_path
     expected.check_equal(state_in(WAY, directories, tmp_path))
 
 
-def test_what_a_kill_has_left_goes_with_the_next_of_that_name(tmp_path: Path) -> None:
-    left = tmp_path / "store0" / "snapshots" / "first"
+def test_what_a_kill_has_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    names = ("first", "earlier", "in-use", "whole")
+    first, earlier, in_use, whole = left = [tmp_path / "store0" / "snapshots" / name for name in names]
     with opened(WAY, tmp_path) as run:
-        left.mkdir(parents=True)
-        for name in ("unfinished", "lock", "weights.a.safetensors", "state.b.safetensors"):
-            (left / name).write_bytes(b"half")
+        for folder in left:
+            folder.mkdir(parents=True)
+            for name in ("unfinished", "lock", "weights.a.safetensors", "state.b.safetensors"):
+                (folder / name).write_bytes(b"half")
+        (whole / "manifest-000000000001.json").touch()
         run.until(1)
         expected = State.of(run)
-        directories = run.engine.snapshot("first")
-    expected.check_equal(state_in(WAY, directories, tmp_path))
+        lock = StoreLock([in_use])
+        assert run.engine.snapshot("first") == (first,)
+        lock.release()
+    expected.check_equal(state_in(WAY, [first], tmp_path))
+    assert not earlier.exists()
+    assert all((folder / "state.b.safetensors").exists() for folder in (in_use, whole))
 
 
 def test_a_store_may_begin_anew_beside_the_snapshots_of_one_that_was_removed(tmp_path: Path) -> None:

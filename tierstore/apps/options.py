@@ -64,6 +64,7 @@ class TrainOptions:
         prefetch_depth: groups fetched ahead; None computes it from what is measured meanwhile.
         chunk: upper bound in bytes of a unit of I/O and update; None leaves it to the planner.
         evaluate: samples of held-out text, measured before and after; 0 leaves the evaluation out.
+        snapshot_every: steps per snapshot, each a store of its own; None makes none.
         freed_memory: whether freed memory serves the next step, for some more of it (see `apps/heap.py`).
         bandwidth: rates that `tierstore probe --json` measured; None measures while training.
         threads: threads of torch and, apart from those, of the update; None leaves both to their defaults.
@@ -94,6 +95,7 @@ class TrainOptions:
     prefetch_depth: int | None = None
     chunk: int | None = None
     commit_every: int = 1
+    snapshot_every: int | None = None
     codec: Codec = Codec.NONE
     durability: Durability = Durability.COMMIT
     resume: Resume = Resume.NEVER
@@ -116,7 +118,7 @@ class TrainOptions:
             raise ConfigError(f"{' and '.join(sources)} exclude each other: each says which model to train")
         for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1), ("commit_every", 1), ("warmup", 0),
                             ("seed", 0), ("workers", 0), ("zero", 0), ("evaluate", 0), ("sequence", 2),
-                            ("threads", 1), ("prefetch_depth", 0)):  # fmt: skip
+                            ("threads", 1), ("prefetch_depth", 0), ("snapshot_every", 1)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{as_option(name)} must be at least {least}, not {value}")
@@ -135,6 +137,8 @@ class TrainOptions:
             raise ConfigError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
         if not self.nvme and self.resume in (Resume.MUST, Resume.PREVIOUS):
             raise ConfigError(f"--resume {self.resume.value} needs the store to resume from: give its --nvme DIR")
+        if self.snapshot_every is not None and not self.commits:
+            raise ConfigError(f"--snapshot-every keeps committed steps, but {self.why_nothing_is_kept}")
 
     @property
     def commits(self) -> bool:

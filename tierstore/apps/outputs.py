@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,11 @@ def check_paths(options: TrainOptions, *, writes: bool) -> None:
                 raise ConfigError(f"--{name} {path} lies in --nvme {store}, which holds nothing but a store")
 
 
-def holds_a_run(options: TrainOptions) -> bool:
-    """Whether the store has a generation, so that a run goes on from it or is refused."""
-    if not options.nvme or not options.nvme[0].is_dir():
+def holds_a_run(store: Sequence[Path]) -> bool:
+    """Whether the directories hold a generation, so that a run goes on from it or is refused."""
+    if not store or not store[0].is_dir():
         return False
-    return bool(Manifests(options.nvme[0], Backend()).numbers())
+    return bool(Manifests(store[0], Backend()).numbers())
 
 
 def write_configuration(configuration: Any, directory: Path) -> None:

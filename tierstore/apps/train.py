@@ -36,6 +36,7 @@ from tierstore.apps.turns import take_short_turns
 from tierstore.apps.verify import advised
 from tierstore.config import Codec, Resume, TierConfig, format_size
 from tierstore.errors import ConfigError, DoneButFor, StorageError
+from tierstore.store.snapshots import snapshot_directories
 from tierstore.trace import Tracer
 from tierstore.train.checkpoints import CheckpointSource
 from tierstore.train.engine import Engine
@@ -80,7 +81,7 @@ def train(
     def prepare() -> Parts:
         outputs.check_paths(options, writes=crew.leads)
         if log is not None:
-            log.open(resumed=outputs.holds_a_run(options))
+            log.open(resumed=outputs.holds_a_run(options.nvme))
             stack.callback(log.close)
         prepare_heap()
         take_short_turns(options.device)
@@ -217,6 +218,7 @@ class _Run:
         return Outcome(self._totals, stopped_by)
 
     def _loop(self, last: int) -> None:
+        options = self._options
         self._reporter.start(self._engine.step_count, last)
         started_s = time.perf_counter()
         try:
@@ -229,11 +231,27 @@ class _Run:
                         f"note: the loss of step {report.step} is {self._loss}: the run has diverged; "
                         "stop it, and start again in a new store with a lower --lr"
                     )
+                if options.snapshot_every is not None and report.step % options.snapshot_every == 0:
+                    self._snapshot(f"step-{report.step}")
             # Late updates belong to the time of the steps; and a wish to stop means: with everything committed.
             self._engine.flush()
         finally:
             self._reporter.stop()
         self._totals.wall_s = time.perf_counter() - started_s
+
+    def _snapshot(self, name: str) -> None:
+        """Keeps this step, but for one that a run has kept before it went back; without room training goes on."""
+        directories = snapshot_directories(self._options.nvme, name)
+        if any(self._exchange(outputs.holds_a_run(directories))):
+            self._reporter.say(f"note: {directories[0]} is there already, and stays as it is")
+            return
+        self._engine.flush()
+        try:
+            self._engine.snapshot(name)
+        except StorageError as error:
+            self._reporter.say(f"note: {name} is not kept as a snapshot, training goes on: {error}")
+        else:
+            self._reporter.say(f"snapshot: {directories[0]}")
 
     def _summarize(self) -> None:
         """The table of a run that reached its end."""

@@ -81,6 +81,9 @@ def train(
     ] = None,
     chunk: Annotated[int | None, size_option("Largest unit of I/O and update [default: planned].")] = None,
     commit_every: Annotated[int, typer.Option(help="Steps per committed generation.")] = 1,
+    snapshot_every: Annotated[
+        int | None, typer.Option(help="Steps per snapshot, a store of its own: snapshots/step-N in --nvme.")
+    ] = None,
     codec: Annotated[Codec, typer.Option(help="How the store keeps chunks; auto measures what pays.")] = Codec.NONE,
     durability: Annotated[
         Durability, typer.Option(help="none: half the disk space, and a killed run is lost.")

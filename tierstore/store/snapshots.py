@@ -7,7 +7,7 @@ Owner: the leader of a team, which holds the lock of the directories it makes; t
 
 [Note: where training waits] A generation that is being copied is not overwritten by the step after it, which writes the
 other slots; the one after that would, and does not begin before the copy is whole. A kill leaves no manifest: what is
-there then is marked as unfinished, and goes when the next snapshot of that name begins.
+there then is marked as unfinished, and goes when the next snapshot begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierstore.io.files import read_bytes, replace_file
 from tierstore.store.commit import Manifests
 from tierstore.store.directories import begin_store, claim_directory, end_store_making
 from tierstore.store.lock import StoreLock
-from tierstore.store.names import SNAPSHOTS
+from tierstore.store.names import SNAPSHOTS, UNFINISHED
 from tierstore.store.removal import remove
 from tierstore.store.slots import KeptFile, SlotPack
 
@@ -121,6 +121,7 @@ class Snapshot:
                 f"there is a snapshot {self.name!r} already, in {self.directories[0]}; choose another name, or remove "
                 "it: tierstore delete takes its directories"
             )
+        self._remove_unfinished()
         # As the manifest has them: a rank knows the records of its own chunks.
         records = Manifests(self._source, self._backend).read_here(self.number).records
         self._files = [file for pack in self._packs for file in pack.kept_files(records.get(pack.kind, ()))]
@@ -136,6 +137,15 @@ class Snapshot:
                 self._to_copy.append(file)
                 self._backend.create(self._copy_of(file), file.file_bytes, file.holes).close()
         return not self._to_copy
+
+    def _remove_unfinished(self) -> None:
+        """What kills have left takes room, and nobody may ever ask for a snapshot of its name again."""
+        stores = [directory.parent for directory in self.directories]
+        names = {name for store in stores if store.is_dir() for name in self._backend.names(store)}
+        for name in sorted(names):
+            if left := [store / name for store in stores if (store / name / UNFINISHED).exists()]:
+                with contextlib.suppress(TierstoreError):  # somebody else uses it, or has it
+                    remove(left, self._backend, only_unfinished=True)
 
     def start_copying(self) -> None:
         """In a thread; `copied` waits for it. The loop calls this."""
