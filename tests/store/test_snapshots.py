@@ -194,6 +194,17 @@ def test_one_that_cannot_be_copied_ends_no_training(tmp_path: Path) -> None:
     expected.check_equal(state_in(WAY, directories, tmp_path))
 
 
+def test_where_nothing_overlaps_it_is_there_or_has_failed_when_the_call_returns(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path, backend=FaultyBackend(ENOSPC, kinds=("copy",)), overlap=False) as run:
+        run.until(2)
+        with pytest.raises(StorageFull, match=r"copy of .* at offset 0 of .*safetensors"):
+            run.engine.snapshot("second")
+        directories, expected = run.engine.snapshot("second"), State.of(run)
+        state_in(WAY, directories, tmp_path / "now")
+        run.until(5)
+    expected.check_equal(state_in(WAY, directories, tmp_path / "later"))
+
+
 def test_one_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(WAY, tmp_path) as run:
         run.until(2)

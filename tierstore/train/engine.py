@@ -268,8 +268,9 @@ class Engine:
 
         Where the file system shares blocks between files (reflink: XFS, Btrfs) it is there at once, and takes room only
         as the steps that follow overwrite what they share. Elsewhere it is copied while training goes on for one step;
-        the next one waits for the rest, and so does `flush`. `StepReport.seconds` says how long, `statistics()` the
-        rest. If it cannot be copied, that comes out of the call that waits, and training may go on.
+        the next one waits for the rest, and so do `flush` and, with `overlap=False`, this call. `StepReport.seconds`
+        says how long, `statistics()` the rest. If it cannot be copied, that comes out of the call that waits, and
+        training may go on.
 
         Returns:
             Its directories, to be given as `TierConfig(nvme=...)`; it opens once it is copied.

@@ -127,7 +127,10 @@ class Generations:
                 f"{self.step_count}: call it when step() has returned, and before the next forward"
             )
         self._has_published_since = False
-        return self._parts.runtime.call(self._parts.store.commits.snapshot, name).directories
+        directories = self._parts.runtime.call(self._parts.store.commits.snapshot, name).directories
+        if not self._parts.options.overlap:
+            self.end_snapshot()  # what fails comes out of here, and not out of a step that is done
+        return directories
 
     def end_snapshot(self) -> None:
         """Wait until a snapshot that is being copied is there, however long that takes, as long as it moves.
