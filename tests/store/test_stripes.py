@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from resuming import DISK, State, Way, expected_states, opened
 
 from tierstore.config import TierConfig
 from tierstore.plan.bandwidth import BandwidthTable, DirectoryRates, Rate
+from tierstore.store import tensors
 from tierstore.store.stripes import MOST_SHARES, dealt, shares_of
+from tierstore.store.tensors import TensorStore
 from tierstore.store.verification import committed_chunks
 
 RATES = BandwidthTable(2e9, 1e9, 1.5e9, 1e10, 1e10, 1e10, 1e9)
@@ -29,6 +33,13 @@ def test_each_disk_has_its_share_of_any_stretch(count: int, shares: list[int]) -
         found = Counter(disks[start:stop])
         for disk, share in enumerate(shares):
             assert abs(found[disk] - (stop - start) * share / total) < 2
+
+
+@given(st.integers(0, 50), st.integers(0, 10**18), SHARES)
+def test_it_goes_on_after_others(count: int, after: int, shares: list[int]) -> None:
+    before = after % sum(shares)
+    assert dealt(count, shares, after) == dealt(before + count, shares)[before:]
+    assert dealt(count, shares, after) == dealt(count, shares, after + sum(shares))
 
 
 @given(st.integers(0, 100), st.integers(1, 6))
@@ -102,3 +113,32 @@ def test_a_store_keeps_its_shares(tmp_path: Path) -> None:
     assert stored_bytes(tmp_path) == [first, second]
     with opened(way, tmp_path, resume="must", nvme=kept) as run:
         expected[2].check_equal(State.of(run))
+
+
+@pytest.mark.parametrize(("rates", "expected"), [((1.0, 1.0), [4, 4]), ((3.0, 1.0), [6, 2])])
+def test_small_tensors_take_turns(rates: tuple[float, float], expected: list[int], tmp_path: Path) -> None:
+    nvme = [tmp_path / f"store{i}" for i in range(2)]
+    table = replace(RATES, directories=tuple(of(str(path), rate) for path, rate in zip(nvme, rates)))
+    asyncio.run(check_tensors_stay(tmp_path, TierConfig(nvme=nvme, cpu_memory="16MiB", bandwidth=table), expected))
+
+
+def test_tensors_of_an_older_release_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "shares_of", lambda tiers: ())
+    tiers = TierConfig(nvme=[tmp_path / f"store{i}" for i in range(2)], cpu_memory="16MiB")
+    asyncio.run(check_tensors_stay(tmp_path, tiers, [8, 0]))
+
+
+async def check_tensors_stay(folder: Path, tiers: TierConfig, expected: list[int]) -> None:
+    values = {f"t{i}": torch.full((9,), float(i)) for i in range(8)}
+    async with TensorStore.open(tiers) as store:
+        for name, value in values.items():
+            await store.put(name, {"x": value}, tier="nvme")
+        await store.commit()
+    assert stored_bytes(folder) == expected
+    async with TensorStore.open(TierConfig(nvme=tiers.nvme, cpu_memory="16MiB"), resume="must") as store:
+        for name, value in values.items():
+            async with store.acquire(name) as found:
+                assert torch.equal(found["x"], value)
+        await store.put("t0", {"x": values["t0"]}, tier="nvme")
+        await store.commit()
+    assert sum(stored_bytes(folder)) == 8

@@ -26,6 +26,7 @@ from tierstore.config import Codec, Resume
 from tierstore.errors import ClosedError, ConfigError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.workers import Priority, WorkerPool
+from tierstore.pack.layout import ChunkSpec
 from tierstore.store.commit import Manifests
 from tierstore.store.directories import begin_store, claim_directory, end_store_making
 from tierstore.store.extents import ExtentLayout
@@ -33,6 +34,7 @@ from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
 from tierstore.store.routes import Nowhere, PackPlace, Place, Route
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
+from tierstore.store.stripes import recorded_shares
 
 KIND = "tensors"
 PACK = re.compile(r"put-(0|[1-9]\d{0,17})")
@@ -162,6 +164,7 @@ class Shelf:
     """The packs of a store of tensors and the generations that name them.
 
     Args:
+        shares: of the directories, if the store is a new one.
         later: runs a job in a worker, on the store's account; its failure is told later.
     """
 
@@ -172,6 +175,7 @@ class Shelf:
         codec: Codec,
         route: Route,
         chunk_bytes: int,
+        shares: Sequence[int],
         opened: Generation | None,
         later: Callable[[Callable[[], None], str], None],
     ) -> None:
@@ -193,6 +197,9 @@ class Shelf:
         self._live: dict[str, ExtentPack] = {}
         self._records: dict[int, frozenset[str]] = {}
         """Packs by generation: of the last two, and of one whose publishing failed: its manifest may be there."""
+        shares = opened.layout.get("shares", ()) if opened is not None else shares
+        if len(shares) > 1:
+            self._layout["shares"] = list(shares)
         if opened is not None:
             self._records[opened.number] = frozenset(opened.records)
         self._old: list[Path] = []
@@ -294,7 +301,7 @@ class Shelf:
 
     def _pack(self, number: int, name: str, layout: ExtentLayout) -> ExtentPack:
         kind = f"put-{number}"
-        slots = SlotPack(kind, layout.chunk_specs(name), self._directories.paths, self._io, self._codec, slots=1)
+        slots = put_pack(kind, layout.chunk_specs(name), self._directories.paths, self._io, self._codec, self._layout)
         pack = ExtentPack(layout, slots)
         self._live[kind] = pack
         return pack
@@ -398,6 +405,22 @@ class Shelf:
                 if match := _PACK_FILE.fullmatch(name):
                     found[directory / name] = int(match[1])
         return found
+
+
+def put_pack(
+    kind: str,
+    specs: Sequence[ChunkSpec],
+    directories: Sequence[Path],
+    io: ChunkIO,
+    codec: Codec,
+    layout: Mapping[str, Any],
+) -> SlotPack:
+    """The files of an extent in a store of this layout; their first chunks take turns on the directories.
+
+    (Those of a store without shares, which an older release made, all begin on the first.)
+    """
+    after = _number(kind) if "shares" in layout else 0
+    return SlotPack(kind, specs, directories, io, codec, slots=1, shares=recorded_shares(layout), after=after)
 
 
 def _number(kind: str) -> int:

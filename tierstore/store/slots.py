@@ -137,6 +137,7 @@ class SlotPack:
 
     Args:
         shares: what each directory gets of them; alike if none are given.
+        after: so many chunks of others: which directory gets the first one.
         rests: which chunks are of what is frozen: they have room in the first slot only, as long as nobody writes them.
 
     Attributes:
@@ -154,6 +155,7 @@ class SlotPack:
         *,
         slots: int = 2,
         shares: Sequence[int] = (),
+        after: int = 0,
         rests: Sequence[bool] = (),
     ) -> None:
         self.kind = kind
@@ -166,7 +168,7 @@ class SlotPack:
         self.moved_bytes = 0
         self._codecs = [codec_for(codec, chunk.item_bytes) for chunk in chunks]
         build = capacity_pack if self.is_coded else slot_pack
-        disks = dealt(len(chunks), shares or [1] * len(self._directories))
+        disks = dealt(len(chunks), shares or [1] * len(self._directories), after)
         self._layouts: list[Layout] = [
             build([chunk for chunk, its in zip(chunks, disks) if its == disk]) for disk in range(len(self._directories))
         ]

@@ -44,15 +44,18 @@ def recorded_shares(layout: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(layout.get("shares", (1,) * layout["directories"]))
 
 
-def dealt(count: int, shares: Sequence[int]) -> list[int]:
+def dealt(count: int, shares: Sequence[int], after: int = 0) -> list[int]:
     """The disk of each of so many chunks: neighbours on different ones, as far as shares allow.
 
     They are needed at the same time, so each disk reads its part of a group.
+
+    Args:
+        after: so many others.
     """
-    disks, credits = [], [0] * len(shares)
-    for _ in range(count):
+    disks, credits, before = [], [0] * len(shares), after % sum(shares)  # after that many it is as in the beginning
+    for _ in range(before + count):
         credits = [credit + share for credit, share in zip(credits, shares)]
         disk = credits.index(max(credits))
         credits[disk] -= sum(shares)
         disks.append(disk)
-    return disks
+    return disks[before:]

@@ -40,6 +40,7 @@ from tierstore.store.owner import LoopOwner
 from tierstore.store.routes import Given, Route, flattened, taken
 from tierstore.store.shelf import Directories, Shelf
 from tierstore.store.slots import ChunkIO
+from tierstore.store.stripes import shares_of
 from tierstore.trace import Tracer
 
 
@@ -337,7 +338,10 @@ class TensorStore:
         io = ChunkIO(self._backend, self._workers, scratch, self._clock, self._tracer)
         route = Route(self._workers, staging)
         owner, later = self._owner, partial(self._owner.later, self._workers)
-        self._shelf = Shelf(self._directories, io, self._tiers.codec, route, plan.chunk_bytes, generation, later)
+        shares = shares_of(self._tiers)
+        self._shelf = Shelf(
+            self._directories, io, self._tiers.codec, route, plan.chunk_bytes, shares, generation, later
+        )
         gpu = DeviceTier(device, self._tiers.gpu_budget_bytes, self._workers, owner.spawn)
         resident = arena.pool("resident", plan.resident_bytes)
         self._homes = Homes(gpu, resident, self._shelf, route, plan, owner.spawn, owner.keep_failure)

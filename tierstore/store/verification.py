@@ -116,11 +116,12 @@ def _packs_of_training(generation: Generation, directories: Sequence[Path], io: 
 
 def _packs_of_tensors(generation: Generation, directories: Sequence[Path], io: ChunkIO) -> Iterator[CommittedPack]:
     from tierstore.store.entries import recorded_entries  # with torch, which all others do without
+    from tierstore.store.shelf import put_pack
 
     codec = _decided(Codec(generation.layout["codec"]), "tensors")
     for entry, kind in recorded_entries(generation):
         specs = entry.layout.chunk_specs(entry.name)
-        slots = SlotPack(kind, specs, directories, io, codec, slots=1)
+        slots = put_pack(kind, specs, directories, io, codec, generation.layout)
         yield CommittedPack(slots, specs, [entry.name] * len(specs), codec)
 
 
