@@ -56,6 +56,28 @@ class Holding(Backend):
         return super()._call_copy_range(source, target, nbytes, offset, path)
 
 
+class Measuring(Backend):
+    """Notes which files are made, and how large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.created: list[tuple[Path, int]] = []
+
+    def create(self, path: Path, size_bytes: int, holes: Any = ()) -> Any:
+        self.created.append((path, size_bytes))
+        return super().create(path, size_bytes, holes)
+
+
+class Large:
+    """Something of the user's own that takes more than a chunk."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"large": torch.ones(2**18 + 1)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        assert state
+
+
 def interrupt(run: Run, function: str, patch: pytest.MonkeyPatch) -> None:
     """A Ctrl-C comes while the training thread waits for this function of the loop."""
     runtime = run.engine._parts.runtime
@@ -261,6 +283,55 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
         assert remove(directories)
         assert not (tmp_path / "store0" / "snapshots").exists()
         run.engine.snapshot("first")
+
+
+def test_one_of_a_store_that_had_its_directories_in_another_order_stays(tmp_path: Path) -> None:
+    """All its directories are there, and none is what it was."""
+    directories = [tmp_path / "store0", tmp_path / "store1"]
+    with opened(WAY, tmp_path, nvme=directories) as run:
+        run.until(2)
+        expected = State.of(run)
+        kept = run.engine.snapshot("second")
+    remove(directories)
+    with opened(WAY, tmp_path, nvme=directories[::-1], resume="never") as run:
+        run.until(1)
+        with pytest.raises(ConfigError, match="of a store, but it is given as its first directory"):
+            run.engine.snapshot("second")
+    expected.check_equal(state_in(WAY, kept, tmp_path))
+
+
+def test_it_leaves_room_for_the_next_commit(tmp_path: Path) -> None:
+    """Which writes anew what is no chunk."""
+    backend = Measuring()
+    with opened(WAY, tmp_path, backend=backend, registered={"large": Large()}) as run:
+        run.until(1)
+        run.engine.flush()
+        captured = (tmp_path / "store0" / "captured-000000000001.safetensors").stat().st_size
+        backend.created = []
+        [kept] = run.engine.snapshot("first")
+        run.engine.flush()
+    sizes = {path.name: size for path, size in backend.created if path.parent == kept}
+    assert sizes["captured-000000000001.safetensors"] == captured > 2**20
+    assert sizes["manifest-000000000001.json.tmp"] > captured
+
+
+def test_a_run_in_one_has_all_its_room_when_it_is_opened(tmp_path: Path) -> None:
+    """A file of a generation that is in two slots has holes where the other slot has the rest."""
+
+    def model() -> torch.nn.Module:
+        made = WAY.model()
+        made.get_submodule("embedding").requires_grad_(False)
+        return made
+
+    def files(*, model: torch.nn.Module, until: int) -> dict[str, int]:
+        with opened(WAY, tmp_path, model=model, nvme=kept, resume="must") as run:
+            run.until(until)
+        return {path.name: path.stat().st_blocks for path in kept[0].glob("*.[ab].*")}
+
+    with opened(WAY, tmp_path, model=model()) as run:
+        run.until(1)
+        kept = run.engine.snapshot("first")
+    assert files(model=model(), until=1) == files(model=model(), until=4)
 
 
 def test_directories_of_that_name_are_told_apart(tmp_path: Path) -> None:

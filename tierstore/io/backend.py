@@ -166,13 +166,23 @@ class Backend:
         self.buffered_directories.add(path.parent)
         return BlockFile(self, path, descriptor, direct=False, is_counted=is_counted)
 
-    def allocate(self, path: Path, size_bytes: int) -> None:
-        """Has an existing file hold all its space, as `create` does.
+    def allocate(self, path: Path, size_bytes: int, holes: Sequence[tuple[int, int]] = ()) -> None:
+        """Has an existing file hold all its space, as `create` does; its bytes stay.
 
         Raises:
             StorageFull: not enough space; the file may hold part of it.
         """
-        self._allocate(self._open(path, os.O_RDWR, 0), size_bytes, path)
+        self._allocate(self._open(path, os.O_RDWR, 0), size_bytes, path, holes)
+
+    def lacks_room(self, path: Path, nbytes: int) -> bool:
+        """Whether a file takes less than that, for it has holes, and not because its bytes are compressed."""
+        descriptor = self._open(path, os.O_RDONLY, 0)
+        try:
+            with self.calling("inspection", path):
+                found = os.fstat(descriptor)
+                return found.st_blocks * 512 < nbytes and os.lseek(descriptor, 0, os.SEEK_HOLE) < found.st_size
+        finally:
+            self._close(descriptor, path)
 
     def _allocate(
         self, descriptor: int, size_bytes: int, path: Path, holes: Sequence[tuple[int, int]] = ()

@@ -161,8 +161,7 @@ class Manifests:
         Raises:
             FormatError: it is not a manifest of this version, or damaged.
         """
-        path = self.manifest_path(number)
-        body = read_manifest(read_bytes(path, backend=self._backend), number, str(path))
+        body = self.manifest_here(number)
         try:
             most_bytes = body["captured_bytes"] + _SPARE_BYTES
             captured = read_bytes(self.captured_path(number), most_bytes=most_bytes, backend=self._backend)
@@ -173,6 +172,15 @@ class Manifests:
                 f"the store is damaged: {self.captured_path(number)} is missing; go back one with resume='previous'"
             ) from None
         return read_generation(body, captured, str(self.captured_path(number)))
+
+    def manifest_here(self, number: int) -> dict[str, Any]:
+        """What its manifest says of one generation, without the captured state; read in this thread.
+
+        Raises:
+            FormatError: it is not a manifest of this version, or damaged.
+        """
+        path = self.manifest_path(number)
+        return read_manifest(read_bytes(path, backend=self._backend), number, str(path))
 
     def manifest_path(self, number: int) -> Path:
         """What makes a generation one."""

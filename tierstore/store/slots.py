@@ -230,9 +230,12 @@ class SlotPack:
             raise
 
     def _make(self, number: int, path: Path, layout: Layout) -> BlockFile:
+        return self._io.backend.create(path, layout.file_bytes, self._holes(number))
+
+    def _holes(self, number: int) -> list[tuple[int, int]]:
+        """Where a file needs no room: it is not the first one of what is frozen."""
         disk, slot = divmod(number, self._slots)
-        holes = [(place.offset, place.padded_bytes) for place in self._resting if slot and place.disk == disk]
-        return self._io.backend.create(path, layout.file_bytes, holes)
+        return [(place.offset, place.padded_bytes) for place in self._resting if slot and place.disk == disk]
 
     def check(self, records: Sequence[ChunkRecord | None]) -> None:
         """Look whether `open` will do, and change nothing: the directories may be those of another store.
@@ -274,6 +277,8 @@ class SlotPack:
     def open(self, records: Sequence[ChunkRecord | None]) -> bool:
         """Open existing files, for a generation with these records; what it does not need may be missing, and is made.
 
+        A file of a snapshot has room for one generation only: it gets the rest here, so that a full disk shows now.
+
         Returns:
             Whether a file was made; its name is not durable yet.
 
@@ -284,6 +289,9 @@ class SlotPack:
         is_made = False
         for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
             if path.exists():
+                holes = self._holes(number)
+                if self._io.backend.lacks_room(path, layout.file_bytes - sum(nbytes for _, nbytes in holes)):
+                    self._io.backend.allocate(path, layout.file_bytes, holes)
                 file = self._io.backend.open(path, writable=True)
             else:
                 file = self._make(number, path, layout)

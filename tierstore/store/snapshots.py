@@ -122,20 +122,31 @@ class Snapshot:
                 "it: tierstore delete takes its directories"
             )
         self._remove_unfinished()
-        # As the manifest has them: a rank knows the records of its own chunks.
-        records = Manifests(self._source, self._backend).read_here(self.number).records
+        of = Manifests(self._source, self._backend)
+        said = of.manifest_here(self.number)  # a rank knows the records of its own chunks
+        records, captured_bytes = said["records"], said["captured_bytes"]
         self._files = [file for pack in self._packs for file in pack.kept_files(records.get(pack.kind, ()))]
+        self._files.append(KeptFile(of.captured_path(self.number), captured_bytes, ((0, captured_bytes),)))
         for directory in self.directories:
             self._backend.make_directories(directory.parent, 0o700)
             claim_directory(directory, self._backend)
         self._lock.add(self.directories)
-        if not Manifests(self.directories[0], self._backend).numbers():  # else `begin_store` says so
+        try:
+            begin_store(self.directories, self._backend)
+        except ConfigError:  # it is another store's
+            raise
+        except BaseException:
             self._is_ours = True
-        begin_store(self.directories, self._backend)
+            raise
+        self._is_ours = True
         for file in self._files:
             if not self._backend.clone(file.path, self._copy_of(file)):
                 self._to_copy.append(file)
                 self._backend.create(self._copy_of(file), file.file_bytes, file.holes).close()
+        # Nor may it take the room that the next commit of the run itself needs.
+        spare = self.directories[0] / f"{of.manifest_path(self.number).name}.tmp"
+        self._backend.create(spare, captured_bytes + 2 * of.manifest_path(self.number).stat().st_size).close()
+        self._backend.remove(spare)
         return not self._to_copy
 
     def _remove_unfinished(self) -> None:
@@ -143,7 +154,8 @@ class Snapshot:
         stores = [directory.parent for directory in self.directories]
         names = {name for store in stores if store.is_dir() for name in self._backend.names(store)}
         for name in sorted(names):
-            if left := [store / name for store in stores if (store / name / UNFINISHED).exists()]:
+            left = [store / name for store in stores if (store / name).is_dir()]
+            if any((directory / UNFINISHED).exists() for directory in left):
                 with contextlib.suppress(TierstoreError):  # somebody else uses it, or has it
                     remove(left, self._backend, only_unfinished=True)
 
@@ -205,10 +217,8 @@ class Snapshot:
         """Make it a store that opens, by the manifest of its generation; from then on it is for others. Once."""
         if not self._is_ours:
             return
-        of = Manifests(self._source, self._backend)
-        for path in (of.captured_path(self.number), of.manifest_path(self.number)):
-            data = read_bytes(path, backend=self._backend)
-            replace_file(self.directories[0] / path.name, data, backend=self._backend)
+        path = Manifests(self._source, self._backend).manifest_path(self.number)
+        replace_file(self.directories[0] / path.name, read_bytes(path, backend=self._backend), backend=self._backend)
         end_store_making(self.directories, self._backend)
         self._is_ours = False
         self._lock.release()
