@@ -330,6 +330,19 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_snapshots.py::test_a_name_is_taken_once", "if True:",
     ),
     Mutation(
+        "a snapshot of another store stays", "store/snapshots.py Snapshot.begin", "except ConfigError:",
+        "store/test_snapshots.py::test_one_of_a_store_that_had_its_directories_in_another_order_stays",
+        "except ZeroDivisionError:",
+    ),
+    Mutation(
+        "only an unfinished snapshot goes", "store/removal.py remove", "if only_unfinished and",
+        "store/test_snapshots.py::test_what_a_kill_has_left_goes_with_the_next_one", "if False and",
+    ),
+    Mutation(
+        "a run in a snapshot has its room", "store/slots.py SlotPack.open", "self._io.backend.allocate(",
+        "store/test_snapshots.py::test_a_run_in_one_has_all_its_room_when_it_is_opened", "(lambda *_: None)(",
+    ),
+    Mutation(
         "the other slot is written", "store/slots.py SlotPack.write", "1 - committed.slot", OVERWRITTEN,
         "committed.slot",
     ),
