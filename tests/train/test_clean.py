@@ -29,6 +29,7 @@ from torch import nn
 
 from tierstore.errors import ClosedError, ConfigError, StorageError, StoreLocked, TierstoreError, Timeout
 from tierstore.io.backend import Backend
+from tierstore.io.threads import WaitedThread
 from tierstore.train.generations import Generations
 from tierstore.train.report import StepReport
 
@@ -449,6 +450,28 @@ def test_an_interrupt_by_the_keyboard(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             train_until_interrupted(way, folder, at)
         check_resumes(way, folder, expected)
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_an_interrupt_while_a_thread_ends_leaves_nothing_in_use(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = WAYS["forward-disk"]
+    expected = states_of(way, begun(way) + 1)
+    waits, ends_within = itertools.count(), WaitedThread.ends_within
+
+    def interrupted(thread: WaitedThread, limit_s: float) -> bool:
+        if next(waits) == at:
+            raise KeyboardInterrupt
+        return ends_within(thread, limit_s)
+
+    run = open_run(way, tmp_path)
+    run.until(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(WaitedThread, "ends_within", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.engine.close()
+    check_resumes(way, tmp_path, expected)
 
 
 def train_until_interrupted(way: Way, folder: Path, at: int) -> None:

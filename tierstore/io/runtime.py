@@ -22,6 +22,7 @@ from tierstore.io.file_threads import FileThreads
 from tierstore.io.fork import ForkAware
 from tierstore.io.loop import Loop
 from tierstore.io.tasks import raise_first
+from tierstore.io.threads import WaitedThread
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -65,7 +66,7 @@ class Runtime(ForkAware):
         self.name = name
         self.timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: WaitedThread | None = None
         self._is_open = False
         self._closes = threading.Lock()  # the end of the interpreter may come upon another thread that closes it
         self._lost: ClosedError | None = None
@@ -90,9 +91,9 @@ class Runtime(ForkAware):
         self._file_threads = FileThreads(4, f"{self.name}-files")
         self._loop.set_default_executor(self._file_threads)
         self._loop.set_exception_handler(self._on_stray_error)
-        self._thread = threading.Thread(target=self._run, name=f"{self.name}-loop", daemon=True)
+        self._thread = WaitedThread(self._run, f"{self.name}-loop")
+        self._is_open = True  # before it runs: an interrupt may come here
         self._thread.start()
-        self._is_open = True
         atexit.register(self._close_at_exit)
         return self
 
@@ -100,6 +101,11 @@ class Runtime(ForkAware):
     def is_open(self) -> bool:
         """Whether it was started, and nobody has begun to close it."""
         return self._is_open
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it runs, or will."""
+        return self._loop is None or self._loop.is_closed()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -210,7 +216,7 @@ class Runtime(ForkAware):
         return lines
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends everything that it owns. Twice is fine; in the child of a fork it does nothing.
+        """Ends everything that it owns. Twice is fine, as after an interrupt; in the child of a fork it does nothing.
 
         Order: refuse new calls; cancel tasks and calls, wait for them; end file threads; stop the loop; join its
         thread; close the loop. (A store finishes its write-backs and joins its workers before, in a `call`.)
@@ -224,12 +230,11 @@ class Runtime(ForkAware):
         if self.is_inherited or self._loop is None or self._thread is None or self._loop.is_closed():
             return
         self._refuse_loop_thread("close")
-        if self._is_open:
-            self._is_open = False
+        self._is_open = False
+        with contextlib.suppress(ClosedError):  # by another thread, meanwhile
             self._to_loop(self._begin_closing)
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        self._thread.join(min(limit_s, threading.TIMEOUT_MAX))
-        if self._thread.is_alive():
+        if not self._thread.ends_within(limit_s):
             raise self._timeout(f"runtime {self.name!r} did not close within {limit_s} s")
         with self._closes:
             self._loop.close()
@@ -285,12 +290,14 @@ class Runtime(ForkAware):
         """Tasks keep their errors; what ends the loop all the same (`SystemExit`) is told to all who wait for it."""
         slices.ask_for_short_slices()
         loop = cast(asyncio.AbstractEventLoop, self._loop)
-        while True:
+        while not loop.is_closed():  # by who was interrupted when it started this thread
             try:
-                return loop.run_forever()
+                loop.run_forever()
             except BaseException as error:
                 self._lose(error)
                 loop.call_soon(self._begin_closing)  # its tasks end in order, and give back what they use
+            else:
+                return
 
     def _lose(self, error: BaseException) -> None:
         self._is_open = False
@@ -343,6 +350,8 @@ class Runtime(ForkAware):
             self.keep_failure(call.error)  # it failed after its waiter had given up
 
     def _begin_closing(self) -> None:
+        if self._closing is not None and not self._closing.done():
+            return
         self._closing = asyncio.get_running_loop().create_task(self._end_tasks(), name="close")
 
     async def _end_tasks(self) -> None:

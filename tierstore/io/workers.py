@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar, TypeVarTuple
 from tierstore.errors import ClosedError, Timeout
 from tierstore.io import stacks
 from tierstore.io.fork import ForkAware
+from tierstore.io.threads import WaitedThread
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -90,9 +91,7 @@ class WorkerPool(ForkAware):
         self._lock = threading.Lock()  # no job may be queued behind the tokens that stop the threads
         self._is_closed = False
         self._lost: ClosedError | None = None
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True) for index in range(threads)
-        ]
+        self._threads = [WaitedThread(self._work, f"{name}-{index}") for index in range(threads)]
         self._is_started = False
 
     def submit(self, priority: Priority, function: Callable[[*Ts], T], *args: *Ts) -> Job[T]:
@@ -168,10 +167,7 @@ class WorkerPool(ForkAware):
                     self._tokens.put(False)
                 self._is_closed = True  # last: who closes again after an interrupt puts them all
         deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
+        if not all(thread.ends_within(max(0.0, deadline - time.monotonic())) for thread in self._threads):
             raise Timeout(
                 f"worker pool {self.name!r} did not end within {timeout_s} s; in flight: {'; '.join(self.in_flight())}"
             )

@@ -7,7 +7,6 @@ Owner: the thread that makes the engine.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, Mark, open_device
-from tierstore.errors import BudgetError, ConfigError, TierstoreError, Timeout
+from tierstore.errors import BudgetError, ConfigError
 from tierstore.io.backend import Backend
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
@@ -112,15 +111,12 @@ class Assembly:
         self._try_all()
 
     def _try_all(self, *first: Callable[[], object]) -> None:
-        failure: BaseException | None = None
-        for step in (*first, self.runtime.close, self._end_threads, self.store.release):
-            try:
-                step()
-            except BaseException as error:
-                failure = failure or error
-                if step == self.runtime.close and isinstance(error, Timeout):
-                    break  # what does not end may still write: it keeps the memory, the files and the lock
-        if failure is not None:
+        failures = [_failure_of(step) for step in first]
+        for step in (self.runtime.close, self._end_threads, self.store.release):
+            failures.append(_failure_of(step, tries=2))
+            if not self.runtime.has_ended:
+                break  # what does not end may still write: it keeps the memory, the files and the lock
+        for failure in filter(None, failures):
             raise failure
 
     def _end_threads(self) -> None:
@@ -290,16 +286,25 @@ def _fill(
 
 def _take_down(runtime: Runtime, store: TrainingStore | None, lock: StoreLock | None) -> None:
     # Errors in here are not told: the one on its way out is.
-    try:
-        runtime.close()
-    except Timeout:
-        return  # what does not end may still write: it keeps the store and its lock
-    except TierstoreError:
-        pass
-    for room in (store, lock):
+    _failure_of(runtime.close, tries=2)
+    for room in (store, lock) if runtime.has_ended else ():  # what does not may still write: it keeps them
         if room is not None:
-            with contextlib.suppress(TierstoreError):
-                room.release()
+            _failure_of(room.release, tries=2)
+
+
+def _failure_of(step: Callable[[], object], tries: int = 1) -> BaseException | None:
+    """What it raised. An interrupt only ends the waiting in it: what may be called twice is, up to `tries` times."""
+    interrupt: KeyboardInterrupt | None = None
+    for _ in range(tries):
+        try:
+            step()
+        except KeyboardInterrupt as error:
+            interrupt = interrupt or error
+        except BaseException as error:
+            return interrupt or error
+        else:
+            break
+    return interrupt
 
 
 def _hook_up(

@@ -1,0 +1,66 @@
+"""Threads whose end is waited for: an interrupt ends the waiting, and not what is known of the thread."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from tierstore.io.runtime import Runtime
+from tierstore.io.threads import WaitedThread
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """A signal that interrupts the main thread, soon."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def wait_interrupted(thread: WaitedThread) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    thread.ends_within(60)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_a_thread_that_goes_on_after_an_interrupt_has_not_ended() -> None:
+    may_end = threading.Event()
+    thread = WaitedThread(lambda: may_end.wait(60), "waited")
+    assert thread.ends_within(60)  # it was not started
+    thread.start()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            wait_interrupted(thread)
+        assert not thread.ends_within(0)
+    may_end.set()
+    assert thread.ends_within(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_runtime_that_was_interrupted_as_it_started_closes_at_once(
+    is_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = WaitedThread.start
+
+    def interrupted(thread: WaitedThread) -> None:
+        if is_started:
+            start(thread)
+        raise KeyboardInterrupt
+
+    runtime = Runtime("interrupted", timeout_s=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(WaitedThread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runtime.start()
+    runtime.close(10)
+    assert runtime.has_ended

@@ -1,0 +1,38 @@
+"""A thread whose end is waited for, also by who was interrupted in an earlier wait.
+
+Scope: one class.
+Not here: what threads do (`runtime.py`, `workers.py`).
+Owner: whoever starts it.
+
+[Note: not by join alone] Up to Python 3.12 an interrupt in `Thread.join` marks a thread as ended that goes on: whoever
+joins it again would free what it uses.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class WaitedThread(threading.Thread):
+    """A daemon thread that calls `work`."""
+
+    def __init__(self, work: Callable[[], object], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self._is_done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._is_done.set()
+
+    def ends_within(self, limit_s: float) -> bool:
+        """Whether it ends in so many seconds, if it was started at all. Any thread but this one."""
+        if self.ident is None:
+            return True
+        if not self._is_done.wait(min(limit_s, threading.TIMEOUT_MAX)):
+            return False
+        self.join()
+        return True
