@@ -20,7 +20,7 @@ from tierstore.apps.options import Precision, Preset, TrainOptions
 from tierstore.apps.report import Totals
 from tierstore.apps.train import Outcome
 from tierstore.cli import app
-from tierstore.cli.common import told
+from tierstore.cli.common import directory, file, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import Codec, Durability, Resume, UpdateSchedule
 from tierstore.errors import BudgetError, ConfigError, StorageFull
@@ -385,3 +385,12 @@ def test_ctrl_c_in_a_command_that_has_nothing_to_clean_up_is_a_sentence(capsys: 
     with pytest.raises(typer.Exit) as ended, told():
         raise KeyboardInterrupt
     assert (ended.value.exit_code, capsys.readouterr().err) == (130, "tierstore: interrupted\n")
+
+
+def test_paths_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert directory("~/run1") == Path("/home/me/run1")
+    assert file("~/steps.jsonl") == Path("/home/me/steps.jsonl")
+    for parse in (directory, file):
+        with pytest.raises(typer.BadParameter, match="~nobody-of-that-name: "):
+            parse("~nobody-of-that-name")

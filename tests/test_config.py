@@ -142,3 +142,13 @@ def test_each_bad_option_gives_one_sentence(index: int) -> None:
 def test_a_config_error_is_also_a_value_error() -> None:
     with pytest.raises(ValueError):
         AdamWConfig(eps=-1)
+
+
+def test_a_path_begins_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a shell, which leaves what follows a `=` alone."""
+    monkeypatch.setenv("HOME", "/home/me")
+    tiers = TierConfig(nvme=["~/run1", "/a/~"], bandwidth="~/rates.json")
+    assert tiers.nvme == (Path("/home/me/run1"), Path("/a/~"))
+    assert tiers.bandwidth == Path("/home/me/rates.json")
+    with pytest.raises(ConfigError, match="~nobody-of-that-name/run1: "):
+        TierConfig(nvme=["~nobody-of-that-name/run1"])

@@ -160,7 +160,19 @@ def _rates(value: Any) -> Any:
         return value
     if value == "" or not isinstance(value, (str, os.PathLike)):
         raise ValueError(f"give the file that tierstore probe --json wrote, or a BandwidthTable (got {value!r})")
-    return Path(value)
+    return _absolute(Path(value))
+
+
+def at_home(path: Path) -> Path:
+    """The path as a shell would take it: a leading `~` is a home directory, which a shell leaves alone behind `=`.
+
+    Raises:
+        ConfigError: there is no such user.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _directory(value: Any) -> Any:
@@ -169,8 +181,12 @@ def _directory(value: Any) -> Any:
     return value
 
 
+def _absolute(path: Path) -> Path:
+    return at_home(path).absolute()
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
-Directory = Annotated[Path, BeforeValidator(_directory), AfterValidator(Path.absolute)]
+Directory = Annotated[Path, BeforeValidator(_directory), AfterValidator(_absolute)]
 """The same one also when the process goes to another directory later."""
 Rates = Annotated[Path | MeasuredRates, BeforeValidator(_rates)]
 _USUAL_BYTES = 2**30

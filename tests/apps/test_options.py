@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tierstore.apps.options import Preset, TrainOptions
+from tierstore.apps.options import Preset, TrainOptions, options_of_object
 from tierstore.config import Durability, Resume
 from tierstore.errors import ConfigError
 
@@ -51,3 +51,9 @@ def test_what_is_kept(values: dict[str, Any], why: str | None) -> None:
 def test_no_clipping_is_none() -> None:
     assert TrainOptions(clip=0.0).max_grad_norm is None
     assert TrainOptions().max_grad_norm == 1.0
+
+
+def test_paths_of_a_file_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    found = options_of_object({"nvme": ["~/run1"], "export": "~/out", "data": "/text"}, "file")
+    assert found == {"nvme": (Path("/home/me/run1"),), "export": Path("/home/me/out"), "data": Path("/text")}

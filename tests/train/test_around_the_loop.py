@@ -367,6 +367,21 @@ def test_evaluation_between_steps_changes_nothing(
     assert worst_difference(looked, evaluated) < 1e-5
 
 
+def test_hooks_of_the_optimizer_come_before_and_after_each_step(tmp_path: Path) -> None:
+    seen: list[str] = []
+    with opened(tmp_path, "step") as engine:
+        engine.optimizer.register_step_pre_hook(lambda *_: seen.append(f"before {engine.step_count}"))
+        engine.optimizer.register_step_post_hook(lambda *_: seen.append(f"after {engine.step_count}"))
+        engine.on_step(lambda report: seen.append(f"in {report.step}"))
+        first, second, third = tokens(3)
+        engine.backward(next_token_loss(engine, first))
+        engine.step()
+        engine.backward(next_token_loss(engine, second))
+        engine.optimizer.step()
+        engine.train_step([third], lambda output: output.square().mean())
+    assert seen == [text for n in range(3) for text in (f"before {n}", f"in {n + 1}", f"after {n + 1}")]
+
+
 @each_schedule
 def test_the_model_itself_may_be_called_to_evaluate(update: str, clip: float | None, tmp_path: Path) -> None:
     """As `model.generate` does."""

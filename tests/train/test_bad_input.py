@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from tierstore.errors import (
     TierstoreError,
 )
 from tierstore.io.backend import Backend
+from tierstore.store.tensors import TensorStore
 from tierstore.train.engine import Engine
 
 WAY = Way(width=96)
@@ -59,6 +61,15 @@ class TestDirectories:
         message = refuse(ConfigError, tmp_path)
         assert "store0 is not a store: it holds 'thesis.tex'; give an empty or a new directory" in message
         assert [path.name for path in (tmp_path / "store0").iterdir()] == ["thesis.tex"]
+
+    def test_that_hold_named_tensors(self, tmp_path: Path) -> None:
+        async def put() -> None:
+            async with TensorStore.open(TierConfig(nvme=[tmp_path / "store0"])) as store:
+                await store.put("a", {"x": torch.ones(3)}, tier="nvme")
+
+        asyncio.run(put())
+        message = refuse(ConfigError, tmp_path, resume="auto")
+        assert "store0 holds named tensors and no training; open it with TensorStore" in message
 
     def test_that_are_files(self, tmp_path: Path) -> None:
         (tmp_path / "store0").write_text("a file")

@@ -16,7 +16,16 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from tierstore.config import Codec, Durability, MicroBatchSchedule, Resume, UpdateSchedule, format_size, parse_size
+from tierstore.config import (
+    Codec,
+    Durability,
+    MicroBatchSchedule,
+    Resume,
+    UpdateSchedule,
+    at_home,
+    format_size,
+    parse_size,
+)
 from tierstore.errors import ConfigError, advice_on
 
 
@@ -193,7 +202,10 @@ def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
                 raise ConfigError("empty text is no value; leave the option out")
             if name in ("gpu_memory", "cpu_memory", "chunk") and value is not None:
                 value = parse_size(value)
-            found[name] = TypeAdapter(hints[name]).validate_python(value)
+            taken = TypeAdapter(hints[name]).validate_python(value)
+            found[name] = tuple(map(at_home, taken)) if isinstance(taken, tuple) else taken  # of directories
+            if isinstance(taken, Path):
+                found[name] = at_home(taken)
         except ConfigError as error:
             raise ConfigError(f"{source}: {given!r} = {value!r}: {error}") from None
         except ValidationError as error:

@@ -19,7 +19,7 @@ import typer
 
 from tierstore.apps.options import as_option
 from tierstore.apps.stopping import let_go
-from tierstore.config import parse_size
+from tierstore.config import at_home, parse_size
 from tierstore.errors import BudgetError, ConfigError, TierstoreError
 
 # What the engine calls its arguments, with their values or alone; not a part of a path, and not what a user wrote.
@@ -47,13 +47,20 @@ def directory(text: str) -> Path:
         raise typer.BadParameter("an empty path is not a directory")
     if text == "-":
         raise typer.BadParameter("nothing is read from or written to a pipe here; give a path")
-    return Path(text)
+    return _at_home(text)
 
 
 def file(text: str) -> Path:
     if not text:
         raise typer.BadParameter("an empty path is not a file")
-    return Path(text)
+    return _at_home(text)
+
+
+def _at_home(text: str) -> Path:
+    try:
+        return at_home(Path(text))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def size_option(help: str, metavar: str = "SIZE", parser: Callable[[Any], int] = size) -> Any:

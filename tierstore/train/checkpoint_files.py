@@ -78,6 +78,8 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     if (directory / SINGLE).is_file():
         header = read_header(directory / SINGLE)
         return _tensors_in(directory / SINGLE, header, header.tensors)
+    if not directory.is_dir():
+        raise FormatError(f"{directory} is no directory with a checkpoint")
     if not (directory / INDEX).is_file():
         raise FormatError(f"{directory} holds neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
     found: dict[str, Stored] = {}

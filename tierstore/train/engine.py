@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule
+from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule, at_home
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
 from tierstore.kernels.elements import to_float
@@ -37,7 +37,7 @@ from tierstore.train.call_order import CallOrder, in_turn
 from tierstore.train.generations import Generations
 from tierstore.train.meters import StepMeters
 from tierstore.train.optimizer import LossScale, TieredOptimizer
-from tierstore.train.options import check_kinds, options_of
+from tierstore.train.options import check_kinds, expect, options_of
 from tierstore.train.partition import partition_of
 from tierstore.train.report import StepReport
 from tierstore.train.steps import Steps
@@ -116,7 +116,7 @@ class Engine:
         tiers = with_rates(tiers)
         self._parts: Assembly = assemble(
             model, tiers, optimizer or AdamWConfig(), options, partition_of(zero, process_group, device_mesh, tiers),
-            parameter_groups, initialize, self.step, lr_scheduler, registered,
+            parameter_groups, initialize, self._step, lr_scheduler, registered,
             tracer or Tracer(clock, enabled=False), clock, backend or Backend(),
         )  # fmt: skip
         self.optimizer.on_zero_grad = self.zero_grad
@@ -201,7 +201,7 @@ class Engine:
 
     @in_turn
     def step(self) -> StepReport:
-        """Apply the gradients, and commit the step in the background.
+        """Apply the gradients, and commit the step in the background. It is `optimizer.step()`, with its hooks.
 
         Returns:
             What the step did; it is on its way to disk, `flush` waits for it.
@@ -210,8 +210,12 @@ class Engine:
                 somebody has set the `.grad` of a parameter since.
             TierstoreError: also failures of work that earlier steps left running; the last generation is untouched.
         """
-        self._generations.tell_what_is_left()
-        return self._steps.step()
+        return self.optimizer.step()
+
+    def _step(self) -> StepReport:
+        with self._order.alone("step()"):
+            self._generations.tell_what_is_left()
+            return self._steps.step()
 
     @in_turn
     def apply_pending(self) -> None:
@@ -245,6 +249,7 @@ class Engine:
 
         What it raises comes out of `step()`. The step is done, and is committed with the next one.
         """
+        expect(callable(callback), "what on_step calls", "a function of a report", callback)
         self._steps.callbacks.append(callback)
 
     def before_commit(self, callback: Callable[[], None]) -> None:
@@ -254,6 +259,7 @@ class Engine:
         What it raises fails that commit, as an error of the store's disk would, and the generation before it stays. It
         may not call the engine. Where nothing is committed (no `nvme`, durability="none") it is never called.
         """
+        expect(callable(callback), "what before_commit calls", "a function", callback)
         self._parts.store.commits.before.append(callback)
 
     @in_turn
@@ -424,7 +430,7 @@ class Engine:
         parts = self._open_parts()
         parts.groups.refuse_newcomers(parts.model)
         self.flush()
-        whole.export(parts, Path(directory))
+        whole.export(parts, at_home(Path(directory)))
 
     def statistics(self) -> dict[str, Any]:
         """Totals since the engine was made: bytes by link, peaks by tier, generation, codecs, depth, buffered I/O.

@@ -47,7 +47,9 @@ class Gate:
             ClosedError: it was cut.
         """
         if self._access is None:
-            raise ClosedError("the engine of this model is closed, and its weights are in the store or exported")
+            raise ClosedError(
+                "the engine of this model is closed: its weights are in its store, if it had one, and what it exported"
+            )
         return self._access
 
     def cut(self) -> None:

@@ -21,6 +21,7 @@ from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
 from tierstore.store.team import Team, leads
 from tierstore.store.training import TrainingStore
+from tierstore.store.verification import is_of_tensors
 from tierstore.train.capture import check_captured
 from tierstore.train.options import Options
 from tierstore.train.partition import Partition
@@ -74,6 +75,8 @@ def _read(runtime: Runtime, manifests: Manifests, number: int, partition: Partit
 
     def name() -> str:
         read.append(runtime.call(manifests.read, number))
+        if is_of_tensors(read[0]):
+            raise ConfigError(f"{manifests.directory} holds named tensors and no training; open it with TensorStore")
         check_captured(read[0].captured)
         return str(read[0].captured.get(COMMIT))
 

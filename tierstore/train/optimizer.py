@@ -26,6 +26,7 @@ from tierstore.store.rounds import ParameterUpdate
 from tierstore.train.capture import with_tensors
 from tierstore.train.groups import ModelGroups
 from tierstore.train.parameter_groups import checked_options, coefficients_of, refuse_unsupported, validate_options
+from tierstore.train.report import StepReport
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -39,7 +40,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self,
         parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
         config: AdamWConfig,
-        step: Callable[[], object],
+        step: Callable[[], StepReport],
     ) -> None:
         self._engine_step = step
         self.on_zero_grad: Callable[[], None] = lambda: None
@@ -48,11 +49,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._is_made = True
         _look_at_others()
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """The engine's step; see `Engine.step`."""
+    def step(self, closure: Any = None) -> StepReport:  # type: ignore[override]
+        """The engine's step; see `Engine.step`. Hooks of steps come before and after all of it."""
         if closure is not None:
             raise ConfigError("a closure is not supported: call engine.backward, then step")
-        self._engine_step()
+        return self._engine_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made.
@@ -144,8 +145,8 @@ def check_scheduler(scheduler: Any) -> None:
         inspect.signature(scheduler.step).bind()
     except TypeError as error:
         raise ConfigError(
-            f"{kind}.step: {error}, which the engine does not have; make it from engine.optimizer, step it yourself "
-            "after engine.step(), and register it so that it is part of every generation"
+            f"{kind}.step: {error}, which the engine does not have; make it from engine.optimizer, register it, and "
+            "step it in a callback of engine.on_step, or before engine.backward: so every generation has it"
         ) from None
 
 

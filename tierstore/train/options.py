@@ -57,25 +57,30 @@ def check_kinds(
     Raises:
         ConfigError: names one, and says what it takes.
     """
-    _expect(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
-    _expect(isinstance(tiers, TierConfig), "tiers", "a TierConfig", tiers)
-    _expect(optimizer is None or isinstance(optimizer, AdamWConfig), "optimizer", "an AdamWConfig", optimizer)
+    expect(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
+    expect(isinstance(tiers, TierConfig), "tiers", "a TierConfig", tiers)
+    expect(optimizer is None or isinstance(optimizer, AdamWConfig), "optimizer", "an AdamWConfig", optimizer)
     is_maker = lr_scheduler is None or callable(lr_scheduler)
-    _expect(is_maker, "lr_scheduler", "a function that makes one of the optimizer", lr_scheduler)
+    expect(is_maker, "lr_scheduler", "a function that makes one of the optimizer", lr_scheduler)
     is_source = initialize is None or hasattr(initialize, "stream")
-    _expect(is_source, "initialize", "a source of weights, as deferred() gives one", initialize)
+    expect(is_source, "initialize", "a source of weights, as deferred() gives one", initialize)
     is_group = process_group is None or isinstance(process_group, ProcessGroup)
-    _expect(is_group, "process_group", "a torch.distributed.ProcessGroup", process_group)
+    expect(is_group, "process_group", "a torch.distributed.ProcessGroup", process_group)
     is_mesh = device_mesh is None or isinstance(device_mesh, DeviceMesh)
-    _expect(is_mesh, "device_mesh", "a DeviceMesh, as init_device_mesh makes one", device_mesh)
+    expect(is_mesh, "device_mesh", "a DeviceMesh, as init_device_mesh makes one", device_mesh)
     is_mapping = registered is None or isinstance(registered, Mapping)
-    _expect(is_mapping, "registered", "a mapping of names to objects", registered)
-    _expect(tracer is None or isinstance(tracer, Tracer), "tracer", "a Tracer", tracer)
-    _expect(callable(clock), "clock", "a function that tells seconds", clock)
-    _expect(backend is None or isinstance(backend, Backend), "backend", "a Backend", backend)
+    expect(is_mapping, "registered", "a mapping of names to objects", registered)
+    expect(tracer is None or isinstance(tracer, Tracer), "tracer", "a Tracer", tracer)
+    expect(callable(clock), "clock", "a function that tells seconds", clock)
+    expect(backend is None or isinstance(backend, Backend), "backend", "a Backend", backend)
 
 
-def _expect(is_right: bool, name: str, what: str, value: object) -> None:
+def expect(is_right: bool, name: str, what: str, value: object) -> None:
+    """Refuse a value that is something else altogether.
+
+    Raises:
+        ConfigError: says what it must be.
+    """
     if not is_right:
         kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise ConfigError(f"{name} must be {what}, not {kind}")

@@ -234,8 +234,6 @@ class Steps:
         with self._meters.phase("update"), self._order.unbroken():
             norm, is_finite = self._apply(options, late)
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        # What a scheduler looks for, also one that others step: the step went past optimizer.step().
-        optimizer._opt_called = True  # type: ignore[attr-defined]
         if parts.scheduler is not None and is_finite:
             parts.scheduler.step()
         self._generations.step_count += 1
