@@ -339,7 +339,7 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_snapshots.py::test_what_a_kill_has_left_goes_with_the_next_one", "if False and",
     ),
     Mutation(
-        "a run in a snapshot has its room", "store/slots.py SlotPack.open", "self._io.backend.allocate(",
+        "a run in a snapshot has its room", "store/slots.py SlotPack._fill", "self._io.backend.allocate(",
         "store/test_snapshots.py::test_a_run_in_one_has_all_its_room_when_it_is_opened", "(lambda *_: None)(",
     ),
     Mutation(

@@ -218,7 +218,7 @@ class _Run:
         return Outcome(self._totals, stopped_by)
 
     def _loop(self, last: int) -> None:
-        options = self._options
+        every = self._options.snapshot_every
         self._reporter.start(self._engine.step_count, last)
         started_s = time.perf_counter()
         try:
@@ -231,7 +231,7 @@ class _Run:
                         f"note: the loss of step {report.step} is {self._loss}: the run has diverged; "
                         "stop it, and start again in a new store with a lower --lr"
                     )
-                if options.snapshot_every is not None and report.step % options.snapshot_every == 0:
+                if every is not None and report.step % every == 0:
                     self._snapshot(f"step-{report.step}")
             # Late updates belong to the time of the steps; and a wish to stop means: with everything committed.
             self._engine.flush()

@@ -26,6 +26,7 @@ class WaitedThread(threading.Thread):
         try:
             self._work()
         finally:
+            del self._work  # what it is of may hold this thread
             self._is_done.set()
 
     def ends_within(self, limit_s: float) -> bool:

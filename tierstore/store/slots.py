@@ -232,6 +232,12 @@ class SlotPack:
     def _make(self, number: int, path: Path, layout: Layout) -> BlockFile:
         return self._io.backend.create(path, layout.file_bytes, self._holes(number))
 
+    def _fill(self, number: int, path: Path, layout: Layout) -> None:
+        """An existing file of a snapshot gets the room that `_make` would have given it."""
+        holes = self._holes(number)
+        if self._io.backend.lacks_room(path, layout.file_bytes - sum(nbytes for _, nbytes in holes)):
+            self._io.backend.allocate(path, layout.file_bytes, holes)
+
     def _holes(self, number: int) -> list[tuple[int, int]]:
         """Where a file needs no room: it is not the first one of what is frozen."""
         disk, slot = divmod(number, self._slots)
@@ -289,9 +295,8 @@ class SlotPack:
         is_made = False
         for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
             if path.exists():
-                holes = self._holes(number)
-                if self._io.backend.lacks_room(path, layout.file_bytes - sum(nbytes for _, nbytes in holes)):
-                    self._io.backend.allocate(path, layout.file_bytes, holes)
+                if self._slots > 1:
+                    self._fill(number, path, layout)
                 file = self._io.backend.open(path, writable=True)
             else:
                 file = self._make(number, path, layout)
