@@ -52,7 +52,8 @@ main()
 
 def run(*arguments: object, code: int = 0) -> Any:
     # More than this process has taken by now, for other tests: they are not of the budget, or give one.
-    memory = ["--memory", "8GiB"] if arguments[:1] in (("pack",), ("unpack",)) and "--memory" not in arguments else []
+    takes_memory = arguments[0] in ("pack", "unpack", "verify") and "--memory" not in arguments
+    memory = ["--memory", "8GiB"] if takes_memory else []
     result = CliRunner().invoke(app, [str(one) for one in arguments] + memory, env={"COLUMNS": "200"})
     assert result.exit_code == code, result.output
     return result

@@ -158,7 +158,7 @@ class TestMembers:
 def test_a_scheduler_that_waits_for_a_metric_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau.step: missing .* 'metrics', .* step it yourself"):
+    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau.step: missing .* 'metrics', .* step it in a callback"):
         check_scheduler(plateau)
     check_scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
     with pytest.raises(ConfigError, match="lr_scheduler must make an object with step and state_dict, not a NoneType"):
