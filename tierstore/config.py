@@ -164,15 +164,8 @@ def _rates(value: Any) -> Any:
 
 
 def at_home(path: Path) -> Path:
-    """The path as a shell would take it: a leading `~` is a home directory, which a shell leaves alone behind `=`.
-
-    Raises:
-        ConfigError: there is no such user.
-    """
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    """The path as a shell would take it: a leading `~/` is the home directory. Behind a `=` a shell leaves it alone."""
+    return path.expanduser() if path.parts[:1] == ("~",) else path
 
 
 def _directory(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tierstore.config import Tier
-from tierstore.errors import StorageFull
+from tierstore.errors import TierstoreError
 from tierstore.plan.placement import Kind, UsageRow
 
 
@@ -53,7 +53,7 @@ class FakeEngine:
         before_commit: Callable[[int], None] = lambda _: None,
         buffered: Sequence[str] = (),
         not_on_gpu: str | None = None,
-        refuses_snapshots: bool = False,
+        refuses_snapshots: TierstoreError | None = None,
         **arguments: Any,
     ) -> None:
         self.arguments = arguments
@@ -123,8 +123,8 @@ class FakeEngine:
 
     def snapshot(self, name: str) -> None:
         self.calls.append(f"snapshot {name}")
-        if self._refuses_snapshots:
-            raise StorageFull("no room")
+        if self._refuses_snapshots is not None:
+            raise self._refuses_snapshots
 
     def apply_pending(self) -> None:
         self.calls.append("apply pending")

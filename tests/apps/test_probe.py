@@ -28,8 +28,8 @@ from tierstore.apps.probe import Outcome, ProbeOptions, _memory_bytes, _sizes, p
 from tierstore.apps.probe_report import _directories, sentences
 from tierstore.cli import app
 from tierstore.device.streams import ComputeDevice
+from tierstore.io.table_file import read_table
 from tierstore.measure import compute, layers, links, survey
-from tierstore.measure.table_file import read_table
 from tierstore.plan.bandwidth import BandwidthTable, DirectoryRates, NamedRate, Rate
 from tierstore.plan.cost_model import CostModel
 from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer

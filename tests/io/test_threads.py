@@ -64,3 +64,25 @@ def test_a_runtime_that_was_interrupted_as_it_started_closes_at_once(
             runtime.start()
     runtime.close(10)
     assert runtime.has_ended
+    thread = runtime._thread
+    assert thread is not None
+    if not is_started:  # the interrupt was faster than the thread
+        thread.start()
+    assert thread.ends_within(10)
+
+
+def test_a_runtime_whose_loop_is_closed_by_half_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that an interrupt has closed by half cannot be closed any more; who uses it may let go."""
+    runtime = Runtime("half").start()
+    loop = runtime.loop
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runtime.close()
+        assert runtime.has_ended
+    runtime.close()
+    assert loop.is_closed()

@@ -15,10 +15,10 @@ import pytest
 from tierstore.cores import update_threads
 from tierstore.device.transfers import CpuDevice
 from tierstore.errors import ConfigError
+from tierstore.io.table_file import read_table, with_rates
 from tierstore.measure import compute, links, machine
 from tierstore.measure.loads import Load
 from tierstore.measure.machine import measure_machine
-from tierstore.measure.table_file import read_table, with_rates
 from tierstore.pack.codec_rates import COMPRESSING
 from tierstore.plan.bandwidth import REPORT, Activity, BandwidthTable
 

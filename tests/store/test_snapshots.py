@@ -293,10 +293,17 @@ def test_one_of_a_store_that_had_its_directories_in_another_order_stays(tmp_path
         expected = State.of(run)
         kept = run.engine.snapshot("second")
     remove(directories)
-    with opened(WAY, tmp_path, nvme=directories[::-1], resume="never") as run:
+    with opened(WAY, tmp_path, nvme=directories[::-1], resume="never", backend=(backend := FaultyBackend(None))) as run:
         run.until(1)
+        run.engine.flush()
+        before = backend.counted
         with pytest.raises(ConfigError, match="of a store, but it is given as its first directory"):
             run.engine.snapshot("second")
+        for at in range(backend.counted - before):
+            backend.fault, backend.at, backend.counted = EIO, at, 0
+            with pytest.raises((ConfigError, StorageError)):
+                run.engine.snapshot("second")
+        backend.fault = None
     expected.check_equal(state_in(WAY, kept, tmp_path))
 
 

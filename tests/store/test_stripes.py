@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resuming import DISK, State, Way, expected_states, opened
 
-from tierstore.config import TierConfig
+from tierstore.config import Codec, TierConfig
+from tierstore.io.backend import Backend
+from tierstore.io.workers import WorkerPool
+from tierstore.pack.layout import ChunkSpec
 from tierstore.plan.bandwidth import BandwidthTable, DirectoryRates, Rate
 from tierstore.store import tensors
+from tierstore.store.shelf import put_pack
+from tierstore.store.slots import ChunkIO, ChunkRecord
 from tierstore.store.stripes import MOST_SHARES, dealt, shares_of
 from tierstore.store.tensors import TensorStore
 from tierstore.store.verification import committed_chunks
@@ -115,11 +122,26 @@ def test_a_store_keeps_its_shares(tmp_path: Path) -> None:
         expected[2].check_equal(State.of(run))
 
 
-@pytest.mark.parametrize(("rates", "expected"), [((1.0, 1.0), [4, 4]), ((3.0, 1.0), [6, 2])])
-def test_small_tensors_take_turns(rates: tuple[float, float], expected: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rates", "expected"), [((1.0, 1.0), [5, 3]), ((3.0, 1.0), [6, 2])])
+def test_small_tensors_are_spread(rates: tuple[float, float], expected: list[int], tmp_path: Path) -> None:
     nvme = [tmp_path / f"store{i}" for i in range(2)]
     table = replace(RATES, directories=tuple(of(str(path), rate) for path, rate in zip(nvme, rates)))
-    asyncio.run(check_tensors_stay(tmp_path, TierConfig(nvme=nvme, cpu_memory="16MiB", bandwidth=table), expected))
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(table.to_json()))
+    asyncio.run(check_tensors_stay(tmp_path, TierConfig(nvme=nvme, cpu_memory="16MiB", bandwidth=file), expected))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+def test_so_are_those_of_a_kind_where_kinds_alternate(every: int, tmp_path: Path) -> None:
+    io = ChunkIO(Backend(), WorkerPool("unused", 1), None, time.monotonic)
+    layout = {"directories": 2, "shares": [3, 1]}
+    specs = [ChunkSpec("t/0", (("x", "F32", 9),))]
+    packs = [
+        put_pack(f"put-{number}", specs, [tmp_path / "a", tmp_path / "b"], io, Codec.NONE, layout)
+        for number in range(0, 100 * every, every)
+    ]
+    first = sum(pack.location(0, ChunkRecord(0, 36, 0))[0].parent.name == "a" for pack in packs)
+    assert 70 <= first <= 80
 
 
 def test_tensors_of_an_older_release_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

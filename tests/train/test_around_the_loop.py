@@ -382,6 +382,25 @@ def test_hooks_of_the_optimizer_come_before_and_after_each_step(tmp_path: Path) 
     assert seen == [text for n in range(3) for text in (f"before {n}", f"in {n + 1}", f"after {n + 1}")]
 
 
+def test_a_wrapper_of_the_optimizers_step_need_not_return_anything(tmp_path: Path) -> None:
+    """As a timer's; but it has to call it."""
+    first, second = tokens(2)
+    with opened(tmp_path, "step") as engine:
+        step = engine.optimizer.step
+
+        def timed() -> None:
+            step()
+
+        engine.optimizer.step = timed  # type: ignore[method-assign]
+        engine.backward(next_token_loss(engine, first))
+        assert engine.step().step == 1
+        engine.optimizer.step = lambda: None  # type: ignore[method-assign]
+        engine.backward(next_token_loss(engine, second))
+        with pytest.raises(ConfigError, match=r"optimizer\.step was replaced by something that does not call it"):
+            engine.step()
+        engine.zero_grad()
+
+
 @each_schedule
 def test_the_model_itself_may_be_called_to_evaluate(update: str, clip: float | None, tmp_path: Path) -> None:
     """As `model.generate` does."""

@@ -180,6 +180,7 @@ def test_two_threads_in_one_engine_are_told_and_harm_nothing(where: str, tmp_pat
             "gathered": lambda: engine.gathered("blocks.0").__enter__(), "apply_pending": engine.apply_pending,
             "gradient": lambda: engine.gradient("blocks.0.0.weight"), "export": lambda: engine.export(tmp_path / "out"),
             "register": lambda: engine.register("model", engine.model), "flush": engine.flush,
+            "optimizer.step": engine.optimizer.step,
         }  # fmt: skip
 
     def steps(engine: Engine) -> None:

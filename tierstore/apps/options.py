@@ -203,15 +203,19 @@ def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             if name in ("gpu_memory", "cpu_memory", "chunk") and value is not None:
                 value = parse_size(value)
             taken = TypeAdapter(hints[name]).validate_python(value)
-            found[name] = tuple(map(at_home, taken)) if isinstance(taken, tuple) else taken  # of directories
-            if isinstance(taken, Path):
-                found[name] = at_home(taken)
+            found[name] = _at_home(taken)
         except ConfigError as error:
             raise ConfigError(f"{source}: {given!r} = {value!r}: {error}") from None
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Input ").replace("a valid tuple", "a list")
             raise ConfigError(f"{source}: {given!r} = {value!r} {reason}") from None
     return found
+
+
+def _at_home(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_at_home, value))
+    return at_home(value) if isinstance(value, Path) else value
 
 
 def as_option(name: str) -> str:

@@ -17,7 +17,7 @@ from tierstore.apps.options import Precision, Preset, as_option
 from tierstore.apps.preset_sizes import PRESET_FIELDS
 from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
-from tierstore.measure.table_file import read_table
+from tierstore.io.table_file import read_table
 from tierstore.plan.advice import Change, changes
 from tierstore.plan.bandwidth import Activity, BandwidthTable, Sizes
 from tierstore.plan.layers import is_timed

@@ -248,10 +248,10 @@ class _Run:
         self._engine.flush()
         try:
             self._engine.snapshot(name)
-        except StorageError as error:
+        except (ConfigError, StorageError) as error:
             self._reporter.say(f"note: {name} is not kept as a snapshot, training goes on: {error}")
         else:
-            self._reporter.say(f"snapshot: {directories[0]}")
+            self._reporter.say(f"taking a snapshot: {directories[0]}")
 
     def _summarize(self) -> None:
         """The table of a run that reached its end."""

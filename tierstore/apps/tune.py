@@ -22,7 +22,7 @@ from tierstore.apps.output_files import check_directory, check_outputs
 from tierstore.config import TierConfig, UpdateSchedule
 from tierstore.cores import update_threads
 from tierstore.errors import ConfigError, FormatError
-from tierstore.measure.table_file import read_table
+from tierstore.io.table_file import read_table
 from tierstore.plan.bandwidth import PAIRS, RATE_NAMES, BandwidthTable
 from tierstore.plan.one_memory import divided
 from tierstore.plan.placement import Placement

@@ -47,20 +47,13 @@ def directory(text: str) -> Path:
         raise typer.BadParameter("an empty path is not a directory")
     if text == "-":
         raise typer.BadParameter("nothing is read from or written to a pipe here; give a path")
-    return _at_home(text)
+    return at_home(Path(text))
 
 
 def file(text: str) -> Path:
     if not text:
         raise typer.BadParameter("an empty path is not a file")
-    return _at_home(text)
-
-
-def _at_home(text: str) -> Path:
-    try:
-        return at_home(Path(text))
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
+    return at_home(Path(text))
 
 
 def size_option(help: str, metavar: str = "SIZE", parser: Callable[[Any], int] = size) -> Any:

@@ -64,7 +64,7 @@ def step(
         from tierstore.apps.buckets import parse_layers
         from tierstore.apps.console import Console
         from tierstore.apps.pipeline import PipelineOptions, as_table, as_text, run, save, verdict
-        from tierstore.measure.table_file import read_table
+        from tierstore.io.table_file import read_table
 
         disks, between_ranks = tuple(map(float, disk or [10**9])), 1e10 if gather is None else float(gather)
         if bandwidth is not None:

@@ -175,7 +175,7 @@ class Backend:
         self._allocate(self._open(path, os.O_RDWR, 0), size_bytes, path, holes)
 
     def lacks_room(self, path: Path, nbytes: int) -> bool:
-        """Whether a file takes less than that, for it has holes, and not because its bytes are compressed."""
+        """Whether a file takes less than that, because it has holes, and not because it is compressed."""
         descriptor = self._open(path, os.O_RDONLY, 0)
         try:
             with self.calling("inspection", path):

@@ -67,7 +67,7 @@ class Runtime(ForkAware):
         self.timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: WaitedThread | None = None
-        self._is_open = False
+        self._is_open = self._is_over = False
         self._closes = threading.Lock()  # the end of the interpreter may come upon another thread that closes it
         self._lost: ClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -92,8 +92,8 @@ class Runtime(ForkAware):
         self._loop.set_default_executor(self._file_threads)
         self._loop.set_exception_handler(self._on_stray_error)
         self._thread = WaitedThread(self._run, f"{self.name}-loop")
-        self._is_open = True  # before it runs: an interrupt may come here
         self._thread.start()
+        self._is_open = True
         atexit.register(self._close_at_exit)
         return self
 
@@ -105,7 +105,7 @@ class Runtime(ForkAware):
     @property
     def has_ended(self) -> bool:
         """Whether nothing of it runs, or will."""
-        return self._loop is None or self._loop.is_closed()
+        return self._loop is None or self._is_over
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -236,6 +236,7 @@ class Runtime(ForkAware):
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if not self._thread.ends_within(limit_s):
             raise self._timeout(f"runtime {self.name!r} did not close within {limit_s} s")
+        self._is_over = True
         with self._closes:
             self._loop.close()
         atexit.unregister(self._close_at_exit)
@@ -350,7 +351,7 @@ class Runtime(ForkAware):
             self.keep_failure(call.error)  # it failed after its waiter had given up
 
     def _begin_closing(self) -> None:
-        if self._closing is not None and not self._closing.done():
+        if self._closing is not None and not self._closing.cancelled():  # closed twice, as after an interrupt
             return
         self._closing = asyncio.get_running_loop().create_task(self._end_tasks(), name="close")
 

@@ -1,7 +1,7 @@
 """Measured rates as plain data.
 
 Scope: the table of rates, its JSON form, and a rate as observed transfers tell it.
-Not here: the measuring (`measure/`), files (`measure/table_file.py`).
+Not here: the measuring (`measure/`), files (`io/table_file.py`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tierstore.pack.layout import listed
 from tierstore.store.commit import Manifests
 from tierstore.store.directories import end_store_making, holds_snapshots, identity_of, mark_unfinished
 from tierstore.store.lock import StoreLock
-from tierstore.store.names import MANIFEST, SNAPSHOTS, holds_data, is_a_lock, is_of_a_store, marks_a_store
+from tierstore.store.names import MANIFEST, SNAPSHOTS, UNFINISHED, holds_data, is_a_lock, is_of_a_store, marks_a_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def remove(
     A kill in between leaves no generation, and a directory that can be removed by another call.
 
     Args:
-        only_unfinished: one that holds no generation.
+        only_unfinished: one that is marked so, and holds no generation.
 
     Returns:
         What was there.
@@ -172,8 +172,9 @@ def remove(
     lock = StoreLock(directories)
     try:
         found = look(directories, backend)
-        if only_unfinished and any(MANIFEST.fullmatch(name) for one in found for name in one.files):
-            raise ConfigError(f"{directories[0]} holds a generation; nothing was removed")
+        names = {name for one in found for name in one.files}
+        if only_unfinished and (UNFINISHED not in names or any(map(MANIFEST.fullmatch, names))):
+            raise ConfigError(f"{directories[0]} holds a store; nothing was removed")
         mark_unfinished(directories, backend)  # so that what a kill leaves is known as nobody's
         for is_first in (True, False):
             for directory in found:

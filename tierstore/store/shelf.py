@@ -39,6 +39,8 @@ from tierstore.store.stripes import recorded_shares
 KIND = "tensors"
 PACK = re.compile(r"put-(0|[1-9]\d{0,17})")
 """The kind of a pack; no number has two spellings."""
+_GOLDEN = 2654435769
+"""Of 2**32."""
 _PACK_FILE = re.compile(r"put-(\d+)\.[ab]\.safetensors")
 
 
@@ -191,15 +193,15 @@ class Shelf:
             "kind": KIND, "codec": codec.value, "chunk_bytes": chunk_bytes, "directories": len(directories.paths),
             "groups": [],
         }  # fmt: skip
+        shares = shares if opened is None else opened.layout.get("shares", ())
+        if len(shares) > 1:
+            self._layout["shares"] = list(shares)
         self._later = later
         self._next_generation = self.generation + 1
         self._next_pack = 0
         self._live: dict[str, ExtentPack] = {}
         self._records: dict[int, frozenset[str]] = {}
         """Packs by generation: of the last two, and of one whose publishing failed: its manifest may be there."""
-        shares = opened.layout.get("shares", ()) if opened is not None else shares
-        if len(shares) > 1:
-            self._layout["shares"] = list(shares)
         if opened is not None:
             self._records[opened.number] = frozenset(opened.records)
         self._old: list[Path] = []
@@ -415,12 +417,14 @@ def put_pack(
     codec: Codec,
     layout: Mapping[str, Any],
 ) -> SlotPack:
-    """The files of an extent in a store of this layout; their first chunks take turns on the directories.
+    """The files of an extent in a store of this layout; their first chunks are spread over the directories.
 
-    (Those of a store without shares, which an older release made, all begin on the first.)
+    (Those of a store without shares, which an older release made, all begin on the first.) Multiples of the golden
+    ratio spread those of every second or third pack alike, too: large and small ones may alternate.
     """
-    after = _number(kind) if "shares" in layout else 0
-    return SlotPack(kind, specs, directories, io, codec, slots=1, shares=recorded_shares(layout), after=after)
+    shares = recorded_shares(layout)
+    after = (_number(kind) * _GOLDEN % 2**32) * sum(shares) >> 32 if "shares" in layout else 0
+    return SlotPack(kind, specs, directories, io, codec, slots=1, shares=shares, after=after)
 
 
 def _number(kind: str) -> int:

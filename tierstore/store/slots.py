@@ -137,7 +137,7 @@ class SlotPack:
 
     Args:
         shares: what each directory gets of them; alike if none are given.
-        after: so many chunks of others: which directory gets the first one.
+        after: so many chunks that were dealt before these: which directory gets the first one.
         rests: which chunks are of what is frozen: they have room in the first slot only, as long as nobody writes them.
 
     Attributes:

@@ -25,12 +25,14 @@ from tierstore.io.files import read_bytes, replace_file
 from tierstore.store.commit import Manifests
 from tierstore.store.directories import begin_store, claim_directory, end_store_making
 from tierstore.store.lock import StoreLock
-from tierstore.store.names import SNAPSHOTS, UNFINISHED
+from tierstore.store.names import SNAPSHOTS
 from tierstore.store.removal import remove
 from tierstore.store.slots import KeptFile, SlotPack
 
 _SYNCED_AT_ONCE = 2**28
 """Bytes: a sync of more might take so long that nobody hears whether the copy moves."""
+_COPIED_AT_ONCE = 2**25
+"""Bytes of what is no chunk, for the same reason."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -126,18 +128,13 @@ class Snapshot:
         said = of.manifest_here(self.number)  # a rank knows the records of its own chunks
         records, captured_bytes = said["records"], said["captured_bytes"]
         self._files = [file for pack in self._packs for file in pack.kept_files(records.get(pack.kind, ()))]
-        self._files.append(KeptFile(of.captured_path(self.number), captured_bytes, ((0, captured_bytes),)))
+        pieces = [(at, min(_COPIED_AT_ONCE, captured_bytes - at)) for at in range(0, captured_bytes, _COPIED_AT_ONCE)]
+        self._files.append(KeptFile(of.captured_path(self.number), captured_bytes, tuple(pieces)))
         for directory in self.directories:
             self._backend.make_directories(directory.parent, 0o700)
             claim_directory(directory, self._backend)
         self._lock.add(self.directories)
-        try:
-            begin_store(self.directories, self._backend)
-        except ConfigError:  # it is another store's
-            raise
-        except BaseException:
-            self._is_ours = True
-            raise
+        begin_store(self.directories, self._backend)
         self._is_ours = True
         for file in self._files:
             if not self._backend.clone(file.path, self._copy_of(file)):
@@ -154,10 +151,9 @@ class Snapshot:
         stores = [directory.parent for directory in self.directories]
         names = {name for store in stores if store.is_dir() for name in self._backend.names(store)}
         for name in sorted(names):
-            left = [store / name for store in stores if (store / name).is_dir()]
-            if any((directory / UNFINISHED).exists() for directory in left):
-                with contextlib.suppress(TierstoreError):  # somebody else uses it, or has it
-                    remove(left, self._backend, only_unfinished=True)
+            with contextlib.suppress(TierstoreError, OSError):  # somebody else uses it, or has it
+                left = [store / name for store in stores if (store / name).is_dir()]
+                remove(left, self._backend, only_unfinished=True)
 
     def start_copying(self) -> None:
         """In a thread; `copied` waits for it. The loop calls this."""
@@ -229,10 +225,9 @@ class Snapshot:
             return
         self._is_given_up = True
         self._lock.release()
-        if self._is_ours:  # else there is another one of this name, perhaps
-            self._is_ours = False
-            with contextlib.suppress(TierstoreError):
-                remove(self.directories, self._backend)
+        with contextlib.suppress(TierstoreError):  # what is there may be another one of this name
+            remove(self.directories, self._backend, only_unfinished=not self._is_ours)
+        self._is_ours = False
         for directory in self.directories:
             with contextlib.suppress(OSError):  # others are in there
                 directory.rmdir()

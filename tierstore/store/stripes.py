@@ -50,7 +50,7 @@ def dealt(count: int, shares: Sequence[int], after: int = 0) -> list[int]:
     They are needed at the same time, so each disk reads its part of a group.
 
     Args:
-        after: so many others.
+        after: so many that were dealt before these.
     """
     disks, credits, before = [], [0] * len(shares), after % sum(shares)  # after that many it is as in the beginning
     for _ in range(before + count):

@@ -28,6 +28,7 @@ from tierstore.errors import BudgetError, ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.file_threads import FileThreads
 from tierstore.io.memory import Arena, Pool
+from tierstore.io.table_file import with_rates
 from tierstore.io.tasks import to_the_end, together
 from tierstore.io.watch import Watch
 from tierstore.io.workers import Priority, WorkerPool
@@ -338,7 +339,7 @@ class TensorStore:
         io = ChunkIO(self._backend, self._workers, scratch, self._clock, self._tracer)
         route = Route(self._workers, staging)
         owner, later = self._owner, partial(self._owner.later, self._workers)
-        shares = shares_of(self._tiers)
+        shares = shares_of(with_rates(self._tiers))
         self._shelf = Shelf(
             self._directories, io, self._tiers.codec, route, plan.chunk_bytes, shares, generation, later
         )

@@ -45,7 +45,6 @@ from tierstore.train.options import Options
 from tierstore.train.parameter_groups import given_groups
 from tierstore.train.partition import Partition
 from tierstore.train.reduction import Reductions
-from tierstore.train.report import StepReport
 from tierstore.train.rounds import RoundDriver
 from tierstore.train.sizing import cut_groups
 
@@ -135,7 +134,7 @@ def assemble(
     partition: Partition,
     parameter_groups: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]] | None,
     source: Any,
-    step: Callable[[], StepReport],
+    step: Callable[[], object],
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
     registered: Mapping[str, capture.Stateful],
     tracer: Tracer,

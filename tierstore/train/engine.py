@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tierstore.config import AdamWConfig, Durability, MicroBatchSchedule, Resume, TierConfig, UpdateSchedule, at_home
 from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend
+from tierstore.io.table_file import with_rates
 from tierstore.kernels.elements import to_float
-from tierstore.measure.table_file import with_rates
 from tierstore.plan.placement import Placement
 from tierstore.plan.step_record import StepRecord
 from tierstore.trace import Tracer
@@ -210,12 +210,14 @@ class Engine:
                 somebody has set the `.grad` of a parameter since.
             TierstoreError: also failures of work that earlier steps left running; the last generation is untouched.
         """
-        return self.optimizer.step()
+        self._steps.report = None
+        self.optimizer.step()  # a wrapper of it may return nothing
+        return self._steps.reported()
 
-    def _step(self) -> StepReport:
+    def _step(self) -> None:
         with self._order.alone("step()"):
             self._generations.tell_what_is_left()
-            return self._steps.step()
+            self._steps.step()
 
     @in_turn
     def apply_pending(self) -> None:

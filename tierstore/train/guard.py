@@ -48,7 +48,7 @@ class Gate:
         """
         if self._access is None:
             raise ClosedError(
-                "the engine of this model is closed: its weights are in its store, if it had one, and what it exported"
+                "the engine of this model is closed: its weights are in its store, if it had one, and in its exports"
             )
         return self._access
 

@@ -26,7 +26,6 @@ from tierstore.store.rounds import ParameterUpdate
 from tierstore.train.capture import with_tensors
 from tierstore.train.groups import ModelGroups
 from tierstore.train.parameter_groups import checked_options, coefficients_of, refuse_unsupported, validate_options
-from tierstore.train.report import StepReport
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -40,7 +39,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self,
         parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
         config: AdamWConfig,
-        step: Callable[[], StepReport],
+        step: Callable[[], object],
     ) -> None:
         self._engine_step = step
         self.on_zero_grad: Callable[[], None] = lambda: None
@@ -49,11 +48,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._is_made = True
         _look_at_others()
 
-    def step(self, closure: Any = None) -> StepReport:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """The engine's step; see `Engine.step`. Hooks of steps come before and after all of it."""
         if closure is not None:
             raise ConfigError("a closure is not supported: call engine.backward, then step")
-        return self._engine_step()
+        self._engine_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made.

@@ -34,6 +34,7 @@ class Steps:
 
     Attributes:
         callbacks: called inside every step, before its commit is published.
+        report: of the last step.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Steps:
         self._meters = meters
         self._loss_scale = loss_scale
         self.callbacks: list[Callable[[StepReport], None]] = []
+        self.report: StepReport | None = None
         self._losses: list[torch.Tensor] = []  # of the micro-batches of this train_step
         self._zeroed = 0  # how often the gradients of this step were forgotten
         self._applied_with: dict[str, object] = {}  # options of the optimizer, in the last backward
@@ -207,7 +209,7 @@ class Steps:
 
     # --- step ---------------------------------------------------------------------------------------------------
 
-    def step(self) -> StepReport:
+    def step(self) -> None:
         """Apply the gradients, and commit the step in the background."""
         parts = self._parts
         self._order.refuse_broken()
@@ -226,7 +228,17 @@ class Steps:
         if not parts.options.overlap:
             self._generations.flush()
         parts.access.prefetch_start()
-        return report
+        self.report = report
+
+    def reported(self) -> StepReport:
+        """The report of the step that was just made.
+
+        Raises:
+            ConfigError: none was.
+        """
+        if self.report is None:
+            raise ConfigError("optimizer.step was replaced by something that does not call it")
+        return self.report
 
     def _finish(self, options: dict[str, object], late: list[str]) -> StepReport:
         """What is done together or not at all: the updates of a step, the scheduler, the count."""
