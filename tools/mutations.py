@@ -330,7 +330,7 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_snapshots.py::test_a_name_is_taken_once", "only_unfinished=False",
     ),
     Mutation(
-        "only an unfinished snapshot goes", "store/removal.py remove", "if only_unfinished and",
+        "only an unfinished snapshot goes", "store/removal.py _refuse_finished", "if only_unfinished and",
         "store/test_snapshots.py::test_what_a_kill_has_left_goes_with_the_next_one", "if False and",
     ),
     Mutation(

@@ -425,6 +425,7 @@ def test_what_a_kill_has_left_goes_with_the_next_one(tmp_path: Path) -> None:
             for name in ("unfinished", "lock", "weights.a.safetensors", "state.b.safetensors"):
                 (folder / name).write_bytes(b"half")
         (whole / "manifest-000000000001.json").touch()
+        (whole.parent / "notes.txt").touch()
         run.until(1)
         expected = State.of(run)
         lock = StoreLock([in_use])

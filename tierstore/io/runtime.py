@@ -351,7 +351,9 @@ class Runtime(ForkAware):
             self.keep_failure(call.error)  # it failed after its waiter had given up
 
     def _begin_closing(self) -> None:
-        if self._closing is not None and not self._closing.cancelled():  # closed twice, as after an interrupt
+        closing = self._closing
+        has_failed = closing is not None and closing.done() and (closing.cancelled() or closing.exception() is not None)
+        if closing is not None and not has_failed:  # closed twice, as after an interrupt
             return
         self._closing = asyncio.get_running_loop().create_task(self._end_tasks(), name="close")
 

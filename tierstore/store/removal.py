@@ -168,13 +168,11 @@ def remove(
         StorageError: the system refused; what is left can be removed later.
     """
     backend = backend or Backend()
-    look(directories, backend)
+    _refuse_finished(look(directories, backend), only_unfinished)
     lock = StoreLock(directories)
     try:
         found = look(directories, backend)
-        names = {name for one in found for name in one.files}
-        if only_unfinished and (UNFINISHED not in names or any(map(MANIFEST.fullmatch, names))):
-            raise ConfigError(f"{directories[0]} holds a store; nothing was removed")
+        _refuse_finished(found, only_unfinished)
         mark_unfinished(directories, backend)  # so that what a kill leaves is known as nobody's
         for is_first in (True, False):
             for directory in found:
@@ -195,6 +193,12 @@ def remove(
                 with contextlib.suppress(OSError):  # there are others
                     directory.path.parent.rmdir()
     return found
+
+
+def _refuse_finished(found: Sequence[StoreDirectory], only_unfinished: bool) -> None:
+    names = {name for one in found for name in one.files}
+    if only_unfinished and (UNFINISHED not in names or any(map(MANIFEST.fullmatch, names))):
+        raise ConfigError(f"{found[0].path} holds a store; nothing was removed")
 
 
 def _holds_nothing(path: Path) -> bool:

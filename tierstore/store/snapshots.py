@@ -152,8 +152,8 @@ class Snapshot:
         names = {name for store in stores if store.is_dir() for name in self._backend.names(store)}
         for name in sorted(names):
             with contextlib.suppress(TierstoreError, OSError):  # somebody else uses it, or has it
-                left = [store / name for store in stores if (store / name).is_dir()]
-                remove(left, self._backend, only_unfinished=True)
+                if left := [store / name for store in stores if (store / name).is_dir()]:
+                    remove(left, self._backend, only_unfinished=True)
 
     def start_copying(self) -> None:
         """In a thread; `copied` waits for it. The loop calls this."""
