@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ from torch import nn
 from tierstore.config import AdamWConfig, UpdateSchedule
 from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
-from tierstore.errors import StorageError
+from tierstore.errors import ClosedError, StorageError
+from tierstore.io.runtime import Runtime
 from tierstore.io.tasks import together
 from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.pieces import Piece
 from tierstore.train.engine import Engine
+from tierstore.train.handover import Handover, _Handed
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
@@ -178,3 +182,33 @@ def test_an_interrupt_with_gradients_waiting_for_company_loses_that_step_alone(
     rest = train(Chain(), batches(5)[2:], disk(tmp_path / "b", **tiers), loss_of, resume="must", **options)
     assert rest.losses == usual.losses[2:]
     assert all(torch.equal(weight, usual.weights[name]) for name, weight in rest.weights.items())
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_work_that_never_begins_is_closed(is_closed: bool) -> None:
+    """A step is broken off, or the loop ends, between a hand-over and its first turn."""
+    accepted: list[Any] = []
+
+    class Store:
+        def accept(self, arrivals: Any) -> Any:
+            accepted.append(together(()))
+            return accepted[0]
+
+    with Runtime() as runtime:
+        handover = Handover(runtime, [8], 64, {})
+        handover.store = Store()  # type: ignore[assignment]
+        group: Any = SimpleNamespace(index=0, spec=SimpleNamespace(name="a"))
+        handover._handed.append(_Handed(group, Arrival(0, [], Reached(), is_final=True), None))
+
+        async def begin() -> None:
+            if is_closed:
+                runtime._is_open = False
+                with pytest.raises(ClosedError):
+                    handover._start_accept()
+                runtime._is_open = True
+            else:
+                handover._start_accept()
+                handover._running[0].cancel()
+
+        runtime.call(begin)
+    assert inspect.getcoroutinestate(accepted[0]) == inspect.CORO_CLOSED

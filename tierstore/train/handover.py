@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from tierstore.device.streams import Mark
+from tierstore.errors import ClosedError
 from tierstore.io.runtime import Runtime
 from tierstore.plan.gpu_room import COMPANY_BYTES
 from tierstore.store.gradients import Arrival, Gradients
@@ -98,7 +99,12 @@ class Handover:
         before = {task for one in handed if (task := self._running.get(one.group.index)) is not None}
         others = f" and {len(handed) - 1} more" if len(handed) > 1 else ""
         name = f"gradient of {handed[0].group.spec.name}{others}"
-        task = self._runtime.spawn(self._accept(accepted, nbytes, before), name)
+        try:
+            task = self._runtime.spawn(self._accept(accepted, nbytes, before), name)
+        except ClosedError:
+            accepted.close()
+            raise
+        task.add_done_callback(lambda _: accepted.close())  # if it was cancelled before it began
         self._running |= {one.group.index: task for one in handed}
         for one in handed:
             if one.then is not None:
