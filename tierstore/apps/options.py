@@ -202,8 +202,7 @@ def options_of_object(values: Mapping[str, Any], source: str) -> dict[str, Any]:
                 raise ConfigError("empty text is no value; leave the option out")
             if name in ("gpu_memory", "cpu_memory", "chunk") and value is not None:
                 value = parse_size(value)
-            taken = TypeAdapter(hints[name]).validate_python(value)
-            found[name] = _at_home(taken)
+            found[name] = _at_home(TypeAdapter(hints[name]).validate_python(value))
         except ConfigError as error:
             raise ConfigError(f"{source}: {given!r} = {value!r}: {error}") from None
         except ValidationError as error:

@@ -309,7 +309,10 @@ class TensorStore:
             await self._workers.submit(Priority.DEMAND, directories.claim)
         generation = await directories.find(self._resume)
         self._plan = self._plan_buffers(generation)
-        self._build(generation)
+        shares: tuple[int, ...] = ()  # those of a generation are in it
+        if generation is None:
+            shares = await self._workers.submit(Priority.DEMAND, lambda: shares_of(with_rates(self._tiers)))
+        self._build(generation, shares)
         rows = [] if generation is None else recorded_entries(generation)
         self._check_budgets(rows)
         if directories.paths:
@@ -331,7 +334,7 @@ class TensorStore:
             chunk_bytes = stored
         return plan_buffers(tiers.cpu_memory, chunk_bytes, tiers.io_threads * max(1, len(tiers.nvme)), tiers.codec)
 
-    def _build(self, generation: Generation | None) -> None:
+    def _build(self, generation: Generation | None, shares: tuple[int, ...]) -> None:
         plan, device = self._plan, self._device
         self._arena = arena = Arena(plan.cpu_bytes, device.pin, device.unpin)
         staging = {False: arena.pool("demand", plan.demand_bytes), True: arena.pool("prefetch", plan.prefetch_bytes)}
@@ -339,7 +342,6 @@ class TensorStore:
         io = ChunkIO(self._backend, self._workers, scratch, self._clock, self._tracer)
         route = Route(self._workers, staging)
         owner, later = self._owner, partial(self._owner.later, self._workers)
-        shares = shares_of(with_rates(self._tiers))
         self._shelf = Shelf(
             self._directories, io, self._tiers.codec, route, plan.chunk_bytes, shares, generation, later
         )
