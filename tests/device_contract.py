@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from dataclasses import replace
 from typing import Any
@@ -151,7 +152,14 @@ class DeviceContract:
         flat, total = elements_of(expected[0], dtype, count), elements_of(expected[2], dtype, count)
         for start, stop, given in runs:
             adam.update(dtype, flat, expected[1], total, start, stop, given)
-        device.arithmetic.adam(dtype, weights, state, gradient, runs)
+        device.arithmetic.adam(dtype, weights, state, gradient, runs, count)
+        for span, wanted in zip(spans, expected):
+            assert np.array_equal(read(device, span), wanted)
+        edges, state_bytes = [0, BLOCK, 2 * BLOCK, count], state_bytes_per_element(dtype)
+        for first, last in itertools.pairwise(edges):
+            there = expected[1][first * state_bytes : last * state_bytes]
+            adam.update(dtype, flat[first:last], there, total[first:last], 0, last - first, c)
+        device.arithmetic.adam(dtype, weights, state, gradient, [(0, 77, c), (77, count, c)], BLOCK)
         for span, wanted in zip(spans, expected):
             assert np.array_equal(read(device, span), wanted)
 
@@ -161,8 +169,9 @@ class DeviceContract:
         there[1:] = [torch.stack((part, part + 1), 1)[:, 0] for part in there[1:]]
         arithmetic.collect(dtype, [(0, there[0], True), (77, there[1], True)], gradient, is_new=True,
                            after=device.record())  # fmt: skip
-        arithmetic.collect(dtype, [(0, there[2], False)], gradient, is_new=False, after=device.record())
         count = gradient.nbytes // ELEMENT[dtype].itemsize
+        on_the_way = np.zeros(-(-count // BLOCK))
+        arithmetic.collect(dtype, [(0, there[2], False)], gradient, is_new=False, after=device.record(), out=on_the_way)
         wanted = torch.zeros(count, dtype=TORCH_DTYPES[dtype])
         wanted[: len(parts[2])] = torch.cat(parts[:2]).add_(parts[2])
         found, sums = read(device, gradient), np.zeros((2, -(-count // BLOCK)))
@@ -170,6 +179,7 @@ class DeviceContract:
         arithmetic.square_sums(dtype, gradient, sums[0])
         norms.square_sums(dtype, elements_of(found, dtype, count), sums[1])
         assert np.array_equal(*sums)
+        assert np.array_equal(on_the_way, sums[0])
 
     def span(self, device: ComputeDevice, nbytes: int) -> Span:
         """In the middle of a storage: small numbers, whatever they are taken for."""

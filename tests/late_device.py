@@ -188,11 +188,14 @@ class LateDevice(CpuDevice):
         with self.moves("a copy from the device", [range_of(one) for one in sources]):
             super().copy_out(sources, destinations, after)
 
-    def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
+    def copy_out_ranges(
+        self, storage: torch.UntypedStorage, offset_bytes: int, destinations: Sequence[Bytes], after: Mark
+    ) -> None:
         after.synchronize()
-        where = Range(storage._cdata, offset_bytes, offset_bytes + destination.nbytes)
+        moved_bytes = sum(destination.nbytes for destination in destinations)
+        where = Range(storage._cdata, offset_bytes, offset_bytes + moved_bytes)
         with self.moves("a copy from the device", [where]):
-            super().copy_out_range(storage, offset_bytes, destination, after)
+            super().copy_out_ranges(storage, offset_bytes, destinations, after)
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
         with _InStream(self, link) as stream:
@@ -213,18 +216,22 @@ class LateArithmetic(HostArithmetic):
     def __init__(self, device: LateDevice) -> None:
         self._device = device
 
-    def collect(self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark) -> None:
+    def collect(
+        self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark, out: Any = None
+    ) -> None:
         after.synchronize()
         with self._device.moves("a collection", [range_of(one) for _, one, _ in parts], [_range(total)]):
-            super().collect(dtype, parts, total, is_new=is_new, after=after)
+            super().collect(dtype, parts, total, is_new=is_new, after=after, out=out)
 
     def square_sums(self, dtype: str, gradient: Span, out: Any) -> None:
         with self._device.moves("a norm", [_range(gradient)]):
             super().square_sums(dtype, gradient, out)
 
-    def adam(self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run]) -> None:
+    def adam(
+        self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run], chunk_elements: int
+    ) -> None:
         with self._device.moves("an update", [_range(gradient)], [_range(weights), _range(state)]):
-            super().adam(dtype, weights, state, gradient, runs)
+            super().adam(dtype, weights, state, gradient, runs, chunk_elements)
 
 
 def _range(span: Span) -> Range:

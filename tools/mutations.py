@@ -670,7 +670,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a gradient on the GPU goes before the next one comes", "store/gpu_updates.py GpuUpdates._update",
-        "round_.gradients.drop(*key)", ON_GPU,
+        "round_.gradients.drop(*trip.key)", ON_GPU,
     ),
     Mutation(
         "an update on the GPU waits for a load", "store/gpu_updates.py GpuUpdates.apply",

@@ -17,7 +17,7 @@ from device_contract import DeviceContract, random_bytes
 
 from tierstore.device import gpu_kernels, transfers
 from tierstore.device.spans import Span
-from tierstore.device.streams import ComputeDevice, open_device
+from tierstore.device.streams import ComputeDevice, Reached, open_device
 from tierstore.device.transfers import CudaDevice
 from tierstore.errors import BudgetError
 from tierstore.io.memory import Arena
@@ -207,9 +207,12 @@ def test_updates_and_what_they_take_have_a_stream_of_their_own(
     device.arithmetic.square_sums("fp32", total, sums)
     assert sums[0] == 64 * 2.0
     monkeypatch.setattr(gpu_kernels, "adam", lambda *_: cuda.log.append("adam"))
-    device.arithmetic.adam("fp32", total, total, total, [])
+    device.arithmetic.adam("fp32", total, total, total, [], 16)
+    device.arithmetic.collect("fp32", [(0, part, True)], total, is_new=True, after=Reached(), out=sums)
+    assert sums[0] == 64 * 1.0
     assert cuda.log[5:] == ["enter update", "record update", "wait for update",
-                            "enter update", "adam", "record update", "wait for update"]  # fmt: skip
+                            "enter update", "adam", "record update", "wait for update",
+                            "enter update", "record update", "wait for update"]  # fmt: skip
 
 
 def test_a_collective_has_a_stream_of_its_own_and_a_deadline(device: CudaDevice, cuda: RecordingCuda) -> None:

@@ -137,7 +137,7 @@ def check(dtype: str, parts: list[np.ndarray], runs: Runs, offset: int) -> None:
     for start, stop, c in runs:
         update(dtype, expected.weights, expected.state, expected.gradient, start, stop, c)
     there = [on_the_device(part, offset) for part in (found.weights, found.state, found.gradient)]
-    gpu_kernels.adam(dtype, *there, runs)
+    gpu_kernels.adam(dtype, *there, runs, len(parts[0]))
     found.weights, found.state = there[0].cpu().numpy().view(ELEMENT[dtype]), there[1].cpu().numpy()
     for name, bits in expected.values().items():
         np.testing.assert_array_equal(found.values()[name], bits, err_msg=name)
@@ -161,6 +161,33 @@ def test_runs_have_their_own_coefficients_and_gaps_stay(dtype: str, elements: in
         (5130, 6143, PLAIN),
     ]  # fmt: skip
     check(dtype, mixed(elements, np.random.default_rng(3)), runs, offset)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("last", "offset"), [(2048, 0), (1156, 0), (5, 4)])
+def test_chunks_that_follow_each_other_are_updated_as_alone(dtype: str, last: int, offset: int) -> None:
+    random, size = np.random.default_rng(last), 2048
+    runs = [(7, 2048, PLAIN), (2048, 3000, SCALED), (3001, 4100, FIRST)]
+    chunks = [Chunk(dtype, mixed(elements, random), random) for elements in (size, size, last)]
+    there = [
+        on_the_device(np.concatenate([getattr(chunk, name) for chunk in chunks]), offset)
+        for name in ("weights", "state", "gradient")
+    ]
+    gpu_kernels.adam(dtype, *there, runs, size)
+    found = [part.cpu().numpy() for part in there]
+    for first, chunk in zip(range(0, 3 * size, size), chunks):
+        for start, stop, c in runs:
+            edges = (max(start - first, 0), min(stop - first, chunk.elements))
+            if edges[0] < edges[1]:
+                update(dtype, chunk.weights, chunk.state, chunk.gradient, *edges, c)
+    item, state = ELEMENT[dtype].itemsize, state_bytes_per_element(dtype)
+    for first, chunk in zip(range(0, 3 * size, size), chunks):
+        stop, expected = first + chunk.elements, chunk.values()
+        chunk.weights = found[0][first * item : stop * item].view(ELEMENT[dtype])
+        chunk.state = found[1][first * state : stop * state]
+        for name, bits in expected.items():
+            np.testing.assert_array_equal(chunk.values()[name], bits, err_msg=name)
 
 
 @on_device
@@ -221,8 +248,8 @@ def adam_machine_code(dtype: str, coupled: bool, architecture: int) -> str:
     kernel = gpu_kernels._kernels().adam
     element = {"fp32": "*fp32", "bf16": "*i16", "fp16": "*fp16"}[dtype]
     constants = {"DTYPE": dtype, "COUPLED": coupled, "ALIGNED": True, "TILE": 1024, "VECTOR": 4}
-    known = {"weights": element, "gradient": element, "m": "*fp32", "v": "*fp32"}
-    known |= {"complement": "*i16" if dtype == "bf16" else "*fp32", "first_tile": "i64", "start": "i64", "stop": "i64"}
+    known = {"weights": element, "gradient": element, "words": "*fp32", "halves": "*i16"}
+    known |= dict.fromkeys(("elements", "chunk", "first_tile", "start", "stop"), "i64")
     known |= dict.fromkeys(constants, "constexpr")
     signature = {name: known.get(name, "fp32") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -273,9 +300,11 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ConfigError, match="expected contiguous bytes at a multiple of 4"):
             gpu_kernels.square_lanes("bf16", wrong)
     with pytest.raises(ConfigError, match="4 weights, but 2 elements of a gradient"):
-        gpu_kernels.adam("bf16", eight, state, eight[:4], [])
+        gpu_kernels.adam("bf16", eight, state, eight[:4], [], 4)
     with pytest.raises(ConfigError, match="4 weights of fp16, but 40 B of state"):
-        gpu_kernels.adam("fp16", eight, state, eight, [])
+        gpu_kernels.adam("fp16", eight, state, eight, [], 4)
     for runs in ([(0, 5, PLAIN)], [(2, 3, PLAIN), (0, 1, PLAIN)], [(-1, 2, PLAIN)]):
         with pytest.raises(ConfigError, match="are not in order, or not inside a chunk of 4 elements"):
-            gpu_kernels.adam("bf16", eight, state, eight, runs)
+            gpu_kernels.adam("bf16", eight, state, eight, runs, 4)
+    with pytest.raises(ConfigError, match="chunks of 3 elements are no multiples of 1024"):
+        gpu_kernels.adam("bf16", eight, state, eight, [], 3)

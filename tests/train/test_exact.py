@@ -129,7 +129,7 @@ def test_a_cpu_copies_nothing_but_what_it_loads(update: str, tmp_path: Path, mon
     copy_in, run_adam = CpuDevice.copy_in, updates.run_adam
     monkeypatch.setattr(CpuDevice, "copy_in", lambda *given: copied["in"].append(1) or copy_in(*given))
     monkeypatch.setattr(CpuDevice, "copy_out", lambda *_: copied["out"].append(1))
-    monkeypatch.setattr(CpuDevice, "copy_out_range", lambda *_: copied["out"].append(1))
+    monkeypatch.setattr(CpuDevice, "copy_out_ranges", lambda *_: copied["out"].append(1))
     updated: list[bool] = []
     monkeypatch.setattr(
         updates,

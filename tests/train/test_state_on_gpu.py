@@ -267,7 +267,7 @@ def engine_of_blocks(**options: Any) -> Iterator[tuple[Engine, Callable[[bool], 
 
 def test_the_next_gradient_may_come_before_new_weights_are_in_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it is added to, or begins anew, is not that of the step before."""
-    copy_out, may_go = CpuDevice.copy_out_range, threading.Event()
+    copy_out, may_go = CpuDevice.copy_out_ranges, threading.Event()
 
     def late(*given: Any) -> None:
         assert may_go.wait(LONG_S)
@@ -288,13 +288,13 @@ def test_the_next_gradient_may_come_before_new_weights_are_in_cpu_memory(monkeyp
         return found
 
     in_cpu_memory = run(False)
-    monkeypatch.setattr(CpuDevice, "copy_out_range", late)
+    monkeypatch.setattr(CpuDevice, "copy_out_ranges", late)
     assert run(True) == in_cpu_memory
 
 
 def test_a_load_that_began_before_the_update_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups leave between backward and step(), and a forward that ends early has some fetched again."""
-    copy_in, copy_out, adam = CpuDevice.copy_in, CpuDevice.copy_out_range, HostArithmetic.adam
+    copy_in, copy_out, adam = CpuDevice.copy_in, CpuDevice.copy_out_ranges, HostArithmetic.adam
     is_updated, is_loaded = threading.Event(), threading.Event()
     loads = itertools.count()
 
@@ -333,7 +333,7 @@ def test_a_load_that_began_before_the_update_is_waited_for(monkeypatch: pytest.M
     is_updated.set()
     monkeypatch.setattr(CpuDevice, "at_once_bytes", 0)  # by a worker, as on a GPU
     monkeypatch.setattr(CpuDevice, "copy_in", late)
-    monkeypatch.setattr(CpuDevice, "copy_out_range", after_loads)
+    monkeypatch.setattr(CpuDevice, "copy_out_ranges", after_loads)
     monkeypatch.setattr(HostArithmetic, "adam", noted)
     found = run(True)
     assert found[0] == losses
@@ -370,7 +370,7 @@ def test_weights_that_somebody_has_a_view_of_are_set_where_they_are(tmp_path: Pa
 
 def test_what_is_taken_back_does_not_undo_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step inside of gathered(), whose new weights are on their way to CPU memory when the change is refused."""
-    copy_out, name = CpuDevice.copy_out_range, "blocks.1.always.weight"
+    copy_out, name = CpuDevice.copy_out_ranges, "blocks.1.always.weight"
 
     def late(*given: Any) -> None:
         threading.Event().wait(SHORT_S)
@@ -388,7 +388,7 @@ def test_what_is_taken_back_does_not_undo_an_update(monkeypatch: pytest.MonkeyPa
             return engine.state_dict()[name]
 
     in_cpu_memory = run(False)
-    monkeypatch.setattr(CpuDevice, "copy_out_range", late)
+    monkeypatch.setattr(CpuDevice, "copy_out_ranges", late)
     assert torch.equal(run(True), in_cpu_memory)
 
 

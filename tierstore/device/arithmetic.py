@@ -7,8 +7,9 @@ Owner: nothing here has state; the caller owns storages and tensors, and holds t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -20,13 +21,16 @@ from tierstore.device import gpu_kernels
 from tierstore.device.spans import TORCH_DTYPES, Span, alias, bytes_at
 from tierstore.device.streams import Bytes, Mark
 from tierstore.kernels import compiled, norms
-from tierstore.kernels.adam import AdamCoefficients, update
+from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element, update
 from tierstore.kernels.elements import Array, elements_of
 
 Part = tuple[int, torch.Tensor, bool]
 """The first element, a 1-D gradient of so many elements from there on, and whether it is the first one there."""
 Run = tuple[int, int, AdamCoefficients]
-"""Elements `[start, stop)` of a chunk, and what they get."""
+"""Elements `[start, stop)`, and what they get."""
+Sums = npt.NDArray[np.float64]
+MOST_MEASURED = 2**28
+"""Elements of a gradient that is measured: what threads pin for themselves has room for the sums of more than that."""
 
 
 class Arithmetic(Protocol):
@@ -38,19 +42,28 @@ class Arithmetic(Protocol):
     def why_not(self, dtypes: Iterable[str]) -> str | None:
         """None if it works for weights of these dtypes, and is compiled for them; else what is missing."""
 
-    def collect(self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark) -> None:
+    def collect(
+        self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark, out: Sums | None = None
+    ) -> None:
         """Copies the first gradients of elements to their place in `total`, and adds the others.
 
         Args:
             is_new: `total` holds nothing of this step yet; what no part covers becomes zero.
             after: the device work that must be over before the parts are valid.
+            out: gets the sums of squares of `total`.
         """
 
-    def square_sums(self, dtype: str, gradient: Span, out: npt.NDArray[np.float64]) -> None:
+    def square_sums(self, dtype: str, gradient: Span, out: Sums) -> None:
         """As `kernels.norms.square_sums`."""
 
-    def adam(self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run]) -> None:
-        """As `kernels.adam.update`, of runs of elements in their order."""
+    def adam(
+        self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run], chunk_elements: int
+    ) -> None:
+        """As `kernels.adam.update`, of runs of elements in their order, in the chunks that these spans are.
+
+        Args:
+            chunk_elements: of each chunk but the last, which may have less.
+        """
 
 
 class HostArithmetic:
@@ -59,7 +72,9 @@ class HostArithmetic:
     def why_not(self, dtypes: Iterable[str]) -> str | None:
         return None
 
-    def collect(self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark) -> None:
+    def collect(
+        self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark, out: Sums | None = None
+    ) -> None:
         after.synchronize()
         whole = _elements(dtype, total)
         if is_new and not _covers(parts, len(whole)):
@@ -70,14 +85,24 @@ class HostArithmetic:
                 ctypes.memmove(place.ctypes.data, flat.data_ptr(), place.nbytes)
             else:
                 norms.add_into(dtype, place, bytes_at(flat.data_ptr(), place.nbytes).view(place.dtype))
+        if out is not None:
+            norms.square_sums(dtype, whole, out)
 
-    def square_sums(self, dtype: str, gradient: Span, out: npt.NDArray[np.float64]) -> None:
+    def square_sums(self, dtype: str, gradient: Span, out: Sums) -> None:
         norms.square_sums(dtype, _elements(dtype, gradient), out)
 
-    def adam(self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run]) -> None:
-        flat, values = _elements(dtype, weights), _elements(dtype, gradient)
-        for start, stop, coefficients in runs:
-            update(dtype, flat, _host_bytes(state), values, start, stop, coefficients)
+    def adam(
+        self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run], chunk_elements: int
+    ) -> None:
+        flat, values, all_state = _elements(dtype, weights), _elements(dtype, gradient), _host_bytes(state)
+        state_bytes = state_bytes_per_element(dtype)
+        for first in range(0, len(flat), chunk_elements):
+            chunk = slice(first, min(first + chunk_elements, len(flat)))
+            there = all_state[chunk.start * state_bytes : chunk.stop * state_bytes]
+            for start, stop, coefficients in runs:
+                if start < chunk.stop and stop > chunk.start:
+                    edges = max(start, chunk.start) - first, min(stop, chunk.stop) - first
+                    update(dtype, flat[chunk], there, values[chunk], *edges, coefficients)
 
 
 class GpuArithmetic:
@@ -102,9 +127,11 @@ class GpuArithmetic:
         with self._queue():
             return gpu_kernels.why_not(dtypes, self._device)
 
-    def collect(self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark) -> None:
+    def collect(
+        self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark, out: Sums | None = None
+    ) -> None:
         after.synchronize()
-        with self._queue():
+        with self._queue() if out is None else self._measuring(dtype, total, out):
             whole = _tensor(total).view(TORCH_DTYPES[dtype])
             if is_new and not _covers(parts, len(whole)):
                 whole.zero_()
@@ -116,16 +143,25 @@ class GpuArithmetic:
             if others:
                 torch._foreach_add_([place for place, _ in others], [gradient for _, gradient in others])
 
-    def square_sums(self, dtype: str, gradient: Span, out: npt.NDArray[np.float64]) -> None:
+    def square_sums(self, dtype: str, gradient: Span, out: Sums) -> None:
+        with self._measuring(dtype, gradient, out):
+            pass
+
+    @contextlib.contextmanager
+    def _measuring(self, dtype: str, gradient: Span, out: Sums) -> Iterator[None]:
+        """As `_queue`, for what comes before the sums of squares of a gradient, which are there at the end."""
         here = self._passing()[: len(out) * compiled.LANES * 8].view(np.float64).reshape(-1, compiled.LANES)
         with self._queue():  # not `lanes.cpu()`, which would wait while others wait for their turn
+            yield
             lanes = gpu_kernels.square_lanes(dtype, _tensor(gradient))
             torch.from_numpy(here).copy_(lanes, non_blocking=True)
         compiled.add_lanes(here, out)
 
-    def adam(self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run]) -> None:
+    def adam(
+        self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run], chunk_elements: int
+    ) -> None:
         with self._queue():
-            gpu_kernels.adam(dtype, _tensor(weights), _tensor(state), _tensor(gradient), runs)
+            gpu_kernels.adam(dtype, _tensor(weights), _tensor(state), _tensor(gradient), runs, chunk_elements)
 
 
 def _covers(parts: Sequence[Part], elements: int) -> bool:

@@ -62,17 +62,30 @@ def _kernel(function: Function) -> Function:
 
 @_kernel
 def _adam_kernel(
-    weights: tl.tensor, gradient: tl.tensor, m: tl.tensor, v: tl.tensor, complement: tl.tensor,
-    first_tile: tl.int64, start: tl.int64, stop: tl.int64,
+    weights: tl.tensor, gradient: tl.tensor, words: tl.tensor, halves: tl.tensor,
+    elements: tl.int64, chunk: tl.int64, first_tile: tl.int64, start: tl.int64, stop: tl.int64,
     decay: tl.float32, coupled_decay: tl.float32, beta1: tl.float32, rest1: tl.float32, beta2: tl.float32,
     rest2: tl.float32, inverse_root: tl.float32, eps: tl.float32, rate: tl.float32, gradient_scale: tl.float32,
     DTYPE: tl.constexpr, COUPLED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Elements [start, stop), of which each program has those in one tile; tiles are counted from element 0."""
+    """Elements [start, stop), of which each program has those in one tile; tiles are counted from element 0.
+
+    A tile is in one chunk. Words and halves are all of the state, as fp32 and as int16.
+    """
     first = (first_tile + tl.program_id(0)) * TILE
     weights, gradient = _at(weights, first, ALIGNED, TILE, VECTOR), _at(gradient, first, ALIGNED, TILE, VECTOR)
-    m, v = _at(m, first, ALIGNED, TILE, VECTOR), _at(v, first, ALIGNED, TILE, VECTOR)
-    complement = _at(complement, first, ALIGNED, TILE, VECTOR)
+    before = first // chunk * chunk
+    count, inside = tl.minimum(elements - before, chunk), first - before
+    if DTYPE == "bf16":
+        place = before // 2 * 5 + inside
+        complement = _at(halves, before * 5 + 4 * count + inside, ALIGNED, TILE, VECTOR)
+    elif DTYPE == "fp16":
+        place = before * 3 + count + inside
+        complement = _at(words, place - count, ALIGNED, TILE, VECTOR)
+    else:
+        place = before * 2 + inside
+        complement = words
+    m, v = _at(words, place, ALIGNED, TILE, VECTOR), _at(words, place + count, ALIGNED, TILE, VECTOR)
     c = (decay, coupled_decay, beta1, rest1, beta2, rest2, inverse_root, eps, rate, gradient_scale)
     if (start <= first) & (first + TILE <= stop):
         _adam_tile(weights, gradient, m, v, complement, None, c, DTYPE, COUPLED)  # a mask would undo vector loads
@@ -227,7 +240,7 @@ def warm_up(dtypes: Iterable[str], device: torch.device) -> None:
                 for nbytes in (elements * item, elements * state_bytes_per_element(dtype), elements * item)
             )
             c = AdamCoefficients(1.0, 0.5, 0.5, 1.0, 1.0, 1, decoupled)
-            adam(dtype, weights, state, gradient, [(0, elements, c)])
+            adam(dtype, weights, state, gradient, [(0, elements, c)], elements)
         square_lanes(dtype, gradient).cpu()
 
 
@@ -237,11 +250,13 @@ def adam(
     state: torch.Tensor,
     gradient: torch.Tensor,
     runs: Sequence[tuple[int, int, AdamCoefficients]],
+    chunk_elements: int,
 ) -> None:
     """`kernels.adam.update` of runs of elements, in place, queued on the current stream of the tensors' device.
 
     Args:
         runs: start, stop and coefficients, in their order; they do not overlap. Each is a launch.
+        chunk_elements: of each chunk but the last, whose states follow each other. What is one chunk may have less.
 
     Shapes: weights and gradient uint8 [n * item], state uint8 [n * state_bytes_per_element], see [Note: state of a
         chunk]; contiguous, at multiples of 4 B. Loads are narrower where one is not at a multiple of 16 B, or n not
@@ -255,10 +270,13 @@ def adam(
     edges = [0, *itertools.chain.from_iterable(run[:2] for run in runs), elements]
     if edges != sorted(edges):
         raise ConfigError(f"runs {edges[1:-1]} are not in order, or not inside a chunk of {elements} elements")
-    sections = (
-        weights.view(_TYPES[dtype]), gradient.view(_TYPES[dtype]), *_state_sections(dtype, state, elements)
-    )  # fmt: skip
-    aligned = all(section.data_ptr() % (_VECTOR * section.element_size()) == 0 for section in sections)
+    if chunk_elements < elements and chunk_elements % _TILE:
+        raise ConfigError(f"chunks of {chunk_elements} elements are no multiples of {_TILE}")
+    words, halves = _state_views(dtype, state, elements)
+    sections = (weights.view(_TYPES[dtype]), gradient.view(_TYPES[dtype]), words, halves)
+    aligned = elements % _VECTOR == 0 and all(
+        section.data_ptr() % (_VECTOR * section.element_size()) == 0 for section in sections
+    )
     kernel = _kernels().adam
     with _cuda.device_of(weights):
         for start, stop, c in runs:
@@ -266,7 +284,7 @@ def adam(
                 continue
             scalars, first_tile = c.scalars(), start // _TILE
             kernel[(-(-stop // _TILE) - first_tile,)](
-                *sections, first_tile, start, stop, *map(float, scalars), DTYPE=dtype,
+                *sections, elements, chunk_elements, first_tile, start, stop, *map(float, scalars), DTYPE=dtype,
                 COUPLED=bool(scalars.coupled_decay != 0), ALIGNED=aligned, TILE=_TILE, VECTOR=_VECTOR, num_warps=4,
                 enable_fp_fusion=False,
             )  # fmt: skip
@@ -308,13 +326,9 @@ def _check_bytes(tensor: torch.Tensor) -> None:
         raise ConfigError(f"expected contiguous bytes at a multiple of 4, got {tensor.dtype}{list(tensor.shape)}")
 
 
-def _state_sections(dtype: str, state: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """m, v, and what completes the weights to their master (nothing for fp32), see `kernels.adam.view_state`."""
+def _state_views(dtype: str, state: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As fp32, which most of it is, and as int16."""
     _check_bytes(state)
     if state.numel() != elements * state_bytes_per_element(dtype):
         raise ConfigError(f"{elements} weights of {dtype}, but {state.numel()} B of state")
-    words = state[: state.numel() // 4 * 4].view(torch.float32)
-    first, second, third = (words[k * elements : (k + 1) * elements] for k in range(3))
-    if dtype == "fp16":
-        return second, third, first
-    return first, second, state[8 * elements :].view(torch.int16) if dtype == "bf16" else third
+    return state[: state.numel() // 4 * 4].view(torch.float32), state.view(torch.int16)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.config import Tier
+from tierstore.device.arithmetic import MOST_MEASURED
 from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.errors import TierstoreError
@@ -144,12 +145,12 @@ class Gradients:
 
         From this call on (not from the first await) `fetch` waits for them. Several small ones that there is memory
         for are copied by one job: the way to a thread and back takes longer than that. Large ones are copied side by
-        side, and updated as each of them has come.
+        side, and updated as each of them has come; but those that stay on the GPU are no way off.
         """
         deliveries = [one for arrival in arrivals for one in self._deliveries(arrival)]
         # By the pool that copies them.
         ready: dict[bool, list[tuple[_Delivery, Bytes | Span]]] = {True: [], False: []}
-        ready_bytes = {True: 0, False: 0}
+        ready_bytes = 0
         work: list[Callable[[], Coroutine[Any, Any, None]]] = []
         for one in deliveries:
             memory = self._memory_now(one) if len(deliveries) > 1 else None
@@ -158,10 +159,10 @@ class Gradients:
                 continue
             is_on_gpu = one.key[0] in self._on_gpu
             ready[is_on_gpu].append((one, memory))
-            ready_bytes[is_on_gpu] += self._placement.gradient_bytes(*one.key)
-            if ready_bytes[is_on_gpu] >= _JOB_BYTES:
-                work.append(partial(self._deliver_all, ready[is_on_gpu]))
-                ready[is_on_gpu], ready_bytes[is_on_gpu] = [], 0
+            ready_bytes += 0 if is_on_gpu else self._placement.gradient_bytes(*one.key)
+            if ready_bytes >= _JOB_BYTES:
+                work.append(partial(self._deliver_all, ready[False]))
+                ready[False], ready_bytes = [], 0
         work += [partial(self._deliver_all, run) for run in ready.values() if run]
         return together(begin() for begin in work)
 
@@ -179,12 +180,13 @@ class Gradients:
         pieces.clear()
 
     def _memory_now(self, one: _Delivery) -> Bytes | Span | None:
-        """Where a small delivery goes, if its turn has come and there is memory now."""
-        is_small = self._placement.gradient_bytes(*one.key) <= self._device.small_bytes
-        if not is_small or one.before is not None or self.is_spilled(one.key[0]):
+        """Where a small delivery goes, if its turn has come and there is memory now; on the GPU any is small."""
+        if one.before is not None or self.is_spilled(one.key[0]):
             return None
         if one.key[0] in self._on_gpu:
             return self._on_gpu.gradient(*one.key)
+        if self._placement.gradient_bytes(*one.key) > self._device.small_bytes:
+            return None
         if one.state.lease is None:
             with contextlib.suppress(TierstoreError):  # who waits for it is told by the task that will try again
                 one.state.lease = self.memory.reserve_now(one.key)
@@ -243,30 +245,59 @@ class Gradients:
 
     async def _collect(self, deliveries: Sequence[tuple[_Delivery, Bytes | Span]]) -> None:
         """Copy, and measure what is final, in one job."""
-        jobs = [self._filling(one, memory) for one, memory in deliveries]
+        is_on_gpu = deliveries[0][0].key[0] in self._on_gpu
+        if is_on_gpu:
+            runs = self._neighbours([one for one, _ in deliveries])
+            jobs = [self._filling(run, self._on_gpu.gradient(*run[0].key, len(run))) for run in runs]
+        else:
+            jobs = [self._filling([one], memory) for one, memory in deliveries]
         nbytes = sum(self._placement.gradient_bytes(*one.key) for one, _ in deliveries)
-        name = self._groups[deliveries[0][0].key[0]].name + (f" and {len(jobs) - 1} more" if len(jobs) > 1 else "")
+        others = f" and {len(deliveries) - 1} more" if len(deliveries) > 1 else ""
+        name = self._groups[deliveries[0][0].key[0]].name + others
 
         def job() -> None:
             for fill in jobs:
                 fill()
 
-        for one, _ in deliveries:
-            await self._marks.reached(one.after)
+        for mark in dict.fromkeys(one.after for one, _ in deliveries):
+            await self._marks.reached(mark)
         with self._tracer.measure("reduce", name):
-            workers = self._on_gpu.workers if deliveries[0][0].key[0] in self._on_gpu else self._workers
+            workers = self._on_gpu.workers if is_on_gpu else self._workers
             await workers.perform(nbytes <= self._device.at_once_bytes, Priority.UPDATE, job)
         for one, _ in deliveries:
             one.state.is_filled = True
             one.state.is_measured = one.is_final
 
-    def _filling(self, one: _Delivery, memory: Bytes | Span) -> Filling:
-        group, chunk = one.key
-        start, stop = self._placement.chunk(group, chunk)
+    def _neighbours(self, deliveries: Iterable[_Delivery]) -> list[list[_Delivery]]:
+        """In runs of what follows each other on the device, and is to be brought there in the same way."""
+        runs: list[list[_Delivery]] = []
+        for one in deliveries:
+            group, chunk = one.key
+            last = runs[-1][-1] if runs else None
+            if (
+                last is not None
+                and (last.key, last.after, last.is_final) == ((group, chunk - 1), one.after, one.is_final)
+                and last.state.is_filled == one.state.is_filled
+                and (len(runs[-1]) + 1) * self._placement.chunk_elements <= MOST_MEASURED
+            ):
+                runs[-1].append(one)
+            else:
+                runs.append([one])
+        return runs
+
+    def _filling(self, run: Sequence[_Delivery], memory: Bytes | Span) -> Filling:
+        """Of neighbouring chunks."""
+        first, (group, _) = run[0], run[0].key
+        edges = [self._placement.chunk(*one.key) for one in run]
+        start, stop = edges[0][0], edges[-1][1]
+        parts = first.parts
+        for one, (chunk_start, _) in zip(run[1:], edges[1:]):
+            parts += [Piece(part.start + chunk_start - start, part.gradient, part.is_first) for part in one.parts]
+            one.parts.clear()
         return Filling(
             device=self._device, dtype=self._groups[group].dtype, memory=memory, elements=stop - start,
-            is_new=not one.state.is_filled, parts=one.parts, after=one.after,
-            partials=self._partials_of(group, start, stop) if one.is_final else None,
+            is_new=not first.state.is_filled, parts=parts, after=first.after,
+            partials=self._partials_of(group, start, stop) if first.is_final else None,
         )  # fmt: skip
 
     async def take_partials(self) -> list[npt.NDArray[np.float64]]:

@@ -78,16 +78,16 @@ class StateOnGpu:
     def _all(self) -> list[torch.UntypedStorage]:
         return [*self._state.values(), *self._gradients.values(), self.apart]
 
-    def state(self, group: int, chunk: int) -> Span:
-        """The state of a chunk, without padding."""
-        return self._span(self._state[group], group, chunk, self._needs[group].state_bytes)
+    def state(self, group: int, chunk: int, count: int = 1) -> Span:
+        """The state of so many neighbouring chunks, without padding."""
+        return self._span(self._state[group], group, range(chunk, chunk + count), self._needs[group].state_bytes)
 
-    def gradient(self, group: int, chunk: int) -> Span:
-        """The gradient of a chunk, without padding."""
-        return self._span(self._gradients[group], group, chunk, self._needs[group].weight_bytes)
+    def gradient(self, group: int, chunk: int, count: int = 1) -> Span:
+        """The gradient of so many neighbouring chunks, without padding."""
+        return self._span(self._gradients[group], group, range(chunk, chunk + count), self._needs[group].weight_bytes)
 
-    def _span(self, storage: torch.UntypedStorage, group: int, chunk: int, element_bytes: int) -> Span:
-        start, stop = self._placement.chunk(group, chunk)
+    def _span(self, storage: torch.UntypedStorage, group: int, chunks: range, element_bytes: int) -> Span:
+        start, stop = self._placement.chunk(group, chunks[0])[0], self._placement.chunk(group, chunks[-1])[1]
         return Span(storage, start * element_bytes, (stop - start) * element_bytes)
 
     def memory(self, group: int, chunk: int) -> AbstractAsyncContextManager[Bytes]:

@@ -48,14 +48,14 @@ def _cut(piece: Piece, start: int, stop: int) -> Piece | None:
 
 @dataclass(slots=True)
 class Filling:
-    """Called, it brings the parts of a chunk into its memory.
+    """Called, it brings the parts of a chunk, or of neighbours on the device, into its memory.
 
     Attributes:
-        memory, elements: of the chunk; what is behind the elements is padding. A span of the device has none.
+        memory, elements: of it; what is behind the elements is padding. A span of the device has none.
         is_new: nothing of this step is in the memory yet.
         parts: emptied when they are there, in the thread that copies.
         after: the device work that must be over before they are valid.
-        partials: where the sums of squares of all that is in the chunk then go; None: they are not wanted.
+        partials: where the sums of squares of all that is there then go; None: they are not wanted.
     """
 
     device: ComputeDevice
@@ -75,10 +75,8 @@ class Filling:
         self.parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
 
     def _collect_on_device(self, total: Span) -> None:
-        arithmetic = self.device.arithmetic
-        arithmetic.collect(self.dtype, self.parts, total, is_new=self.is_new, after=self.after)
-        if self.partials is not None:
-            arithmetic.square_sums(self.dtype, total, self.partials)
+        collect = self.device.arithmetic.collect
+        collect(self.dtype, self.parts, total, is_new=self.is_new, after=self.after, out=self.partials)
 
     def _fill(self, memory: Bytes) -> None:
         total = elements_of(memory, self.dtype, self.elements)

@@ -81,7 +81,7 @@ class UpdatePipeline:
         self._pending: dict[tuple[int, int], Trip] = {}
         self._last_uses: dict[int, tuple[Mark, ...]] = {}
         self.changing = Changing(groups, tracer)
-        self._gpu_updates = GpuUpdates(groups, weights, on_gpu, device, marks, self.changing)
+        self._gpu_updates = GpuUpdates(groups, placement, weights, on_gpu, device, marks, self.changing)
         self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
         """The last trip of each chunk."""
         self.resident_writes: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -262,7 +262,7 @@ class UpdatePipeline:
             await asyncio.sleep(0)  # who was granted memory has its turn first; until then he counts as starving
         updates = round_.updates_of(trip.group, *self._placement.chunk(trip.group, trip.chunk))
         if updates and trip.group in self._on_gpu:  # which is never applied before the norm is known
-            await self._gpu_updates.apply(round_, trip, updates)
+            await self._gpu_updates.apply(round_, trip)
         else:
             if updates or trip.is_redo:
                 await self._apply(round_, trip, updates)
