@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tierstore.device.arithmetic import Collection, Update
 from tierstore.device.spans import TORCH_DTYPES, Span
 from tierstore.device.streams import ComputeDevice
 from tierstore.kernels import adam, norms
@@ -136,50 +136,57 @@ class DeviceContract:
         assert after.d2h_bytes - before.d2h_bytes == 16
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-    def test_collects_measures_and_updates_to_the_bits_of_the_kernels(self, device: ComputeDevice, dtype: str) -> None:
+    def test_updates_to_the_bits_of_the_kernels(self, device: ComputeDevice, dtype: str) -> None:
+        """Of one chunk, and of three that follow each other."""
+        count, item, state_bytes = 2 * BLOCK + 1234, ELEMENT[dtype].itemsize, state_bytes_per_element(dtype)
+        c = AdamCoefficients(1e-2, 0.9, 0.99, 1e-8, 0.1, 3, gradient_scale=0.7)
+        runs = [(0, 1000, c), (5000, count, replace(c, lr=1e-3, decoupled=False))]
+        found, updates = [], []
+        for size in (count, BLOCK):
+            spans = [self.span(device, count * nbytes) for nbytes in (item, state_bytes, item)]
+            updates.append(Update(dtype, *spans, runs=runs, chunk_elements=size))
+            expected = [read(device, one) for one in spans]
+            flat, total = elements_of(expected[0], dtype, count), elements_of(expected[2], dtype, count)
+            for first in range(0, count, size):
+                chunk = slice(first, min(first + size, count))
+                there = expected[1][chunk.start * state_bytes : chunk.stop * state_bytes]
+                for start, stop, given in runs:
+                    edges = [min(max(edge, chunk.start), chunk.stop) - first for edge in (start, stop)]
+                    adam.update(dtype, flat[chunk], there, total[chunk], *edges, given)
+            found += zip(spans, expected)
+        device.arithmetic.adam(updates)
+        for span, wanted in found:
+            assert np.array_equal(read(device, span), wanted)
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+    def test_collects_and_measures_to_the_bits_of_the_kernels(self, device: ComputeDevice, dtype: str) -> None:
+        """Two micro-batches, in part of strided gradients; what none covers is zero, and nothing is left of before."""
         count, tail, item = 2 * BLOCK + 1234, 1000, ELEMENT[dtype].itemsize
         first, second = (torch.linspace(-1, 2, count - tail) * k for k in (1, 0.3))
         parts = [part.to(TORCH_DTYPES[dtype]) for part in (first[:77], first[77:], second)]
-        spans = [
-            self.span(device, nbytes)
-            for nbytes in (count * item, count * state_bytes_per_element(dtype), count * item)
-        ]
-        weights, state, gradient = spans
-        self.arithmetic_of(device, dtype, parts, gradient)
-        c = AdamCoefficients(1e-2, 0.9, 0.99, 1e-8, 0.1, 3, gradient_scale=0.7)
-        runs = [(0, 1000, c), (5000, count, replace(c, lr=1e-3, decoupled=False))]
-        expected = [read(device, one) for one in spans]
-        flat, total = elements_of(expected[0], dtype, count), elements_of(expected[2], dtype, count)
-        for start, stop, given in runs:
-            adam.update(dtype, flat, expected[1], total, start, stop, given)
-        device.arithmetic.adam(dtype, weights, state, gradient, runs, count)
-        for span, wanted in zip(spans, expected):
-            assert np.array_equal(read(device, span), wanted)
-        edges, state_bytes = [0, BLOCK, 2 * BLOCK, count], state_bytes_per_element(dtype)
-        for first, last in itertools.pairwise(edges):
-            there = expected[1][first * state_bytes : last * state_bytes]
-            adam.update(dtype, flat[first:last], there, total[first:last], 0, last - first, c)
-        device.arithmetic.adam(dtype, weights, state, gradient, [(0, 77, c), (77, count, c)], BLOCK)
-        for span, wanted in zip(spans, expected):
-            assert np.array_equal(read(device, span), wanted)
-
-    def arithmetic_of(self, device: ComputeDevice, dtype: str, parts: list[torch.Tensor], gradient: Span) -> None:
-        """Two micro-batches, in part of strided gradients; what none covers is zero, and nothing is left of before."""
-        arithmetic, there = device.arithmetic, [part.to(device.torch_device) for part in parts]
+        there = [part.to(device.torch_device) for part in parts]
         there[1:] = [torch.stack((part, part + 1), 1)[:, 0] for part in there[1:]]
-        arithmetic.collect(dtype, [(0, there[0], True), (77, there[1], True)], gradient, is_new=True,
-                           after=device.record())  # fmt: skip
-        count = gradient.nbytes // ELEMENT[dtype].itemsize
-        on_the_way = np.zeros(-(-count // BLOCK))
-        arithmetic.collect(dtype, [(0, there[2], False)], gradient, is_new=False, after=device.record(), out=on_the_way)
+        total, other = self.span(device, count * item), self.span(device, 300 * item)
+        sums, again, of_other = np.zeros(-(-count // BLOCK)), np.zeros(-(-count // BLOCK)), np.zeros(1)
+        device.record().synchronize()
+        device.arithmetic.collect([Collection(dtype, [(0, there[0], True), (77, there[1], True)], total, True, None)])
+        device.arithmetic.collect(
+            [
+                Collection(dtype, [(0, there[2], False)], total, False, sums),
+                Collection(dtype, [(100, there[0], True)], other, True, of_other),
+                Collection(dtype, [], total, False, again),
+            ]
+        )
         wanted = torch.zeros(count, dtype=TORCH_DTYPES[dtype])
         wanted[: len(parts[2])] = torch.cat(parts[:2]).add_(parts[2])
-        found, sums = read(device, gradient), np.zeros((2, -(-count // BLOCK)))
-        assert np.array_equal(found, wanted.view(torch.uint8).numpy())
-        arithmetic.square_sums(dtype, gradient, sums[0])
-        norms.square_sums(dtype, elements_of(found, dtype, count), sums[1])
-        assert np.array_equal(*sums)
-        assert np.array_equal(on_the_way, sums[0])
+        wanted_other = torch.zeros(300, dtype=TORCH_DTYPES[dtype])
+        wanted_other[100:177] = parts[0]
+        for span, values, outs in ((total, wanted, [sums, again]), (other, wanted_other, [of_other])):
+            found = read(device, span)
+            assert np.array_equal(found, values.view(torch.uint8).numpy())
+            expected = np.zeros(-(-len(values) // BLOCK))
+            norms.square_sums(dtype, elements_of(found, dtype, len(values)), expected)
+            assert all(np.array_equal(out, expected) for out in outs)
 
     def span(self, device: ComputeDevice, nbytes: int) -> Span:
         """In the middle of a storage: small numbers, whatever they are taken for."""

@@ -29,7 +29,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tierstore.device.arithmetic import HostArithmetic, Part, Run
+from tierstore.device.arithmetic import Collection, HostArithmetic, Update
 from tierstore.device.spans import Span
 from tierstore.device.streams import Bytes, Mark
 from tierstore.device.transfers import CpuDevice
@@ -188,14 +188,11 @@ class LateDevice(CpuDevice):
         with self.moves("a copy from the device", [range_of(one) for one in sources]):
             super().copy_out(sources, destinations, after)
 
-    def copy_out_ranges(
-        self, storage: torch.UntypedStorage, offset_bytes: int, destinations: Sequence[Bytes], after: Mark
-    ) -> None:
+    def copy_out_ranges(self, ranges: Sequence[tuple[torch.UntypedStorage, int, Bytes]], after: Mark) -> None:
         after.synchronize()
-        moved_bytes = sum(destination.nbytes for destination in destinations)
-        where = Range(storage._cdata, offset_bytes, offset_bytes + moved_bytes)
-        with self.moves("a copy from the device", [where]):
-            super().copy_out_ranges(storage, offset_bytes, destinations, after)
+        where = [Range(storage._cdata, offset, offset + here.nbytes) for storage, offset, here in ranges]
+        with self.moves("a copy from the device", where):
+            super().copy_out_ranges(ranges, after)
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
         with _InStream(self, link) as stream:
@@ -216,22 +213,15 @@ class LateArithmetic(HostArithmetic):
     def __init__(self, device: LateDevice) -> None:
         self._device = device
 
-    def collect(
-        self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark, out: Any = None
-    ) -> None:
-        after.synchronize()
-        with self._device.moves("a collection", [range_of(one) for _, one, _ in parts], [_range(total)]):
-            super().collect(dtype, parts, total, is_new=is_new, after=after, out=out)
+    def collect(self, collections: Sequence[Collection]) -> None:
+        read = [range_of(one) for collection in collections for _, one, _ in collection.parts]
+        with self._device.moves("a collection", read, [_range(collection.total) for collection in collections]):
+            super().collect(collections)
 
-    def square_sums(self, dtype: str, gradient: Span, out: Any) -> None:
-        with self._device.moves("a norm", [_range(gradient)]):
-            super().square_sums(dtype, gradient, out)
-
-    def adam(
-        self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run], chunk_elements: int
-    ) -> None:
-        with self._device.moves("an update", [_range(gradient)], [_range(weights), _range(state)]):
-            super().adam(dtype, weights, state, gradient, runs, chunk_elements)
+    def adam(self, updates: Sequence[Update]) -> None:
+        written = [_range(span) for update in updates for span in (update.weights, update.state)]
+        with self._device.moves("an update", [_range(update.gradient) for update in updates], written):
+            super().adam(updates)
 
 
 def _range(span: Span) -> Range:

@@ -669,16 +669,16 @@ MUTATIONS: Sequence[Mutation] = (
         " or group in self._store.on_gpu", ON_GPU, "",
     ),
     Mutation(
-        "a gradient on the GPU goes before the next one comes", "store/gpu_updates.py GpuUpdates._update",
-        "round_.gradients.drop(*trip.key)", ON_GPU,
+        "a gradient on the GPU goes before the next one comes", "store/gpu_updates.py GpuUpdates.apply",
+        "round_.gradients.drop(*key)", ON_GPU,
     ),
     Mutation(
         "an update on the GPU waits for a load", "store/gpu_updates.py GpuUpdates.apply",
         "await self._weights.arrived(*trip.key)", ON_GPU,
     ),
     Mutation(
-        "weights that have left the GPU are updated, too", "store/gpu_updates.py GpuUpdates._update",
-        "device.copy_in(storage, offset, here)", ON_GPU,
+        "weights that have left the GPU are updated, too", "store/gpu_updates.py GpuUpdates.apply",
+        "await self._on_gpu.workers.submit(Priority.UPDATE, self._device.copy_in, storage, offset, here)", ON_GPU,
     ),
     Mutation(
         "what comes too late makes no group ready", "train/moves.py GroupMoves._make_ready",

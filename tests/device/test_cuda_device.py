@@ -16,8 +16,9 @@ import torch
 from device_contract import DeviceContract, random_bytes
 
 from tierstore.device import gpu_kernels, transfers
+from tierstore.device.arithmetic import Collection, Update
 from tierstore.device.spans import Span
-from tierstore.device.streams import ComputeDevice, Reached, open_device
+from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.device.transfers import CudaDevice
 from tierstore.errors import BudgetError
 from tierstore.io.memory import Arena
@@ -197,22 +198,20 @@ def test_the_mark_of_a_copy_comes_right_behind_it(
 def test_updates_and_what_they_take_have_a_stream_of_their_own(
     device: CudaDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    total = Span(torch.UntypedStorage(64), 0, 64)
-    part = torch.ones(16)
-    device.arithmetic.collect("fp32", [(0, part, True), (0, part, False)], total, is_new=True, after=device.record())
-    assert cuda.log == ["record compute", "wait for compute", "enter update", "record update", "wait for update"]
-    monkeypatch.setattr(device, "_passing", SimpleNamespace(bytes=np.zeros(512, np.uint8)))
+    total, part = Span(torch.UntypedStorage(64), 0, 64), torch.ones(16)
+    one_queue = ["enter update", "record update", "wait for update"]
+    monkeypatch.setattr(device, "_passing", SimpleNamespace(bytes=np.zeros(2 * 512, np.uint8)))
+    both = [Collection("fp32", [(0, part, is_first)], total, is_first, None) for is_first in (True, False)]
+    device.arithmetic.collect(both)
+    assert cuda.log == one_queue
     monkeypatch.setattr(gpu_kernels, "square_lanes", lambda dtype, one: torch.full((1, 64), one.view(torch.float32)[3]))
-    sums = np.zeros(1)
-    device.arithmetic.square_sums("fp32", total, sums)
-    assert sums[0] == 64 * 2.0
+    sums = np.zeros(3)
+    device.arithmetic.collect([Collection("fp32", [], total, False, sums[k : k + 1]) for k in range(3)])
+    assert sums.tolist() == [64 * 2.0] * 3
+    assert cuda.log[3:] == one_queue * 2, "there is room for the sums of two"
     monkeypatch.setattr(gpu_kernels, "adam", lambda *_: cuda.log.append("adam"))
-    device.arithmetic.adam("fp32", total, total, total, [], 16)
-    device.arithmetic.collect("fp32", [(0, part, True)], total, is_new=True, after=Reached(), out=sums)
-    assert sums[0] == 64 * 1.0
-    assert cuda.log[5:] == ["enter update", "record update", "wait for update",
-                            "enter update", "adam", "record update", "wait for update",
-                            "enter update", "record update", "wait for update"]  # fmt: skip
+    device.arithmetic.adam([Update("fp32", total, total, total, [], 16)] * 2)
+    assert cuda.log[9:] == ["enter update", "adam", "adam", "record update", "wait for update"]
 
 
 def test_a_collective_has_a_stream_of_its_own_and_a_deadline(device: CudaDevice, cuda: RecordingCuda) -> None:

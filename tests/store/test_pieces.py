@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tierstore.device.arithmetic import Collection
 from tierstore.device.spans import Span
 from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
@@ -87,7 +88,7 @@ def test_elements_that_came_twice_cover_no_others(device: CpuDevice) -> None:
     parts = [Piece(0, torch.ones(4), True), Piece(0, torch.ones(4), False)]
     Filling(device, "fp32", memory, 8, True, parts.copy(), Reached(), None)()
     assert memory.view(np.float32).tolist() == [2, 2, 2, 2, 0, 0, 0, 0]
-    device.arithmetic.collect("fp32", parts, Span(there.untyped_storage(), 0, 32), is_new=True, after=Reached())
+    device.arithmetic.collect([Collection("fp32", parts, Span(there.untyped_storage(), 0, 32), True, None)])
     assert there.tolist() == [2, 2, 2, 2, 0, 0, 0, 0]
 
 

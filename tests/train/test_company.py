@@ -138,10 +138,10 @@ def test_a_copy_that_fails_in_company_is_told_and_nobody_waits_for_ever(
 ) -> None:
     filling, is_failing = Gradients._filling, False
 
-    def failing(self: Gradients, run: Any, array: Any) -> Any:
-        if is_failing and run[0].key[0] == 3:
+    def failing(self: Gradients, one: Any, array: Any) -> Any:
+        if is_failing and one.key[0] == 3:
             raise StorageError("group 3 cannot be copied")
-        return filling(self, run, array)
+        return filling(self, one, array)
 
     def steps() -> None:
         nonlocal is_failing

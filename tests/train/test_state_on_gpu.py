@@ -185,7 +185,7 @@ def test_an_update_that_fails_leaves_the_generation_before(tmp_path: Path, monke
     class Failing(HostArithmetic):
         def adam(self, *given: Any) -> None:
             calls.append(1)
-            if len(calls) == 20:
+            if len(calls) == 6:
                 raise StorageError("the device is gone")
             super().adam(*given)
 

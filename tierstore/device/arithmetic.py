@@ -7,11 +7,10 @@ Owner: nothing here has state; the caller owns storages and tensors, and holds t
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ import torch
 
 from tierstore.device import gpu_kernels
 from tierstore.device.spans import TORCH_DTYPES, Span, alias, bytes_at
-from tierstore.device.streams import Bytes, Mark
+from tierstore.device.streams import Bytes
 from tierstore.kernels import compiled, norms
 from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element, update
 from tierstore.kernels.elements import Array, elements_of
@@ -29,8 +28,41 @@ Part = tuple[int, torch.Tensor, bool]
 Run = tuple[int, int, AdamCoefficients]
 """Elements `[start, stop)`, and what they get."""
 Sums = npt.NDArray[np.float64]
+_LANES_BYTES = compiled.LANES * 8
+"""Of a block that is measured."""
 MOST_MEASURED = 2**28
 """Elements of a gradient that is measured: what threads pin for themselves has room for the sums of more than that."""
+
+
+class Collection(NamedTuple):
+    """Gradients that come to their place.
+
+    Attributes:
+        parts: valid by now. The first ones of elements are copied, the others added.
+        total: of the device. It holds nothing of this step yet if `is_new`; what no part covers then becomes zero.
+        out: gets the sums of squares of `total`, as `kernels.norms.square_sums` has them; None: nobody wants them.
+    """
+
+    dtype: str
+    parts: Sequence[Part]
+    total: Span
+    is_new: bool
+    out: Sums | None
+
+
+class Update(NamedTuple):
+    """One Adam step of runs of elements, in their order.
+
+    Attributes:
+        state: of one chunk after the other, which have `chunk_elements` but for the last, which may have less.
+    """
+
+    dtype: str
+    weights: Span
+    state: Span
+    gradient: Span
+    runs: Sequence[Run]
+    chunk_elements: int
 
 
 class Arithmetic(Protocol):
@@ -42,28 +74,11 @@ class Arithmetic(Protocol):
     def why_not(self, dtypes: Iterable[str]) -> str | None:
         """None if it works for weights of these dtypes, and is compiled for them; else what is missing."""
 
-    def collect(
-        self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark, out: Sums | None = None
-    ) -> None:
-        """Copies the first gradients of elements to their place in `total`, and adds the others.
+    def collect(self, collections: Sequence[Collection]) -> None:
+        """Brings gradients to their place, one collection after the other."""
 
-        Args:
-            is_new: `total` holds nothing of this step yet; what no part covers becomes zero.
-            after: the device work that must be over before the parts are valid.
-            out: gets the sums of squares of `total`.
-        """
-
-    def square_sums(self, dtype: str, gradient: Span, out: Sums) -> None:
-        """As `kernels.norms.square_sums`."""
-
-    def adam(
-        self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run], chunk_elements: int
-    ) -> None:
-        """As `kernels.adam.update`, of runs of elements in their order, in the chunks that these spans are.
-
-        Args:
-            chunk_elements: of each chunk but the last, which may have less.
-        """
+    def adam(self, updates: Sequence[Update]) -> None:
+        """As `kernels.adam.update`."""
 
 
 class HostArithmetic:
@@ -72,37 +87,31 @@ class HostArithmetic:
     def why_not(self, dtypes: Iterable[str]) -> str | None:
         return None
 
-    def collect(
-        self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark, out: Sums | None = None
-    ) -> None:
-        after.synchronize()
-        whole = _elements(dtype, total)
-        if is_new and not _covers(parts, len(whole)):
-            whole[:] = 0
-        for start, gradient, is_first in parts:
-            place, flat = whole[start : start + gradient.numel()], gradient.contiguous()
-            if is_first:
-                ctypes.memmove(place.ctypes.data, flat.data_ptr(), place.nbytes)
-            else:
-                norms.add_into(dtype, place, bytes_at(flat.data_ptr(), place.nbytes).view(place.dtype))
-        if out is not None:
-            norms.square_sums(dtype, whole, out)
+    def collect(self, collections: Sequence[Collection]) -> None:
+        for dtype, parts, total, is_new, out in collections:
+            whole = _elements(dtype, total)
+            if is_new and not _covers(parts, len(whole)):
+                whole[:] = 0
+            for start, gradient, is_first in parts:
+                place, flat = whole[start : start + gradient.numel()], gradient.contiguous()
+                if is_first:
+                    ctypes.memmove(place.ctypes.data, flat.data_ptr(), place.nbytes)
+                else:
+                    norms.add_into(dtype, place, bytes_at(flat.data_ptr(), place.nbytes).view(place.dtype))
+            if out is not None:
+                norms.square_sums(dtype, whole, out)
 
-    def square_sums(self, dtype: str, gradient: Span, out: Sums) -> None:
-        norms.square_sums(dtype, _elements(dtype, gradient), out)
-
-    def adam(
-        self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run], chunk_elements: int
-    ) -> None:
-        flat, values, all_state = _elements(dtype, weights), _elements(dtype, gradient), _host_bytes(state)
-        state_bytes = state_bytes_per_element(dtype)
-        for first in range(0, len(flat), chunk_elements):
-            chunk = slice(first, min(first + chunk_elements, len(flat)))
-            there = all_state[chunk.start * state_bytes : chunk.stop * state_bytes]
-            for start, stop, coefficients in runs:
-                if start < chunk.stop and stop > chunk.start:
-                    edges = max(start, chunk.start) - first, min(stop, chunk.stop) - first
-                    update(dtype, flat[chunk], there, values[chunk], *edges, coefficients)
+    def adam(self, updates: Sequence[Update]) -> None:
+        for dtype, weights, state, gradient, runs, chunk_elements in updates:
+            flat, values, all_state = _elements(dtype, weights), _elements(dtype, gradient), _host_bytes(state)
+            state_bytes = state_bytes_per_element(dtype)
+            for first in range(0, len(flat), chunk_elements):
+                chunk = slice(first, min(first + chunk_elements, len(flat)))
+                there = all_state[chunk.start * state_bytes : chunk.stop * state_bytes]
+                for start, stop, coefficients in runs:
+                    if start < chunk.stop and stop > chunk.start:
+                        edges = max(start, chunk.start) - first, min(stop, chunk.stop) - first
+                        update(dtype, flat[chunk], there, values[chunk], *edges, coefficients)
 
 
 class GpuArithmetic:
@@ -127,41 +136,54 @@ class GpuArithmetic:
         with self._queue():
             return gpu_kernels.why_not(dtypes, self._device)
 
-    def collect(
-        self, dtype: str, parts: Sequence[Part], total: Span, *, is_new: bool, after: Mark, out: Sums | None = None
-    ) -> None:
-        after.synchronize()
-        with self._queue() if out is None else self._measuring(dtype, total, out):
-            whole = _tensor(total).view(TORCH_DTYPES[dtype])
-            if is_new and not _covers(parts, len(whole)):
-                whole.zero_()
-            places = [whole[start : start + len(gradient)] for start, gradient, _ in parts]
-            first = [(place, gradient) for place, (_, gradient, is_first) in zip(places, parts) if is_first]
-            others = [(place, gradient) for place, (_, gradient, is_first) in zip(places, parts) if not is_first]
-            if first:
-                torch._foreach_copy_([place for place, _ in first], [gradient for _, gradient in first])
-            if others:
-                torch._foreach_add_([place for place, _ in others], [gradient for _, gradient in others])
+    def collect(self, collections: Sequence[Collection]) -> None:
+        passing = self._passing()
+        for some in _runs(collections, len(passing) // _LANES_BYTES):
+            room, lanes = passing.view(np.float64).reshape(-1, compiled.LANES), []
+            for one in some:
+                here, room = np.split(room, [0 if one.out is None else len(one.out)])
+                lanes.append(here)
+            with self._queue():
+                for one, here in zip(some, lanes):
+                    whole = _tensor(one.total)
+                    _bring(one.parts, whole.view(TORCH_DTYPES[one.dtype]), is_new=one.is_new)
+                    if one.out is not None:  # not `lanes.cpu()`, which would wait while others wait for their turn
+                        torch.from_numpy(here).copy_(gpu_kernels.square_lanes(one.dtype, whole), non_blocking=True)
+            for one, here in zip(some, lanes):
+                if one.out is not None:
+                    compiled.add_lanes(here, one.out)
 
-    def square_sums(self, dtype: str, gradient: Span, out: Sums) -> None:
-        with self._measuring(dtype, gradient, out):
-            pass
-
-    @contextlib.contextmanager
-    def _measuring(self, dtype: str, gradient: Span, out: Sums) -> Iterator[None]:
-        """As `_queue`, for what comes before the sums of squares of a gradient, which are there at the end."""
-        here = self._passing()[: len(out) * compiled.LANES * 8].view(np.float64).reshape(-1, compiled.LANES)
-        with self._queue():  # not `lanes.cpu()`, which would wait while others wait for their turn
-            yield
-            lanes = gpu_kernels.square_lanes(dtype, _tensor(gradient))
-            torch.from_numpy(here).copy_(lanes, non_blocking=True)
-        compiled.add_lanes(here, out)
-
-    def adam(
-        self, dtype: str, weights: Span, state: Span, gradient: Span, runs: Sequence[Run], chunk_elements: int
-    ) -> None:
+    def adam(self, updates: Sequence[Update]) -> None:
         with self._queue():
-            gpu_kernels.adam(dtype, _tensor(weights), _tensor(state), _tensor(gradient), runs, chunk_elements)
+            for dtype, weights, state, gradient, runs, chunk_elements in updates:
+                gpu_kernels.adam(dtype, _tensor(weights), _tensor(state), _tensor(gradient), runs, chunk_elements)
+
+
+def _runs(collections: Sequence[Collection], blocks: int) -> Iterator[list[Collection]]:
+    """In runs of so many measured blocks at most, or of one collection."""
+    run: list[Collection] = []
+    room = blocks
+    for one in collections:
+        measured = 0 if one.out is None else len(one.out)
+        if run and measured > room:
+            yield run
+            run, room = [], blocks
+        run.append(one)
+        room -= measured
+    if run:
+        yield run
+
+
+def _bring(parts: Sequence[Part], whole: torch.Tensor, *, is_new: bool) -> None:
+    if is_new and not _covers(parts, len(whole)):
+        whole.zero_()
+    places = [whole[start : start + len(gradient)] for start, gradient, _ in parts]
+    first = [(place, gradient) for place, (_, gradient, is_first) in zip(places, parts) if is_first]
+    others = [(place, gradient) for place, (_, gradient, is_first) in zip(places, parts) if not is_first]
+    if first:
+        torch._foreach_copy_([place for place, _ in first], [gradient for _, gradient in first])
+    if others:
+        torch._foreach_add_([place for place, _ in others], [gradient for _, gradient in others])
 
 
 def _covers(parts: Sequence[Part], elements: int) -> bool:

@@ -189,10 +189,8 @@ class ComputeDevice(Protocol):
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
         """A range of a storage to host bytes. Threads and Blocks as for `copy_out`."""
 
-    def copy_out_ranges(
-        self, storage: torch.UntypedStorage, offset_bytes: int, destinations: Sequence[Bytes], after: Mark
-    ) -> None:
-        """The same of ranges that follow each other, in one go."""
+    def copy_out_ranges(self, ranges: Sequence[tuple[torch.UntypedStorage, int, Bytes]], after: Mark) -> None:
+        """The same of several, in one go: storage, offset and destination of each."""
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
         """Launches work that other ranks take part in, on the stream of a link, and waits for it.

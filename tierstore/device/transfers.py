@@ -136,22 +136,18 @@ class CpuDevice:
         self.counters.add("d2h", moved_bytes, start)
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
-        self.copy_out_ranges(storage, offset_bytes, [destination], after)
+        self.copy_out_ranges([(storage, offset_bytes, destination)], after)
 
-    def copy_out_ranges(
-        self, storage: torch.UntypedStorage, offset_bytes: int, destinations: Sequence[Bytes], after: Mark
-    ) -> None:
-        for destination in destinations:
+    def copy_out_ranges(self, ranges: Sequence[tuple[torch.UntypedStorage, int, Bytes]], after: Mark) -> None:
+        for storage, offset_bytes, destination in ranges:
             _check_host(destination)
-        moved_bytes = sum(destination.nbytes for destination in destinations)
-        check_range(storage, offset_bytes, moved_bytes)
+            check_range(storage, offset_bytes, destination.nbytes)
         after.synchronize()
-        start, address = self.counters.clock(), storage.data_ptr() + offset_bytes
-        for destination in destinations:
+        start = self.counters.clock()
+        for storage, offset_bytes, destination in ranges:
             # Not through an alias: for as long as it lives, the weights would seem to be in use by the model.
-            _copy(destination.ctypes.data, address, destination.nbytes)
-            address += destination.nbytes
-        self.counters.add("d2h", moved_bytes, start)
+            _copy(destination.ctypes.data, storage.data_ptr() + offset_bytes, destination.nbytes)
+        self.counters.add("d2h", sum(destination.nbytes for _, _, destination in ranges), start)
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
         launch()
@@ -286,14 +282,11 @@ class CudaDevice:
         self.counters.add("d2h", moved_bytes, start)
 
     def copy_out_range(self, storage: torch.UntypedStorage, offset_bytes: int, destination: Bytes, after: Mark) -> None:
-        self.copy_out_ranges(storage, offset_bytes, [destination], after)
+        self.copy_out_ranges([(storage, offset_bytes, destination)], after)
 
-    def copy_out_ranges(
-        self, storage: torch.UntypedStorage, offset_bytes: int, destinations: Sequence[Bytes], after: Mark
-    ) -> None:
-        sizes = [destination.nbytes for destination in destinations]
-        whole = alias(storage, offset_bytes, sum(sizes))
-        self.copy_out(torch.split(whole, sizes), destinations, after)
+    def copy_out_ranges(self, ranges: Sequence[tuple[torch.UntypedStorage, int, Bytes]], after: Mark) -> None:
+        sources = [alias(storage, offset, destination.nbytes) for storage, offset, destination in ranges]
+        self.copy_out(sources, [destination for _, _, destination in ranges], after)
 
     def complete(self, link: str, launch: Callable[[], object], timeout_s: float) -> None:
         event = self._event()

@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.config import Tier
-from tierstore.device.arithmetic import MOST_MEASURED
+from tierstore.device.arithmetic import MOST_MEASURED, Collection
 from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.errors import TierstoreError
 from tierstore.io.memory import Bytes, Lease
 from tierstore.io.tasks import together
-from tierstore.io.workers import Priority, WorkerPool
+from tierstore.io.workers import Job, Priority, WorkerPool
 from tierstore.kernels.elements import ELEMENT, Array, elements_of
 from tierstore.kernels.norms import square_sums
 from tierstore.plan.placement import BLOCK, Placement
@@ -244,16 +244,13 @@ class Gradients:
                 lease.free()
 
     async def _collect(self, deliveries: Sequence[tuple[_Delivery, Bytes | Span]]) -> None:
-        """Copy, and measure what is final, in one job."""
-        is_on_gpu = deliveries[0][0].key[0] in self._on_gpu
-        if is_on_gpu:
-            runs = self._neighbours([one for one, _ in deliveries])
-            jobs = [self._filling(run, self._on_gpu.gradient(*run[0].key, len(run))) for run in runs]
-        else:
-            jobs = [self._filling([one], memory) for one, memory in deliveries]
-        nbytes = sum(self._placement.gradient_bytes(*one.key) for one, _ in deliveries)
+        """Copy, and measure what is final."""
         others = f" and {len(deliveries) - 1} more" if len(deliveries) > 1 else ""
         name = self._groups[deliveries[0][0].key[0]].name + others
+        here = [(one, memory) for one, memory in deliveries if not isinstance(memory, Span)]
+        there = [one for one, memory in deliveries if isinstance(memory, Span)]
+        jobs = [self._filling(one, memory) for one, memory in here]
+        nbytes = sum(self._placement.gradient_bytes(*one.key) for one, _ in here)
 
         def job() -> None:
             for fill in jobs:
@@ -262,11 +259,23 @@ class Gradients:
         for mark in dict.fromkeys(one.after for one, _ in deliveries):
             await self._marks.reached(mark)
         with self._tracer.measure("reduce", name):
-            workers = self._on_gpu.workers if is_on_gpu else self._workers
-            await workers.perform(nbytes <= self._device.at_once_bytes, Priority.UPDATE, job)
+            collecting = [self._collecting(run) for run in self._neighbours(there)]
+            if jobs:
+                await self._workers.perform(nbytes <= self._device.at_once_bytes, Priority.UPDATE, job)
+            for done in collecting:
+                await done
         for one, _ in deliveries:
             one.state.is_filled = True
             one.state.is_measured = one.is_final
+
+    def _filling(self, one: _Delivery, memory: Bytes) -> Filling:
+        group, chunk = one.key
+        start, stop = self._placement.chunk(group, chunk)
+        return Filling(
+            device=self._device, dtype=self._groups[group].dtype, memory=memory, elements=stop - start,
+            is_new=not one.state.is_filled, parts=one.parts, after=one.after,
+            partials=self._partials_of(group, start, stop) if one.is_final else None,
+        )  # fmt: skip
 
     def _neighbours(self, deliveries: Iterable[_Delivery]) -> list[list[_Delivery]]:
         """In runs of what follows each other on the device, and is to be brought there in the same way."""
@@ -276,7 +285,7 @@ class Gradients:
             last = runs[-1][-1] if runs else None
             if (
                 last is not None
-                and (last.key, last.after, last.is_final) == ((group, chunk - 1), one.after, one.is_final)
+                and (last.key, last.is_final) == ((group, chunk - 1), one.is_final)
                 and last.state.is_filled == one.state.is_filled
                 and (len(runs[-1]) + 1) * self._placement.chunk_elements <= MOST_MEASURED
             ):
@@ -285,20 +294,21 @@ class Gradients:
                 runs.append([one])
         return runs
 
-    def _filling(self, run: Sequence[_Delivery], memory: Bytes | Span) -> Filling:
-        """Of neighbouring chunks."""
-        first, (group, _) = run[0], run[0].key
+    def _collecting(self, run: Sequence[_Delivery]) -> Job[None]:
+        """Of neighbouring chunks on the device."""
+        group, first = run[0].key
         edges = [self._placement.chunk(*one.key) for one in run]
         start, stop = edges[0][0], edges[-1][1]
-        parts = first.parts
-        for one, (chunk_start, _) in zip(run[1:], edges[1:]):
+        parts: list[Piece] = []
+        for one, (chunk_start, _) in zip(run, edges):
             parts += [Piece(part.start + chunk_start - start, part.gradient, part.is_first) for part in one.parts]
             one.parts.clear()
-        return Filling(
-            device=self._device, dtype=self._groups[group].dtype, memory=memory, elements=stop - start,
-            is_new=not first.state.is_filled, parts=parts, after=first.after,
-            partials=self._partials_of(group, start, stop) if first.is_final else None,
+        collection = Collection(
+            dtype=self._groups[group].dtype, parts=parts, total=self._on_gpu.gradient(group, first, len(run)),
+            is_new=not run[0].state.is_filled,
+            out=self._partials_of(group, start, stop) if run[0].is_final else None,
         )  # fmt: skip
+        return self._on_gpu.collect(group, collection, parts)
 
     async def take_partials(self) -> list[npt.NDArray[np.float64]]:
         """Per group, the sums of squares of fixed blocks, whatever order they arrived in.
@@ -323,8 +333,8 @@ class Gradients:
             square_sums(dtype, elements_of(array, dtype, stop - start), partials)
 
         if group in self._on_gpu:
-            job, span = self._device.arithmetic.square_sums, self._on_gpu.gradient(group, chunk)
-            await self._on_gpu.workers.submit(Priority.UPDATE, job, dtype, span, partials)
+            span = self._on_gpu.gradient(group, chunk)
+            await self._on_gpu.collect(group, Collection(dtype, (), span, is_new=False, out=partials), [])
         elif state.lease is not None:
             await self._workers.submit(Priority.UPDATE, measure, state.lease.array)
         else:

@@ -15,11 +15,15 @@ class Marks(WorkerPool):
 
     def __init__(self) -> None:
         super().__init__("tierstore-marks", 1)
+        self._last: Mark | None = None
 
     async def reached(self, mark: Mark) -> None:
         """Wait for the device work before a mark.
 
         Cancellation: held back until it is over.
         """
+        if mark is self._last:  # many wait for one, and each question is one to the driver
+            return
         if not mark.is_done():
             await self.submit(Priority.DEMAND, mark.synchronize)
+        self._last = mark

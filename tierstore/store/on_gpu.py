@@ -1,9 +1,9 @@
 """State and gradients that live on the GPU tier, of the groups that are updated there.
 
-Scope: where a chunk's are, and their way to and from memory from which they can be written.
-Not here: which groups they are (`plan/tiers.py`), the update (`gpu_updates.py`), gradients on their way
+Scope: where a chunk's are, the jobs that work on them, and their way to and from memory from which they can be written.
+Not here: which groups they are (`plan/tiers.py`), when they are updated (`gpu_updates.py`), gradients on their way
     (`gradients.py`).
-Owner: the loop thread; workers copy.
+Owner: the loop thread; workers compute and copy.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from contextlib import AbstractAsyncContextManager
 
 import torch
 
-from tierstore.device.spans import Span
+from tierstore.device.arithmetic import Collection, Update
+from tierstore.device.spans import TORCH_DTYPES, Span
 from tierstore.device.streams import ComputeDevice, Reached
+from tierstore.io.batches import Batches
 from tierstore.io.memory import Bytes, Pool
-from tierstore.io.workers import Priority, WorkerPool
+from tierstore.io.workers import Job, Priority, WorkerPool
 from tierstore.plan.placement import Placement
 from tierstore.store.layout import GroupSpec
+from tierstore.store.pieces import Piece
 from tierstore.store.slots import SlotPack
 
 
@@ -54,6 +57,9 @@ class StateOnGpu:
                 self._gradients[group] = self._allocated(need.elements * need.weight_bytes)
         self.apart = self._allocated(placement.gpu_apart_bytes)
         """Room for the weights of one chunk whose group has left the device."""
+        self._collections = Batches(workers, Priority.UPDATE, self._collect)
+        self._updates = Batches(workers, Priority.UPDATE, self._update)
+        self._fetches = Batches(workers, Priority.WRITE, self._fetch)
 
     def _allocated(self, nbytes: int) -> torch.UntypedStorage:
         storage = torch.empty(0, dtype=torch.uint8, device=self._device.torch_device).untyped_storage()
@@ -90,6 +96,33 @@ class StateOnGpu:
         start, stop = self._placement.chunk(group, chunks[0])[0], self._placement.chunk(group, chunks[-1])[1]
         return Span(storage, start * element_bytes, (stop - start) * element_bytes)
 
+    def collect(self, group: int, collection: Collection, parts: list[Piece]) -> Job[None]:
+        """Bring gradients to their place.
+
+        Args:
+            parts: of the collection; emptied when they are there, in the thread that has copied them.
+        """
+        return self._collections.submit(group, (collection, parts))
+
+    def _collect(self, given: Sequence[tuple[Collection, list[Piece]]]) -> None:
+        self._device.arithmetic.collect([collection for collection, _ in given])
+        for _, parts in given:
+            parts.clear()
+
+    def update(self, group: int, update: Update) -> Job[None]:
+        """Update a chunk."""
+        return self._updates.submit(group, update)
+
+    def _update(self, updates: Sequence[Update]) -> None:
+        self._device.arithmetic.adam(joined(updates))
+
+    def fetch(self, storage: torch.UntypedStorage, offset: int, into: Bytes) -> Job[None]:
+        """Copy weights from the device into CPU memory."""
+        return self._fetches.submit(None, (storage, offset, into))
+
+    def _fetch(self, ranges: Sequence[tuple[torch.UntypedStorage, int, Bytes]]) -> None:
+        self._device.copy_out_ranges(ranges, Reached())
+
     def memory(self, group: int, chunk: int) -> AbstractAsyncContextManager[Bytes]:
         """Some for the state of a chunk, with padding; contents undefined."""
         return self._staging.lent(self._placement.state_bytes(group, chunk))
@@ -118,3 +151,43 @@ class StateOnGpu:
         async with self.memory(group, chunk) as memory:
             await self.read(group, chunk, memory)
             await pack.write(index, memory, Priority.COMMIT)
+
+
+def joined(updates: Sequence[Update]) -> list[Update]:
+    """Those of whole chunks and of what follows them in their memory as one."""
+    found: list[Update] = []
+    for update in updates:
+        if found and _follows(found[-1], update):
+            found.append(_both(found.pop(), update))
+        else:
+            found.append(update)
+    return found
+
+
+def _follows(first: Update, second: Update) -> bool:
+    is_whole = _elements(first) % first.chunk_elements == 0
+    return is_whole and all(
+        one.storage is other.storage and one.offset + one.nbytes == other.offset
+        for one, other in zip(_spans(first), _spans(second))
+    )
+
+
+def _both(first: Update, second: Update) -> Update:
+    before, runs = _elements(first), list(first.runs)
+    for start, stop, coefficients in second.runs:
+        if runs and runs[-1][1] == before + start and runs[-1][2] is coefficients:
+            start = runs.pop()[0] - before
+        runs.append((before + start, before + stop, coefficients))
+    weights, state, gradient = (
+        Span(one.storage, one.offset, one.nbytes + other.nbytes)
+        for one, other in zip(_spans(first), _spans(second))
+    )
+    return first._replace(weights=weights, state=state, gradient=gradient, runs=runs)
+
+
+def _spans(update: Update) -> tuple[Span, Span, Span]:
+    return update.weights, update.state, update.gradient
+
+
+def _elements(update: Update) -> int:
+    return update.weights.nbytes // TORCH_DTYPES[update.dtype].itemsize

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierstore.device.spans import Span, bytes_at
+from tierstore.device.spans import bytes_at
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.io.memory import Bytes
 from tierstore.kernels import norms
@@ -48,19 +48,19 @@ def _cut(piece: Piece, start: int, stop: int) -> Piece | None:
 
 @dataclass(slots=True)
 class Filling:
-    """Called, it brings the parts of a chunk, or of neighbours on the device, into its memory.
+    """Called, it brings the parts of a chunk into its memory, which is the CPU's.
 
     Attributes:
-        memory, elements: of it; what is behind the elements is padding. A span of the device has none.
+        memory, elements: of the chunk; what is behind the elements is padding.
         is_new: nothing of this step is in the memory yet.
         parts: emptied when they are there, in the thread that copies.
         after: the device work that must be over before they are valid.
-        partials: where the sums of squares of all that is there then go; None: they are not wanted.
+        partials: where the sums of squares of all that is in the chunk then go; None: they are not wanted.
     """
 
     device: ComputeDevice
     dtype: str
-    memory: Bytes | Span
+    memory: Bytes
     elements: int
     is_new: bool
     parts: list[Piece]
@@ -68,15 +68,8 @@ class Filling:
     partials: npt.NDArray[np.float64] | None
 
     def __call__(self) -> None:
-        if isinstance(self.memory, Span):
-            self._collect_on_device(self.memory)
-        else:
-            self._fill(self.memory)
+        self._fill(self.memory)
         self.parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
-
-    def _collect_on_device(self, total: Span) -> None:
-        collect = self.device.arithmetic.collect
-        collect(self.dtype, self.parts, total, is_new=self.is_new, after=self.after, out=self.partials)
 
     def _fill(self, memory: Bytes) -> None:
         total = elements_of(memory, self.dtype, self.elements)

@@ -262,7 +262,7 @@ class UpdatePipeline:
             await asyncio.sleep(0)  # who was granted memory has its turn first; until then he counts as starving
         updates = round_.updates_of(trip.group, *self._placement.chunk(trip.group, trip.chunk))
         if updates and trip.group in self._on_gpu:  # which is never applied before the norm is known
-            await self._gpu_updates.apply(round_, trip)
+            await self._gpu_updates.apply(round_, trip, updates)
         else:
             if updates or trip.is_redo:
                 await self._apply(round_, trip, updates)

@@ -243,6 +243,7 @@ class Steps:
     def _finish(self, options: dict[str, object], late: list[str]) -> StepReport:
         """What is done together or not at all: the updates of a step, the scheduler, the count."""
         parts, optimizer = self._parts, self._parts.stepper.optimizer
+        loss = mean_of(self._losses) if self._losses else None  # before updates, which would contend for the GPU
         with self._meters.phase("update"), self._order.unbroken():
             norm, is_finite = self._apply(options, late)
         rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -256,7 +257,7 @@ class Steps:
             loss_scale=self._loss_scale.scale,
             skipped=not is_finite,
             lr=rates,
-            loss=mean_of(self._losses) if self._losses else None,
+            loss=loss,
         )
         self._loss_scale.update(is_finite)
         return report

@@ -1,0 +1,77 @@
+"""Small work for a thread, as much of it in one job as has come while the job before was under way.
+
+Scope: gathering items, one job after the other, and their end.
+Not here: what is done with the items; threads (`workers.py`).
+Owner: the loop thread.
+
+[Note: batches] The way to a thread and back takes longer than what a GPU does in most jobs, and the interpreter's turns
+that it takes are turns that the thread which launches the model's kernels waits for. Nobody waits for company: who
+finds the thread idle goes at once, with those of its own kind that come in the same turn of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from tierstore.io.workers import Job, Priority, WorkerPool
+
+T = TypeVar("T")
+
+
+class _Item(NamedTuple, Generic[T]):
+    kind: Hashable
+    value: T
+    ended: Job[None]
+
+
+class Batches(Generic[T]):
+    """Items of one sort on their way through a pool.
+
+    Args:
+        run: does some of them, in a thread; if it raises, all of them have failed.
+    """
+
+    def __init__(self, workers: WorkerPool, priority: Priority, run: Callable[[Sequence[T]], None]) -> None:
+        self._workers = workers
+        self._priority = priority
+        self._run = run
+        self._waiting: list[_Item[T]] = []
+        self._is_busy = False
+
+    def submit(self, kind: Hashable, value: T) -> Job[None]:
+        """Ends when this one is done. See [Note: batches]."""
+        loop = asyncio.get_running_loop()
+        item = _Item(kind, value, Job(loop=loop))
+        self._waiting.append(item)
+        if not self._is_busy:
+            self._is_busy = True
+            loop.call_soon(self._start, True)
+        return item.ended
+
+    def _start(self, is_first: bool) -> None:
+        """The next job; the first after a rest has only items of one kind."""
+        items, self._waiting = self._waiting, []
+        if is_first:
+            kind = items[0].kind
+            count = len(list(itertools.takewhile(lambda item: item.kind == kind, items)))
+            items, self._waiting = items[:count], items[count:]
+        try:
+            job = self._workers.submit(self._priority, self._run, [item.value for item in items])
+        except BaseException as error:
+            self._end(items, error)
+        else:
+            job.add_done_callback(lambda job: self._end(items, job.exception()))
+
+    def _end(self, items: Sequence[_Item[T]], error: BaseException | None) -> None:
+        for item in items:
+            if error is None:
+                item.ended.set_result(None)
+            else:
+                item.ended.set_exception(error)
+                item.ended.exception()  # who waits is told, if somebody still does
+        self._is_busy = bool(self._waiting)
+        if self._waiting:
+            self._start(False)
