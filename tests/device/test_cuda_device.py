@@ -20,7 +20,7 @@ from tierstore.device.arithmetic import Collection, Update
 from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.device.transfers import CudaDevice
-from tierstore.errors import BudgetError
+from tierstore.errors import BudgetError, ConfigError
 from tierstore.io.memory import Arena
 
 
@@ -210,8 +210,11 @@ def test_updates_and_what_they_take_have_a_stream_of_their_own(
     assert sums.tolist() == [64 * 2.0] * 3
     assert cuda.log[3:] == one_queue * 2, "there is room for the sums of two"
     monkeypatch.setattr(gpu_kernels, "adam", lambda *_: cuda.log.append("adam"))
-    device.arithmetic.adam([Update("fp32", total, total, total, [], 16)] * 2)
-    assert cuda.log[9:] == ["enter update", "adam", "adam", "record update", "wait for update"]
+    update = Update("fp32", total, Span(torch.UntypedStorage(128), 0, 128), total, [], 16)
+    device.arithmetic.adam([update] * 2)
+    assert cuda.log[9:] == ["enter update", "adam", "record update", "wait for update"]
+    with pytest.raises(ConfigError, match="16 weights of fp32, but 64 B of a gradient, and 64 B of state"):
+        device.arithmetic.adam([update._replace(state=total)])
 
 
 def test_a_collective_has_a_stream_of_its_own_and_a_deadline(device: CudaDevice, cuda: RecordingCuda) -> None:

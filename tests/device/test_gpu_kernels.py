@@ -131,13 +131,19 @@ def on_the_device(array: np.ndarray, offset: int) -> torch.Tensor:
     return there.copy_(torch.from_numpy(array.view(np.uint8).copy()))
 
 
+def step(dtype: str, there: Sequence[torch.Tensor], runs: Runs, chunk_elements: int) -> gpu_kernels.AdamStep:
+    """Of weights, state and gradient."""
+    elements = there[0].numel() // ELEMENT[dtype].itemsize
+    return gpu_kernels.AdamStep(dtype, *(part.data_ptr() for part in there), elements, chunk_elements, runs)
+
+
 def check(dtype: str, parts: list[np.ndarray], runs: Runs, offset: int) -> None:
     random = np.random.default_rng(1)
     expected, found = Chunk(dtype, parts, random), Chunk(dtype, parts, np.random.default_rng(1))
     for start, stop, c in runs:
         update(dtype, expected.weights, expected.state, expected.gradient, start, stop, c)
     there = [on_the_device(part, offset) for part in (found.weights, found.state, found.gradient)]
-    gpu_kernels.adam(dtype, *there, runs, len(parts[0]))
+    gpu_kernels.adam(DEVICE, [step(dtype, there, runs, max(1, len(parts[0])))])
     found.weights, found.state = there[0].cpu().numpy().view(ELEMENT[dtype]), there[1].cpu().numpy()
     for name, bits in expected.values().items():
         np.testing.assert_array_equal(found.values()[name], bits, err_msg=name)
@@ -174,7 +180,7 @@ def test_chunks_that_follow_each_other_are_updated_as_alone(dtype: str, last: in
         on_the_device(np.concatenate([getattr(chunk, name) for chunk in chunks]), offset)
         for name in ("weights", "state", "gradient")
     ]
-    gpu_kernels.adam(dtype, *there, runs, size)
+    gpu_kernels.adam(DEVICE, [step(dtype, there, runs, size)])
     found = [part.cpu().numpy() for part in there]
     for first, chunk in zip(range(0, 3 * size, size), chunks):
         for start, stop, c in runs:
@@ -188,6 +194,26 @@ def test_chunks_that_follow_each_other_are_updated_as_alone(dtype: str, last: in
         chunk.state = found[1][first * state : stop * state]
         for name, bits in expected.items():
             np.testing.assert_array_equal(chunk.values()[name], bits, err_msg=name)
+
+
+@on_device
+def test_many_steps_are_as_one_by_one() -> None:
+    """Of each sort, more than a launch takes, of all sizes."""
+    random, steps, expected, kept = np.random.default_rng(5), [], [], []
+    for index in range(3 * 70):
+        dtype, elements, c = DTYPES[index % 3], 1 + 37 * index, (PLAIN, COUPLED)[index % 2]
+        chunk = Chunk(dtype, plausible(elements, random), random)
+        there = [on_the_device(part, 0) for part in (chunk.weights, chunk.state, chunk.gradient)]
+        middle = elements // 3
+        steps.append(step(dtype, there, [(0, middle, c), (middle, elements, SCALED)], elements))
+        update(dtype, chunk.weights, chunk.state, chunk.gradient, 0, middle, c)
+        update(dtype, chunk.weights, chunk.state, chunk.gradient, middle, elements, SCALED)
+        expected.append((chunk.weights, chunk.state))
+        kept.append(there)
+    gpu_kernels.adam(DEVICE, steps)
+    for there, wanted in zip(kept, expected):
+        for found, array in zip(there, wanted):
+            assert np.array_equal(found.cpu().numpy(), array.view(np.uint8))
 
 
 @on_device
@@ -246,12 +272,8 @@ def adam_machine_code(dtype: str, coupled: bool, architecture: int) -> str:
     from triton.compiler import ASTSource
 
     kernel = gpu_kernels._kernels().adam
-    element = {"fp32": "*fp32", "bf16": "*i16", "fp16": "*fp16"}[dtype]
-    constants = {"DTYPE": dtype, "COUPLED": coupled, "ALIGNED": True, "TILE": 1024, "VECTOR": 4}
-    known = {"weights": element, "gradient": element, "words": "*fp32", "halves": "*i16"}
-    known |= dict.fromkeys(("elements", "chunk", "first_tile", "start", "stop"), "i64")
-    known |= dict.fromkeys(constants, "constexpr")
-    signature = {name: known.get(name, "fp32") for name in kernel.arg_names}
+    constants = {"DTYPE": dtype, "COUPLED": coupled, "ALIGNED": True, "ROWS": 64, "TILE": 1024, "VECTOR": 4}
+    signature = {"table": "*i64"} | dict.fromkeys(constants, "constexpr")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     options = {"num_warps": 4, "enable_fp_fusion": False}
     compiled = compile(ASTSource(kernel, signature, values, {}), GPUTarget("cuda", architecture, 32), options)
@@ -291,7 +313,7 @@ def test_of_an_error_only_the_first_line_is_told(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    eight, state = torch.zeros(8, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)
+    eight = torch.zeros(8, dtype=torch.uint8)
     with pytest.raises(ConfigError, match="dtype is one of fp32, bf16, fp16, not 'int8'"):
         gpu_kernels.square_lanes("int8", eight)
     with pytest.raises(ConfigError, match="7 B are not whole elements of bf16"):
@@ -299,12 +321,15 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in (eight.view(torch.int16), eight[::2], eight.view(2, 4), torch.zeros(9, dtype=torch.uint8)[1:]):
         with pytest.raises(ConfigError, match="expected contiguous bytes at a multiple of 4"):
             gpu_kernels.square_lanes("bf16", wrong)
-    with pytest.raises(ConfigError, match="4 weights, but 2 elements of a gradient"):
-        gpu_kernels.adam("bf16", eight, state, eight[:4], [], 4)
-    with pytest.raises(ConfigError, match="4 weights of fp16, but 40 B of state"):
-        gpu_kernels.adam("fp16", eight, state, eight, [], 4)
+    good = gpu_kernels.AdamStep("bf16", 16, 64, 128, 4, 4, [])
+    assert gpu_kernels.adam(torch.device("cpu"), [good, good._replace(runs=[(2, 2, PLAIN)])]) is None
     for runs in ([(0, 5, PLAIN)], [(2, 3, PLAIN), (0, 1, PLAIN)], [(-1, 2, PLAIN)]):
-        with pytest.raises(ConfigError, match="are not in order, or not inside a chunk of 4 elements"):
-            gpu_kernels.adam("bf16", eight, state, eight, runs, 4)
-    with pytest.raises(ConfigError, match="chunks of 3 elements are no multiples of 1024"):
-        gpu_kernels.adam("bf16", eight, state, eight, [], 3)
+        with pytest.raises(ConfigError, match="are not in order, or not inside 4 elements"):
+            gpu_kernels.adam(torch.device("cpu"), [good, good._replace(runs=runs)])
+    for size in (0, 3):
+        with pytest.raises(ConfigError, match=f"chunks of {size} elements are no multiples of 1024"):
+            gpu_kernels.adam(torch.device("cpu"), [good._replace(chunk_elements=size)])
+    with pytest.raises(ConfigError, match="dtype is one of fp32, bf16, fp16, not 'int8'"):
+        gpu_kernels.adam(torch.device("cpu"), [good._replace(dtype="int8")])
+    with pytest.raises(ConfigError, match="addresses 0x10, 0x42, 0x80 are not all multiples of 4"):
+        gpu_kernels.adam(torch.device("cpu"), [good._replace(state=66)])

@@ -19,6 +19,7 @@ import torch
 from tierstore.device import gpu_kernels
 from tierstore.device.spans import TORCH_DTYPES, Span, alias, bytes_at
 from tierstore.device.streams import Bytes
+from tierstore.errors import ConfigError
 from tierstore.kernels import compiled, norms
 from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element, update
 from tierstore.kernels.elements import Array, elements_of
@@ -154,9 +155,25 @@ class GpuArithmetic:
                     compiled.add_lanes(here, one.out)
 
     def adam(self, updates: Sequence[Update]) -> None:
+        steps = [_step(update) for update in updates]
         with self._queue():
-            for dtype, weights, state, gradient, runs, chunk_elements in updates:
-                gpu_kernels.adam(dtype, _tensor(weights), _tensor(state), _tensor(gradient), runs, chunk_elements)
+            gpu_kernels.adam(self._device, steps)
+
+
+def _step(update: Update) -> gpu_kernels.AdamStep:
+    dtype, weights, state, gradient, runs, chunk_elements = update
+    elements = weights.nbytes // TORCH_DTYPES[dtype].itemsize
+    if (gradient.nbytes, state.nbytes) != (weights.nbytes, elements * state_bytes_per_element(dtype)):
+        raise ConfigError(
+            f"{elements} weights of {dtype}, but {gradient.nbytes} B of a gradient, and {state.nbytes} B of state"
+        )
+    return gpu_kernels.AdamStep(
+        dtype, _address(weights), _address(state), _address(gradient), elements, chunk_elements, runs
+    )
+
+
+def _address(span: Span) -> int:
+    return span.storage.data_ptr() + span.offset
 
 
 def _runs(collections: Sequence[Collection], blocks: int) -> Iterator[list[Collection]]:
@@ -191,7 +208,7 @@ def _covers(parts: Sequence[Part], elements: int) -> bool:
 
 
 def _host_bytes(span: Span) -> Bytes:
-    return bytes_at(span.storage.data_ptr() + span.offset, span.nbytes)
+    return bytes_at(_address(span), span.nbytes)
 
 
 def _elements(dtype: str, span: Span) -> Array:

@@ -19,12 +19,14 @@ divisible by 16): `warm_up` knows all there are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from tierstore.errors import ConfigError, first_line
@@ -41,6 +43,7 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.int16, "fp16": torch.float16}
 """Of weights and gradients in the kernels; bf16 as its bits."""
 _TILE = 1024  # elements of a program of 128 threads
 _VECTOR = 4  # elements of a load: 16 B of fp32, and 8 B of the others, so that a thread has the same ones of all arrays
+_ROWS = 64  # runs of a launch
 _ROWS_AHEAD = 64  # of a block of squares: its loads wait for no sum, and ptxas starts as many as registers allow
 _SQUARES_WARPS = 1  # two lanes a thread: with more threads, ptxas saves registers, and 8 rows are under way and not 18
 _cuda: Any = torch.cuda  # its functions are untyped
@@ -62,36 +65,57 @@ def _kernel(function: Function) -> Function:
 
 @_kernel
 def _adam_kernel(
-    weights: tl.tensor, gradient: tl.tensor, words: tl.tensor, halves: tl.tensor,
-    elements: tl.int64, chunk: tl.int64, first_tile: tl.int64, start: tl.int64, stop: tl.int64,
-    decay: tl.float32, coupled_decay: tl.float32, beta1: tl.float32, rest1: tl.float32, beta2: tl.float32,
-    rest2: tl.float32, inverse_root: tl.float32, eps: tl.float32, rate: tl.float32, gradient_scale: tl.float32,
-    DTYPE: tl.constexpr, COUPLED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
+    table: tl.tensor, DTYPE: tl.constexpr, COUPLED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, VECTOR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Elements [start, stop), of which each program has those in one tile; tiles are counted from element 0.
+    """Each program has the elements [start, stop) of a run that are in one tile; tiles are counted from element 0 of
+    what the run is of. A tile is in one chunk.
 
-    A tile is in one chunk. Words and halves are all of the state, as fp32 and as int16.
+    Args:
+        table: int64 [1 + fields of `_Run` + scalars, ROWS], see `_table`.
     """
-    first = (first_tile + tl.program_id(0)) * TILE
-    weights, gradient = _at(weights, first, ALIGNED, TILE, VECTOR), _at(gradient, first, ALIGNED, TILE, VECTOR)
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.sum((tl.load(table + tl.arange(0, ROWS)) <= program).to(tl.int32), 0) - 1
+    column = table + row
+    first = (tl.load(column + ROWS) + program - tl.load(column)) * TILE
+    start, stop = tl.load(column + 2 * ROWS), tl.load(column + 3 * ROWS)
+    elements, chunk = tl.load(column + 4 * ROWS), tl.load(column + 5 * ROWS)
     before = first // chunk * chunk
     count, inside = tl.minimum(elements - before, chunk), first - before
+    words = tl.load(column + 8 * ROWS).to(tl.pointer_type(tl.float32))
     if DTYPE == "bf16":
         place = before // 2 * 5 + inside
+        halves = tl.load(column + 8 * ROWS).to(tl.pointer_type(tl.int16))
         complement = _at(halves, before * 5 + 4 * count + inside, ALIGNED, TILE, VECTOR)
+        weights = tl.load(column + 6 * ROWS).to(tl.pointer_type(tl.int16))
+        gradient = tl.load(column + 7 * ROWS).to(tl.pointer_type(tl.int16))
     elif DTYPE == "fp16":
         place = before * 3 + count + inside
         complement = _at(words, place - count, ALIGNED, TILE, VECTOR)
+        weights = tl.load(column + 6 * ROWS).to(tl.pointer_type(tl.float16))
+        gradient = tl.load(column + 7 * ROWS).to(tl.pointer_type(tl.float16))
     else:
         place = before * 2 + inside
         complement = words
+        weights = tl.load(column + 6 * ROWS).to(tl.pointer_type(tl.float32))
+        gradient = tl.load(column + 7 * ROWS).to(tl.pointer_type(tl.float32))
+    weights, gradient = _at(weights, first, ALIGNED, TILE, VECTOR), _at(gradient, first, ALIGNED, TILE, VECTOR)
     m, v = _at(words, place, ALIGNED, TILE, VECTOR), _at(words, place + count, ALIGNED, TILE, VECTOR)
-    c = (decay, coupled_decay, beta1, rest1, beta2, rest2, inverse_root, eps, rate, gradient_scale)
+    c = (
+        _scalar(column, 9, ROWS), _scalar(column, 10, ROWS), _scalar(column, 11, ROWS), _scalar(column, 12, ROWS),
+        _scalar(column, 13, ROWS), _scalar(column, 14, ROWS), _scalar(column, 15, ROWS), _scalar(column, 16, ROWS),
+        _scalar(column, 17, ROWS), _scalar(column, 18, ROWS),
+    )  # fmt: skip
     if (start <= first) & (first + TILE <= stop):
         _adam_tile(weights, gradient, m, v, complement, None, c, DTYPE, COUPLED)  # a mask would undo vector loads
     else:
         i = first + tl.arange(0, TILE)
         _adam_tile(weights, gradient, m, v, complement, (start <= i) & (i < stop), c, DTYPE, COUPLED)
+
+
+@_kernel
+def _scalar(column: tl.tensor, NUMBER: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    return tl.load(column + NUMBER * ROWS).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @_kernel
@@ -240,54 +264,101 @@ def warm_up(dtypes: Iterable[str], device: torch.device) -> None:
                 for nbytes in (elements * item, elements * state_bytes_per_element(dtype), elements * item)
             )
             c = AdamCoefficients(1.0, 0.5, 0.5, 1.0, 1.0, 1, decoupled)
-            adam(dtype, weights, state, gradient, [(0, elements, c)], elements)
+            places = (weights.data_ptr(), state.data_ptr(), gradient.data_ptr())
+            adam(device, [AdamStep(dtype, *places, elements, elements, [(0, elements, c)])])
         square_lanes(dtype, gradient).cpu()
 
 
-def adam(
-    dtype: str,
-    weights: torch.Tensor,
-    state: torch.Tensor,
-    gradient: torch.Tensor,
-    runs: Sequence[tuple[int, int, AdamCoefficients]],
-    chunk_elements: int,
-) -> None:
-    """`kernels.adam.update` of runs of elements, in place, queued on the current stream of the tensors' device.
+class AdamStep(NamedTuple):
+    """`kernels.adam.update` of runs of elements, in place.
 
-    Args:
-        runs: start, stop and coefficients, in their order; they do not overlap. Each is a launch.
-        chunk_elements: of each chunk but the last, whose states follow each other. What is one chunk may have less.
-
-    Shapes: weights and gradient uint8 [n * item], state uint8 [n * state_bytes_per_element], see [Note: state of a
-        chunk]; contiguous, at multiples of 4 B. Loads are narrower where one is not at a multiple of 16 B, or n not
-        one of 4.
-    Raises:
-        ConfigError: shapes do not fit, or runs are not in order; nothing was queued.
+    Attributes:
+        weights, state, gradient: addresses in the memory of a device, multiples of 4 B. Loads are narrower where one is
+            not a multiple of 16 B, or `elements` not one of 4.
+        state: of one chunk after the other, see [Note: state of a chunk].
+        chunk_elements: of each chunk but the last. What is one chunk may have less.
+        runs: start, stop and coefficients, in their order; they do not overlap.
     """
-    elements = _count(dtype, weights)
-    if _count(dtype, gradient) != elements:
-        raise ConfigError(f"{elements} weights, but {_count(dtype, gradient)} elements of a gradient")
+
+    dtype: str
+    weights: int
+    state: int
+    gradient: int
+    elements: int
+    chunk_elements: int
+    runs: Sequence[tuple[int, int, AdamCoefficients]]
+
+
+class _Run(NamedTuple):
+    """A column of what a launch has: in its table these come after the first program of each run, and before the bits
+    of its scalars."""
+
+    first_tile: int
+    start: int
+    stop: int
+    elements: int
+    chunk_elements: int
+    weights: int
+    gradient: int
+    state: int
+
+    @property
+    def programs(self) -> int:
+        return -(-self.stop // _TILE) - self.first_tile
+
+
+def adam(device: torch.device, steps: Sequence[AdamStep]) -> None:
+    """Some Adam steps, queued on the current stream of a device.
+
+    Raises:
+        ConfigError: numbers make no sense; nothing was queued.
+    """
+    launches: dict[tuple[str, bool, bool], list[tuple[_Run, compiled.Scalars]]] = {}
+    known: dict[AdamCoefficients, compiled.Scalars] = {}
+    for step in steps:
+        is_aligned = _is_aligned(step)
+        places = (step.elements, step.chunk_elements, step.weights, step.gradient, step.state)
+        for start, stop, c in step.runs:
+            if start < stop:
+                scalars = known[c] = known.get(c) or c.scalars()
+                kind = (step.dtype, bool(scalars.coupled_decay != 0), is_aligned)
+                launches.setdefault(kind, []).append((_Run(start // _TILE, start, stop, *places), scalars))
+    with _cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        for (dtype, coupled, aligned), runs in launches.items():
+            for first in range(0, len(runs), _ROWS):
+                some, scalars_of_some = zip(*runs[first : first + _ROWS])
+                _kernels().adam[(sum(run.programs for run in some),)](
+                    _table(some, scalars_of_some).to(device), DTYPE=dtype, COUPLED=coupled, ALIGNED=aligned,
+                    ROWS=_ROWS, TILE=_TILE, VECTOR=_VECTOR, num_warps=4, enable_fp_fusion=False,
+                )  # fmt: skip
+
+
+def _table(runs: Sequence[_Run], scalars: Sequence[compiled.Scalars]) -> torch.Tensor:
+    """What `_adam_kernel` reads, on the host; no program comes to the rows that are not used."""
+    table = np.full((1 + len(_Run._fields) + len(compiled.Scalars._fields), _ROWS), np.iinfo(np.int64).max)
+    used = table[:, : len(runs)]
+    used[0] = list(itertools.accumulate((run.programs for run in runs[:-1]), initial=0))
+    used[1 : 1 + len(_Run._fields)] = np.array(runs, np.int64).T
+    used[1 + len(_Run._fields) :] = np.array(scalars, np.float32).view(np.int32).T
+    return torch.from_numpy(table)
+
+
+def _is_aligned(step: AdamStep) -> bool:
+    """Whether loads may be wide.
+
+    Raises:
+        ConfigError: the step makes no sense.
+    """
+    dtype, weights, state, gradient, elements, chunk_elements, runs = step
     edges = [0, *itertools.chain.from_iterable(run[:2] for run in runs), elements]
     if edges != sorted(edges):
-        raise ConfigError(f"runs {edges[1:-1]} are not in order, or not inside a chunk of {elements} elements")
-    if chunk_elements < elements and chunk_elements % _TILE:
+        raise ConfigError(f"runs {edges[1:-1]} are not in order, or not inside {elements} elements")
+    if chunk_elements < 1 or (chunk_elements < elements and chunk_elements % _TILE):
         raise ConfigError(f"chunks of {chunk_elements} elements are no multiples of {_TILE}")
-    words, halves = _state_views(dtype, state, elements)
-    sections = (weights.view(_TYPES[dtype]), gradient.view(_TYPES[dtype]), words, halves)
-    aligned = elements % _VECTOR == 0 and all(
-        section.data_ptr() % (_VECTOR * section.element_size()) == 0 for section in sections
-    )
-    kernel = _kernels().adam
-    with _cuda.device_of(weights):
-        for start, stop, c in runs:
-            if start == stop:
-                continue
-            scalars, first_tile = c.scalars(), start // _TILE
-            kernel[(-(-stop // _TILE) - first_tile,)](
-                *sections, elements, chunk_elements, first_tile, start, stop, *map(float, scalars), DTYPE=dtype,
-                COUPLED=bool(scalars.coupled_decay != 0), ALIGNED=aligned, TILE=_TILE, VECTOR=_VECTOR, num_warps=4,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+    if (weights | state | gradient) % 4:
+        raise ConfigError(f"addresses {weights:#x}, {state:#x}, {gradient:#x} are not all multiples of 4")
+    wide = _VECTOR * _type_of(dtype).itemsize
+    return elements % _VECTOR == 0 and state % 16 == 0 and weights % wide == 0 and gradient % wide == 0
 
 
 def square_lanes(dtype: str, gradient: torch.Tensor) -> torch.Tensor:
@@ -312,23 +383,15 @@ def square_lanes(dtype: str, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _count(dtype: str, tensor: torch.Tensor) -> int:
-    if dtype not in _TYPES:
-        raise ConfigError(f"dtype is one of {', '.join(_TYPES)}, not {dtype!r}")
-    _check_bytes(tensor)
-    elements, rest = divmod(tensor.numel(), _TYPES[dtype].itemsize)
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.data_ptr() % 4:
+        raise ConfigError(f"expected contiguous bytes at a multiple of 4, got {tensor.dtype}{list(tensor.shape)}")
+    elements, rest = divmod(tensor.numel(), _type_of(dtype).itemsize)
     if rest:
         raise ConfigError(f"{tensor.numel()} B are not whole elements of {dtype}")
     return elements
 
 
-def _check_bytes(tensor: torch.Tensor) -> None:
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.data_ptr() % 4:
-        raise ConfigError(f"expected contiguous bytes at a multiple of 4, got {tensor.dtype}{list(tensor.shape)}")
-
-
-def _state_views(dtype: str, state: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As fp32, which most of it is, and as int16."""
-    _check_bytes(state)
-    if state.numel() != elements * state_bytes_per_element(dtype):
-        raise ConfigError(f"{elements} weights of {dtype}, but {state.numel()} B of state")
-    return state[: state.numel() // 4 * 4].view(torch.float32), state.view(torch.int16)
+def _type_of(dtype: str) -> torch.dtype:
+    if dtype not in _TYPES:
+        raise ConfigError(f"dtype is one of {', '.join(_TYPES)}, not {dtype!r}")
+    return _TYPES[dtype]
