@@ -669,7 +669,7 @@ MUTATIONS: Sequence[Mutation] = (
         " or group in self._store.on_gpu", ON_GPU, "",
     ),
     Mutation(
-        "a gradient on the GPU goes before the next one comes", "store/gpu_updates.py GpuUpdates.apply",
+        "a gradient on the GPU goes before the next one comes", "store/gpu_updates.py GpuUpdates._update",
         "round_.gradients.drop(*key)", ON_GPU,
     ),
     Mutation(
@@ -677,7 +677,7 @@ MUTATIONS: Sequence[Mutation] = (
         "await self._weights.arrived(*trip.key)", ON_GPU,
     ),
     Mutation(
-        "weights that have left the GPU are updated, too", "store/gpu_updates.py GpuUpdates.apply",
+        "weights that have left the GPU are updated, too", "store/gpu_updates.py GpuUpdates._update",
         "await self._on_gpu.workers.submit(Priority.UPDATE, self._device.copy_in, storage, offset, here)", ON_GPU,
     ),
     Mutation(

@@ -22,7 +22,7 @@ def pool() -> Iterator[WorkerPool]:
     one.close(10.0)
 
 
-def test_who_finds_the_thread_idle_goes_at_once_and_others_go_together(pool: WorkerPool) -> None:
+def test_who_finds_the_thread_idle_goes_at_once_and_those_that_come_meanwhile_go_together(pool: WorkerPool) -> None:
     may_go, jobs = threading.Event(), []
 
     def run(items: Sequence[int]) -> None:
@@ -31,15 +31,15 @@ def test_who_finds_the_thread_idle_goes_at_once_and_others_go_together(pool: Wor
 
     async def submit() -> None:
         batches = Batches(pool, Priority.UPDATE, run)
-        waits = [batches.submit(kind, value) for kind, value in (("a", 1), ("a", 2), ("b", 3), ("a", 4))]
+        waits = [batches.submit(value) for value in range(3)]
         await asyncio.sleep(0)
-        waits += [batches.submit("c", 5), batches.submit("b", 6)]
+        waits.append(batches.submit(3))
         assert not any(wait.done() for wait in waits)
         may_go.set()
         await asyncio.gather(*waits)
-        assert jobs == [[1, 2], [3, 4, 5, 6]]
-        await batches.submit("a", 7)  # idle again
-        assert jobs[2:] == [[7]]
+        assert jobs == [[0], [1, 2, 3]]
+        await batches.submit(4)  # idle again
+        assert jobs[2:] == [[4]]
 
     asyncio.run(submit())
 
@@ -51,11 +51,11 @@ def test_a_failure_is_told_to_all_of_its_job_and_to_nobody_else(pool: WorkerPool
 
     async def submit() -> None:
         batches = Batches(pool, Priority.UPDATE, run)
-        waits = [batches.submit(value > 0, value) for value in range(4)]
+        waits = [batches.submit(value) for value in range(4)]
         told = await asyncio.gather(*waits, return_exceptions=True)
         assert told[0] is None
         assert [str(error) for error in told[1:]] == ["cannot do 2"] * 3
-        await batches.submit("a", 4)
+        await batches.submit(4)
 
     asyncio.run(submit())
 
@@ -64,7 +64,7 @@ def test_a_closed_pool_leaves_nobody_waiting(pool: WorkerPool) -> None:
     async def submit() -> None:
         batches = Batches(pool, Priority.UPDATE, lambda items: None)
         pool.close(10.0)
-        waits = [batches.submit(kind, 0) for kind in "aab"]
+        waits = [batches.submit(0) for _ in range(3)]
         told = await asyncio.gather(*waits, return_exceptions=True)
         assert [type(error) for error in told] == [ClosedError] * 3
 
@@ -84,7 +84,7 @@ def test_a_wait_is_not_broken_off(pool: WorkerPool) -> None:
 
         async def wait() -> None:
             try:
-                await batches.submit("a", 1)
+                await batches.submit(1)
             finally:
                 assert has_run == [1]
 

@@ -6,14 +6,13 @@ Owner: the loop thread.
 
 [Note: batches] The way to a thread and back takes longer than what a GPU does in most jobs, and the interpreter's turns
 that it takes are turns that the thread which launches the model's kernels waits for. Nobody waits for company: who
-finds the thread idle goes at once, with those of its own kind that come in the same turn of the loop.
+finds the thread idle goes at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from tierstore.io.workers import Job, Priority, WorkerPool
@@ -22,7 +21,6 @@ T = TypeVar("T")
 
 
 class _Item(NamedTuple, Generic[T]):
-    kind: Hashable
     value: T
     ended: Job[None]
 
@@ -41,23 +39,16 @@ class Batches(Generic[T]):
         self._waiting: list[_Item[T]] = []
         self._is_busy = False
 
-    def submit(self, kind: Hashable, value: T) -> Job[None]:
+    def submit(self, value: T) -> Job[None]:
         """Ends when this one is done. See [Note: batches]."""
-        loop = asyncio.get_running_loop()
-        item = _Item(kind, value, Job(loop=loop))
+        item = _Item(value, Job(loop=asyncio.get_running_loop()))
         self._waiting.append(item)
         if not self._is_busy:
-            self._is_busy = True
-            loop.call_soon(self._start, True)
+            self._start()
         return item.ended
 
-    def _start(self, is_first: bool) -> None:
-        """The next job; the first after a rest has only items of one kind."""
-        items, self._waiting = self._waiting, []
-        if is_first:
-            kind = items[0].kind
-            count = len(list(itertools.takewhile(lambda item: item.kind == kind, items)))
-            items, self._waiting = items[:count], items[count:]
+    def _start(self) -> None:
+        items, self._waiting, self._is_busy = self._waiting, [], True
         try:
             job = self._workers.submit(self._priority, self._run, [item.value for item in items])
         except BaseException as error:
@@ -72,6 +63,6 @@ class Batches(Generic[T]):
             else:
                 item.ended.set_exception(error)
                 item.ended.exception()  # who waits is told, if somebody still does
-        self._is_busy = bool(self._waiting)
+        self._is_busy = False
         if self._waiting:
-            self._start(False)
+            self._start()

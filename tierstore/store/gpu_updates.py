@@ -89,7 +89,7 @@ class GpuUpdates:
         async with self._changing.group(trip.group):
             if not is_there:
                 await self._on_gpu.workers.submit(Priority.UPDATE, self._device.copy_in, storage, offset, here)
-            await self._on_gpu.update(trip.group, update)
+            await self._on_gpu.update(update)
             round_.gradients.drop(*key)  # before anybody who waits for the update goes on to the next gradient
             if there is not None:
                 trip.applied.set_result(True)

@@ -308,7 +308,7 @@ class Gradients:
             is_new=not run[0].state.is_filled,
             out=self._partials_of(group, start, stop) if run[0].is_final else None,
         )  # fmt: skip
-        return self._on_gpu.collect(group, collection, parts)
+        return self._on_gpu.collect(collection, parts)
 
     async def take_partials(self) -> list[npt.NDArray[np.float64]]:
         """Per group, the sums of squares of fixed blocks, whatever order they arrived in.
@@ -334,7 +334,7 @@ class Gradients:
 
         if group in self._on_gpu:
             span = self._on_gpu.gradient(group, chunk)
-            await self._on_gpu.collect(group, Collection(dtype, (), span, is_new=False, out=partials), [])
+            await self._on_gpu.collect(Collection(dtype, (), span, is_new=False, out=partials), [])
         elif state.lease is not None:
             await self._workers.submit(Priority.UPDATE, measure, state.lease.array)
         else:

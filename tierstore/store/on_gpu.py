@@ -96,29 +96,29 @@ class StateOnGpu:
         start, stop = self._placement.chunk(group, chunks[0])[0], self._placement.chunk(group, chunks[-1])[1]
         return Span(storage, start * element_bytes, (stop - start) * element_bytes)
 
-    def collect(self, group: int, collection: Collection, parts: list[Piece]) -> Job[None]:
+    def collect(self, collection: Collection, parts: list[Piece]) -> Job[None]:
         """Bring gradients to their place.
 
         Args:
             parts: of the collection; emptied when they are there, in the thread that has copied them.
         """
-        return self._collections.submit(group, (collection, parts))
+        return self._collections.submit((collection, parts))
 
     def _collect(self, given: Sequence[tuple[Collection, list[Piece]]]) -> None:
         self._device.arithmetic.collect([collection for collection, _ in given])
         for _, parts in given:
             parts.clear()
 
-    def update(self, group: int, update: Update) -> Job[None]:
+    def update(self, update: Update) -> Job[None]:
         """Update a chunk."""
-        return self._updates.submit(group, update)
+        return self._updates.submit(update)
 
     def _update(self, updates: Sequence[Update]) -> None:
         self._device.arithmetic.adam(joined(updates))
 
     def fetch(self, storage: torch.UntypedStorage, offset: int, into: Bytes) -> Job[None]:
         """Copy weights from the device into CPU memory."""
-        return self._fetches.submit(None, (storage, offset, into))
+        return self._fetches.submit((storage, offset, into))
 
     def _fetch(self, ranges: Sequence[tuple[torch.UntypedStorage, int, Bytes]]) -> None:
         self._device.copy_out_ranges(ranges, Reached())
