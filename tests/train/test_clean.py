@@ -368,18 +368,18 @@ class TestAnExceptionInTheMiddleOfAStep:
         with opened(way, tmp_path) as run:
             run.until(begun(way))
             parts = run.engine._parts
-            call = parts.runtime.call
+            post = parts.runtime.post
 
-            def interrupted(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            def interrupted(function: Callable[..., Any], *args: Any) -> None:
                 if function == parts.driver._begin:
-                    parts.runtime.call = call  # type: ignore[method-assign]
+                    parts.runtime.post = post  # type: ignore[method-assign]
                     if has_begun:
-                        call(function, *args, **options)
+                        post(function, *args)
                     raise KeyboardInterrupt
-                return call(function, *args, **options)
+                post(function, *args)
 
             state, batch = torch.get_rng_state(), run.position.state_dict()
-            parts.runtime.call = interrupted  # type: ignore[method-assign]
+            parts.runtime.post = interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 run.step()
             torch.set_rng_state(state)

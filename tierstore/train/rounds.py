@@ -154,16 +154,17 @@ class RoundDriver:
             eager=self._store.on_gpu,
             then=tuple(dict.fromkeys(visits)) if self.is_speculating else (),  # by backward they pass through
         )
+        self._runtime.raise_failure()  # of before: it is told before anything begins
         try:
             self._round = round_
-            self._runtime.call(self._begin, round_)
-        except BaseException:  # a failure of before, which is told before anything begins; or an interrupt
+            self._runtime.post(self._begin, round_)  # without waiting for what the loop still does for the last step
+        except BaseException:
             self._round = None
             with contextlib.suppress(ClosedError):
                 self._runtime.post(self._take_back, round_)
             raise
 
-    async def _begin(self, round_: Round) -> None:
+    def _begin(self, round_: Round) -> None:
         round_.barrier = self._store.commits.barrier
         self._store.updates.begin(round_)
 
