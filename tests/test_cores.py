@@ -21,6 +21,12 @@ def test_cores_that_other_processes_have_are_not_counted(monkeypatch: pytest.Mon
     assert Launch(local_count=3, count=3).options(TrainOptions(batch=3, zero=1)).threads == 1
 
 
+def test_of_many_cores_two_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, threads in ((1, 1), (8, 8), (9, 8), (12, 10), (16, 14), (64, 16)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
+        assert (update_threads(), update_threads(3)) == (threads, 3)
+
+
 def test_an_engine_on_one_core_updates_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, int] = {}
 

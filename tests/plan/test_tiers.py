@@ -177,6 +177,20 @@ def test_without_a_disk_there_are_fewer_chunks_and_most_of_one_size() -> None:
     assert place(request(few, plenty, plenty, nvme=False)).chunk_elements == 10 * BLOCK
 
 
+def test_chunks_are_larger_where_the_gpu_has_room_for_all_and_none_leaves_it_for_that() -> None:
+    groups = (need(300 * BLOCK), *(need(100 * BLOCK) for _ in range(8)))
+    all_bytes = 1100 * BLOCK * (2 + 10 + 2)
+    on_gpu, counts = [], []
+    for gpu_bytes in range(all_bytes // 2, 2 * all_bytes, 8 * MIB):
+        placement = place(request(groups, 2**35, gpu_bytes, nvme=False, updates_on_gpu=True))
+        on_gpu.append(placement.gradient_home.count(Tier.GPU))
+        counts.append(placement.chunk_count(1))
+    assert on_gpu == sorted(on_gpu)
+    assert on_gpu[0] < on_gpu[-1] == len(groups)
+    assert (counts[0], counts[-1]) == (2, 1)
+    assert place(request(groups, 2**35, 2 * all_bytes, updates_on_gpu=True)).chunk_count(1) == 2, "a disk's rate"
+
+
 def test_what_weights_leave_of_a_gpu_is_for_gradients() -> None:
     groups = (need(10 * BLOCK),) * 8
     weights = 8 * 2 * 10 * BLOCK

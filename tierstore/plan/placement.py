@@ -117,8 +117,10 @@ class Request:
             trained = [need for need in self.groups if need.trainable]
             state_bytes = sum(need.elements * need.state_bytes for need in trained)
             most = min(max(most, state_bytes // _MANY_CHUNKS), _MAX_IN_MEMORY_BYTES)
-            on_gpu_bytes = sum(need.device_bytes for need in self.groups) + sum(need.update_bytes for need in trained)
-            if self.updates_on_gpu and on_gpu_bytes <= self.gpu_bytes:
+            sizes = [need.device_bytes for need in self.groups]
+            on_gpu_bytes = sum(sizes) + sum(need.update_bytes for need in trained)
+            spare_bytes = max(sizes, default=0) + _MAX_IN_MEMORY_BYTES  # for gradients, and a chunk apart
+            if self.updates_on_gpu and on_gpu_bytes + spare_bytes <= self.gpu_bytes:
                 most = _MAX_IN_MEMORY_BYTES
         return min(self.chunk_bytes or most, most)
 
