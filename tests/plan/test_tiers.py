@@ -178,17 +178,17 @@ def test_without_a_disk_there_are_fewer_chunks_and_most_of_one_size() -> None:
 
 
 def test_chunks_are_larger_where_the_gpu_has_room_for_all_and_none_leaves_it_for_that() -> None:
-    groups = (need(300 * BLOCK), *(need(100 * BLOCK) for _ in range(8)))
-    all_bytes = 1100 * BLOCK * (2 + 10 + 2)
+    groups = (need(300 * BLOCK), *(need(3 * BLOCK) for _ in range(100)))
+    all_bytes = 600 * BLOCK * (2 + 10 + 2)
     on_gpu, counts = [], []
-    for gpu_bytes in range(all_bytes // 2, 2 * all_bytes, 8 * MIB):
+    for gpu_bytes in range(all_bytes // 2, 3 * all_bytes // 2, MIB):
         placement = place(request(groups, 2**35, gpu_bytes, nvme=False, updates_on_gpu=True))
-        on_gpu.append(placement.gradient_home.count(Tier.GPU))
-        counts.append(placement.chunk_count(1))
+        on_gpu.append(sum(g.elements for g, home in zip(groups, placement.gradient_home) if home is Tier.GPU))
+        counts.append(placement.chunk_count(0))
     assert on_gpu == sorted(on_gpu)
-    assert on_gpu[0] < on_gpu[-1] == len(groups)
-    assert (counts[0], counts[-1]) == (2, 1)
-    assert place(request(groups, 2**35, 2 * all_bytes, updates_on_gpu=True)).chunk_count(1) == 2, "a disk's rate"
+    assert on_gpu[0] < on_gpu[-1] == 600 * BLOCK
+    assert (counts[0], counts[-1]) == (6, 2)
+    assert place(request(groups, 2**35, 2 * all_bytes, updates_on_gpu=True)).chunk_count(0) == 6, "for a disk"
 
 
 def test_what_weights_leave_of_a_gpu_is_for_gradients() -> None:
