@@ -232,7 +232,7 @@ class TierConfig(_Model):
         codec: how chunks are stored; "auto" measures, when the store is made, which one pays for each kind of them.
         chunk_bytes: upper bound of a chunk; None lets the planner choose (up to 32 MiB, without `nvme` 128 MiB).
         io_threads: threads per directory that read and write.
-        update_threads: threads that run the optimizer; None is one per core, of more than 8 all but two, at most 16.
+        update_threads: threads that run the optimizer; None is one per core up to 8, then all but two, at most 16.
         prefetch_depth: groups moved ahead; None is computed from measured bandwidths.
         bandwidth: measured rates: a `plan.bandwidth.BandwidthTable`, or its file as `tierstore probe --json` writes it.
             None reads some chunks at start-up, and goes by the transfers of the run.

@@ -16,7 +16,7 @@ def available_cores() -> int:
 
 
 def update_threads(wish: int | None = None) -> int:
-    """Threads of the CPU optimizer: as many as one wishes, or one per core, of more than 8 all but two, at most 16.
+    """Threads of the CPU optimizer: as many as one wishes, or one per core up to 8, then all cores but two, at most 16.
 
     A step of GPT-2 1.5B with its state in CPU memory took 0.61 to 0.63 s with 14, and 0.67 to 0.68 with 8 (one H200,
     16 cores, 2026-11-29).

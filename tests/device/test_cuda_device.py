@@ -205,9 +205,9 @@ def test_updates_and_what_they_take_have_a_stream_of_their_own(
     device.arithmetic.collect(both)
     assert cuda.log == one_queue
     monkeypatch.setattr(gpu_kernels, "square_lanes", lambda dtype, one: torch.full((1, 64), one.view(torch.float32)[3]))
-    sums = np.zeros(3)
-    device.arithmetic.collect([Collection("fp32", [], total, False, sums[k : k + 1]) for k in range(3)])
-    assert sums.tolist() == [64 * 2.0] * 3
+    sums, totals = np.zeros(3), [Span(torch.full((16,), float(k)).untyped_storage(), 0, 64) for k in range(3)]
+    device.arithmetic.collect([Collection("fp32", [], totals[k], False, sums[k : k + 1]) for k in range(3)])
+    assert sums.tolist() == [0.0, 64.0, 128.0]
     assert cuda.log[3:] == one_queue * 2, "there is room for the sums of two"
     monkeypatch.setattr(gpu_kernels, "adam", lambda *_: cuda.log.append("adam"))
     update = Update("fp32", total, Span(torch.UntypedStorage(128), 0, 128), total, [], 16)

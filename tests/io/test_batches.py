@@ -60,6 +60,25 @@ def test_a_failure_is_told_to_all_of_its_job_and_to_nobody_else(pool: WorkerPool
     asyncio.run(submit())
 
 
+def test_who_waits_while_a_job_fails_has_a_job_of_his_own(pool: WorkerPool) -> None:
+    may_go = threading.Event()
+
+    def run(items: Sequence[int]) -> None:
+        assert may_go.wait(20.0)
+        if 0 in items:
+            raise StorageError("cannot do 0")
+
+    async def submit() -> None:
+        batches = Batches(pool, Priority.UPDATE, run)
+        waits = [batches.submit(value) for value in range(3)]
+        await asyncio.sleep(0)
+        may_go.set()
+        told = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 20.0)
+        assert [str(error) for error in told] == ["cannot do 0", "None", "None"]
+
+    asyncio.run(submit())
+
+
 def test_a_closed_pool_leaves_nobody_waiting(pool: WorkerPool) -> None:
     async def submit() -> None:
         batches = Batches(pool, Priority.UPDATE, lambda items: None)

@@ -13,6 +13,7 @@ import torch
 from placements import request
 
 from tierstore.config import Tier
+from tierstore.device.arithmetic import Piece
 from tierstore.device.streams import Reached, open_device
 from tierstore.io.memory import Arena, Bytes, Pool, aligned_room
 from tierstore.io.workers import Priority, WorkerPool
@@ -21,7 +22,6 @@ from tierstore.store.gradient_memory import GradientMemory
 from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.layout import GroupSpec, ParameterSpec
 from tierstore.store.marks import Marks
-from tierstore.store.pieces import Piece
 from tierstore.trace import Tracer
 
 SPEC = GroupSpec("g", "fp32", True, (ParameterSpec("w", (1000,), 0),))

@@ -30,6 +30,7 @@ from torch import nn
 from tierstore.errors import ClosedError, ConfigError, StorageError, StoreLocked, TierstoreError, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.threads import WaitedThread
+from tierstore.store.updates import UpdatePipeline
 from tierstore.train.generations import Generations
 from tierstore.train.report import StepReport
 
@@ -382,6 +383,49 @@ class TestAnExceptionInTheMiddleOfAStep:
             parts.runtime.post = interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 run.step()
+            torch.set_rng_state(state)
+            run.position.load_state_dict(batch)
+            run.until(len(expected) - 1)
+            expected[-1].check_equal(State.of(run))
+
+    @pytest.mark.parametrize("case", ["forward-disk", "backward-3", "speculative", "delayed"], indirect=True)
+    def test_of_before_is_told_before_anything_begins(self, case: tuple[Way, list[State]], tmp_path: Path) -> None:
+        way, expected = case
+        with opened(way, tmp_path) as run:
+            run.until(begun(way))
+            state, batch = torch.get_rng_state(), run.position.state_dict()
+            run.engine._parts.runtime.keep_failure(StorageError("of before"))
+            with pytest.raises(StorageError, match="of before"):
+                run.engine(run.position.next())
+            assert not run.engine._parts.driver.has_begun
+            torch.set_rng_state(state)
+            run.position.load_state_dict(batch)
+            run.until(len(expected) - 1)
+            expected[-1].check_equal(State.of(run))
+
+    @pytest.mark.parametrize("case", ["forward-disk", "backward-3", "speculative", "delayed"], indirect=True)
+    @pytest.mark.parametrize("started", [0, 1])
+    def test_a_round_that_cannot_begin_is_told_by_its_forward_which_is_repeated(
+        self, case: tuple[Way, list[State]], started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        way, expected = case
+        start, numbers = UpdatePipeline._start, itertools.count()
+
+        def failing(*given: Any) -> None:
+            if next(numbers) == started:
+                raise MemoryError("for no trip more")
+            start(*given)
+
+        with opened(way, tmp_path) as run:
+            run.until(begun(way))
+            state, batch = torch.get_rng_state(), run.position.state_dict()
+            call = run.engine._parts.runtime.call
+            caught_up = run.engine.model.register_forward_hook(lambda *_: call(asyncio.sleep, 0))
+            with monkeypatch.context() as patched:
+                patched.setattr(UpdatePipeline, "_start", failing)
+                with pytest.raises(MemoryError, match="for no trip more"):
+                    run.engine(run.position.next())
+            caught_up.remove()
             torch.set_rng_state(state)
             run.position.load_state_dict(batch)
             run.until(len(expected) - 1)

@@ -13,13 +13,13 @@ from runs import disk, smallest_budgets, train
 from torch import nn
 
 from tierstore.config import AdamWConfig, UpdateSchedule
+from tierstore.device.arithmetic import Piece
 from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
 from tierstore.errors import ClosedError, StorageError
 from tierstore.io.runtime import Runtime
 from tierstore.io.tasks import together
 from tierstore.store.gradients import Arrival, Gradients
-from tierstore.store.pieces import Piece
 from tierstore.train.engine import Engine
 from tierstore.train.handover import Handover, _Handed
 

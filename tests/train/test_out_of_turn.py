@@ -18,12 +18,12 @@ from runs import Ways, disk, next_token_loss, smallest_budgets, tiny, tokens
 from torch import nn
 
 from tierstore.config import AdamWConfig, TierConfig
+from tierstore.device.arithmetic import Piece
 from tierstore.device.streams import Reached
 from tierstore.device.transfers import CpuDevice
 from tierstore.errors import BudgetError, ClosedError, ConfigError, GraphError, StorageError, TierstoreError
 from tierstore.io.memory import Lease
 from tierstore.store.gradients import Arrival
-from tierstore.store.pieces import Piece
 from tierstore.store.rounds import Round, Trip
 from tierstore.store.trip_leases import TripLeases
 from tierstore.train.access import _InUse

@@ -24,8 +24,6 @@ from tierstore.kernels import compiled, norms
 from tierstore.kernels.adam import AdamCoefficients, state_bytes_per_element, update
 from tierstore.kernels.elements import Array, elements_of
 
-Part = tuple[int, torch.Tensor, bool]
-"""The first element, a 1-D gradient of so many elements from there on, and whether it is the first one there."""
 Run = tuple[int, int, AdamCoefficients]
 """Elements `[start, stop)`, and what they get."""
 Sums = npt.NDArray[np.float64]
@@ -35,17 +33,25 @@ MOST_MEASURED = 2**28
 """Elements of a gradient that is measured: what threads pin for themselves has room for the sums of more than that."""
 
 
+class Piece(NamedTuple):
+    """A gradient, 1-D, at element `start` of a whole; `is_first` of this step there, else it is added."""
+
+    start: int
+    gradient: torch.Tensor
+    is_first: bool
+
+
 class Collection(NamedTuple):
     """Gradients that come to their place.
 
     Attributes:
-        parts: valid by now. The first ones of elements are copied, the others added.
+        parts: valid by now.
         total: of the device. It holds nothing of this step yet if `is_new`; what no part covers then becomes zero.
         out: gets the sums of squares of `total`, as `kernels.norms.square_sums` has them; None: nobody wants them.
     """
 
     dtype: str
-    parts: Sequence[Part]
+    parts: list[Piece]
     total: Span
     is_new: bool
     out: Sums | None
@@ -191,7 +197,7 @@ def _runs(collections: Sequence[Collection], blocks: int) -> Iterator[list[Colle
         yield run
 
 
-def _bring(parts: Sequence[Part], whole: torch.Tensor, *, is_new: bool) -> None:
+def _bring(parts: Sequence[Piece], whole: torch.Tensor, *, is_new: bool) -> None:
     if is_new and not _covers(parts, len(whole)):
         whole.zero_()
     places = [whole[start : start + len(gradient)] for start, gradient, _ in parts]
@@ -203,7 +209,7 @@ def _bring(parts: Sequence[Part], whole: torch.Tensor, *, is_new: bool) -> None:
         torch._foreach_add_([place for place, _ in others], [gradient for _, gradient in others])
 
 
-def _covers(parts: Sequence[Part], elements: int) -> bool:
+def _covers(parts: Sequence[Piece], elements: int) -> bool:
     return sum(gradient.numel() for _, gradient, is_first in parts if is_first) >= elements
 
 

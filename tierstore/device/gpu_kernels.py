@@ -316,6 +316,7 @@ def adam(device: torch.device, steps: Sequence[AdamStep]) -> None:
     launches: dict[tuple[str, bool, bool], list[tuple[_Run, compiled.Scalars]]] = {}
     known: dict[AdamCoefficients, compiled.Scalars] = {}
     for step in steps:
+        _check(step)
         is_aligned = _is_aligned(step)
         places = (step.elements, step.chunk_elements, step.weights, step.gradient, step.state)
         for start, stop, c in step.runs:
@@ -343,22 +344,22 @@ def _table(runs: Sequence[_Run], scalars: Sequence[compiled.Scalars]) -> torch.T
     return torch.from_numpy(table)
 
 
-def _is_aligned(step: AdamStep) -> bool:
-    """Whether loads may be wide.
-
-    Raises:
-        ConfigError: the step makes no sense.
-    """
-    dtype, weights, state, gradient, elements, chunk_elements, runs = step
-    edges = [0, *itertools.chain.from_iterable(run[:2] for run in runs), elements]
+def _check(step: AdamStep) -> None:
+    edges = [0, *itertools.chain.from_iterable(run[:2] for run in step.runs), step.elements]
     if edges != sorted(edges):
-        raise ConfigError(f"runs {edges[1:-1]} are not in order, or not inside {elements} elements")
-    if chunk_elements < 1 or (chunk_elements < elements and chunk_elements % _TILE):
-        raise ConfigError(f"chunks of {chunk_elements} elements are no multiples of {_TILE}")
-    if (weights | state | gradient) % 4:
-        raise ConfigError(f"addresses {weights:#x}, {state:#x}, {gradient:#x} are not all multiples of 4")
-    wide = _VECTOR * _type_of(dtype).itemsize
-    return elements % _VECTOR == 0 and state % 16 == 0 and weights % wide == 0 and gradient % wide == 0
+        raise ConfigError(f"runs {edges[1:-1]} are not in order, or not inside {step.elements} elements")
+    if step.chunk_elements < 1 or (step.chunk_elements < step.elements and step.chunk_elements % _TILE):
+        raise ConfigError(f"chunks of {step.chunk_elements} elements are no multiples of {_TILE}")
+    if (step.weights | step.state | step.gradient) % 4:
+        places = ", ".join(map(hex, (step.weights, step.state, step.gradient)))
+        raise ConfigError(f"addresses {places} are not all multiples of 4")
+
+
+def _is_aligned(step: AdamStep) -> bool:
+    """Whether loads may be wide."""
+    wide = _VECTOR * _type_of(step.dtype).itemsize
+    is_wide = step.weights % wide == 0 and step.gradient % wide == 0
+    return is_wide and step.state % 16 == 0 and step.elements % _VECTOR == 0
 
 
 def square_lanes(dtype: str, gradient: torch.Tensor) -> torch.Tensor:

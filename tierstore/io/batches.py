@@ -40,7 +40,10 @@ class Batches(Generic[T]):
         self._is_busy = False
 
     def submit(self, value: T) -> Job[None]:
-        """Ends when this one is done. See [Note: batches]."""
+        """Ends when this one is done; that the pool is closed is told there, too. See [Note: batches].
+
+        Cancellation: held back until then.
+        """
         item = _Item(value, Job(loop=asyncio.get_running_loop()))
         self._waiting.append(item)
         if not self._is_busy:

@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.config import Tier
-from tierstore.device.arithmetic import MOST_MEASURED, Collection
+from tierstore.device.arithmetic import MOST_MEASURED, Collection, Piece
 from tierstore.device.spans import Span
 from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.errors import TierstoreError
 from tierstore.io.memory import Bytes, Lease
 from tierstore.io.tasks import together
-from tierstore.io.workers import Job, Priority, WorkerPool
+from tierstore.io.workers import Priority, WorkerPool
 from tierstore.kernels.elements import ELEMENT, Array, elements_of
 from tierstore.kernels.norms import square_sums
 from tierstore.plan.placement import BLOCK, Placement
@@ -34,7 +34,7 @@ from tierstore.store.gradient_memory import GradientMemory
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.marks import Marks
 from tierstore.store.on_gpu import StateOnGpu
-from tierstore.store.pieces import Filling, Piece, cut
+from tierstore.store.pieces import Filling, cut
 from tierstore.store.slots import SlotPack
 from tierstore.trace import Tracer
 
@@ -244,11 +244,10 @@ class Gradients:
                 lease.free()
 
     async def _collect(self, deliveries: Sequence[tuple[_Delivery, Bytes | Span]]) -> None:
-        """Copy, and measure what is final."""
+        """Copy, and measure what is final, in one job."""
         others = f" and {len(deliveries) - 1} more" if len(deliveries) > 1 else ""
         name = self._groups[deliveries[0][0].key[0]].name + others
         here = [(one, memory) for one, memory in deliveries if not isinstance(memory, Span)]
-        there = [one for one, memory in deliveries if isinstance(memory, Span)]
         jobs = [self._filling(one, memory) for one, memory in here]
         nbytes = sum(self._placement.gradient_bytes(*one.key) for one, _ in here)
 
@@ -259,11 +258,11 @@ class Gradients:
         for mark in dict.fromkeys(one.after for one, _ in deliveries):
             await self._marks.reached(mark)
         with self._tracer.measure("reduce", name):
-            collecting = [self._collecting(run) for run in self._neighbours(there)]
             if jobs:
                 await self._workers.perform(nbytes <= self._device.at_once_bytes, Priority.UPDATE, job)
-            for done in collecting:
-                await done
+            else:  # no job has both
+                runs = self._neighbours(one for one, _ in deliveries)
+                await self._on_gpu.collect([self._collection(run) for run in runs])
         for one, _ in deliveries:
             one.state.is_filled = True
             one.state.is_measured = one.is_final
@@ -294,7 +293,7 @@ class Gradients:
                 runs.append([one])
         return runs
 
-    def _collecting(self, run: Sequence[_Delivery]) -> Job[None]:
+    def _collection(self, run: Sequence[_Delivery]) -> Collection:
         """Of neighbouring chunks on the device."""
         group, first = run[0].key
         edges = [self._placement.chunk(*one.key) for one in run]
@@ -303,12 +302,11 @@ class Gradients:
         for one, (chunk_start, _) in zip(run, edges):
             parts += [Piece(part.start + chunk_start - start, part.gradient, part.is_first) for part in one.parts]
             one.parts.clear()
-        collection = Collection(
+        return Collection(
             dtype=self._groups[group].dtype, parts=parts, total=self._on_gpu.gradient(group, first, len(run)),
             is_new=not run[0].state.is_filled,
             out=self._partials_of(group, start, stop) if run[0].is_final else None,
         )  # fmt: skip
-        return self._on_gpu.collect(collection, parts)
 
     async def take_partials(self) -> list[npt.NDArray[np.float64]]:
         """Per group, the sums of squares of fixed blocks, whatever order they arrived in.
@@ -334,7 +332,7 @@ class Gradients:
 
         if group in self._on_gpu:
             span = self._on_gpu.gradient(group, chunk)
-            await self._on_gpu.collect(Collection(dtype, (), span, is_new=False, out=partials), [])
+            await self._on_gpu.collect([Collection(dtype, [], span, is_new=False, out=partials)])
         elif state.lease is not None:
             await self._workers.submit(Priority.UPDATE, measure, state.lease.array)
         else:

@@ -8,6 +8,7 @@ Owner: the loop thread; workers compute and copy.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
@@ -21,7 +22,6 @@ from tierstore.io.memory import Bytes, Pool
 from tierstore.io.workers import Job, Priority, WorkerPool
 from tierstore.plan.placement import Placement
 from tierstore.store.layout import GroupSpec
-from tierstore.store.pieces import Piece
 from tierstore.store.slots import SlotPack
 
 
@@ -84,9 +84,9 @@ class StateOnGpu:
     def _all(self) -> list[torch.UntypedStorage]:
         return [*self._state.values(), *self._gradients.values(), self.apart]
 
-    def state(self, group: int, chunk: int, count: int = 1) -> Span:
-        """The state of so many neighbouring chunks, without padding."""
-        return self._span(self._state[group], group, range(chunk, chunk + count), self._needs[group].state_bytes)
+    def state(self, group: int, chunk: int) -> Span:
+        """The state of a chunk, without padding."""
+        return self._span(self._state[group], group, range(chunk, chunk + 1), self._needs[group].state_bytes)
 
     def gradient(self, group: int, chunk: int, count: int = 1) -> Span:
         """The gradient of so many neighbouring chunks, without padding."""
@@ -96,18 +96,16 @@ class StateOnGpu:
         start, stop = self._placement.chunk(group, chunks[0])[0], self._placement.chunk(group, chunks[-1])[1]
         return Span(storage, start * element_bytes, (stop - start) * element_bytes)
 
-    def collect(self, collection: Collection, parts: list[Piece]) -> Job[None]:
-        """Bring gradients to their place.
+    def collect(self, collections: Sequence[Collection]) -> Job[None]:
+        """Bring gradients to their place. Their parts are emptied when they are there, in the thread that has copied
+        them."""
+        return self._collections.submit(collections)
 
-        Args:
-            parts: of the collection; emptied when they are there, in the thread that has copied them.
-        """
-        return self._collections.submit((collection, parts))
-
-    def _collect(self, given: Sequence[tuple[Collection, list[Piece]]]) -> None:
-        self._device.arithmetic.collect([collection for collection, _ in given])
-        for _, parts in given:
-            parts.clear()
+    def _collect(self, given: Sequence[Sequence[Collection]]) -> None:
+        collections = list(itertools.chain.from_iterable(given))
+        self._device.arithmetic.collect(collections)
+        for one in collections:
+            one.parts.clear()
 
     def update(self, update: Update) -> Job[None]:
         """Update a chunk."""

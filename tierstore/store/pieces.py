@@ -10,26 +10,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tierstore.device.arithmetic import Piece
 from tierstore.device.spans import bytes_at
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.io.memory import Bytes
 from tierstore.kernels import norms
 from tierstore.kernels.elements import Array, elements_of
 from tierstore.kernels.norms import add_into, copy_with_square_sums, square_sums
-
-
-class Piece(NamedTuple):
-    """A parameter's gradient, 1-D, at element `start` of its group; `is_first` of this step, else added."""
-
-    start: int
-    gradient: torch.Tensor
-    is_first: bool
 
 
 def cut(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
@@ -68,14 +60,10 @@ class Filling:
     partials: npt.NDArray[np.float64] | None
 
     def __call__(self) -> None:
-        self._fill(self.memory)
-        self.parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
-
-    def _fill(self, memory: Bytes) -> None:
-        total = elements_of(memory, self.dtype, self.elements)
+        total = elements_of(self.memory, self.dtype, self.elements)
         arrived = sum(part.gradient.numel() for part in self.parts if part.is_first)
         if self.is_new:
-            memory[total.nbytes :] = 0
+            self.memory[total.nbytes :] = 0
             if arrived < len(total):
                 total[:] = 0
         places = _all_in_place(self.device, total, self.parts) if self.is_new else None
@@ -86,6 +74,7 @@ class Filling:
             start_s = self.device.counters.clock()
             copy_with_square_sums(self.dtype, places, total, self.partials)
             self.device.counters.add("d2h", total.itemsize * arrived, start_s)
+        self.parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
 
     def _copy_and_measure(self, total: Array) -> None:
         first = [part for part in self.parts if part.is_first]

@@ -29,11 +29,11 @@ from functools import partial
 
 import torch
 
+from tierstore.device.arithmetic import Piece
 from tierstore.device.streams import ComputeDevice, Mark
 from tierstore.errors import GraphError
 from tierstore.io.runtime import Runtime
 from tierstore.store.gradients import Arrival, Gradients
-from tierstore.store.pieces import Piece
 from tierstore.train.graph import KnownLeaves
 from tierstore.train.groups import Group, ModelGroups
 from tierstore.train.handover import Handover

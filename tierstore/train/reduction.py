@@ -23,6 +23,7 @@ import torch
 from torch import distributed
 
 from tierstore.alignment import padded
+from tierstore.device.arithmetic import Piece
 from tierstore.device.spans import TORCH_DTYPES
 from tierstore.device.streams import ComputeDevice, Mark, Reached
 from tierstore.io.meter import LinkMeter
@@ -30,7 +31,6 @@ from tierstore.io.runtime import Runtime
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.store.gradients import Arrival, Gradients
 from tierstore.store.layout import GroupSpec
-from tierstore.store.pieces import Piece
 from tierstore.trace import Tracer
 from tierstore.train.groups import Group
 from tierstore.train.partition import Partition

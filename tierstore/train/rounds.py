@@ -74,6 +74,7 @@ class RoundDriver:
         self._store = store
         self._runtime = runtime
         self._round: Round | None = None
+        self._failed: tuple[Round, BaseException] | None = None
         self.speculation = Speculation()
         self.is_speculating = False
         self.can_redo = False
@@ -158,15 +159,26 @@ class RoundDriver:
         try:
             self._round = round_
             self._runtime.post(self._begin, round_)  # without waiting for what the loop still does for the last step
-        except BaseException:
+        except BaseException:  # an interrupt
             self._round = None
             with contextlib.suppress(ClosedError):
                 self._runtime.post(self._take_back, round_)
             raise
 
     def _begin(self, round_: Round) -> None:
-        round_.barrier = self._store.commits.barrier
-        self._store.updates.begin(round_)
+        try:
+            round_.barrier = self._store.commits.barrier
+            self._store.updates.begin(round_)
+        except BaseException as error:
+            self._take_back(round_)
+            self._failed = (round_, error)
+
+    def check_begun(self) -> None:
+        """Raises what the round in progress could not begin for, as far as that is known: it is as if nobody had begun
+        it."""
+        if self._failed is not None and self._failed[0] is self._round:
+            self._round = None
+            raise self._failed[1]
 
     def _take_back(self, round_: Round) -> None:
         """Nobody knows of this round: if it was begun, it ends with nothing done."""
@@ -245,6 +257,8 @@ class RoundDriver:
 
     async def _decide(self, round_: Round, updates: Updates, is_redo: bool) -> Round:
         pipeline = self._store.updates
+        if updates and self._failed is not None and self._failed[0] is round_:
+            raise self._failed[1]
         pipeline.decide(round_, updates)  # also if others are redone: for what is not decided yet, this is right
         if is_redo:
             return await pipeline.redo(round_, updates)

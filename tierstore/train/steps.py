@@ -84,6 +84,7 @@ class Steps:
         try:
             with self._meters.phase("forward") if trains else self._meters.outside():
                 output = run()
+            parts.driver.check_begun()
             parts.access.check_unchanged()
             return output
         finally:
@@ -100,6 +101,7 @@ class Steps:
         parts = self._parts
         self._order.refuse_broken()
         self._order.refuse_after_backward("a second backward outside no_sync()")
+        parts.driver.check_begun()
         if not parts.driver.has_begun:
             raise ConfigError("backward() needs a forward through the engine before it, in the same step")
         check_loss(loss)
@@ -213,6 +215,7 @@ class Steps:
         """Apply the gradients, and commit the step in the background."""
         parts = self._parts
         self._order.refuse_broken()
+        parts.driver.check_begun()
         if not (parts.driver.has_begun and self._order.has_backward):
             raise ConfigError("step() needs a forward through the engine and engine.backward(loss) before it")
         parts.groups.refuse_gradients()
@@ -243,8 +246,8 @@ class Steps:
     def _finish(self, options: dict[str, object], late: list[str]) -> StepReport:
         """What is done together or not at all: the updates of a step, the scheduler, the count."""
         parts, optimizer = self._parts, self._parts.stepper.optimizer
-        loss = mean_of(self._losses) if self._losses else None  # before updates, which would contend for the GPU
         with self._meters.phase("update"), self._order.unbroken():
+            loss = mean_of(self._losses) if self._losses else None  # before updates, which would contend for the GPU
             norm, is_finite = self._apply(options, late)
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if parts.scheduler is not None and is_finite:
