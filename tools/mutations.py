@@ -437,7 +437,7 @@ MUTATIONS: Sequence[Mutation] = (
         "if storage is not None and is_whole", "train/test_must_work.py", "if storage is not None",
     ),
     Mutation(
-        "sums of squares are of all that has come", "store/pieces.py Filling._fill", "if self.is_new else None",
+        "sums of squares are of all that has come", "store/pieces.py Filling.__call__", "if self.is_new else None",
         "train/test_must_work.py", "if True else None",
     ),
     Mutation(
@@ -671,6 +671,22 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "a gradient on the GPU goes before the next one comes", "store/gpu_updates.py GpuUpdates._update",
         "round_.gradients.drop(*key)", ON_GPU,
+    ),
+    Mutation(
+        "who waits while a job fails is not forgotten", "io/batches.py Batches._end", "if self._waiting:",
+        "io/test_batches.py", "if self._waiting and error is None:",
+    ),
+    Mutation(
+        "chunks that begin and chunks that are added to are no neighbours", "store/gradients.py Gradients._neighbours",
+        "and last.state.is_filled == one.state.is_filled", "store/test_on_gpu.py", "",
+    ),
+    Mutation(
+        "runs with a gap between them stay two", "store/on_gpu.py _both", "runs[-1][1] == before + start and ",
+        "store/test_on_gpu.py", "",
+    ),
+    Mutation(
+        "a round that could not begin loses no update", "train/rounds.py RoundDriver._begin",
+        "self._failed = (round_, error)", "train/test_clean.py::TestAnExceptionInTheMiddleOfAStep",
     ),
     Mutation(
         "an update on the GPU waits for a load", "store/gpu_updates.py GpuUpdates.apply",

@@ -181,7 +181,7 @@ def test_chunks_are_larger_where_the_gpu_has_room_for_all_and_none_leaves_it_for
     groups = (need(300 * BLOCK), *(need(3 * BLOCK) for _ in range(100)))
     all_bytes = 600 * BLOCK * (2 + 10 + 2)
     on_gpu, counts = [], []
-    for gpu_bytes in range(all_bytes // 2, 3 * all_bytes // 2, MIB):
+    for gpu_bytes in range(all_bytes // 2, 3 * all_bytes // 2, 3 * MIB):
         placement = place(request(groups, 2**35, gpu_bytes, nvme=False, updates_on_gpu=True))
         on_gpu.append(sum(g.elements for g, home in zip(groups, placement.gradient_home) if home is Tier.GPU))
         counts.append(placement.chunk_count(0))
