@@ -203,6 +203,9 @@ class DeviceContract:
         for offset, nbytes in ((-1, 4), (61, 4), (0, 65)):
             with pytest.raises(ValueError, match="not in a storage of 64 B"):
                 Span(storage, offset, nbytes)
+            ranges = [(storage, 0, np.zeros(64, np.uint8)), (storage, offset, np.zeros(nbytes, np.uint8))]
+            with pytest.raises(ValueError, match="not in a storage of 64 B"):
+                device.copy_out_ranges(ranges, device.record())
 
     def test_the_rest_of_the_face(self, device: ComputeDevice) -> None:
         assert device.kind == device.torch_device.type
