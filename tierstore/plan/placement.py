@@ -79,8 +79,8 @@ class Request:
             soon after it arrives, and needs its home only while gradients accumulate or the graph is not known;
             "doubled" keeps the gradients of two steps.
         chunk_bytes: upper bound of a chunk of any kind; None is 32 MiB, and without NVMe what makes 200 chunks of all
-            state, up to 128 MiB, which it is if the GPU has room for all: each takes Python's time. A chunk has at
-            least one block of elements.
+            state, up to 128 MiB, which it is if the GPU has room to spare for all: each takes Python's time. A chunk
+            has at least one block of elements.
         chunk_elements: the grid of a store that is there already; then `chunk_bytes` does not count.
         acquired_bytes: largest sum of simultaneously acquired groups; None is the largest group.
         gradient_room_bytes: smallest room for gradients on the device; None is the largest group's.

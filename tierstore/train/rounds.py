@@ -170,8 +170,8 @@ class RoundDriver:
             round_.barrier = self._store.commits.barrier
             self._store.updates.begin(round_)
         except BaseException as error:
+            self._failed = (round_, error)  # first: what was begun may not be taken back either
             self._take_back(round_)
-            self._failed = (round_, error)
 
     def check_begun(self) -> None:
         """Raises what the round in progress could not begin for, as far as that is known: it is as if nobody had begun
