@@ -1,4 +1,4 @@
-"""The error tree: every exception that tierstore raises on purpose.
+"""The error tree: every exception that tierstore raises on purpose, and a warning.
 
 Scope: classes, what is told of an error that others raise, and of a name that there is not. Messages say what, where,
     numbers with units, and what to do.
@@ -69,6 +69,10 @@ class RankLost(TierstoreError):
 
 class GraphError(TierstoreError):
     """The model did in this step what the chosen update schedule cannot follow exactly."""
+
+
+class UnusedOptionWarning(UserWarning):
+    """An option is not what the store of a resumed run was made with, and the run goes on with that of the store."""
 
 
 class Abandoned(KeyboardInterrupt):

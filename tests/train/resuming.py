@@ -103,13 +103,14 @@ def open_run(way: Way, folder: Path, backend: Backend | None = None, **changes: 
     torch.manual_seed(7)
     position = Position()
     options: dict[str, Any] = {
-        "update": way.update, "commit_every": way.commit_every, "max_grad_norm": way.clip, "resume": "auto",
+        "optimizer": AdamWConfig(lr=1e-2), "update": way.update, "commit_every": way.commit_every,
+        "max_grad_norm": way.clip, "resume": "auto",
         "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
         "registered": {"position": position}, "backend": backend,
     }  # fmt: skip
     tiers = way.tiers(folder, **{k: changes.pop(k) for k in list(changes) if k in TierConfig.model_fields})
     model = changes.pop("model", None) or way.model()
-    return Run(Engine(model, tiers, AdamWConfig(lr=1e-2), **(options | changes)), position)
+    return Run(Engine(model, tiers, **(options | changes)), position)
 
 
 @contextmanager

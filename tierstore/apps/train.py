@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -35,7 +36,7 @@ from tierstore.apps.stopping import StopRequest
 from tierstore.apps.turns import take_short_turns
 from tierstore.apps.verify import advised
 from tierstore.config import Codec, Resume, TierConfig, format_size
-from tierstore.errors import ConfigError, DoneButFor, StorageError
+from tierstore.errors import ConfigError, DoneButFor, StorageError, UnusedOptionWarning
 from tierstore.store.snapshots import snapshot_directories
 from tierstore.trace import Tracer
 from tierstore.train.checkpoints import CheckpointSource
@@ -85,6 +86,7 @@ def train(
             stack.callback(log.close)
         prepare_heap()
         take_short_turns(options.device)
+        warnings.simplefilter("ignore", UnusedOptionWarning)  # the recipe tells it, by the names of the options
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         return assemble(options, crew)

@@ -175,7 +175,8 @@ def assemble(
         optimizer = TieredOptimizer(given_groups(model, groups, parameter_groups), config, step)
         stepper = AdamStepper(groups, optimizer)
         if generation is not None:
-            optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
+            # A new schedule begins from these rates, and not from those that another one began with.
+            optimizer.restore(generation.captured["optimizer"], but={"initial_lr"} if lr_scheduler else set())
         scheduler = None
         if lr_scheduler is not None:
             scheduler = lr_scheduler(optimizer)

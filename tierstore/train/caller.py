@@ -12,9 +12,9 @@ _NOT_THE_CALLER = ("tierstore", "torch", "contextlib")
 """Packages whose frames are passed over; `skip_file_prefixes` of Python 3.12 does the same."""
 
 
-def warn_caller(text: str) -> None:
+def warn_caller(text: str, kind: type[Warning] = UserWarning) -> None:
     """Warn at the line that has called tierstore, directly or through torch or contextlib."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_CALLER:
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, kind, stacklevel=level)

@@ -242,7 +242,7 @@ class Engine:
         """Make an object part of every generation; on resume it gets its state now.
 
         Raises:
-            ConfigError: it is no such object; or a resumed run has gone on without it.
+            ConfigError: it is no such object; another one has that name; or a resumed run has gone on without it.
         """
         self._generations.register(name, value)
 

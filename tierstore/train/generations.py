@@ -8,14 +8,14 @@ Owner: the training side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tierstore.config import Resume, UpdateSchedule
-from tierstore.errors import ConfigError
-from tierstore.pack.layout import listed
+from tierstore.errors import ConfigError, UnusedOptionWarning
+from tierstore.pack.layout import listed, some_of
 from tierstore.store.gradients import Gradients
 from tierstore.store.rounds import Round
 from tierstore.train import capture
@@ -52,12 +52,15 @@ class Generations:
             self._collect_in(0)
         self._to_restore: dict[str, Any] = {}
         self._left_schedule: Any = None  # of the run that is resumed, if this one has none
+        self._schedule_kind: str | None = None if parts.scheduler is None else type(parts.scheduler).__name__
+        self._ended_schedule: str | None = None  # the kind of that of the run that is resumed, if this one has another
+        self._made_with: Sequence[Mapping[str, Any]] = parts.stepper.optimizer.given
         self._waiting: tuple[Round | None, dict[str, Any], Gradients | None] | None = None
         self._is_previous = False
         self._resumed_at = 0
         self._published_step = 0
         self._has_published_since = False  # since the last snapshot
-        self._has_told = False
+        self._to_tell: list[tuple[str, type[Warning]]] | None = None
 
     @property
     def gradients(self) -> Gradients:
@@ -170,13 +173,31 @@ class Generations:
             self._parts.runtime.call(self._parts.store.go_back)
 
     def tell_what_is_left(self) -> None:
-        """Before the first step after a resume: warn of what it goes on without, once."""
-        is_first, self._has_told = not self._has_told, True
-        if is_first and (self._to_restore or self._left_schedule is not None):
+        """Before the first step after a resume: warn of what it goes on without, and of what is not used, once."""
+        if self._to_tell is None:
+            self._to_tell = [*self._what_is_left()]
+        while self._to_tell:
+            warn_caller(*self._to_tell.pop(0))
+
+    def _what_is_left(self) -> Iterator[tuple[str, type[Warning]]]:
+        if unused := self._parts.stepper.optimizer.unused(self._made_with):
+            yield (
+                f"the hyper-parameters of this run are those that its store keeps; not used: {some_of(unused)}. What "
+                "is to change is set in engine.optimizer.param_groups",
+                UnusedOptionWarning,
+            )
+        if self._ended_schedule is not None:
+            yield (
+                f"the {self._ended_schedule} that has set the learning rates of this run ends here: the "
+                f"{self._schedule_kind} begins as in a new run, from the rates that the store keeps",
+                UserWarning,
+            )
+        if self._to_restore or self._left_schedule is not None:
             left = [f"what was registered as {listed(list(self._to_restore))}"] if self._to_restore else []
             left += ["the learning-rate schedule (give lr_scheduler)"] if self._left_schedule is not None else []
-            warn_caller(
-                f"this run goes on without {' and '.join(left)} of the run that it has resumed: that stays as it was"
+            yield (
+                f"this run goes on without {' and '.join(left)} of the run that it has resumed: that stays as it was",
+                UserWarning,
             )
 
     # --- what is captured ---------------------------------------------------------------------------------------
@@ -185,9 +206,12 @@ class Generations:
         """Make an object part of every generation; on resume it gets its state now.
 
         Raises:
-            ConfigError: a resumed run has gone on, and the state of this one is that of the step before.
+            ConfigError: a resumed run has gone on, and the state of this one is that of the step before; or another
+                object has that name.
         """
         capture.check_stateful(name, value, self._parts.model)
+        if self._registered.get(name, value) is not value:
+            raise ConfigError(f"another object is registered as {name!r}: no generation would hold its state any more")
         if name in self._to_restore and self.step_count > self._resumed_at:
             raise ConfigError(
                 f"{name!r} is registered after step {self.step_count}, and would get its state after step "
@@ -205,6 +229,8 @@ class Generations:
             "optimizer": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
             # What an earlier run had, and this one has not, or not yet, stays as it was.
             "scheduler": scheduler.state_dict() if scheduler is not None else self._left_schedule,
+            "scheduler_kind": self._schedule_kind,
+            "made_with": self._made_with,
             "registered": self._to_restore | {name: value.state_dict() for name, value in self._registered.items()},
             "buffers": capture.module_state(self._parts.model),
             "pending": None,
@@ -233,11 +259,8 @@ class Generations:
         self.step_count = self._resumed_at = self._published_step = captured["step"]
         self._parts.stepper.steps.update(captured["steps"])
         self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
-        if self._parts.scheduler is None:
-            self._left_schedule = captured["scheduler"]
-        elif captured["scheduler"] is not None:
-            self._parts.scheduler.load_state_dict(capture.with_tensors(captured["scheduler"]))
-            self._parts.stepper.optimizer.restore(captured["optimizer"])  # making it has set the first step's rates
+        self._made_with = captured.get("made_with", self._made_with)
+        self._restore_schedule(captured)
         if (pending := captured["pending"]) is not None:
             touched = set(pending["touched"])
             self.pending = Pending(touched & self._parts.stepper.steps.keys(), pending["scale"])
@@ -250,6 +273,18 @@ class Generations:
         capture.restore_random_states(own["random"])
         if is_new_rank:
             capture.reseed(self._parts.partition.position)
+
+    def _restore_schedule(self, captured: Mapping[str, Any]) -> None:
+        schedule, kind = captured["scheduler"], captured.get("scheduler_kind")
+        if self._parts.scheduler is None:
+            self._left_schedule, self._schedule_kind = schedule, kind
+        elif schedule is None:
+            pass
+        elif kind not in (None, self._schedule_kind):
+            self._ended_schedule = kind
+        else:
+            self._parts.scheduler.load_state_dict(capture.with_tensors(schedule))
+            self._parts.stepper.optimizer.restore(captured["optimizer"])  # making it has set the first step's rates
 
     def _own_part(self, captured: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
         """What this rank has of its own (`PER_RANK`); one that was not there before takes what the first one has."""

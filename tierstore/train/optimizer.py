@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._is_made = False
         super().__init__(parameters, config.model_dump())
         self._is_made = True
+        self.given = [_hyper_parameters(group) for group in self.param_groups]
+        """By parameter group, the hyper-parameters that it was made with."""
         _look_at_others()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -82,15 +84,27 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         super().load_state_dict(state_dict)
 
-    def restore(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def restore(self, groups: Sequence[Mapping[str, Any]], but: Collection[str] = ()) -> None:
         """The options of all groups, as a generation holds them.
+
+        Args:
+            but: names of those that stay as they are.
 
         Raises:
             ConfigError: as `load_state_dict`.
         """
         self._check_groups(groups)
         for group, options in zip(self.param_groups, groups):
-            group.update(with_tensors(dict(options)))
+            group.update(with_tensors({name: value for name, value in options.items() if name not in but}))
+
+    def unused(self, made_with: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What it was made with that is neither what the store was made with nor in force now, as text."""
+        return [
+            f"{name}={value} (here it is {now[name]}) in parameter_groups[{index}]"
+            for index, (given, then, now) in enumerate(zip(self.given, made_with, self.param_groups))
+            for name, value in given.items()
+            if value != then.get(name) and value != _hyper_parameters(now)[name]
+        ]
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if len(groups) != len(self.param_groups):
@@ -111,6 +125,10 @@ class TieredOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The engine's, in the middle of a step; else there is nothing to do, for a step uses its gradients up."""
         self.on_zero_grad()
+
+
+def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return checked_options({name: group[name] for name in AdamWConfig.model_fields}).model_dump()
 
 
 @functools.cache
@@ -225,7 +243,7 @@ class AdamStepper:
         return {
             f"{name} of parameter_groups[{index}]": value
             for index, group in enumerate(self.optimizer.param_groups)
-            for name, value in checked_options({name: group[name] for name in AdamWConfig.model_fields})
+            for name, value in _hyper_parameters(group).items()
         }
 
     def updates(self, group: int, touched: Container[str], gradient_scale: float) -> tuple[ParameterUpdate, ...]:
