@@ -380,6 +380,18 @@ MUTATIONS: Sequence[Mutation] = (
         "self._engine.before_commit(self._log.sync)", "apps/test_train.py",
     ),
     Mutation(
+        "what is not used is told", "train/generations.py Generations._what_is_left",
+        "unused := self._parts.stepper.optimizer.unused(self._made_with)", "train/test_capture.py", "unused := []",
+    ),
+    Mutation(
+        "another schedule takes no state over", "train/generations.py Generations._restore_schedule",
+        "kind not in (None, self._schedule_kind)", "train/test_capture.py", "False",
+    ),
+    Mutation(
+        "a registered name is one object's", "train/generations.py Generations.register",
+        "self._registered.get(name, value) is not value", "train/test_capture.py", "False",
+    ),
+    Mutation(
         "a state that was refused stays for the next object", "train/generations.py Generations._restore_registered",
         "value.load_state_dict(capture.with_tensors(self._to_restore[name]))",
         "train/test_capture.py", "value.load_state_dict(capture.with_tensors(self._to_restore.pop(name))); return",

@@ -467,6 +467,42 @@ def test_a_train_step_reports_its_loss_also_to_callbacks(schedule: str, tmp_path
         assert engine.step().loss is None
 
 
+def test_who_hears_of_a_step_may_close_the_engine_and_the_step_is_committed(tmp_path: Path) -> None:
+    x, heard = batches(1)[0], []
+
+    def until_two(report: StepReport) -> None:
+        if report.step == 2:
+            engine.close()
+            engine.close()
+
+    with Engine(Net(), disk(tmp_path), AdamWConfig()) as engine:
+        engine.on_step(until_two)
+        engine.on_step(lambda report: heard.append(report.step))
+        engine.train_step([x], loss_of)
+        engine.backward(loss_of(engine(x)))
+        assert engine.step().step == 2
+        with pytest.raises(ClosedError, match="the engine is closed"):
+            engine(x)
+    with Engine(Net(), disk(tmp_path), AdamWConfig(), resume="must") as engine:
+        assert (heard, engine.step_count) == ([1, 2], 2)
+
+
+def test_a_callback_that_fails_closes_nothing(tmp_path: Path) -> None:
+    x = batches(1)[0]
+
+    def close_and_fail(report: StepReport) -> None:
+        engine.close()
+        raise ArithmeticError("no more")
+
+    with Engine(Net(), disk(tmp_path), AdamWConfig()) as engine:
+        engine.on_step(close_and_fail)
+        with pytest.raises(ArithmeticError):
+            engine.train_step([x], loss_of)
+        engine._steps.callbacks.clear()
+        assert engine.train_step([x], loss_of).step == 2
+        assert engine.train_step([x], loss_of).step == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dynamic_loss_scale_skips_a_step_whatever_the_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     x = batches(1)[0].to(dtype)

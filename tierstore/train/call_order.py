@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -39,6 +40,7 @@ class CallOrder:
         has_backward, has_final_backward: the step in progress has had one, and the last one.
         is_broken: a step was left half done.
         is_closed: the engine was.
+        is_to_close: a callback wants it to be closed once the step that it hears of is committed.
     """
 
     def __init__(self, driver: RoundDriver, runtime: Runtime, *, can_resume: bool) -> None:
@@ -50,12 +52,13 @@ class CallOrder:
         self._keeps_weights = True
         self.is_syncing = True
         self.has_backward = self.has_final_backward = False
-        self.is_closed = False
+        self.is_closed = self.is_to_close = False
         self._gathered: dict[object, Collection[int]] = {}
         """By block of `gathering` in progress, the groups that it changes."""
         self._holder: dict[str, object] = {}
         """The call in progress, if one is. No lock: Ctrl-C could come between taking it and knowing that."""
         self._is_walked = False
+        self._teller: int | None = None
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
@@ -140,6 +143,20 @@ class CallOrder:
     def is_modified(self, group: int) -> bool:
         """Whether somebody changes its weights, and keeps that."""
         return any(group in groups for groups in self._gathered.values())
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Callbacks hear in here of a step that is not committed yet."""
+        self._teller, self.is_to_close = threading.get_ident(), False
+        try:
+            yield
+        finally:
+            self._teller = None
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether the caller is such a callback."""
+        return self._teller == threading.get_ident()
 
     def refuse_closed(self) -> None:
         """Nothing goes on in a closed engine, nor in the child of a fork.

@@ -218,6 +218,8 @@ class Engine:
         with self._order.alone("step()"):
             self._generations.tell_what_is_left()
             self._steps.step()
+        if self._order.is_to_close:
+            self.close()
 
     @in_turn
     def apply_pending(self) -> None:
@@ -447,6 +449,8 @@ class Engine:
     def close(self) -> None:
         """Finish what is running, commit it, and give everything back. Twice is fine; at exit it is done if it was not.
 
+        A callback of `on_step` that calls it has the engine closed at the end of that step.
+
         Raises:
             TierstoreError: a failure of work left running; everything was given back all the same.
             Timeout: something does not end, and keeps what it uses, the store's lock too; close again to go on waiting.
@@ -455,6 +459,9 @@ class Engine:
         is_over = self._order.is_closed and not self._parts.runtime.is_open
         if not is_over:
             self._parts.runtime.check_process()
+        if self._order.is_telling:
+            self._order.is_to_close = True
+            return
         self._order.is_closed = True
         if is_over:
             self._parts.go_on_closing()

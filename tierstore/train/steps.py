@@ -225,8 +225,9 @@ class Steps:
             parts.driver.refuse_late(late[0])
         with self._order.unbroken(keeps_weights=True):
             report = self._finish(options, late)
-        for callback in self.callbacks:
-            callback(report)
+        with self._order.telling():
+            for callback in self.callbacks:
+                callback(report)
         self._generations.commit(parts.driver.last_round)
         if not parts.options.overlap:
             self._generations.flush()
