@@ -388,6 +388,21 @@ MUTATIONS: Sequence[Mutation] = (
         "kind not in (None, self._schedule_kind)", "train/test_capture.py", "False",
     ),
     Mutation(
+        "a registered scheduler goes on from its rates", "train/generations.py Generations._restore_registered",
+        "_sets_rates_of(value, optimizer)", "train/test_resumed_state.py", "False",
+    ),
+    Mutation(
+        "what callbacks change is committed with their step", "train/engine.py Engine._commit_change",
+        "not self._order.is_telling",
+        "train/test_out_of_turn.py::test_a_change_that_a_callback_makes_is_committed_with_its_step_and_not_before",
+        "True",
+    ),
+    Mutation(
+        "a callback closes the engine after its step", "train/engine.py Engine.close", "if self._order.is_telling:",
+        "train/test_out_of_turn.py::test_who_hears_of_a_step_may_close_the_engine_and_the_step_is_committed",
+        "if False:",
+    ),
+    Mutation(
         "a registered name is one object's", "train/generations.py Generations.register",
         "self._registered.get(name, value) is not value", "train/test_capture.py", "False",
     ),

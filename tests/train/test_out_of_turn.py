@@ -487,6 +487,47 @@ def test_who_hears_of_a_step_may_close_the_engine_and_the_step_is_committed(tmp_
         assert (heard, engine.step_count) == ([1, 2], 2)
 
 
+@pytest.mark.parametrize("change", ["gathered", "load_state_dict"])
+def test_a_change_that_a_callback_makes_is_committed_with_its_step_and_not_before(
+    change: str, tmp_path: Path
+) -> None:
+    """Or what later callbacks do would not be in the generation of their step."""
+    x = batches(1)[0]
+
+    def halve(report: StepReport) -> None:
+        if change == "load_state_dict":
+            engine.load_state_dict({name: value / 2 for name, value in engine.state_dict().items()})
+            return
+        with engine.gathered("", modify=True), torch.no_grad():
+            for parameter in engine.model.parameters():
+                parameter.mul_(0.5)
+
+    def fail_at_two(report: StepReport) -> None:
+        if report.step == 2:
+            raise ArithmeticError("killed here")
+
+    with Engine(Net(), disk(tmp_path), AdamWConfig()) as engine:
+        engine.on_step(halve)
+        engine.on_step(fail_at_two)
+        engine.train_step([x], loss_of)
+        engine.flush()
+        first = engine.state_dict()
+        with pytest.raises(ArithmeticError):
+            engine.train_step([x], loss_of)
+    with Engine(Net(), disk(tmp_path), AdamWConfig(), resume="must") as engine:
+        assert engine.step_count == 1
+        assert all(torch.equal(value, first[name]) for name, value in engine.state_dict().items())
+
+
+def test_two_losses_of_one_forward_are_to_be_added(tmp_path: Path) -> None:
+    with Engine(Net(), disk(tmp_path), AdamWConfig()) as engine:
+        output = engine(batches(1)[0])
+        with engine.no_sync():
+            engine.backward(loss_of(output))
+        with pytest.raises(GraphError, match="add the losses of one forward"):
+            engine.backward(loss_of(output))
+
+
 def test_a_callback_that_fails_closes_nothing(tmp_path: Path) -> None:
     x = batches(1)[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,39 @@ def test_a_schedule_that_begins_with_a_resumed_run_goes_on_from_its_rates(tmp_pa
             run.engine.on_step(lambda report: rates.extend(report.lr))
             run.until(end)
     assert rates == [0.0625, 0.125, 0.1875, 0.25, 0.25]
+
+
+class Holding:
+    """A state with a scheduler in it."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("kind", ["LinearLR", "OneCycleLR"])
+def test_a_registered_scheduler_that_the_loop_steps_goes_on(kind: str, is_held: bool, tmp_path: Path) -> None:
+    """To make it sets the rates of a first step."""
+    options = {"total_steps": 10, "max_lr": 0.1} if kind == "OneCycleLR" else {}
+
+    def rates_of(folder: str, ends: Sequence[int]) -> list[float]:
+        rates: list[float] = []
+        for end in ends:
+            with opened(WAY, tmp_path / folder, lr_scheduler=None) as run:
+                scheduler = getattr(torch.optim.lr_scheduler, kind)(run.engine.optimizer, **options)
+                run.engine.register("scheduler", Holding(scheduler) if is_held else scheduler)
+                run.engine.on_step(lambda report, scheduler=scheduler: scheduler.step())
+                run.engine.on_step(lambda report: rates.extend(report.lr))
+                run.until(end)
+        return rates
+
+    assert rates_of("resumed", [2, 3, 5]) == rates_of("whole", [5])
 
 
 def test_a_scheduler_that_waits_for_a_metric_is_refused_at_construction(tmp_path: Path) -> None:

@@ -359,7 +359,7 @@ class Engine:
                 whole.take_back(parts, groups)
                 with self._order.unbroken("a change of weights"):
                     whole.keep_changes(parts, groups)
-                self._generations.commit_change()
+                self._commit_change()
             else:
                 whole.refuse_changes(parts, [group for group in groups if not is_kept(group)])
 
@@ -419,7 +419,7 @@ class Engine:
         self.flush()
         with self._order.unbroken("a change of weights"):
             whole.load_state_dict(parts, state_dict)
-        self._generations.commit_change()
+        self._commit_change()
 
     @in_turn
     def export(self, directory: str | os.PathLike[str]) -> None:
@@ -482,6 +482,10 @@ class Engine:
             return
         with contextlib.suppress(Exception):  # the error on its way out is the one to tell
             self.close()
+
+    def _commit_change(self) -> None:
+        if not self._order.is_telling:  # else it belongs to the step that callbacks hear of, whose commit follows
+            self._generations.commit_change()
 
     def _open_parts(self) -> Assembly:
         self._order.refuse_closed()

@@ -21,7 +21,7 @@ from tierstore.store.rounds import Round
 from tierstore.train import capture
 from tierstore.train.assembly import Assembly
 from tierstore.train.caller import warn_caller
-from tierstore.train.optimizer import LossScale
+from tierstore.train.optimizer import LossScale, TieredOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Generations:
         if unused := self._parts.stepper.optimizer.unused(self._made_with):
             yield (
                 f"the hyper-parameters of this run are those that its store keeps; not used: {some_of(unused)}. What "
-                "is to change is set in engine.optimizer.param_groups",
+                "is to change is set in engine.optimizer.param_groups; a schedule that goes on sets the rates of then",
                 UnusedOptionWarning,
             )
         if self._ended_schedule is not None:
@@ -297,3 +297,12 @@ class Generations:
         if name in self._to_restore:
             value.load_state_dict(capture.with_tensors(self._to_restore[name]))
             del self._to_restore[name]  # not before: one that was refused may be followed by the right one
+            optimizer = self._parts.stepper.optimizer
+            if self._parts.opened is not None and _sets_rates_of(value, optimizer):
+                optimizer.restore(self._parts.opened.captured["optimizer"])  # see `_restore_schedule`
+
+
+def _sets_rates_of(value: object, optimizer: TieredOptimizer) -> bool:
+    """Whether it is a scheduler of this optimizer, or holds one."""
+    held = (value, *getattr(value, "__dict__", {}).values())
+    return any(getattr(one, "__dict__", {}).get("optimizer") is optimizer for one in held)
