@@ -150,3 +150,14 @@ def test_a_path_begins_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     tiers = TierConfig(nvme=["~/run1", "/a/~", "/b/~root"], bandwidth="~/rates.json")
     assert tiers.nvme == (Path("/home/me/run1"), Path("/a/~"), Path("/b/~root"))
     assert tiers.bandwidth == Path("/home/me/rates.json")
+
+
+def test_without_a_home_a_path_cannot_begin_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry."""
+
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    with pytest.raises(ConfigError, match="~/run1: there is no home directory here"):
+        TierConfig(nvme=["~/run1"])

@@ -164,8 +164,17 @@ def _rates(value: Any) -> Any:
 
 
 def at_home(path: Path) -> Path:
-    """The path as a shell would take it: a leading `~/` is the home directory. Behind a `=` a shell leaves it alone."""
-    return path.expanduser() if path.parts[:1] == ("~",) else path
+    """The path as a shell would take it: a leading `~/` is the home directory. Behind a `=` a shell leaves it alone.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if path.parts[:1] != ("~",):
+        return path
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: there is no home directory here; write out the path that is meant") from None
 
 
 def _directory(value: Any) -> Any:

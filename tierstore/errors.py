@@ -1,4 +1,4 @@
-"""The error tree: every exception that tierstore raises on purpose, and a warning.
+"""The error tree: every exception that tierstore raises on purpose; and what it warns of under a name of its own.
 
 Scope: classes, what is told of an error that others raise, and of a name that there is not. Messages say what, where,
     numbers with units, and what to do.

@@ -381,11 +381,12 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "what is not used is told", "train/generations.py Generations._what_is_left",
-        "unused := self._parts.stepper.optimizer.unused(self._made_with)", "train/test_capture.py", "unused := []",
+        "unused := self._parts.stepper.optimizer.unused(self._made_with or ())", "train/test_resumed_state.py",
+        "unused := []",
     ),
     Mutation(
-        "another schedule takes no state over", "train/generations.py Generations._restore_schedule",
-        "kind not in (None, self._schedule_kind)", "train/test_capture.py", "False",
+        "another schedule takes no state over", "train/optimizer.py ended_schedule", "return str(kind)",
+        "train/test_resumed_state.py", "return None",
     ),
     Mutation(
         "a registered scheduler goes on from its rates", "train/generations.py Generations._restore_registered",

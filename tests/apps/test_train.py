@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,7 +30,7 @@ from tierstore.apps.recipe import parameter_groups
 from tierstore.apps.report import Reporter
 from tierstore.apps.stopping import STOPS, StopRequest
 from tierstore.config import Durability, MicroBatchSchedule, Resume
-from tierstore.errors import ConfigError, DoneButFor, StorageError, StorageFull
+from tierstore.errors import ConfigError, DoneButFor, StorageError, StorageFull, UnusedOptionWarning
 
 TINY_GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32,
              "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
@@ -394,6 +395,16 @@ def test_a_resumed_run_keeps_its_recipe_and_says_so(options: Callable[..., Train
         assert engine.optimizer.param_groups[0]["weight_decay"] == 0.1
     assert [record["lr"][0] for record in lines(chosen)] == [0.0025, 0.005, 0.0075, 0.01, 0.01]
     assert "note" not in run(options(resume=Resume.AUTO, warmup=4), store)[2]
+
+
+def test_what_the_recipe_tells_no_warning_tells_again(options: Callable[..., TrainOptions]) -> None:
+    def make_engine(**arguments: Any) -> FakeEngine:
+        warnings.warn("lr is not used", UnusedOptionWarning, stacklevel=1)
+        return FakeEngine(**arguments, store=FakeStore())
+
+    application.train(options(), Reporter(Console(file=io.StringIO())), make_engine)
+    with pytest.raises(UnusedOptionWarning):  # an error here (pyproject.toml), also after it
+        warnings.warn("lr is not used", UnusedOptionWarning, stacklevel=1)
 
 
 @pytest.mark.parametrize("changes", [{"nvme": ()}, {"durability": Durability.NONE}])

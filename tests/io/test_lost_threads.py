@@ -101,6 +101,25 @@ def test_who_waits_for_a_lost_loop_is_told_at_once() -> None:
     assert ended == ["in order"]
 
 
+def test_a_loop_that_is_lost_in_the_turn_in_which_closing_ends_stops_all_the_same() -> None:
+    runtime = Runtime("test").start()
+    loop = runtime.loop
+    ends = loop.shutdown_asyncgens
+
+    async def ends_and_exits_a_turn_later() -> None:
+        await ends()
+        loop.shutdown_asyncgens = ends  # type: ignore[method-assign]
+        done = loop.create_future()
+        loop.call_soon(done.set_result, None)
+        loop.call_soon(lambda: loop.call_soon(raise_exit))
+        await done
+
+    loop.shutdown_asyncgens = ends_and_exits_a_turn_later  # type: ignore[method-assign]
+    with pytest.raises(ClosedError, match="was ended by SystemExit"):
+        runtime.close()
+    assert runtime.has_ended
+
+
 @pytest.mark.parametrize("is_called", [False, True])
 def test_a_task_that_exits_is_told_as_the_end_of_the_loop(is_called: bool) -> None:
     """And not as `SystemExit`, which would end whoever closes."""

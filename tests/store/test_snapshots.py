@@ -16,6 +16,7 @@ from runs import next_token_loss
 
 from tierstore.errors import ConfigError, FormatError, StorageError, StorageFull
 from tierstore.io.backend import Backend
+from tierstore.store import snapshots
 from tierstore.store.lock import StoreLock
 from tierstore.store.removal import look as look_at
 from tierstore.store.removal import remove
@@ -100,7 +101,8 @@ def state_in(way: Way, directories: Any, folder: Path, until: int | None = None)
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_it_is_a_store_that_goes_on_from_there(name: str, tmp_path: Path) -> None:
+def test_it_is_a_store_that_goes_on_from_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "_COPIED_AT_ONCE", 1000)
     way = WAYS[name]
     expected = expected_states(way, tmp_path / "expected", 6)
     with opened(way, tmp_path) as run:
@@ -434,6 +436,17 @@ def test_what_a_kill_has_left_goes_with_the_next_one(tmp_path: Path) -> None:
     expected.check_equal(state_in(WAY, [first], tmp_path))
     assert not earlier.exists()
     assert all((folder / "state.b.safetensors").exists() for folder in (in_use, whole))
+
+
+def test_whole_ones_are_not_looked_at_when_another_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would take longer with each of them."""
+    looked: list[Any] = []
+    monkeypatch.setattr(snapshots, "remove", lambda directories, *_, **__: looked.append(directories))
+    with opened(WAY, tmp_path) as run:
+        for name in ("first", "second", "third"):
+            run.step()
+            run.engine.snapshot(name)
+    assert not looked
 
 
 def test_a_store_may_begin_anew_beside_the_snapshots_of_one_that_was_removed(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +15,7 @@ import torch
 from resuming import Way, opened
 from torch import nn
 
-from tierstore.config import AdamWConfig
-from tierstore.errors import ConfigError, FormatError, UnusedOptionWarning
+from tierstore.errors import ConfigError, FormatError
 from tierstore.pack import tree
 from tierstore.train import capture
 from tierstore.train.capture import load_module_state, module_state, plain, with_tensors
@@ -240,76 +238,6 @@ def test_what_one_run_does_not_register_the_next_one_still_finds(tmp_path: Path)
         assert holder.state["list"] == [1]
         run.step()
         assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(rate * 0.9)  # not 0.9 of the first one's
-
-
-def test_other_hyper_parameters_are_not_used_and_that_is_told(tmp_path: Path) -> None:
-    with opened(WAY, tmp_path) as run:
-        run.step()
-    other = AdamWConfig(lr=0.5, eps=1e-6)
-    for _ in range(2):  # the second time, too, the store knows what it was made with
-        with opened(WAY, tmp_path, optimizer=other) as run:
-            rate = run.engine.optimizer.param_groups[0]["lr"]
-            said = rf"not used: lr=0.5 \(here it is {rate}\) in parameter_groups\[0\]; eps=1e-06 \(here it is 1e-08\)"
-            with pytest.warns(UnusedOptionWarning, match=said) as warned:
-                run.step()
-            assert warned[0].filename == resuming.__file__
-            run.step()
-            assert run.engine.optimizer.param_groups[0]["eps"] == 1e-8
-    with opened(WAY, tmp_path, optimizer=other) as run:
-        run.engine.optimizer.param_groups[0].update(lr=0.5, eps=1e-6)
-        run.step()  # nothing is told: it is what was asked for
-    only_the_rate = r"not used: lr=0.5 \(here it is \S+\) in parameter_groups\[0\]\. "
-    with opened(WAY, tmp_path, optimizer=other) as run, pytest.warns(UnusedOptionWarning, match=only_the_rate):
-        run.step()
-    with opened(WAY, tmp_path) as run:
-        run.step()  # nothing: a rate that was set, or that a schedule has changed, is what is to go on
-
-
-def test_a_store_that_does_not_say_what_it_was_made_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As earlier versions wrote them."""
-
-    def without(state: Any, name: str = "state") -> Any:
-        return plain({key: value for key, value in state.items() if key not in ("made_with", "scheduler_kind")}, name)
-
-    with monkeypatch.context() as patch, opened(WAY, tmp_path) as run:
-        patch.setattr(capture, "plain", without)
-        run.step()
-        run.engine.flush()
-    with opened(WAY, tmp_path, optimizer=AdamWConfig(lr=0.5)) as run:
-        run.step()
-        assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**2)
-
-
-def test_another_schedule_begins_and_that_is_told(tmp_path: Path) -> None:
-    """Not with the state of one that it knows nothing of."""
-    with opened(WAY, tmp_path) as run:
-        run.until(2)
-    base = 0.01 * 0.9**2
-    halves = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5**step)
-    with opened(WAY, tmp_path, lr_scheduler=halves) as run:
-        with pytest.warns(UserWarning, match="the ExponentialLR that has set .* ends here: the LambdaLR begins as in"):
-            run.step()
-        assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.5)
-    with opened(WAY, tmp_path, lr_scheduler=halves) as run:
-        run.step()
-        assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.25)
-    with opened(WAY, tmp_path, lr_scheduler=None) as run, pytest.warns(UserWarning, match="stays as it was"):
-        run.step()
-    with opened(WAY, tmp_path, lr_scheduler=halves) as run:  # it has stayed, and what it is, too
-        run.step()
-        assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.125)
-
-
-def test_nothing_is_told_twice_nor_lost_where_warnings_are_errors(tmp_path: Path) -> None:
-    with opened(WAY, tmp_path) as run:
-        run.step()
-    with opened(WAY, tmp_path, optimizer=AdamWConfig(lr=0.5), lr_scheduler=None) as run:
-        run.engine.backward(run.engine(run.position.next()).sum())
-        with pytest.raises(UnusedOptionWarning):
-            run.engine.step()
-        with pytest.raises(UserWarning, match="stays as it was"):
-            run.engine.step()
-        assert run.engine.step().step == 2
 
 
 def test_a_name_that_another_object_has(tmp_path: Path) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import resuming
 import torch
 from resuming import Way, opened
 from runs import disk
 from torch import nn
 
-from tierstore.errors import ConfigError, FormatError
+from tierstore.config import AdamWConfig
+from tierstore.errors import ConfigError, FormatError, UnusedOptionWarning
+from tierstore.train import capture
+from tierstore.train.capture import plain
 from tierstore.train.engine import Engine
 
 WAY = Way()
@@ -96,6 +101,158 @@ def test_a_schedule_that_begins_with_a_resumed_run_goes_on_from_its_rates(tmp_pa
             run.engine.on_step(lambda report: rates.extend(report.lr))
             run.until(end)
     assert rates == [0.0625, 0.125, 0.1875, 0.25, 0.25]
+
+
+def test_other_hyper_parameters_are_not_used_and_that_is_told(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.step()
+    other = AdamWConfig(lr=0.5, eps=1e-6)
+    for _ in range(2):  # the second time, too, the store knows what it was made with
+        with opened(WAY, tmp_path, optimizer=other) as run:
+            rate = run.engine.optimizer.param_groups[0]["lr"]
+            said = rf"not used: lr=0.5 \(here it is {rate}\) in parameter_groups\[0\]; eps=1e-06 \(here it is 1e-08\) "
+            with pytest.warns(UnusedOptionWarning, match=said) as warned:
+                run.step()
+            assert warned[0].filename == resuming.__file__
+            run.step()
+            assert run.engine.optimizer.param_groups[0]["eps"] == 1e-8
+    with opened(WAY, tmp_path, optimizer=other) as run:
+        run.engine.optimizer.param_groups[0].update(lr=0.5, eps=1e-6)
+        run.step()  # nothing is told: it is what was asked for
+    only_the_rate = r"not used: lr=0.5 \(here it is \S+\) in parameter_groups\[0\]\. "
+    with opened(WAY, tmp_path, optimizer=other) as run, pytest.warns(UnusedOptionWarning, match=only_the_rate):
+        run.step()
+    with opened(WAY, tmp_path) as run:
+        run.step()  # nothing: a rate that was set, or that a schedule has changed, is what is to go on
+
+
+def without_what_is_new(state: Any, name: str = "state") -> Any:
+    """A state as earlier versions wrote it."""
+    return plain({key: value for key, value in state.items() if key not in ("made_with", "scheduler_kind")}, name)
+
+
+def test_a_store_of_an_earlier_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not say what it was made with, so nothing is said of that, then or later; its schedule goes on."""
+    warm_up = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (step + 1))
+    with monkeypatch.context() as patch, opened(WAY, tmp_path, lr_scheduler=warm_up) as run:
+        patch.setattr(capture, "plain", without_what_is_new)
+        run.until(2)
+        run.engine.flush()
+    for optimizer in (AdamWConfig(lr=0.5), AdamWConfig(lr=0.5), AdamWConfig(lr=1e-2)):
+        with opened(WAY, tmp_path, lr_scheduler=warm_up, optimizer=optimizer) as run:
+            run.step()
+            count, rate = run.engine.step_count, run.engine.optimizer.param_groups[0]["lr"]
+            assert rate == pytest.approx(0.01 / (count + 1))
+
+
+def test_options_of_several_groups_that_are_not_used_are_named_once(tmp_path: Path) -> None:
+    def groups(model: nn.Module, *rates: float) -> list[dict[str, Any]]:
+        return [{"params": [p], "lr": rate} for p, rate in zip(model.parameters(), (*rates, *[0.01] * 99))]
+
+    def again(*rates: float, **options: Any) -> Any:
+        model = WAY.model()
+        return opened(WAY, tmp_path, model=model, parameter_groups=groups(model, *rates), lr_scheduler=None, **options)
+
+    with again(0.01, 0.02) as run:
+        run.step()
+    with again(0.01, torch.tensor(0.02)) as run:  # which is the same rate, in fp32
+        run.step()
+    here = r"\(here it is 0.0[12]\) in parameter_groups"
+    said = rf"not used: lr=0.5 {here}\[0, 2\]; lr=0.7 {here}\[1\]\. What"
+    with again(0.5, 0.7, 0.5) as run, pytest.warns(UnusedOptionWarning, match=said):
+        run.step()
+
+
+def test_another_schedule_begins_and_that_is_told(tmp_path: Path) -> None:
+    """Not with the state of one that it knows nothing of."""
+    with opened(WAY, tmp_path) as run:
+        run.until(2)
+    base = 0.01 * 0.9**2
+    halves = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5**step)
+    with opened(WAY, tmp_path, lr_scheduler=halves) as run:
+        with pytest.warns(UserWarning, match="the ExponentialLR that has set .* ends here, and the LambdaLR begins"):
+            run.step()
+        assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.5)
+    with opened(WAY, tmp_path, lr_scheduler=halves) as run:
+        run.step()
+        assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.25)
+    with opened(WAY, tmp_path, lr_scheduler=None) as run, pytest.warns(UserWarning, match="stays as it was"):
+        run.step()
+    with opened(WAY, tmp_path, lr_scheduler=halves) as run:  # it has stayed, and what it is, too
+        run.step()
+        assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.125)
+
+
+def test_a_schedule_that_ends_is_told_before_its_state_goes(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.until(1)
+    steps = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    said = "to go on with that one, give it again"  # an error here
+    with opened(WAY, tmp_path, lr_scheduler=steps) as run, pytest.raises(UserWarning, match=said):
+        run.engine.load_state_dict(run.engine.state_dict())
+    with opened(WAY, tmp_path) as run:
+        run.step()
+        assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**2)
+
+
+class FromInitialRate:
+    """A schedule whose state does not hold where it began; torch's optimizers do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.count = optimizer, 0
+        self.base = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        self.count += 1
+        for group, base in zip(self.optimizer.param_groups, self.base):
+            group["lr"] = base * 0.5**self.count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_a_schedule_finds_the_rates_that_it_began_with(tmp_path: Path) -> None:
+    for end in (2, 4):
+        with opened(WAY, tmp_path, lr_scheduler=FromInitialRate) as run:
+            run.until(end)
+    assert run.engine.optimizer.param_groups[0]["lr"] == 0.01 * 0.5**4
+
+
+def test_a_state_that_a_schedule_does_not_take_is_refused_by_name(tmp_path: Path) -> None:
+    chain, kinds = torch.optim.lr_scheduler.SequentialLR, torch.optim.lr_scheduler
+    halves = partial(kinds.LambdaLR, lr_lambda=lambda step: 0.5)
+    with opened(WAY, tmp_path, lr_scheduler=lambda o: chain(o, [kinds.ConstantLR(o), kinds.LinearLR(o)], [2])) as run:
+        run.step()
+    with (
+        pytest.raises(ConfigError, match=r"the SequentialLR does not take .* \(KeyError: .*\); give the"),
+        opened(WAY, tmp_path, lr_scheduler=lambda o: chain(o, [kinds.ConstantLR(o), halves(o)], [2])),
+    ):
+        pass
+
+
+def test_a_fixed_loss_scale_is_the_one_that_is_given(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path, loss_scale="dynamic") as run:
+        run.step()
+    with opened(WAY, tmp_path, loss_scale=8.0) as run:
+        run.step()
+        assert run.engine._generations._loss_scale.scale == 8.0
+    with opened(WAY, tmp_path, loss_scale="dynamic") as run:
+        assert run.engine._generations._loss_scale.scale == 8.0  # where a dynamic one begins
+
+
+def test_nothing_is_told_twice_nor_lost_where_warnings_are_errors(tmp_path: Path) -> None:
+    with opened(WAY, tmp_path) as run:
+        run.step()
+    with opened(WAY, tmp_path, optimizer=AdamWConfig(lr=0.5), lr_scheduler=None) as run:
+        run.engine.backward(run.engine(run.position.next()).sum())
+        with pytest.raises(UnusedOptionWarning):
+            run.engine.step()
+        with pytest.raises(UserWarning, match="stays as it was"):
+            run.engine.step()
+        assert run.engine.step().step == 2
 
 
 class Holding:

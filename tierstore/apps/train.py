@@ -86,6 +86,7 @@ def train(
             stack.callback(log.close)
         prepare_heap()
         take_short_turns(options.device)
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", UnusedOptionWarning)  # the recipe tells it, by the names of the options
         if options.threads is not None:
             torch.set_num_threads(options.threads)

@@ -296,6 +296,8 @@ class Runtime(ForkAware):
                 loop.run_forever()
             except BaseException as error:
                 self._lose(error)
+                if self._closing is not None and self._closing.done():  # its stop of the loop is lost, too
+                    self._closing = None
                 loop.call_soon(self._begin_closing)  # its tasks end in order, and give back what they use
             else:
                 return
@@ -351,11 +353,9 @@ class Runtime(ForkAware):
             self.keep_failure(call.error)  # it failed after its waiter had given up
 
     def _begin_closing(self) -> None:
-        closing = self._closing
-        has_failed = closing is not None and closing.done() and (closing.cancelled() or closing.exception() is not None)
-        if closing is not None and not has_failed:  # closed twice, as after an interrupt
-            return
-        self._closing = asyncio.get_running_loop().create_task(self._end_tasks(), name="close")
+        closing = self._closing  # there is one if it is closed twice, as after an interrupt
+        if closing is None or (closing.done() and (closing.cancelled() or closing.exception() is not None)):
+            self._closing = asyncio.get_running_loop().create_task(self._end_tasks(), name="close")
 
     async def _end_tasks(self) -> None:
         loop = asyncio.get_running_loop()

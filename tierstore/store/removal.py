@@ -125,7 +125,7 @@ def _count(first: Path, backend: Backend) -> int | None:
     manifests = Manifests(first, backend)
     with contextlib.suppress(FormatError, StorageError):
         for number in manifests.numbers()[:1]:
-            return int(manifests.read_here(number).layout["directories"])
+            return int(manifests.manifest_here(number)["layout"]["directories"])
     return None
 
 

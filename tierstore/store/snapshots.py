@@ -25,7 +25,7 @@ from tierstore.io.files import read_bytes, replace_file
 from tierstore.store.commit import Manifests
 from tierstore.store.directories import begin_store, claim_directory, end_store_making
 from tierstore.store.lock import StoreLock
-from tierstore.store.names import SNAPSHOTS
+from tierstore.store.names import SNAPSHOTS, UNFINISHED
 from tierstore.store.removal import remove
 from tierstore.store.slots import KeptFile, SlotPack
 
@@ -152,7 +152,8 @@ class Snapshot:
         names = {name for store in stores if store.is_dir() for name in self._backend.names(store)}
         for name in sorted(names):
             with contextlib.suppress(TierstoreError, OSError):  # somebody else uses it, or has it
-                if left := [store / name for store in stores if (store / name).is_dir()]:
+                left = [store / name for store in stores if (store / name).is_dir()]
+                if any((one / UNFINISHED).is_file() for one in left):  # to look closer at all of them takes long
                     remove(left, self._backend, only_unfinished=True)
 
     def start_copying(self) -> None:
@@ -225,7 +226,7 @@ class Snapshot:
             return
         self._is_given_up = True
         self._lock.release()
-        with contextlib.suppress(TierstoreError):  # what is there may be another one of this name
+        with contextlib.suppress(TierstoreError, OSError):  # what is there may be another one of this name
             remove(self.directories, self._backend, only_unfinished=not self._is_ours)
         self._is_ours = False
         for directory in self.directories:

@@ -40,7 +40,7 @@ from tierstore.train.gathering import Gathers
 from tierstore.train.groups import ModelGroups, find_groups, refuse_empty_buffers
 from tierstore.train.hooks import ModelHooks
 from tierstore.train.opening import check_same_store, find_generation, open_generation
-from tierstore.train.optimizer import AdamStepper, TieredOptimizer, check_scheduler
+from tierstore.train.optimizer import AdamStepper, TieredOptimizer, check_scheduler, ended_schedule
 from tierstore.train.options import Options
 from tierstore.train.parameter_groups import given_groups
 from tierstore.train.partition import Partition
@@ -175,12 +175,8 @@ def assemble(
         optimizer = TieredOptimizer(given_groups(model, groups, parameter_groups), config, step)
         stepper = AdamStepper(groups, optimizer)
         if generation is not None:
-            # A new schedule begins from these rates, and not from those that another one began with.
-            optimizer.restore(generation.captured["optimizer"], but={"initial_lr"} if lr_scheduler else set())
-        scheduler = None
-        if lr_scheduler is not None:
-            scheduler = lr_scheduler(optimizer)
-            check_scheduler(scheduler)
+            optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
+        scheduler = None if lr_scheduler is None else _schedule(lr_scheduler, optimizer, generation)
         capture.check_storable(model, registered, is_written=is_durable and bool(tiers.nvme))
         partition.check_same(stepper.members() | stepper.options())
         codecs, pieces = codecs_of(tiers, generation, pieces, specs, partition, runtime, clock)
@@ -221,6 +217,19 @@ def assemble(
         _take_down(runtime, store, lock)
         partition.close(tiers.timeout_s)
         raise
+
+
+def _schedule(
+    make: Callable[[torch.optim.Optimizer], Any], optimizer: TieredOptimizer, generation: Generation | None
+) -> Any:
+    scheduler = make(optimizer)
+    check_scheduler(scheduler)
+    if generation is not None and ended_schedule(generation.captured, scheduler) is not None:
+        optimizer.restore(generation.captured["optimizer"])  # what was made has set the rates of its first step
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]  # it begins here, and not where the one that ends began
+        scheduler = make(optimizer)
+    return scheduler
 
 
 def _driver_of(

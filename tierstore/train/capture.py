@@ -97,7 +97,7 @@ def check_captured(captured: Any) -> None:
         raise FormatError(f"{what} holds no loss scale")
     if not all(isinstance(count, int) for count in captured["steps"].values()):
         raise FormatError(f"{what} holds steps of parameters that are no numbers")
-    for group in (*captured["optimizer"], *list_of(captured.get("made_with", []), "what the store was made with")):
+    for group in (*captured["optimizer"], *list_of(captured.get("made_with") or [], "what the store was made with")):
         mapping_of(group, "a parameter group of the optimizer")
 
 

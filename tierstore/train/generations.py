@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.config import Resume, UpdateSchedule
-from tierstore.errors import ConfigError, UnusedOptionWarning
+from tierstore.errors import ConfigError, UnusedOptionWarning, first_line
 from tierstore.pack.layout import listed, some_of
 from tierstore.store.gradients import Gradients
 from tierstore.store.rounds import Round
 from tierstore.train import capture
 from tierstore.train.assembly import Assembly
 from tierstore.train.caller import warn_caller
-from tierstore.train.optimizer import LossScale, TieredOptimizer
+from tierstore.train.optimizer import LossScale, TieredOptimizer, ended_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Generations:
         self._left_schedule: Any = None  # of the run that is resumed, if this one has none
         self._schedule_kind: str | None = None if parts.scheduler is None else type(parts.scheduler).__name__
         self._ended_schedule: str | None = None  # the kind of that of the run that is resumed, if this one has another
-        self._made_with: Sequence[Mapping[str, Any]] = parts.stepper.optimizer.given
+        self._made_with: Sequence[Mapping[str, Any]] | None = parts.stepper.optimizer.given
         self._waiting: tuple[Round | None, dict[str, Any], Gradients | None] | None = None
         self._is_previous = False
         self._resumed_at = 0
@@ -167,7 +167,14 @@ class Generations:
         self._waiting = None
 
     def leave_newer(self) -> None:
-        """What follows changes the state: a generation newer than the one that was resumed is given up."""
+        """What follows changes the state: a generation newer than the one that was resumed is given up, and so is the
+        state of a schedule that has ended."""
+        ended, self._ended_schedule = self._ended_schedule, None
+        if ended is not None:
+            warn_caller(
+                f"the {ended} that has set the learning rates of this run ends here, and the {self._schedule_kind} "
+                f"begins as in a new run, from the rates that the store keeps; to go on with that one, give it again"
+            )
         if self._is_previous:
             self._is_previous = False
             self._parts.runtime.call(self._parts.store.go_back)
@@ -180,17 +187,11 @@ class Generations:
             warn_caller(*self._to_tell.pop(0))
 
     def _what_is_left(self) -> Iterator[tuple[str, type[Warning]]]:
-        if unused := self._parts.stepper.optimizer.unused(self._made_with):
+        if unused := self._parts.stepper.optimizer.unused(self._made_with or ()):
             yield (
                 f"the hyper-parameters of this run are those that its store keeps; not used: {some_of(unused)}. What "
                 "is to change is set in engine.optimizer.param_groups; a schedule that goes on sets the rates of then",
                 UnusedOptionWarning,
-            )
-        if self._ended_schedule is not None:
-            yield (
-                f"the {self._ended_schedule} that has set the learning rates of this run ends here: the "
-                f"{self._schedule_kind} begins as in a new run, from the rates that the store keeps",
-                UserWarning,
             )
         if self._to_restore or self._left_schedule is not None:
             left = [f"what was registered as {listed(list(self._to_restore))}"] if self._to_restore else []
@@ -211,7 +212,7 @@ class Generations:
         """
         capture.check_stateful(name, value, self._parts.model)
         if self._registered.get(name, value) is not value:
-            raise ConfigError(f"another object is registered as {name!r}: no generation would hold its state any more")
+            raise ConfigError(f"another object is registered as {name!r}, and would be kept no more; use another name")
         if name in self._to_restore and self.step_count > self._resumed_at:
             raise ConfigError(
                 f"{name!r} is registered after step {self.step_count}, and would get its state after step "
@@ -258,8 +259,9 @@ class Generations:
         self._is_previous = self._parts.options.resume is Resume.PREVIOUS
         self.step_count = self._resumed_at = self._published_step = captured["step"]
         self._parts.stepper.steps.update(captured["steps"])
-        self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
-        self._made_with = captured.get("made_with", self._made_with)
+        if self._loss_scale.growth_interval:  # else it is what was given
+            self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
+        self._made_with = captured.get("made_with")  # older stores do not tell
         self._restore_schedule(captured)
         if (pending := captured["pending"]) is not None:
             touched = set(pending["touched"])
@@ -275,15 +277,18 @@ class Generations:
             capture.reseed(self._parts.partition.position)
 
     def _restore_schedule(self, captured: Mapping[str, Any]) -> None:
-        schedule, kind = captured["scheduler"], captured.get("scheduler_kind")
-        if self._parts.scheduler is None:
-            self._left_schedule, self._schedule_kind = schedule, kind
-        elif schedule is None:
-            pass
-        elif kind not in (None, self._schedule_kind):
-            self._ended_schedule = kind
-        else:
-            self._parts.scheduler.load_state_dict(capture.with_tensors(schedule))
+        scheduler, state = self._parts.scheduler, captured["scheduler"]
+        self._ended_schedule = ended_schedule(captured, scheduler)
+        if scheduler is None:
+            self._left_schedule, self._schedule_kind = state, captured.get("scheduler_kind")
+        elif state is not None and self._ended_schedule is None:
+            try:
+                scheduler.load_state_dict(capture.with_tensors(state))
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                raise ConfigError(
+                    f"the {self._schedule_kind} does not take the state of the schedule that the run had "
+                    f"({type(error).__name__}: {first_line(error)}); give the lr_scheduler of then"
+                ) from error
             self._parts.stepper.optimizer.restore(captured["optimizer"])  # making it has set the first step's rates
 
     def _own_part(self, captured: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,27 +84,25 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         super().load_state_dict(state_dict)
 
-    def restore(self, groups: Sequence[Mapping[str, Any]], but: Collection[str] = ()) -> None:
+    def restore(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """The options of all groups, as a generation holds them.
-
-        Args:
-            but: names of those that stay as they are.
 
         Raises:
             ConfigError: as `load_state_dict`.
         """
         self._check_groups(groups)
         for group, options in zip(self.param_groups, groups):
-            group.update(with_tensors({name: value for name, value in options.items() if name not in but}))
+            group.update(with_tensors(dict(options)))
 
     def unused(self, made_with: Sequence[Mapping[str, Any]]) -> list[str]:
         """What it was made with that is neither what the store was made with nor in force now, as text."""
-        return [
-            f"{name}={value} (here it is {now[name]}) in parameter_groups[{index}]"
-            for index, (given, then, now) in enumerate(zip(self.given, made_with, self.param_groups))
-            for name, value in given.items()
-            if value != then.get(name) and value != _hyper_parameters(now)[name]
-        ]
+        found: dict[str, list[int]] = {}
+        for index, (given, then, group) in enumerate(zip(self.given, made_with, self.param_groups)):
+            now = _hyper_parameters(group)
+            for name, value in given.items():
+                if not (_is_same(value, then.get(name)) or _is_same(value, now[name])):
+                    found.setdefault(f"{name}={value} (here it is {now[name]})", []).append(index)
+        return [f"{text} in parameter_groups{groups}" for text, groups in found.items()]
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if len(groups) != len(self.param_groups):
@@ -129,6 +127,13 @@ class TieredOptimizer(torch.optim.Optimizer):
 
 def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return checked_options({name: group[name] for name in AdamWConfig.model_fields}).model_dump()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """A rate that was a tensor is one of fp32."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
 
 
 @functools.cache
@@ -165,6 +170,17 @@ def check_scheduler(scheduler: Any) -> None:
             f"{kind}.step: {error}, which the engine does not have; make it from engine.optimizer, register it, and "
             "step it in a callback of engine.on_step, or before engine.backward: so every generation has it"
         ) from None
+
+
+def ended_schedule(captured: Mapping[str, Any], scheduler: Any) -> str | None:
+    """The class of the schedule that a generation holds, if this one is of another: its state would say nothing here.
+
+    Older stores do not tell the class.
+    """
+    kind = captured.get("scheduler_kind")
+    if scheduler is None or captured["scheduler"] is None or kind in (None, type(scheduler).__name__):
+        return None
+    return str(kind)
 
 
 @dataclass(slots=True)
