@@ -102,7 +102,7 @@ def test_who_waits_for_a_lost_loop_is_told_at_once() -> None:
 
 
 def test_a_loop_that_is_lost_in_the_turn_in_which_closing_ends_stops_all_the_same() -> None:
-    runtime = Runtime("test").start()
+    runtime = Runtime("test", timeout_s=10).start()
     loop = runtime.loop
     ends = loop.shutdown_asyncgens
 

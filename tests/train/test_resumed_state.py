@@ -181,6 +181,10 @@ def test_another_schedule_begins_and_that_is_told(tmp_path: Path) -> None:
     with opened(WAY, tmp_path, lr_scheduler=halves) as run:  # it has stayed, and what it is, too
         run.step()
         assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.125)
+    with opened(WAY, tmp_path, lr_scheduler=None) as run, pytest.warns(UserWarning, match="stays as it was"):
+        run.step()
+    with opened(WAY, tmp_path) as run, pytest.warns(UserWarning, match="the LambdaLR that has set .* ends here"):
+        run.step()
 
 
 def test_a_schedule_that_ends_is_told_before_its_state_goes(tmp_path: Path) -> None:
