@@ -209,6 +209,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.engine = self.made(self.options, "looked at", resume)
         self.serial = self.made(serial, "serial", resume)
         self.has_begun = self.has_backward = self.is_final = False
+        self.planned: list[tuple[str, float]] = []  # what fits here
 
     def made(self, options: Options, name: str, resume: str) -> Engine:
         gpu, cpu = least(self.dtype, options.update, self.clip, options.codec, options.state_on_gpu)
@@ -218,11 +219,13 @@ class AnyOrder(RuleBasedStateMachine):
             nvme=[self.folder / name / f"store{n}" for n in range(self.disks)], codec=options.codec,
             state_on_gpu=options.state_on_gpu,
         )  # fmt: skip
-        return Engine(
+        engine = Engine(
             Net(DTYPES[self.dtype]), tiers, AdamWConfig(lr=1e-2, weight_decay=0.1), update=options.update,
             max_grad_norm=self.clip, commit_every=options.commit_every, overlap=options.overlap,
             lr_scheduler=scheduler_of, resume=resume,
         )  # fmt: skip
+        engine.on_step(lambda report: self.change_in_step(engine))
+        return engine
 
     def mark(self) -> None:
         """A generation holds this, or will when the engines are closed."""
@@ -312,6 +315,9 @@ class AnyOrder(RuleBasedStateMachine):
     def stepped(self, found: tuple[Any, ...]) -> None:
         assert found[0] == self.plain.rates
         self.plain.step()
+        for name, factor in self.planned:
+            self.multiply(self.plain.model, name, factor)
+        self.planned.clear()
         self.has_backward = self.is_final = False
         self.mark()
 
@@ -394,10 +400,24 @@ class AnyOrder(RuleBasedStateMachine):
         if not self.fits(name):
             return
         for engine in self.engines:
-            with engine.gathered([name], modify=True):
-                self.multiply(engine.model, name, factor)
+            self.change_one(engine, name, factor)
         self.multiply(self.plain.model, name, factor)
         self.mark()
+
+    @precondition(lambda self: not self.has_begun)
+    @rule(name=NAMES, factor=st.sampled_from([0.5, 2.0]))
+    def plan_change(self, name: str, factor: float) -> None:
+        """By a callback of the next step, whose generation has it."""
+        if self.fits(name):
+            self.planned.append((name, factor))
+
+    def change_in_step(self, engine: Engine) -> None:
+        for name, factor in self.planned:
+            self.change_one(engine, name, factor)
+
+    def change_one(self, engine: Engine, name: str, factor: float) -> None:
+        with engine.gathered([name], modify=True):
+            self.multiply(engine.model, name, factor)
 
     @precondition(lambda self: not self.has_begun)
     @rule()
