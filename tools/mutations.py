@@ -390,7 +390,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a registered scheduler goes on from its rates", "train/generations.py Generations._restore_registered",
-        "_sets_rates_of(value, optimizer)", "train/test_resumed_state.py", "False",
+        "_schedules(value, optimizer)", "train/test_resumed_state.py", "False",
     ),
     Mutation(
         "what callbacks change is committed with their step", "train/engine.py Engine._commit_change",

@@ -524,8 +524,38 @@ def test_two_losses_of_one_forward_are_to_be_added(tmp_path: Path) -> None:
         output = engine(batches(1)[0])
         with engine.no_sync():
             engine.backward(loss_of(output))
-        with pytest.raises(GraphError, match="add the losses of one forward"):
+        with pytest.raises(GraphError, match=r"several losses of one forward are added, .*backward\(a \+ b\)"):
             engine.backward(loss_of(output))
+
+
+@pytest.mark.parametrize("closes_first", [False, True])
+def test_a_callback_may_make_a_step_and_close(closes_first: bool, tmp_path: Path) -> None:
+    x, heard = batches(1)[0], []
+
+    def go_on(report: StepReport) -> None:
+        if report.step == 1:
+            if closes_first:
+                engine.close()
+            engine.train_step([x], loss_of)
+            if not closes_first:
+                engine.close()
+        heard.append(report.step)
+
+    with Engine(Net(), disk(tmp_path), AdamWConfig()) as engine:
+        engine.on_step(go_on)
+        engine.train_step([x], loss_of)
+        with pytest.raises(ClosedError, match="the engine is closed"):
+            engine(x)
+    with Engine(Net(), disk(tmp_path), AdamWConfig(), resume="must") as engine:
+        assert (heard, engine.step_count) == ([2, 1], 2)
+
+
+def test_pending_gradients_are_not_applied_while_callbacks_hear_of_a_step(tmp_path: Path) -> None:
+    x = batches(1)[0]
+    with Engine(Net(), disk(tmp_path), AdamWConfig(), update="delayed") as engine:
+        engine.on_step(lambda report: engine.apply_pending())
+        with pytest.raises(ConfigError, match="would commit a step whose callbacks are not done"):
+            engine.train_step([x], loss_of)
 
 
 def test_a_callback_that_fails_closes_nothing(tmp_path: Path) -> None:

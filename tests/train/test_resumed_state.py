@@ -191,7 +191,7 @@ def test_a_schedule_that_ends_is_told_before_its_state_goes(tmp_path: Path) -> N
     with opened(WAY, tmp_path) as run:
         run.until(1)
     steps = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-    said = "to go on with that one, give it again"  # an error here
+    said = "to keep that one, make the engine with it"  # an error here
     with opened(WAY, tmp_path, lr_scheduler=steps) as run, pytest.raises(UserWarning, match=said):
         run.engine.load_state_dict(run.engine.state_dict())
     with opened(WAY, tmp_path) as run:
@@ -290,6 +290,69 @@ def test_a_registered_scheduler_that_the_loop_steps_goes_on(kind: str, is_held: 
         return rates
 
     assert rates_of("resumed", [2, 3, 5]) == rates_of("whole", [5])
+
+
+def test_what_a_schedule_does_not_set_stays_when_one_is_registered(tmp_path: Path) -> None:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    for _ in range(2):
+        with opened(WAY, tmp_path, lr_scheduler=None) as run:
+            run.engine.optimizer.param_groups[0]["weight_decay"] = 0.5
+            run.engine.register("plateau", plateau(run.engine.optimizer))
+            assert run.engine.optimizer.param_groups[0]["weight_decay"] == 0.5
+            run.step()
+            run.engine.optimizer.param_groups[0]["weight_decay"] = 0.25
+
+
+class Trainer:
+    """Something with an optimizer that schedules nothing."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_a_rate_stays_when_something_else_is_registered(is_scheduled: bool, tmp_path: Path) -> None:
+    with opened(WAY, tmp_path, lr_scheduler=None) as run:
+        run.engine.register("trainer", Trainer(run.engine.optimizer))
+        run.step()
+    warm_up = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=4)
+    with opened(WAY, tmp_path, lr_scheduler=warm_up if is_scheduled else None) as run:
+        if not is_scheduled:
+            run.engine.optimizer.param_groups[0]["lr"] = 0.001
+        run.engine.register("trainer", Trainer(run.engine.optimizer))
+        assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+def test_a_new_schedule_begins_from_the_rates_of_now(tmp_path: Path) -> None:
+    """Not from where one began that the loop has stepped."""
+    with opened(WAY, tmp_path, lr_scheduler=None) as run:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(run.engine.optimizer, 0.1)
+        run.engine.on_step(lambda report: scheduler.step())
+        run.until(2)
+    with opened(WAY, tmp_path, lr_scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda _: 1.0)) as run:
+        run.step()
+        assert run.engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.0001)
+
+
+def test_where_a_schedule_began_does_not_move_with_a_rate_that_is_a_tensor(tmp_path: Path) -> None:
+    def again(schedule: Any) -> Any:
+        model = WAY.model()
+        groups = [{"params": list(model.parameters()), "lr": torch.tensor(0.01)}]
+        return opened(WAY, tmp_path, model=model, parameter_groups=groups, lr_scheduler=schedule)
+
+    with again(partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)) as run:
+        run.step()
+    with again(partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1)) as run:
+        with pytest.warns(UserWarning, match="the ExponentialLR that has set"):
+            run.step()
+        [group] = run.engine.optimizer.param_groups
+        assert [float(group["initial_lr"]), float(group["lr"])] == pytest.approx([0.005, 0.0005])
 
 
 def test_a_scheduler_that_waits_for_a_metric_is_refused_at_construction(tmp_path: Path) -> None:

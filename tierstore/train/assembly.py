@@ -222,12 +222,14 @@ def assemble(
 def _schedule(
     make: Callable[[torch.optim.Optimizer], Any], optimizer: TieredOptimizer, generation: Generation | None
 ) -> Any:
+    captured = None if generation is None else generation.captured
+    if captured is not None and captured["scheduler"] is None:
+        optimizer.begin_schedules_here()
     scheduler = make(optimizer)
     check_scheduler(scheduler)
-    if generation is not None and ended_schedule(generation.captured, scheduler) is not None:
-        optimizer.restore(generation.captured["optimizer"])  # what was made has set the rates of its first step
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]  # it begins here, and not where the one that ends began
+    if captured is not None and ended_schedule(captured, scheduler) is not None:
+        optimizer.restore(captured["optimizer"])  # what was made has set the rates of its first step
+        optimizer.begin_schedules_here()
         scheduler = make(optimizer)
     return scheduler
 

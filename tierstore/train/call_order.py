@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -27,6 +26,9 @@ T = TypeVar("T")
 
 _INSIDE: ContextVar[tuple[object, ...]] = ContextVar("_INSIDE", default=())
 """The calls that this thread is in, or waits for: threads that a call starts have a copy of its context."""
+
+_TELLING: ContextVar[tuple[CallOrder, ...]] = ContextVar("_TELLING", default=())
+"""Likewise: those whose callbacks this thread is in."""
 
 
 class CallOrder:
@@ -58,7 +60,7 @@ class CallOrder:
         self._holder: dict[str, object] = {}
         """The call in progress, if one is. No lock: Ctrl-C could come between taking it and knowing that."""
         self._is_walked = False
-        self._teller: int | None = None
+        self._tellings = 0
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
@@ -146,17 +148,21 @@ class CallOrder:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Callbacks hear in here of a step that is not committed yet."""
-        self._teller, self.is_to_close = threading.get_ident(), False
+        """Callbacks hear in here of a step that is not committed yet; they may make steps of their own."""
+        if not self.is_telling:
+            self.is_to_close = False
+        token = _TELLING.set((*_TELLING.get(), self))
+        self._tellings += 1
         try:
             yield
         finally:
-            self._teller = None
+            self._tellings -= 1
+            _TELLING.reset(token)
 
     @property
     def is_telling(self) -> bool:
-        """Whether the caller is such a callback."""
-        return self._teller == threading.get_ident()
+        """Whether such a callback calls."""
+        return self._tellings > 0 and self in _TELLING.get()
 
     def refuse_closed(self) -> None:
         """Nothing goes on in a closed engine, nor in the child of a fork.

@@ -60,7 +60,8 @@ class Engine:
             "must" insists on one, "previous" goes back one generation.
         parameter_groups: parameters, or groups of them with options of their own, as torch's optimizers take them; None
             is all of the model.
-        lr_scheduler: makes a scheduler from `engine.optimizer`; stepped inside `step()`.
+        lr_scheduler: makes a scheduler from `engine.optimizer`; stepped inside `step()`. It is called twice where a run
+            is resumed that had one of another class.
         loss_scale: None is dynamic for fp16 and 1 otherwise; "dynamic", or a fixed scale.
         initialize: source of the weights of a model on the meta device, which `deferred` gives with the model.
         zero: ZeRO stage, 0 to 3, of several ranks; see `partition.py`. Each rank calls everything the engine offers, in
@@ -218,7 +219,7 @@ class Engine:
         with self._order.alone("step()"):
             self._generations.tell_what_is_left()
             self._steps.step()
-        if self._order.is_to_close:
+        if self._order.is_to_close and not self._order.is_telling:
             self.close()
 
     @in_turn

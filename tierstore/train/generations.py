@@ -173,7 +173,8 @@ class Generations:
         if ended is not None:
             warn_caller(
                 f"the {ended} that has set the learning rates of this run ends here, and the {self._schedule_kind} "
-                f"begins as in a new run, from the rates that the store keeps; to go on with that one, give it again"
+                "begins as in a new run, from the rates that the store keeps; to keep that one, make the engine with "
+                "it, before another step"
             )
         if self._is_previous:
             self._is_previous = False
@@ -190,7 +191,8 @@ class Generations:
         if unused := self._parts.stepper.optimizer.unused(self._made_with or ()):
             yield (
                 f"the hyper-parameters of this run are those that its store keeps; not used: {some_of(unused)}. What "
-                "is to change is set in engine.optimizer.param_groups; a schedule that goes on sets the rates of then",
+                "is to change is set in engine.optimizer.param_groups"
+                + ("" if self._parts.scheduler is None else "; learning rates are set by the schedule"),
                 UnusedOptionWarning,
             )
         if self._to_restore or self._left_schedule is not None:
@@ -303,11 +305,12 @@ class Generations:
             value.load_state_dict(capture.with_tensors(self._to_restore[name]))
             del self._to_restore[name]  # not before: one that was refused may be followed by the right one
             optimizer = self._parts.stepper.optimizer
-            if self._parts.opened is not None and _sets_rates_of(value, optimizer):
-                optimizer.restore(self._parts.opened.captured["optimizer"])  # see `_restore_schedule`
+            if self._parts.opened is not None and self._parts.scheduler is None and _schedules(value, optimizer):
+                # As in `_restore_schedule`; a schedule does not set the others, which somebody may have set by now.
+                optimizer.restore(self._parts.opened.captured["optimizer"], but=("weight_decay", "eps", "decoupled"))
 
 
-def _sets_rates_of(value: object, optimizer: TieredOptimizer) -> bool:
-    """Whether it is a scheduler of this optimizer, or holds one."""
-    held = (value, *getattr(value, "__dict__", {}).values())
-    return any(getattr(one, "__dict__", {}).get("optimizer") is optimizer for one in held)
+def _schedules(value: object, optimizer: TieredOptimizer) -> bool:
+    """Whether it is a scheduler of this optimizer, or one is an attribute of it."""
+    some = (value, *getattr(value, "__dict__", {}).values())
+    return any(getattr(one, "__dict__", {}).get("optimizer") is optimizer and hasattr(one, "step") for one in some)

@@ -73,11 +73,6 @@ class ModelHooks:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         except RuntimeError as error:
-            if "through the graph a second time" in str(error):
-                raise GraphError(
-                    "backward went through the same graph twice: add the losses of one forward, and call "
-                    "engine.backward(a + b) once"
-                ) from error
             if "torch.func" not in str(error) or "saved tensor hooks" not in str(error):
                 raise
             raise GraphError(

@@ -7,6 +7,7 @@ Owner: the training side.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -84,15 +85,23 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         super().load_state_dict(state_dict)
 
-    def restore(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def begin_schedules_here(self) -> None:
+        """A schedule that is made next begins from the rates of now, and not where another one began."""
+        for group in self.param_groups:
+            group["initial_lr"] = copy.deepcopy(group["lr"])  # a tensor is changed in place
+
+    def restore(self, groups: Sequence[Mapping[str, Any]], but: Container[str] = ()) -> None:
         """The options of all groups, as a generation holds them.
+
+        Args:
+            but: names of those that stay as they are.
 
         Raises:
             ConfigError: as `load_state_dict`.
         """
         self._check_groups(groups)
         for group, options in zip(self.param_groups, groups):
-            group.update(with_tensors(dict(options)))
+            group.update(with_tensors({name: value for name, value in options.items() if name not in but}))
 
     def unused(self, made_with: Sequence[Mapping[str, Any]]) -> list[str]:
         """What it was made with that is neither what the store was made with nor in force now, as text."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierstore.config import MicroBatchSchedule, UpdateSchedule, choice
-from tierstore.errors import ConfigError, TierstoreError
+from tierstore.errors import ConfigError, GraphError, TierstoreError
 from tierstore.store.rounds import Updates
 from tierstore.train.assembly import Assembly
 from tierstore.train.call_order import CallOrder
@@ -117,7 +117,7 @@ class Steps:
             try:
                 with self._meters.phase("backward"):
                     with parts.hooks.watching(), self._order.walked():
-                        scaled.backward()  # type: ignore[no-untyped-call]
+                        _walk(scaled)
                     parts.collector.finish()
             finally:
                 parts.access.end_pass()
@@ -318,6 +318,8 @@ class Steps:
         parts = self._parts
         self._order.refuse_broken()
         self._order.refuse_within_step("apply_pending()")
+        if self._order.is_telling:
+            raise ConfigError("apply_pending() would commit a step whose callbacks are not done: call it after step()")
         self._order.refuse_while_gathered("apply_pending()")
         if self._generations.pending is None:
             self._generations.flush()
@@ -332,3 +334,15 @@ class Steps:
             self._decide(self._generations.take_pending(), is_plain=True)
         self._generations.commit(parts.driver.last_round)
         self._generations.flush()
+
+
+def _walk(loss: torch.Tensor) -> None:
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "through the graph a second time" not in str(error):
+            raise
+        raise GraphError(
+            "backward came to a graph that it had been through before: detach() what is carried over from an earlier "
+            "forward, as a recurrent state; several losses of one forward are added, for one engine.backward(a + b)"
+        ) from error
