@@ -380,8 +380,8 @@ MUTATIONS: Sequence[Mutation] = (
         "self._engine.before_commit(self._log.sync)", "apps/test_train.py",
     ),
     Mutation(
-        "what is not used is told", "train/generations.py Generations._what_is_left",
-        "unused := self._parts.stepper.optimizer.unused(self._made_with or ())", "train/test_resumed_state.py",
+        "what is not used is told", "train/given.py Given._what_is_left",
+        "unused := self._optimizer.unused(self._made_with or ())", "train/test_resumed_state.py",
         "unused := []",
     ),
     Mutation(
@@ -389,8 +389,8 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_resumed_state.py", "return None",
     ),
     Mutation(
-        "a registered scheduler goes on from its rates", "train/generations.py Generations._restore_registered",
-        "_schedules(value, optimizer)", "train/test_resumed_state.py", "False",
+        "a registered scheduler goes on from its rates", "train/given.py Given._restore_registered",
+        "_schedules(value, self._optimizer)", "train/test_resumed_state.py", "False",
     ),
     Mutation(
         "what callbacks change is committed with their step", "train/engine.py Engine._commit_change",
@@ -404,13 +404,13 @@ MUTATIONS: Sequence[Mutation] = (
         "if False:",
     ),
     Mutation(
-        "a registered name is one object's", "train/generations.py Generations.register",
+        "a registered name is one object's", "train/given.py Given.register",
         "self._registered.get(name, value) is not value", "train/test_capture.py", "False",
     ),
     Mutation(
-        "a state that was refused stays for the next object", "train/generations.py Generations._restore_registered",
-        "value.load_state_dict(capture.with_tensors(self._to_restore[name]))",
-        "train/test_capture.py", "value.load_state_dict(capture.with_tensors(self._to_restore.pop(name))); return",
+        "a state that was refused stays for the next object", "train/given.py Given._restore_registered",
+        "value.load_state_dict(capture.with_tensors(self._unregistered[name]))",
+        "train/test_capture.py", "value.load_state_dict(capture.with_tensors(self._unregistered.pop(name))); return",
     ),
     Mutation(
         "a whole step that broke off guesses nothing", "train/steps.py Steps._give_up",

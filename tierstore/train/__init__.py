@@ -8,7 +8,7 @@ Scope: the engine, by what its modules do:
     gradients   `backward`, `graph`, `handover`
     updates     `parameter_groups`, `optimizer`, `rounds`
     ranks       `ranks`, `partition`, `gathering`, `reduction`
-    generations `generations`, `capture`
+    generations `generations`, `given`, `capture`
 and beside it, each for itself: models and their files (`materialize` with `deferred/`, `checkpoints` with
 `checkpoint_files` and `conversion`), batches (`loading`), `cpu_adam`, and `data_parallel/`.
 Not here: anything that waits on the loop (`store/`); commands (`apps/`).

@@ -197,7 +197,7 @@ class Engine:
                 once, each in a thread of its own: it may not keep in itself what belongs to one call, and where they
                 go different ways several groups are in use together.
         """
-        self._generations.tell_what_is_left()
+        self._generations.given.tell_what_is_left()
         return self._steps.train_step(self, batches, loss_of, schedule)
 
     @in_turn
@@ -217,7 +217,7 @@ class Engine:
 
     def _step(self) -> None:
         with self._order.alone("step()"):
-            self._generations.tell_what_is_left()
+            self._generations.given.tell_what_is_left()
             self._steps.step()
         if self._order.is_to_close and not self._order.is_telling:
             self.close()

@@ -1,27 +1,26 @@
 """What a generation holds besides the weights and the optimizer's state, and when one is committed.
 
-Scope: capturing and restoring steps, scales, schedules, registered objects, buffers and random states; the commit that
-    is due, and the one that waits.
-Not here: how a generation reaches the disk (`store/training.py`), how a state becomes plain data (`capture.py`).
+Scope: capturing and restoring steps, scales, buffers, random states; the commit that is due, and the one that waits.
+Not here: hyper-parameters, schedule and registered objects (`given.py`), how a state becomes plain data (`capture.py`),
+    how a generation reaches the disk (`store/training.py`).
 Owner: the training side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tierstore.config import Resume, UpdateSchedule
-from tierstore.errors import ConfigError, UnusedOptionWarning, first_line
-from tierstore.pack.layout import listed, some_of
+from tierstore.errors import ConfigError
 from tierstore.store.gradients import Gradients
 from tierstore.store.rounds import Round
 from tierstore.train import capture
 from tierstore.train.assembly import Assembly
-from tierstore.train.caller import warn_caller
-from tierstore.train.optimizer import LossScale, TieredOptimizer, ended_schedule
+from tierstore.train.given import Given
+from tierstore.train.optimizer import LossScale
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +38,23 @@ class Generations:
         step_count: finished steps.
         pending: gradients that arrived in the last step and are applied in the next one (a delayed update).
         gradient_set: which of the store's gradients the step in progress collects.
+        given: what this run was given anew.
     """
 
     def __init__(self, parts: Assembly, loss_scale: LossScale, registered: Mapping[str, capture.Stateful]) -> None:
         self._parts = parts
         self._loss_scale = loss_scale
-        self._registered = dict(registered)
+        self.given = Given(parts.stepper.optimizer, parts.scheduler, registered)
         self.step_count = 0
         self.pending: Pending | None = None
         self.gradient_set = 0
         if parts.driver.schedule is UpdateSchedule.DELAYED:
             self._collect_in(0)
-        self._to_restore: dict[str, Any] = {}
-        self._left_schedule: Any = None  # of the run that is resumed, if this one has none
-        self._schedule_kind: str | None = None if parts.scheduler is None else type(parts.scheduler).__name__
-        self._ended_schedule: str | None = None  # the kind of that of the run that is resumed, if this one has another
-        self._made_with: Sequence[Mapping[str, Any]] | None = parts.stepper.optimizer.given
         self._waiting: tuple[Round | None, dict[str, Any], Gradients | None] | None = None
         self._is_previous = False
         self._resumed_at = 0
         self._published_step = 0
         self._has_published_since = False  # since the last snapshot
-        self._to_tell: list[tuple[str, type[Warning]]] | None = None
 
     @property
     def gradients(self) -> Gradients:
@@ -169,39 +163,10 @@ class Generations:
     def leave_newer(self) -> None:
         """What follows changes the state: a generation newer than the one that was resumed is given up, and so is the
         state of a schedule that has ended."""
-        ended, self._ended_schedule = self._ended_schedule, None
-        if ended is not None:
-            warn_caller(
-                f"the {ended} that has set the learning rates of this run ends here, and the {self._schedule_kind} "
-                "begins as in a new run, from the rates that the store keeps; to keep that one, make the engine with "
-                "it, before another step"
-            )
+        self.given.tell_what_ends()
         if self._is_previous:
             self._is_previous = False
             self._parts.runtime.call(self._parts.store.go_back)
-
-    def tell_what_is_left(self) -> None:
-        """Before the first step after a resume: warn of what it goes on without, and of what is not used, once."""
-        if self._to_tell is None:
-            self._to_tell = [*self._what_is_left()]
-        while self._to_tell:
-            warn_caller(*self._to_tell.pop(0))
-
-    def _what_is_left(self) -> Iterator[tuple[str, type[Warning]]]:
-        if unused := self._parts.stepper.optimizer.unused(self._made_with or ()):
-            yield (
-                f"the hyper-parameters of this run are those that its store keeps; not used: {some_of(unused)}. What "
-                "is to change is set in engine.optimizer.param_groups"
-                + ("" if self._parts.scheduler is None else "; learning rates are set by the schedule"),
-                UnusedOptionWarning,
-            )
-        if self._to_restore or self._left_schedule is not None:
-            left = [f"what was registered as {listed(list(self._to_restore))}"] if self._to_restore else []
-            left += ["the learning-rate schedule (give lr_scheduler)"] if self._left_schedule is not None else []
-            yield (
-                f"this run goes on without {' and '.join(left)} of the run that it has resumed: that stays as it was",
-                UserWarning,
-            )
 
     # --- what is captured ---------------------------------------------------------------------------------------
 
@@ -213,31 +178,21 @@ class Generations:
                 object has that name.
         """
         capture.check_stateful(name, value, self._parts.model)
-        if self._registered.get(name, value) is not value:
-            raise ConfigError(f"another object is registered as {name!r}, and would be kept no more; use another name")
-        if name in self._to_restore and self.step_count > self._resumed_at:
+        if self.given.awaits(name) and self.step_count > self._resumed_at:
             raise ConfigError(
                 f"{name!r} is registered after step {self.step_count}, and would get its state after step "
                 f"{self._resumed_at}, from which the run was resumed: register it before the first step"
             )
-        self._restore_registered(name, value)
-        self._registered[name] = value
+        self.given.register(name, value)
 
     def _captured(self) -> dict[str, Any]:
-        optimizer, scheduler = self._parts.stepper.optimizer, self._parts.scheduler
         state = {
             "step": self.step_count,
             "steps": self._parts.stepper.steps,
             "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
-            "optimizer": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
-            # What an earlier run had, and this one has not, or not yet, stays as it was.
-            "scheduler": scheduler.state_dict() if scheduler is not None else self._left_schedule,
-            "scheduler_kind": self._schedule_kind,
-            "made_with": self._made_with,
-            "registered": self._to_restore | {name: value.state_dict() for name, value in self._registered.items()},
             "buffers": capture.module_state(self._parts.model),
             "pending": None,
-        }
+        } | self.given.captured()
         if self.pending is not None:
             touched = sorted(self.pending.touched)
             state["pending"] = {"set": self.gradient_set, "touched": touched, "scale": self.pending.scale}
@@ -263,35 +218,16 @@ class Generations:
         self._parts.stepper.steps.update(captured["steps"])
         if self._loss_scale.growth_interval:  # else it is what was given
             self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
-        self._made_with = captured.get("made_with")  # older stores do not tell
-        self._restore_schedule(captured)
         if (pending := captured["pending"]) is not None:
             touched = set(pending["touched"])
             self.pending = Pending(touched & self._parts.stepper.steps.keys(), pending["scale"])
             self._collect_in(pending["set"])
         own, is_new_rank = self._own_part(captured)
-        self._to_restore = dict(own["registered"])
-        for name, value in self._registered.items():
-            self._restore_registered(name, value)
+        self.given.restore(captured, own["registered"])
         capture.load_module_state(self._parts.model, own["buffers"])
         capture.restore_random_states(own["random"])
         if is_new_rank:
             capture.reseed(self._parts.partition.position)
-
-    def _restore_schedule(self, captured: Mapping[str, Any]) -> None:
-        scheduler, state = self._parts.scheduler, captured["scheduler"]
-        self._ended_schedule = ended_schedule(captured, scheduler)
-        if scheduler is None:
-            self._left_schedule, self._schedule_kind = state, captured.get("scheduler_kind")
-        elif state is not None and self._ended_schedule is None:
-            try:
-                scheduler.load_state_dict(capture.with_tensors(state))
-            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-                raise ConfigError(
-                    f"the {self._schedule_kind} does not take the state of the schedule that the run had "
-                    f"({type(error).__name__}: {first_line(error)}); give the lr_scheduler of then"
-                ) from error
-            self._parts.stepper.optimizer.restore(captured["optimizer"])  # making it has set the first step's rates
 
     def _own_part(self, captured: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
         """What this rank has of its own (`PER_RANK`); one that was not there before takes what the first one has."""
@@ -299,18 +235,3 @@ class Generations:
         if position == 0:
             return captured, False
         return (others[position - 1], False) if position <= len(others) else (captured, True)
-
-    def _restore_registered(self, name: str, value: capture.Stateful) -> None:
-        if name in self._to_restore:
-            value.load_state_dict(capture.with_tensors(self._to_restore[name]))
-            del self._to_restore[name]  # not before: one that was refused may be followed by the right one
-            optimizer = self._parts.stepper.optimizer
-            if self._parts.opened is not None and self._parts.scheduler is None and _schedules(value, optimizer):
-                # As in `_restore_schedule`; a schedule does not set the others, which somebody may have set by now.
-                optimizer.restore(self._parts.opened.captured["optimizer"], but=("weight_decay", "eps", "decoupled"))
-
-
-def _schedules(value: object, optimizer: TieredOptimizer) -> bool:
-    """Whether it is a scheduler of this optimizer, or one is an attribute of it."""
-    some = (value, *getattr(value, "__dict__", {}).values())
-    return any(getattr(one, "__dict__", {}).get("optimizer") is optimizer and hasattr(one, "step") for one in some)
