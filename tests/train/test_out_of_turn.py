@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from tierstore.store.gradients import Arrival
 from tierstore.store.rounds import Round, Trip
 from tierstore.store.trip_leases import TripLeases
 from tierstore.train.access import _InUse
+from tierstore.train.call_order import CallOrder
 from tierstore.train.engine import Engine
 from tierstore.train.report import StepReport
 
@@ -556,6 +558,27 @@ def test_pending_gradients_are_not_applied_while_callbacks_hear_of_a_step(tmp_pa
         engine.on_step(lambda report: engine.apply_pending())
         with pytest.raises(ConfigError, match="would commit a step whose callbacks are not done"):
             engine.train_step([x], loss_of)
+
+
+def test_an_interrupt_before_callbacks_hear_of_a_step_leaves_the_engine_to_be_closed() -> None:
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code.co_name == "telling" and event == "line":
+            left.pop()  # IndexError at the line that is to be interrupted
+        return trace
+
+    interrupted = 0
+    for lines in range(20):
+        order, left, before = CallOrder(None, None, can_resume=True), [None] * lines, sys.gettrace()  # type: ignore[arg-type]
+        sys.settrace(trace)
+        try:
+            with order.telling():
+                sys.settrace(before)
+        except IndexError:
+            interrupted += 1
+        finally:
+            sys.settrace(before)
+        assert not order.is_telling
+    assert interrupted > 3
 
 
 def test_a_callback_that_fails_closes_nothing(tmp_path: Path) -> None:

@@ -151,13 +151,14 @@ class CallOrder:
         """Callbacks hear in here of a step that is not committed yet; they may make steps of their own."""
         if not self.is_telling:
             self.is_to_close = False
-        token = _TELLING.set((*_TELLING.get(), self))
-        self._tellings += 1
-        try:
+        count, around = self._tellings, _TELLING.get()
+        try:  # from here on: left behind by Ctrl-C, it would keep the engine from being closed
+            self._tellings = count + 1
+            _TELLING.set((*around, self))
             yield
         finally:
-            self._tellings -= 1
-            _TELLING.reset(token)
+            self._tellings = count
+            _TELLING.set(around)
 
     @property
     def is_telling(self) -> bool:
