@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -260,21 +260,23 @@ def test_nothing_is_told_twice_nor_lost_where_warnings_are_errors(tmp_path: Path
 
 
 class Holding:
-    """A state with a scheduler in it."""
+    """A state with a scheduler somewhere in it."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scheduler": self.scheduler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state["scheduler"])
+    def __init__(self, scheduler: Any, held: Any) -> None:
+        self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
+        self.held = held
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-@pytest.mark.parametrize("kind", ["LinearLR", "OneCycleLR"])
-def test_a_registered_scheduler_that_the_loop_steps_goes_on(kind: str, is_held: bool, tmp_path: Path) -> None:
+HOLDERS: Mapping[str, Callable[[Any], Any]] = {
+    "itself": lambda scheduler: scheduler,
+    "an attribute": lambda scheduler: Holding(scheduler, scheduler),
+    "in a list": lambda scheduler: Holding(scheduler, [None, scheduler]),
+    "in a mapping": lambda scheduler: Holding(scheduler, {"warm-up": scheduler}),
+}
+
+
+@pytest.mark.parametrize(("kind", "holder"), [("OneCycleLR", "an attribute"), *(("LinearLR", how) for how in HOLDERS)])
+def test_a_registered_scheduler_that_the_loop_steps_goes_on(kind: str, holder: str, tmp_path: Path) -> None:
     """To make it sets the rates of a first step."""
     options = {"total_steps": 10, "max_lr": 0.1} if kind == "OneCycleLR" else {}
 
@@ -283,7 +285,7 @@ def test_a_registered_scheduler_that_the_loop_steps_goes_on(kind: str, is_held: 
         for end in ends:
             with opened(WAY, tmp_path / folder, lr_scheduler=None) as run:
                 scheduler = getattr(torch.optim.lr_scheduler, kind)(run.engine.optimizer, **options)
-                run.engine.register("scheduler", Holding(scheduler) if is_held else scheduler)
+                run.engine.register("scheduler", HOLDERS[holder](scheduler))
                 run.engine.on_step(lambda report, scheduler=scheduler: scheduler.step())
                 run.engine.on_step(lambda report: rates.extend(report.lr))
                 run.until(end)

@@ -7,7 +7,7 @@ Owner: the training side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tierstore.errors import ConfigError, UnusedOptionWarning, first_line
@@ -144,6 +144,16 @@ class Given:
 
 
 def _schedules(value: object, optimizer: TieredOptimizer) -> bool:
-    """Whether it is a scheduler of this optimizer, or one is an attribute of it."""
-    some = (value, *getattr(value, "__dict__", {}).values())
-    return any(getattr(one, "__dict__", {}).get("optimizer") is optimizer and hasattr(one, "step") for one in some)
+    """Whether it is a scheduler of this optimizer, or one is an attribute of it, or in a list or a mapping there."""
+    held = (value, *getattr(value, "__dict__", {}).values())
+    return any(
+        getattr(one, "__dict__", {}).get("optimizer") is optimizer and hasattr(one, "step")
+        for some in held
+        for one in (some, *_members(some))
+    )
+
+
+def _members(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
