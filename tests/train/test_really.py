@@ -178,9 +178,9 @@ def test_gradients_that_are_kept_are_written_once(tmp_path_factory: Any, update:
     kept = kept_gradients(engine.placement)
     plan = step_traffic(engine.placement, StepPattern((0,) * BLOCKS, micro_batches=passes, kept_gradients=kept))
     assert written == plan.written_bytes
-    # In backward an update that waits already takes the last part of a gradient from memory.
+    # In backward an update that waits already takes the last part of a gradient from memory, in either of the two runs.
     fewer = plan.read[Kind.GRADIENTS] // passes if update == "backward" else 0
-    assert plan.read_bytes - fewer <= read <= plan.read_bytes
+    assert -(WARM_UP + COUNTED) * fewer <= read - plan.read_bytes <= WARM_UP * fewer
     assert len(kept) == min(2 + more, BLOCKS)
 
 
