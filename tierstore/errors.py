@@ -75,6 +75,10 @@ class UnusedOptionWarning(UserWarning):
     """An option is not what the store of a resumed run was made with, and the run goes on with that of the store."""
 
 
+class ShortMemoryWarning(UserWarning):
+    """The machine has no room now for what the budgets allow: the system may end the process."""
+
+
 class Abandoned(KeyboardInterrupt):
     """Ctrl-C, and a thread that changes nothing computes on: end the process without the end of the interpreter."""
 

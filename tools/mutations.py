@@ -404,6 +404,15 @@ MUTATIONS: Sequence[Mutation] = (
         "if False:",
     ),
     Mutation(
+        "ranks of a machine share its memory", "io/machine.py refuse_impossible", "name in claim.limits",
+        "train/test_zero.py::test_what_ranks_of_a_machine_take_together_is_refused_at_all_of_them",
+        "claim is claims[0]",
+    ),
+    Mutation(
+        "what the machine has not free is told before it is taken", "train/assembly.py _check_memory",
+        "warn_caller(short, ShortMemoryWarning)", "train/test_bad_input.py",
+    ),
+    Mutation(
         "a registered name is one object's", "train/given.py Given.register",
         "self._registered.get(name, value) is not value", "train/test_capture.py", "False",
     ),

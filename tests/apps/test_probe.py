@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import psutil
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -24,10 +23,11 @@ import tierstore
 import tierstore.apps.probe
 from tierstore.apps import heap
 from tierstore.apps.launch import Launch
-from tierstore.apps.probe import Outcome, ProbeOptions, _memory_bytes, _sizes, probe
+from tierstore.apps.probe import Outcome, ProbeOptions, _sizes, probe
 from tierstore.apps.probe_report import _directories, sentences
 from tierstore.cli import app
 from tierstore.device.streams import ComputeDevice
+from tierstore.io.machine import memory_limits
 from tierstore.io.table_file import read_table
 from tierstore.measure import compute, layers, links, survey
 from tierstore.plan.bandwidth import BandwidthTable, DirectoryRates, NamedRate, Rate
@@ -73,7 +73,7 @@ def test_a_run_in_small(disk_path: Path) -> None:
     assert (one.path, one.is_direct) == (str(disk), True)
     assert found.read_bytes_per_s == one.read.per_s
     assert found.sizes is not None
-    assert (found.sizes.cpu_bytes, found.sizes.gpu_bytes) == (_memory_bytes(), None)
+    assert (found.sizes.cpu_bytes, found.sizes.gpu_bytes) == (min(memory_limits().values()), None)
     assert found.sizes.nvme_bytes <= shutil.disk_usage(disk).total
     names = {entry.name for entry in found.spreads}
     assert names >= {"read_bytes_per_s", "sync_bytes_per_s", "h2d_bytes_per_s", "matmul_flop_per_s"}
@@ -91,24 +91,6 @@ def test_what_is_free_on_a_file_system_counts_once(tmp_path: Path, monkeypatch: 
     for path in twins:
         path.mkdir()
     assert _sizes(twins, cast(ComputeDevice, SimpleNamespace(kind="cpu"))).nvme_bytes == 10**9
-
-
-@pytest.mark.parametrize(
-    ("limits", "found"),
-    [({}, 10**12), ({"": "max", "a": "max", "a/b": "2000"}, 2000), ({"a": "1000", "a/b": "max"}, 1000)],
-)
-def test_memory_is_what_control_groups_allow(
-    limits: dict[str, str], found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups, own = tmp_path / "cgroup", tmp_path / "own"
-    (groups / "a" / "b").mkdir(parents=True)
-    own.write_text("0::/a/b\n")
-    for group, limit in limits.items():
-        (groups / group / "memory.max").write_text(f"{limit}\n")
-    monkeypatch.setattr(tierstore.apps.probe, "_CGROUPS", groups)
-    monkeypatch.setattr(tierstore.apps.probe, "_CGROUP", own)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10**12))
-    assert _memory_bytes() == found
 
 
 def test_directories_are_shown_by_their_names() -> None:

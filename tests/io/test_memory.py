@@ -362,3 +362,8 @@ def test_neighbours_are_one_to_the_system() -> None:
 def test_a_kernel_without_huge_pages_has_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 2**20)  # no advice that it knows
     assert huge_pages(HUGE_PAGE_BYTES)[1].size == HUGE_PAGE_BYTES
+
+
+def test_what_the_system_does_not_give_is_a_budget_error() -> None:
+    with pytest.raises(BudgetError, match=r"gives no 1048576 TiB of CPU memory \(Cannot allocate memory\)"):
+        Arena(2**60)

@@ -660,6 +660,16 @@ def test_a_cpu_memory_without_room_for_buffers_is_refused(tmp_path: Path) -> Non
     assert plan_buffers(smallest(error, "cpu_memory"), CHUNK, 2, Codec.LZ4).resident_bytes == 0
 
 
+def test_a_cpu_memory_that_no_machine_has_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with TensorStore.open(TierConfig(cpu_memory="1024TiB", nvme=[tmp_path / "store"])):
+            pass
+
+    with pytest.raises(BudgetError, match="a store with this cpu_memory takes 1024 TiB of CPU memory"):
+        run(main())
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_store_that_outgrew_its_budgets_opens_with_the_smallest_it_names(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as store:

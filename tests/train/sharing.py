@@ -9,8 +9,10 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from runs import TinyModel, next_token_loss, tiny, tokens
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.transfers import CpuDevice
 from tierstore.errors import BudgetError, RankLost, StorageFull, TierstoreError
+from tierstore.io import machine
 from tierstore.train import filling, partition
 from tierstore.train import ranks as train_ranks
 from tierstore.train.engine import Engine
@@ -352,7 +355,7 @@ def train_apart(rank: int, ranks: int, directory: str, *, has_hosts: bool = Fals
     """A step of ranks that name directories of their own, perhaps on hosts of their own."""
     with pytest.MonkeyPatch.context() as patch:
         if has_hosts:
-            patch.setattr(partition, "_boot", lambda: f"host {rank}")
+            patch.setattr(partition, "boot_id", lambda: f"host {rank}")
         return train(rank, ranks, f"{directory}/{rank}", 1, **options)
 
 
@@ -375,6 +378,29 @@ def find_no_room(rank: int, ranks: int, timeout_s: float) -> str:
                 engine.step()
                 full[0] = rank == ranks - 1
     return f"{type(told.value).__name__}: {told.value}"
+
+
+def ask_for_memory(rank: int, ranks: int) -> list[str]:
+    """What a rank is told where there is what all ranks take, and a byte less: on one machine, and on one for each."""
+    machine_bytes, has_hosts = 2**40, False
+
+    def ask() -> int:
+        memory = SimpleNamespace(total=machine_bytes, available=machine_bytes)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(psutil, "virtual_memory", lambda: memory)
+            patch.setattr(machine, "boot_id", lambda: f"host {rank if has_hosts else 0}")
+            with Engine(tiny(blocks=6), TierConfig(gpu_memory="8MiB", cpu_memory="64MiB"), zero=0) as engine:
+                return engine._parts.store.arena.capacity_bytes
+
+    own_bytes, told = ask(), []
+    for has_hosts in (False, True):
+        machine_bytes = own_bytes * (1 if has_hosts else ranks)
+        assert ask() == own_bytes
+        machine_bytes -= 1
+        with pytest.raises(BudgetError) as refusal:
+            ask()
+        told.append(str(refusal.value))
+    return told
 
 
 def fill_without_room(rank: int, ranks: int) -> tuple[str, int]:

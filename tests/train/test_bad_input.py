@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
+import resuming
 import torch
 from faults import ENOSPC, FaultyBackend
 from resuming import DISK, MEMORY, Way, opened
@@ -25,6 +27,7 @@ from tierstore.errors import (
     ConfigError,
     FormatError,
     GraphError,
+    ShortMemoryWarning,
     StorageError,
     StorageFull,
     TierstoreError,
@@ -204,6 +207,18 @@ class TestBudgets:
             for one in (model, TinyModel())
         ]
         assert named[0] == named[1]
+
+    def test_that_the_machine_does_not_have(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        memory = SimpleNamespace(total=2**20, available=2**20)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+        message = refuse(BudgetError, tmp_path)
+        assert re.match("a run with these budgets takes .* MiB of CPU memory, and this machine.* has 1 MiB", message)
+        assert not any(tmp_path.iterdir())
+        memory.total = 2**40
+        short = "MiB of CPU memory will be taken, and 1 MiB are free now"
+        with pytest.warns(ShortMemoryWarning, match=short) as told, opened(WAY, tmp_path) as run:
+            run.until(1)
+        assert [warning.filename for warning in told] == [resuming.__file__]  # the line that has made the engine
 
     def test_in_memory(self, tmp_path: Path) -> None:
         way = Way("forward", width=96)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import call, run_in_turn, run_ranks
-from sharing import fill_without_room, look, norm_of_wide, step_inside, train, view
+from sharing import ask_for_memory, fill_without_room, look, norm_of_wide, step_inside, train, view
 
 from tierstore.train import filling, partition
 from tierstore.train.filling import Piece
@@ -166,6 +166,11 @@ def test_small_pieces_of_initial_weights_go_together(monkeypatch: pytest.MonkeyP
     assert [piece[:2] for piece in found[3]] == [("3", 8)]
     assert found[4][0].values.untyped_storage().nbytes() == found[4][0].values.nbytes
     assert torch.equal(torch.cat([piece.values for handful in found for piece in handful]), torch.cat(values))
+
+
+def test_what_ranks_of_a_machine_take_together_is_refused_at_all_of_them() -> None:
+    for told in run_ranks(2, ask_for_memory):
+        assert all("a run with these budgets takes" in one for one in told)
 
 
 def test_a_rank_that_cannot_keep_its_weights_ends_all_before_more_are_made() -> None:

@@ -7,7 +7,6 @@ Owner: the thread that calls; memory, device and files are given back at the end
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -17,8 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from tierstore.apps.files import write_object
 from tierstore.apps.heap import serve_steps
 from tierstore.apps.launch import Launch
@@ -26,6 +23,7 @@ from tierstore.apps.options import FreedMemory
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
+from tierstore.io.machine import memory_limits
 from tierstore.plan.bandwidth import REPORT, Activity, BandwidthTable, NamedRate, Rate, Sizes, Slowdown
 from tierstore.plan.cost_model import CostModel
 from tierstore.plan.layers import TimedLayer
@@ -35,7 +33,6 @@ if TYPE_CHECKING:  # torch and numpy come with them
     from tierstore.measure.machine import MachineRates
     from tierstore.measure.survey import Disks
 
-_CGROUPS, _CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LEAST_FOR_FIO_BYTES = 2**28  # a block for each of its threads
 _DISK_SHARE = 0.6  # of the progress bar
 _QUICK_RUN_S, _RUN_S = 0.04, 0.3  # of each load that is no disk
@@ -155,19 +152,7 @@ def _sizes(directories: Sequence[Path], device: ComputeDevice) -> Sizes:
         import torch
 
         gpu_bytes = torch.cuda.get_device_properties(device.torch_device).total_memory
-    return Sizes(_memory_bytes(), sum(free_bytes.values()), gpu_bytes)
-
-
-def _memory_bytes() -> int:
-    """Of the machine, or what its control groups let this process have."""
-    limits = [psutil.virtual_memory().total]
-    with contextlib.suppress(OSError, ValueError):  # no control groups, or of version 1
-        own = _CGROUP.read_text().rpartition("::")[2].strip()
-        for group in (_CGROUPS / own.lstrip("/") / "memory.max").parents:
-            limit = group / "memory.max"
-            if group.is_relative_to(_CGROUPS) and limit.is_file() and (text := limit.read_text().strip()) != "max":
-                limits.append(int(text))
-    return min(limits)
+    return Sizes(min(memory_limits().values()), sum(free_bytes.values()), gpu_bytes)
 
 
 def save(options: ProbeOptions, outcome: Outcome) -> None:

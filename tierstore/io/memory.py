@@ -64,6 +64,9 @@ class Arena(ForkAware):
         register: called once with (address, bytes), for example to pin the mapping for a GPU.
         unregister: called with the same, before the mapping goes; if it fails, the mapping stays until it is called
             again by another `close`.
+
+    Raises:
+        BudgetError: the system has no such memory.
     """
 
     def __init__(
@@ -79,7 +82,13 @@ class Arena(ForkAware):
         self._pools: dict[str, Pool] = {}
         self._lent_out_bytes = 0
         self._unregister = unregister
-        mapping, memory = huge_pages(self.capacity_bytes)
+        try:
+            mapping, memory = huge_pages(self.capacity_bytes)
+        except OSError as error:
+            raise BudgetError(
+                f"the system gives no {format_size(self.capacity_bytes)} of CPU memory ({error.strerror}): give a "
+                "smaller cpu_memory"
+            ) from error
         unshare(mapping)
         self._bytes: Bytes | None = memory
         if register is not None and self.capacity_bytes:

@@ -27,6 +27,7 @@ from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.errors import BudgetError, ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
 from tierstore.io.file_threads import FileThreads
+from tierstore.io.machine import claim_memory, refuse_impossible
 from tierstore.io.memory import Arena, Pool
 from tierstore.io.table_file import with_rates
 from tierstore.io.tasks import to_the_end, together
@@ -304,6 +305,7 @@ class TensorStore:
         return self
 
     async def _open(self) -> None:
+        refuse_impossible([claim_memory(self._tiers.cpu_memory)], "a store with this cpu_memory")
         directories = self._directories
         if directories.paths:
             await self._workers.submit(Priority.DEMAND, directories.claim)

@@ -16,8 +16,9 @@ from torch import nn
 
 from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, Mark, open_device
-from tierstore.errors import BudgetError, ConfigError
+from tierstore.errors import BudgetError, ConfigError, ShortMemoryWarning
 from tierstore.io.backend import Backend
+from tierstore.io.machine import claim_memory, refuse_impossible, shortage
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
 from tierstore.kernels import warm_up
@@ -33,6 +34,7 @@ from tierstore.trace import Tracer
 from tierstore.train import capture
 from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
+from tierstore.train.caller import warn_caller
 from tierstore.train.codec_trial import codecs_of
 from tierstore.train.depth import DepthChooser
 from tierstore.train.filling import Piece, fill, weights_of
@@ -184,6 +186,7 @@ def assemble(
         grid = generation.layout["chunk_elements"] if generation is not None else None
         request = cut_groups(groups, tiers, options.schedule, grid, partition, is_coded=is_coded)
         placement, not_on_gpu = _placed(request, tiers, device, dtypes, options)
+        _check_memory(placement, request.scratch_bytes, tiers, model, partition)
         store = TrainingStore(
             [group.spec for group in groups.groups], placement, tiers, device, runtime, backend, tracer, clock,
             is_durable=is_durable, lock=lock, team=team, codecs=codecs,
@@ -217,6 +220,22 @@ def assemble(
         _take_down(runtime, store, lock)
         partition.close(tiers.timeout_s)
         raise
+
+
+def _check_memory(
+    placement: Placement, scratch_bytes: int, tiers: TierConfig, model: nn.Module, partition: Partition
+) -> None:
+    """Refuse, or warn of, what ranks take together and their machine does not have.
+
+    Raises:
+        BudgetError: at all of them; it never has.
+    """
+    nbytes = placement.pools.total_bytes + scratch_bytes + (placement.gpu_bytes if tiers.is_one_memory else 0)
+    given_back = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == "cpu")
+    claims = partition.exchange("the memory of the machine", claim_memory(nbytes, given_back))
+    partition.all_succeed("the memory of the machine", lambda: refuse_impossible(claims, "a run with these budgets"))
+    if (short := shortage(claims)) is not None:
+        warn_caller(short, ShortMemoryWarning)
 
 
 def _schedule(

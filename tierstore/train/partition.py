@@ -20,7 +20,6 @@ import contextlib
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,6 +30,7 @@ from torch.distributed import ProcessGroup
 
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError
+from tierstore.io.machine import boot_id
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.placement import BLOCK
 from tierstore.store.layout import GroupSpec, check_same_model, fingerprint, shard
@@ -180,7 +180,7 @@ class Partition:
         """
         if self.ranks is None:
             return Alone()
-        where = _Place(_boot(), [os.path.realpath(path) for path in tiers.nvme] or [f"rank {self.ranks.rank}"])
+        where = _Place(boot_id(), [os.path.realpath(path) for path in tiers.nvme] or [f"rank {self.ranks.rank}"])
         told = self.exchange("the directories of the store", (where, self.shards[0]))
         places = [place for place, _ in told]
         if tiers.nvme and is_durable:
@@ -350,11 +350,6 @@ def _check_one_store(rank: int, place: _Place, first: int, expected: _Place) -> 
             f"nvme is {here} at rank {rank} and {there} at rank {first}, and a store with all parts is in one place: "
             "give all ranks of a machine the same directories, of all its disks if there are several"
         )
-
-
-def _boot() -> str:
-    """One text per running machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def partition_of(

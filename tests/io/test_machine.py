@@ -1,0 +1,89 @@
+"""How much memory there may be had: of the machine, of control groups of both versions, of several processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from tierstore.errors import BudgetError
+from tierstore.io import machine
+from tierstore.io.machine import MemoryClaim, boot_id, claim_memory, memory_limits, refuse_impossible, shortage
+
+MACHINE_BYTES = 10**12
+OWN = "0::/a/b\n"
+OWN_OF_VERSION_1 = "5:cpu:/a\n4:hugetlb,memory:/a/b\n0::/\n"
+
+
+@pytest.fixture(autouse=True)
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with so much memory, half of it free, and no control groups yet."""
+    memory = SimpleNamespace(total=MACHINE_BYTES, available=MACHINE_BYTES // 2)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(machine, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(machine, "_OWN_GROUPS", tmp_path / "own")
+    return tmp_path / "groups"
+
+
+def limit(file: Path, text: str, own: str = OWN) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{text}\n")
+    machine._OWN_GROUPS.write_text(own)
+
+
+@pytest.mark.parametrize(
+    ("limits", "found"),
+    [
+        ({}, MACHINE_BYTES),
+        ({"memory.max": "max", "a/memory.max": "max", "a/b/memory.max": "2000"}, 2000),
+        ({"a/memory.max": "1000", "a/b/memory.max": "max"}, 1000),
+        ({"other/memory.max": "1000"}, MACHINE_BYTES),
+    ],
+)
+def test_memory_is_what_control_groups_allow(limits: dict[str, str], found: int, groups: Path) -> None:
+    for name, text in limits.items():
+        limit(groups / name, text)
+    assert min(memory_limits().values()) == found
+
+
+@pytest.mark.parametrize("name", ["memory/a/b", "memory/a", "memory"])  # the last as a container sees it
+def test_control_groups_of_the_first_version_count_too(name: str, groups: Path) -> None:
+    limit(groups / "memory.max", "max", OWN_OF_VERSION_1)
+    limit(groups / name / "memory.limit_in_bytes", "3000", OWN_OF_VERSION_1)
+    assert min(memory_limits().values()) == 3000
+
+
+def test_the_machine_comes_first_and_no_two_groups_are_one(groups: Path) -> None:
+    for name in ("a", "a/b"):
+        limit(groups / name / "memory.max", "1000")
+    assert next(iter(memory_limits())) == boot_id()
+    assert len(memory_limits()) == 3
+
+
+def test_all_that_a_limit_has_is_not_too_much() -> None:
+    refuse_impossible([claim_memory(MACHINE_BYTES)], "it")
+    with pytest.raises(BudgetError, match=r"it takes 931 GiB of CPU memory, and this machine.* has 931 GiB for all"):
+        refuse_impossible([claim_memory(MACHINE_BYTES + 1)], "it")
+
+
+def test_a_limit_counts_for_those_who_are_under_it(groups: Path) -> None:
+    """Two processes in containers of their own, and two in one."""
+    limit(groups / "a" / "b" / "memory.max", "1000")
+    mine, other = claim_memory(700), MemoryClaim((boot_id(), f"{boot_id()} of another group"), 700, 0)
+    refuse_impossible([mine, other], "it")
+    with pytest.raises(BudgetError, match=r"1.37 KiB of CPU memory, and this machine, or a control group, has 1000 B"):
+        refuse_impossible([mine, mine], "it")
+    elsewhere = MemoryClaim(("another machine",), MACHINE_BYTES, 0)
+    refuse_impossible([mine, elsewhere], "it")
+
+
+def test_what_is_not_free_now_is_told() -> None:
+    half = MACHINE_BYTES // 2
+    elsewhere = MemoryClaim(("another machine",), MACHINE_BYTES, 0)
+    assert shortage([claim_memory(half), elsewhere]) is None
+    assert shortage([claim_memory(half + 100, given_back_bytes=100)]) is None
+    told = shortage([claim_memory(half), claim_memory(2**30)])
+    assert told is not None
+    assert told.startswith("467 GiB of CPU memory will be taken, and 466 GiB are free now")

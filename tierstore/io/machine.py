@@ -1,0 +1,99 @@
+"""The machine that this process runs on: which it is, and how much CPU memory there may be had.
+
+Scope: the memory of the machine, what control groups leave of it, and whether that suffices.
+Not here: budgets (`plan/`, `train/budgets.py`), what takes memory (`memory.py`), rates (`measure/`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from tierstore.config import format_size
+from tierstore.errors import BudgetError
+
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+class MemoryClaim(NamedTuple):
+    """CPU memory that a process is about to take.
+
+    Attributes:
+        limits: that it counts for, by their names.
+        given_back_bytes: of what the process has now, so much goes meanwhile.
+    """
+
+    limits: tuple[str, ...]
+    nbytes: int
+    given_back_bytes: int
+
+
+def boot_id() -> str:
+    """One text per running machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def memory_limits() -> dict[str, int]:
+    """Bytes that processes may have here, by names that are the same for all of them: the machine's, which comes first,
+    and those of the control groups of this one."""
+    machine = boot_id()
+    limits = {machine: psutil.virtual_memory().total}
+    for file in _group_limits():
+        with contextlib.suppress(OSError, ValueError):  # there is no such file; "max"
+            limits[f"{machine} {file.parent.stat().st_ino}"] = int(file.read_text())
+    return limits
+
+
+def _group_limits() -> Iterator[Path]:
+    with contextlib.suppress(OSError):  # no control groups
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, own = line.split(":", 2)
+            if not controllers:
+                root, name = _GROUPS, "memory.max"
+            elif "memory" in controllers.split(","):  # version 1
+                root, name = _GROUPS / "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            group = root / own.lstrip("/")
+            yield from (one / name for one in (group, *group.parents) if one.is_relative_to(root))
+
+
+def claim_memory(nbytes: int, given_back_bytes: int = 0) -> MemoryClaim:
+    """The claim of this process."""
+    return MemoryClaim(tuple(memory_limits()), nbytes, given_back_bytes)
+
+
+def refuse_impossible(claims: Sequence[MemoryClaim], what: str) -> None:
+    """Refuse what the machine, or a control group of this process, never gives.
+
+    Args:
+        claims: of all processes that take memory together.
+        what: takes it.
+
+    Raises:
+        BudgetError: with the limit.
+    """
+    for name, limit_bytes in memory_limits().items():
+        wanted_bytes = sum(claim.nbytes for claim in claims if name in claim.limits)
+        if wanted_bytes > limit_bytes:
+            raise BudgetError(
+                f"{what} takes {format_size(wanted_bytes)} of CPU memory, and this machine, or a control group, has "
+                f"{format_size(limit_bytes)} for all: give a smaller cpu_memory"
+            )
+
+
+def shortage(claims: Sequence[MemoryClaim]) -> str | None:
+    """What is wrong if the machine has no room for these now; else None."""
+    machine, free_bytes = boot_id(), psutil.virtual_memory().available
+    here = [claim for claim in claims if machine in claim.limits]
+    wanted_bytes = sum(claim.nbytes - claim.given_back_bytes for claim in here)
+    if wanted_bytes <= free_bytes:
+        return None
+    return (
+        f"{format_size(wanted_bytes)} of CPU memory will be taken, and {format_size(free_bytes)} are free now: the "
+        "system ends a process when there is no more; give a smaller budget, or end what else takes memory"
+    )
