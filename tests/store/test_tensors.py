@@ -366,8 +366,15 @@ def test_what_is_put_into_the_mapping_is_refused_and_not_lost_in_silence(tmp_pat
                     async with store.acquire("a", modify=modify) as tensors:
                         change(tensors)
                 assert await value_of(store, "a") == 1
+            for give_other_memory in (
+                lambda w: setattr(w, "data", w + 1), lambda w: w.set_(w + 1), lambda w: w.resize_(1),
+            ):  # fmt: skip
+                with pytest.raises(ConfigError, match="has other memory or another shape now"):
+                    async with store.acquire("a", modify=modify) as tensors:
+                        give_other_memory(tensors["w"])
+                assert await value_of(store, "a") == 1
             async with store.acquire("a", modify=True) as tensors:
-                tensors["w"] += 1
+                tensors["w"].data += 1
             assert await value_of(store, "a") == 2
             assert await store.prefetch("a") == ["a"]
             with pytest.raises(ConfigError, match="an entry is a mapping of names to tensors, not list"):

@@ -185,7 +185,7 @@ class TensorStore:
         copy.modifiers += modify
         try:
             tensors = {key: tensor.detach() for key, tensor in copy.tensors.items()}
-            given = dict(tensors)
+            given = {key: (tensor, _place(tensor)) for key, tensor in tensors.items()}
             yield tensors
             _check_same(name, tensors, given)
         except BaseException:
@@ -489,11 +489,23 @@ class TensorStore:
         self._directories.release()
 
 
-def _check_same(name: str, tensors: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+_Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    """What of a tensor is the same while it has its memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _check_same(
+    name: str, tensors: Mapping[str, torch.Tensor], given: Mapping[str, tuple[torch.Tensor, _Place]]
+) -> None:
     """Refuse a mapping that holds others than were given: only changes of the tensors themselves are kept."""
     for key in {**given, **tensors}:
-        if tensors.get(key) is not given.get(key):
+        one, (same, place) = tensors.get(key), given.get(key, (None, None))
+        if one is None or one is not same or _place(one) != place:
             raise ConfigError(
-                f"tensor {key!r} of {name!r} was replaced in the mapping, which would be lost; change the tensor that "
-                f"is there, as tensors[{key!r}].copy_(...), or put the entry anew"
+                f"tensor {key!r} of {name!r} was replaced in the mapping, or has other memory or another shape now, "
+                f"which would be lost; change the tensor that is there, as tensors[{key!r}].copy_(...), or put the "
+                "entry anew"
             )
