@@ -277,10 +277,11 @@ def test_a_state_that_does_not_fit_is_refused():
         optimizer.load_state_dict(torch.optim.SGD(parameters, lr=0.1).state_dict())
     with pytest.raises(ConfigError, match="another kind of optimizer"):
         optimizer.load_state_dict(torch.optim.SparseAdam(parameters).state_dict())  # no weight decay
-    adamax = torch.optim.Adamax(parameters)
-    train(adamax, parameters, 1)
-    with pytest.raises(ConfigError, match="another kind of optimizer"):
-        optimizer.load_state_dict(adamax.state_dict())
+    for kind in (torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam):
+        other = kind(parameters)
+        train(other, parameters, 1)
+        with pytest.raises(ConfigError, match="another kind of optimizer"):
+            optimizer.load_state_dict(other.state_dict())
     assert int(optimizer.state[parameters[2]]["step"]) == 1
 
 

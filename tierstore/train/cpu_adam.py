@@ -207,7 +207,8 @@ class CPUAdam(torch.optim.Optimizer):
         """
         of_others = any(entry and not entry.keys() >= _MOMENTS for entry in state_dict["state"].values())
         for group in state_dict["param_groups"]:
-            if of_others or not group.keys() >= _OPTIONS:
+            is_nadam_or_radam = "decoupled_weight_decay" in group and "amsgrad" not in group
+            if of_others or is_nadam_or_radam or not group.keys() >= _OPTIONS:
                 raise ConfigError("the loaded state is that of another kind of optimizer")
             refuse_unsupported(group, "by CPUAdam, and the loaded state has it")
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: _protect(loaded))
