@@ -182,6 +182,15 @@ def test_unpack_names_no_option_that_it_does_not_have(tmp_path: Path) -> None:
     assert contents(tmp_path / "b") == before
 
 
+def test_a_link_to_what_is_not_there_is_not_written_over(tmp_path: Path) -> None:
+    foreign(tmp_path / "b")
+    link = tmp_path / "p.safetensors"
+    link.symlink_to(tmp_path / "not mounted" / "p.safetensors")
+    with pytest.raises(ConfigError, match="is there already; give another"):
+        packed(tmp_path / "b", link)
+    assert link.is_symlink()
+
+
 def test_files_that_no_index_names_are_not_written_over(tmp_path: Path) -> None:
     before = foreign(tmp_path / "b")
     (tmp_path / "b" / INDEX).unlink()
@@ -196,6 +205,7 @@ def test_files_that_no_index_names_are_not_written_over(tmp_path: Path) -> None:
     [
         ({"shards": 1, "destinations": (Path("a"), Path("b"))}, "--shards 1 is fewer than the 2 destinations"),
         ({"destinations": (Path("a"), Path("./a"))}, "a destination is given twice"),
+        ({"destinations": (Path("a"), Path("b/../a"))}, "a destination is given twice"),
         ({"destinations": (Path("a.pt"),)}, "a pack is a name ending in .safetensors, or directories, not a.pt"),
         ({"destinations": (Path("a.safetensors"),), "shards": 2}, "2 files do not go into a.safetensors"),
     ],

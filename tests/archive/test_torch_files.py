@@ -96,6 +96,23 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     assert equal(load_pack(tmp_path / "p.safetensors"), {"a": torch.ones(3), "b": torch.zeros(3)})
 
 
+def test_an_index_that_names_what_is_missing_is_refused(tmp_path: Path) -> None:
+    index = tmp_path / "pytorch_model.bin.index.json"
+    torch.save({"a": torch.ones(3), "step": 3}, tmp_path / "one.bin")
+    index.write_text('{"weight_map": {"a": "one.bin", "b": "one.bin", "step": "one.bin"}}')
+    with pytest.raises(FormatError, match=r"one.bin lacks 1 tensors that the index puts there: 'b'"):
+        open_source(tmp_path)
+    index.write_text('{"weight_map": {"a": "one.bin", "b": "two.bin"}}')
+    with pytest.raises(FormatError, match=r"two.bin is missing: pytorch_model.bin.index.json names it"):
+        open_source(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.pt")
+    with pytest.raises(FormatError, match=r"a.pt: not a regular file"):
+        open_source(tmp_path / "a.pt")
+
+
 class Code:
     """Runs when it is unpickled."""
 
@@ -220,6 +237,7 @@ def test_only_some_names_are_loaded(tmp_path: Path) -> None:
     torch.save(state_dict(), tmp_path / "a.pt")
     packed(tmp_path / "a.pt", tmp_path / "p", shards=2, memory_bytes=MEMORY)
     assert list(load_pack(tmp_path / "p", ["lm_head.weight", "scalar"])) == ["lm_head.weight", "scalar"]
+    assert list(load_pack(tmp_path / "p", "scalar")) == ["scalar"]
     assert load_pack(str(tmp_path / "p"), []) == {}
     with pytest.raises(ConfigError, match="holds no tensor 'scale'; it holds 10 others"):
         load_pack([tmp_path / "p"], ["scale"])

@@ -33,14 +33,14 @@ from tierstore.pack.layout import TensorEntry, quoted
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def load_pack(path: Paths, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+def load_pack(path: Paths, names: str | Iterable[str] | None = None) -> dict[str, torch.Tensor]:
     """The tensors of a pack in CPU memory, every byte verified.
 
     Reads go past the page cache, several at once. Tensors that were one in the checkpoint are one here.
 
     Args:
         path: a pack, a directory of packs, or all directories over which one is striped.
-        names: only these tensors; of the others only what shares a chunk with them is read.
+        names: only these tensors, or this one; of the others only what shares a chunk with them is read.
 
     Raises:
         ConfigError: a name that the pack does not have, or no path at all.
@@ -69,7 +69,7 @@ def load_pack(path: Paths, names: Iterable[str] | None = None) -> dict[str, torc
     return {alias: tensors[name] for alias, name in wanted.items()}
 
 
-def _wanted(files: Sequence[ArchiveFile], names: Iterable[str] | None) -> dict[str, str]:
+def _wanted(files: Sequence[ArchiveFile], names: str | Iterable[str] | None) -> dict[str, str]:
     """By the names asked for, those under which the tensors are stored."""
     known: dict[str, str] = {}
     for file in files:
@@ -77,7 +77,7 @@ def _wanted(files: Sequence[ArchiveFile], names: Iterable[str] | None) -> dict[s
         known |= file.archive.aliases
     if names is None:
         return known
-    asked = list(names)
+    asked = [names] if isinstance(names, str) else list(names)
     if unknown := [name for name in asked if name not in known]:
         raise ConfigError(f"{files[0].path} holds no tensor {quoted(unknown[0])}; it holds {len(known)} others")
     return {name: known[name] for name in asked}

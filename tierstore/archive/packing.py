@@ -73,7 +73,7 @@ class PackOptions:
             )
         if self.files < len(self.destinations):
             raise ConfigError(f"--shards {self.files} is fewer than the {len(self.destinations)} destinations")
-        if len({path.absolute() for path in self.destinations}) < len(self.destinations):
+        if len({path.resolve() for path in self.destinations}) < len(self.destinations):
             raise ConfigError("a destination is given twice")
         if wrong := [path for path in self.destinations if path.suffix in TORCH_SUFFIXES and not path.is_dir()]:
             raise ConfigError(f"a pack is a name ending in .safetensors, or directories, not {wrong[0]}")

@@ -188,7 +188,7 @@ class Publication(contextlib.ExitStack):
             for path in places:
                 if path.is_dir():
                     raise ConfigError(f"{path} is a directory; a file was to be written")
-                if path.exists() and not self._overwrite:
+                if os.path.lexists(path) and not self._overwrite:
                     option = "" if self._overwrite is None else ", or --overwrite to replace it"
                     raise ConfigError(f"{path} is there already; give another destination{option}")
             for path in (directory / name for directory in others for name in (INDEX, SINGLE)):

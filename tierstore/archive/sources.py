@@ -8,10 +8,10 @@ Owner: none; plain records.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tierstore.errors import FormatError, StorageError
 from tierstore.io.backend import storage_errors
@@ -83,7 +83,7 @@ def open_source(path: Path) -> Source:
     if path.suffix in TORCH_SUFFIXES:
         from tierstore.archive.torch_files import torch_source
 
-        return torch_source(path, [path], _config(path.parent))
+        return torch_source(path, {path: ()}, _config(path.parent))
     return _safetensors_source(path, {path: read_header(path)}, "safetensors file")
 
 
@@ -100,8 +100,8 @@ def _directory(path: Path) -> Source:
         if (path / name).is_file():
             from tierstore.archive.torch_files import torch_source
 
-            files = sorted(set(weight_map(path / name).values())) if is_index else [name]
-            return torch_source(path, [path / file for file in files], _config(path))
+            files = _named_files(path / name) if is_index else {path / name: ()}
+            return torch_source(path, files, _config(path))
     raise FormatError(
         f"{path} holds no checkpoint: none of {SINGLE}, {INDEX}, {_TORCH_SINGLE}, {_TORCH_INDEX} and {_DISTRIBUTED}"
     )
@@ -121,19 +121,37 @@ def indexed_files(directory: Path) -> Iterator[tuple[Path, Header, list[str]]]:
         FormatError: a file is missing, or a tensor in it.
         StorageError: one cannot be read.
     """
-    by_file: dict[str, list[str]] = {}
-    for name, file in weight_map(directory / INDEX).items():
-        by_file.setdefault(file, []).append(name)
-    for file, names in sorted(by_file.items()):
-        path = directory / file
+    for path, names in _named_files(directory / INDEX).items():
+        header = read_header(path)
+        refuse_absent(path, names, header.tensors)
+        yield path, header, names
+
+
+def _named_files(index: Path) -> dict[Path, list[str]]:
+    """The files of an index, in order, each with the names of the tensors that it puts there.
+
+    Raises:
+        FormatError: a file is missing.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name, file in sorted(weight_map(index).items(), key=lambda item: item[1]):
+        by_file.setdefault(index.parent / file, []).append(name)
+    for path in by_file:
         with storage_errors("inspection", path):
             is_there = path.exists()
         if not is_there:
-            raise FormatError(f"{path} is missing: {INDEX} names it")
-        header = read_header(path)
-        if absent := [name for name in names if name not in header.tensors]:
-            raise FormatError(f"{path} lacks {len(absent)} tensors that {INDEX} puts there: {quoted(absent[0])}")
-        yield path, header, names
+            raise FormatError(f"{path} is missing: {index.name} names it")
+    return by_file
+
+
+def refuse_absent(path: Path, names: Iterable[str], held: Container[str]) -> None:
+    """Refuse a file that lacks what its index puts there.
+
+    Raises:
+        FormatError: with the first of it.
+    """
+    if absent := [name for name in names if name not in held]:
+        raise FormatError(f"{path} lacks {len(absent)} tensors that the index puts there: {quoted(absent[0])}")
 
 
 def _safetensors_source(path: Path, headers: Mapping[Path, Header], kind: str) -> Source:
@@ -211,12 +229,13 @@ def small_file(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> bytes:
         FormatError: it is larger than any of its kind, be it of holes.
         StorageError: it cannot be read.
     """
-    with storage_errors("read", path), open(path, "rb", opener=_at_once) as file:
+    with storage_errors("read", path), opened_at_once(path) as file:
         data = file.read(min(os.fstat(file.fileno()).st_size, most_bytes + 1))
     if len(data) > most_bytes:
         raise FormatError(f"{path} has more than {most_bytes} B, which no such file needs")
     return data
 
 
-def _at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # without waiting for a pipe
+def opened_at_once(path: Path) -> BinaryIO:
+    """A file to be read, without waiting for whoever may write into a pipe."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))

@@ -18,6 +18,7 @@ import os
 import pickle
 import pickletools
 import re
+import stat
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.serialization import skip_data
 
 from tierstore.archive.dtypes import file_dtype, torch_dtype
 from tierstore.archive.pickles import MOST_BYTES, check_pickle
-from tierstore.archive.sources import Piece, Source, SourceTensor
+from tierstore.archive.sources import Piece, Source, SourceTensor, opened_at_once, refuse_absent
 from tierstore.errors import FormatError, StorageError, TierstoreError, first_line
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.pack.layout import TensorSpec, quoted
@@ -49,8 +50,11 @@ _ODD = {
 """What functions of torch make."""
 
 
-def torch_source(path: Path, files: Sequence[Path], config: Mapping[str, Any] | None) -> Source:
+def torch_source(path: Path, files: Mapping[Path, Sequence[str]], config: Mapping[str, Any] | None) -> Source:
     """The tensors of files that together are one checkpoint.
+
+    Args:
+        files: each with the names that an index puts there.
 
     Raises:
         FormatError: not of torch.save, with code in it, or of a layout that cannot be packed.
@@ -61,9 +65,12 @@ def torch_source(path: Path, files: Sequence[Path], config: Mapping[str, Any] | 
     left_out: list[str] = []
     seen: dict[tuple[object, ...], str] = {}
     file_bytes = piece_count = 0
-    for file in files:
-        file_bytes += file.stat().st_size
-        for name, value in flattened(_load(file)):
+    for file, expected in files.items():
+        content, nbytes = _load(file)
+        file_bytes += nbytes
+        names = set()
+        for name, value in flattened(content):
+            names.add(name)
             if name in tensors or name in aliases:
                 raise FormatError(
                     f"tensor {quoted(name)} stands twice in {path}, once in {file.name} (keys of dictionaries inside "
@@ -80,6 +87,7 @@ def torch_source(path: Path, files: Sequence[Path], config: Mapping[str, Any] | 
             tensors[name] = _source_tensor(name, value, file)
             piece_count += len(tensors[name].pieces)
             check_piece_count(piece_count, file_bytes, str(path))
+        refuse_absent(file, expected, names)
     if not tensors:
         raise FormatError(f"{path} holds no tensors")
     kind = "torch file" if len(files) == 1 else f"torch checkpoint in {len(files)} shards"
@@ -144,7 +152,7 @@ def empty_torch_file(
             torch.save(tensors, path)
     except (OSError, RuntimeError) as error:  # its writer in C++ raises the latter
         raise StorageError(f"cannot write {path}: {error}") from error
-    found = _load(path)
+    found, _ = _load(path)
     return {name: _offset(found[name]) for name, spec in specs.items() if found[name].numel()}
 
 
@@ -204,9 +212,13 @@ def load_without_data(opened: IO[bytes], source: str) -> Any:
     return value
 
 
-def _load(path: Path) -> Any:
-    with storage_errors("read", path), open(path, "rb") as opened:
-        return load_without_data(opened, str(path))
+def _load(path: Path) -> tuple[Any, int]:
+    """What a file holds, and its length."""
+    with storage_errors("read", path), opened_at_once(path) as opened:
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path}: not a regular file")
+        return load_without_data(opened, str(path)), status.st_size
 
 
 def _records(opened: IO[bytes], source: str) -> tuple[dict[int, int], int]:
