@@ -73,6 +73,12 @@ def _commands_are_built_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _the_tests_directory_is_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is in memory, of which an engine would warn."""
+    monkeypatch.setattr("tierstore.io.directories._MOUNTS", Path("/dev/null"))
+
+
+@pytest.fixture(autouse=True)
 def _small_groups_stand_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """What workers copy of models as people have them, they copy of these, too."""
     from tierstore.device.transfers import CpuDevice  # here: it takes torch

@@ -75,8 +75,8 @@ class UnusedOptionWarning(UserWarning):
     """An option is not what the store of a resumed run was made with, and the run goes on with that of the store."""
 
 
-class ShortMemoryWarning(UserWarning):
-    """The machine has no room now for what the budgets allow: the system may end the process."""
+class MachineWarning(UserWarning):
+    """The machine is not what the run needs: memory that budgets allow is not free, or a store is in memory."""
 
 
 class Abandoned(KeyboardInterrupt):

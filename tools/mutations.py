@@ -409,8 +409,8 @@ MUTATIONS: Sequence[Mutation] = (
         "claim is claims[0]",
     ),
     Mutation(
-        "what the machine has not free is told before it is taken", "train/assembly.py _check_memory",
-        "warn_caller(short, ShortMemoryWarning)", "train/test_bad_input.py",
+        "what the machine has not free is told before it is taken", "train/assembly.py _check_machine",
+        "warn_caller(short, MachineWarning)", "train/test_bad_input.py",
     ),
     Mutation(
         "a registered name is one object's", "train/given.py Given.register",

@@ -30,7 +30,7 @@ from tierstore.apps.recipe import parameter_groups
 from tierstore.apps.report import Reporter
 from tierstore.apps.stopping import STOPS, StopRequest
 from tierstore.config import Durability, MicroBatchSchedule, Resume
-from tierstore.errors import ConfigError, DoneButFor, ShortMemoryWarning, StorageError, StorageFull, UnusedOptionWarning
+from tierstore.errors import ConfigError, DoneButFor, StorageError, StorageFull, UnusedOptionWarning
 
 TINY_GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32,
              "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
@@ -405,19 +405,6 @@ def test_what_the_recipe_tells_no_warning_tells_again(options: Callable[..., Tra
     application.train(options(), Reporter(Console(file=io.StringIO())), make_engine)
     with pytest.raises(UnusedOptionWarning):  # an error here (pyproject.toml), also after it
         warnings.warn("lr is not used", UnusedOptionWarning, stacklevel=1)
-
-
-def test_what_a_person_can_do_something_about_is_a_note(options: Callable[..., TrainOptions]) -> None:
-    def make_engine(**arguments: Any) -> FakeEngine:
-        warnings.warn("no room", ShortMemoryWarning, stacklevel=1)
-        warnings.warn("of a library", UserWarning, stacklevel=1)
-        return FakeEngine(**arguments, store=FakeStore())
-
-    output = io.StringIO()
-    with pytest.warns(UserWarning, match="of a library") as others:
-        application.train(options(), Reporter(Console(file=output)), make_engine)
-    assert output.getvalue().startswith("note: no room\n")
-    assert len(others) == 1
 
 
 @pytest.mark.parametrize("changes", [{"nvme": ()}, {"durability": Durability.NONE}])

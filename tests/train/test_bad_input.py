@@ -27,7 +27,7 @@ from tierstore.errors import (
     ConfigError,
     FormatError,
     GraphError,
-    ShortMemoryWarning,
+    MachineWarning,
     StorageError,
     StorageFull,
     TierstoreError,
@@ -216,7 +216,7 @@ class TestBudgets:
         assert not any(tmp_path.iterdir())
         memory.total = 2**40
         short = "MiB of CPU memory will be taken, and 1 MiB are free now"
-        with pytest.warns(ShortMemoryWarning, match=short) as told, opened(WAY, tmp_path) as run:
+        with pytest.warns(MachineWarning, match=short) as told, opened(WAY, tmp_path) as run:
             run.until(1)
         assert [warning.filename for warning in told] == [resuming.__file__]  # the line that has made the engine
 

@@ -23,6 +23,7 @@ from tierstore.apps.options import FreedMemory
 from tierstore.apps.output_files import check_outputs
 from tierstore.config import format_size
 from tierstore.errors import ConfigError
+from tierstore.io.directories import warn_of_memory
 from tierstore.io.machine import memory_limits
 from tierstore.plan.bandwidth import REPORT, Activity, BandwidthTable, NamedRate, Rate, Sizes, Slowdown
 from tierstore.plan.cost_model import CostModel
@@ -105,6 +106,7 @@ def probe(options: ProbeOptions, tell: Callable[[str, float], None], launch: Lau
         collective = _time_collectives(options, launch)
         if launch.rank > 0:
             return None
+    warn_of_memory(options.nvme)
     outcome = measure(options, tell)
     return replace(outcome, table=replace(outcome.table, collective=collective))
 

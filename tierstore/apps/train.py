@@ -36,7 +36,7 @@ from tierstore.apps.stopping import StopRequest
 from tierstore.apps.turns import take_short_turns
 from tierstore.apps.verify import advised
 from tierstore.config import Codec, Resume, TierConfig, format_size
-from tierstore.errors import ConfigError, DoneButFor, ShortMemoryWarning, StorageError, UnusedOptionWarning
+from tierstore.errors import ConfigError, DoneButFor, StorageError, UnusedOptionWarning
 from tierstore.store.snapshots import snapshot_directories
 from tierstore.trace import Tracer
 from tierstore.train.checkpoints import CheckpointSource
@@ -88,7 +88,6 @@ def train(
         take_short_turns(options.device)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", UnusedOptionWarning)  # the recipe tells it, by the names of the options
-        warnings.showwarning = _with_notes(reporter, warnings.showwarning)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         return assemble(options, crew)
@@ -113,18 +112,6 @@ def train(
             tracer.to_chrome(options.trace)
             reporter.say(f"trace: {options.trace} (open it at https://ui.perfetto.dev)")
     return outcome
-
-
-def _with_notes(reporter: Reporter, show_others: Callable[..., None]) -> Callable[..., None]:
-    """Shows a warning to a person who has written no line of the program."""
-
-    def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-        if issubclass(category, ShortMemoryWarning):
-            reporter.say(f"note: {message}")
-        else:
-            show_others(message, category, *where)
-
-    return show
 
 
 class _Run:

@@ -11,7 +11,9 @@ import io
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +22,7 @@ import typer
 from tierstore.apps.options import as_option
 from tierstore.apps.stopping import let_go
 from tierstore.config import at_home, parse_size
-from tierstore.errors import BudgetError, ConfigError, TierstoreError
+from tierstore.errors import BudgetError, ConfigError, MachineWarning, TierstoreError
 
 # What the engine calls its arguments, with their values or alone; not a part of a path, and not what a user wrote.
 _ARGUMENT = re.compile(
@@ -78,7 +80,9 @@ def told(debug: bool = False) -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what an encoding has no letters for is shown as "?"
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
+            yield
     except TierstoreError as error:
         if debug:
             raise
@@ -94,6 +98,16 @@ def told(debug: bool = False) -> Iterator[None]:
             raise
         say(f"cannot use {error.filename}: {error.strerror}")  # of looking at a path that was given
         raise typer.Exit(1) from None
+
+
+def _show_warning(
+    show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **to: Any
+) -> None:
+    """Those that a person can do something about, who has written no line of the program; once, of several ranks."""
+    if not issubclass(category, MachineWarning):
+        show(message, category, *where, **to)
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        say(f"note: {message}")
 
 
 def say(sentence: str) -> None:

@@ -7,7 +7,13 @@ Owner: no state.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
+
+from tierstore.caller import warn_caller
+from tierstore.errors import MachineWarning
+
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
 def why_no_directory(path: Path) -> str | None:
@@ -25,6 +31,27 @@ def why_no_directory(path: Path) -> str | None:
 def nearest(path: Path) -> Path:
     """The path itself, or what is there of those above it."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+
+
+def why_in_memory(path: Path) -> str | None:
+    """What it means that files of this directory, or of one that is made there, are kept in memory; None on a disk."""
+    device = os.stat(nearest(path)).st_dev
+    for line in _MOUNTS.read_bytes().splitlines():
+        before, _, kind = line.partition(b" - ")
+        if before.split()[2] == b"%d:%d" % (os.major(device), os.minor(device)):
+            system = kind.split()[0].decode()
+            if system in ("tmpfs", "ramfs"):
+                return (
+                    f"{path} is in memory ({system}): it spares none, and what is there does not outlive the machine; "
+                    "give a directory of a disk"
+                )
+    return None
+
+
+def warn_of_memory(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Warn of directories whose files are kept in memory."""
+    for reason in filter(None, map(why_in_memory, map(Path, paths))):
+        warn_caller(reason, MachineWarning)
 
 
 def why_not_writable(directory: Path) -> str | None:

@@ -26,6 +26,7 @@ from tierstore.config import Codec, Resume, Tier, TierConfig, choice, format_siz
 from tierstore.device.streams import ComputeDevice, open_device
 from tierstore.errors import BudgetError, ConfigError, TierstoreError, Timeout
 from tierstore.io.backend import Backend
+from tierstore.io.directories import warn_of_memory
 from tierstore.io.file_threads import FileThreads
 from tierstore.io.machine import claim_memory, refuse_impossible
 from tierstore.io.memory import Arena, Pool
@@ -131,6 +132,7 @@ class TensorStore:
         if tiers.codec is Codec.AUTO:
             raise ConfigError("codec='auto' is decided for the state of an Engine; name a codec for a store of tensors")
         device = device or open_device(tiers.device, clock, tracer)
+        warn_of_memory(tiers.nvme)
         return cls(tiers, wanted, device, backend or Backend(), clock, tracer)
 
     # --- use ----------------------------------------------------------------------------------------------------

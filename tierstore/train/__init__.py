@@ -2,7 +2,7 @@
 
 Scope: the engine, by what its modules do:
     calls       `engine`, its public face; `call_order`, what may be called when; `steps`, what happens then;
-                `micro_batches` and `vertical`; `meters` and `report`; `whole`, the weights from outside; `caller`
+                `micro_batches` and `vertical`; `meters` and `report`; `whole`, the weights from outside
     making      `options`, `assembly`, `opening`, `budgets` and `sizing`, `codec_trial`, `filling`
     weights     `groups`, `access`, `moves`, `hooks`, `guard`, `depth`
     gradients   `backward`, `graph`, `handover`

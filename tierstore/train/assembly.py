@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.caller import warn_caller
 from tierstore.config import AdamWConfig, Codec, Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.device.streams import ComputeDevice, Mark, open_device
-from tierstore.errors import BudgetError, ConfigError, ShortMemoryWarning
+from tierstore.errors import BudgetError, ConfigError, MachineWarning
 from tierstore.io.backend import Backend
+from tierstore.io.directories import warn_of_memory
 from tierstore.io.machine import claim_memory, refuse_impossible, shortage
 from tierstore.io.meter import LinkMeter
 from tierstore.io.runtime import Runtime
@@ -34,7 +36,6 @@ from tierstore.trace import Tracer
 from tierstore.train import capture
 from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
-from tierstore.train.caller import warn_caller
 from tierstore.train.codec_trial import codecs_of
 from tierstore.train.depth import DepthChooser
 from tierstore.train.filling import Piece, fill, weights_of
@@ -186,7 +187,7 @@ def assemble(
         grid = generation.layout["chunk_elements"] if generation is not None else None
         request = cut_groups(groups, tiers, options.schedule, grid, partition, is_coded=is_coded)
         placement, not_on_gpu = _placed(request, tiers, device, dtypes, options)
-        _check_memory(placement, request.scratch_bytes, tiers, model, partition)
+        _check_machine(placement, request.scratch_bytes, tiers, model, partition)
         store = TrainingStore(
             [group.spec for group in groups.groups], placement, tiers, device, runtime, backend, tracer, clock,
             is_durable=is_durable, lock=lock, team=team, codecs=codecs,
@@ -222,10 +223,10 @@ def assemble(
         raise
 
 
-def _check_memory(
+def _check_machine(
     placement: Placement, scratch_bytes: int, tiers: TierConfig, model: nn.Module, partition: Partition
 ) -> None:
-    """Refuse, or warn of, what ranks take together and their machine does not have.
+    """Refuse, or warn of, what ranks take together and their machine does not have; and of disks that are none.
 
     Raises:
         BudgetError: at all of them; it never has.
@@ -235,7 +236,8 @@ def _check_memory(
     claims = partition.exchange("the memory of the machine", claim_memory(nbytes, given_back))
     partition.all_succeed("the memory of the machine", lambda: refuse_impossible(claims, "a run with these budgets"))
     if (short := shortage(claims)) is not None:
-        warn_caller(short, ShortMemoryWarning)
+        warn_caller(short, MachineWarning)
+    warn_of_memory(tiers.nvme)
 
 
 def _schedule(

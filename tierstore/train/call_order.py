@@ -16,9 +16,9 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from tierstore.caller import warn_caller
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.io.runtime import Runtime
-from tierstore.train.caller import warn_caller
 from tierstore.train.rounds import RoundDriver
 
 P = ParamSpec("P")

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tierstore.caller import warn_caller
 from tierstore.errors import ConfigError, UnusedOptionWarning, first_line
 from tierstore.pack.layout import listed, some_of
 from tierstore.train import capture
-from tierstore.train.caller import warn_caller
 from tierstore.train.optimizer import TieredOptimizer, ended_schedule
 
 _NOT_OF_SCHEDULES = ("weight_decay", "eps", "decoupled")
