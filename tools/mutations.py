@@ -413,6 +413,10 @@ MUTATIONS: Sequence[Mutation] = (
         "warn_caller(short, MachineWarning)", "train/test_bad_input.py",
     ),
     Mutation(
+        "ranks change weights alike", "train/whole.py keep_changes", "parts.partition.as_first(there)",
+        "train/test_zero.py::test_weights_that_ranks_change_differently_are_those_of_the_first", "there.cpu()",
+    ),
+    Mutation(
         "a registered name is one object's", "train/given.py Given.register",
         "self._registered.get(name, value) is not value", "train/test_capture.py", "False",
     ),

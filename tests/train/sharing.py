@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from runs import TinyModel, next_token_loss, tiny, tokens
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tierstore.config import AdamWConfig, TierConfig
@@ -378,6 +378,28 @@ def find_no_room(rank: int, ranks: int, timeout_s: float) -> str:
                 engine.step()
                 full[0] = rank == ranks - 1
     return f"{type(told.value).__name__}: {told.value}"
+
+
+def change(rank: int, ranks: int, how: str, *, nodes: int = 0, **options: Any) -> list[list[float]]:
+    """All weights that a rank has, on the device and at rest, when it has changed them to its own number, and others
+    to theirs, or not at all."""
+    if nodes:
+        mesh = init_device_mesh("cpu", (nodes, ranks // nodes), mesh_dim_names=("replicate", "shard"))
+        options |= {"device_mesh": mesh}
+    model = nn.Sequential(nn.Embedding(20011, 13), nn.Linear(13, 3))  # more than the part of a rank
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 9)
+    with Engine(model, TierConfig(gpu_memory="64MiB", cpu_memory="64MiB", timeout_s=20.0), **options) as engine:
+        if how == "loaded":
+            engine.load_state_dict({name: torch.full_like(w, rank + 1) for name, w in engine.state_dict().items()})
+        else:
+            with engine.gathered("", modify=True):
+                for parameter in model.parameters() if how == "gathered" or rank == int(how) else ():
+                    nn.init.constant_(parameter, rank + 1)
+        with engine.gathered(""):
+            on_device = torch.cat([parameter.reshape(-1).detach() for parameter in model.parameters()])
+        at_rest = torch.cat([weight.reshape(-1) for weight in engine.state_dict().values()])
+        return [on_device.unique().tolist(), at_rest.unique().tolist()]
 
 
 def ask_for_memory(rank: int, ranks: int) -> list[str]:

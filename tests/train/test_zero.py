@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import call, run_in_turn, run_ranks
-from sharing import ask_for_memory, fill_without_room, look, norm_of_wide, step_inside, train, view
+from sharing import ask_for_memory, change, fill_without_room, look, norm_of_wide, step_inside, train, view
 
 from tierstore.train import filling, partition
 from tierstore.train.filling import Piece
@@ -152,6 +152,17 @@ def test_nodes_go_on_from_the_newest_generation_that_all_have(hybrid: Hybrid, tm
     resumed = run_ranks(4, train, str(tmp_path), 2, start=1, nodes=2, resume="must")
     assert [rank["begun_at"] for rank in resumed] == [1, 1, 1, 1]
     assert [rank["losses"] for rank in resumed] == [losses[1:] for losses in hybrid.losses]
+
+
+def test_weights_that_ranks_change_differently_are_those_of_the_first() -> None:
+    calls = [
+        call(how, **options)
+        for how in ("gathered", "loaded", "0", "1")  # the last two: one of them alone
+        for options in ({"zero": 0}, {"zero": 1}, {"zero": 3}, {"nodes": 2})
+    ]
+    expected = {"gathered": [1.0], "loaded": [1.0], "0": [1.0], "1": [9.0]}
+    for found, ((how,), options) in zip(run_in_turn(2, change, calls), calls):
+        assert found == [[expected[how]] * 2] * 2, (how, options)
 
 
 def test_small_pieces_of_initial_weights_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -489,6 +489,8 @@ def _be_odd(engine: Engine, what: str, *, is_odd: bool) -> None:
         engine.gradient(names[0])
     elif what == "callback" and is_odd:
         engine.on_step(lambda report: _raise() if report.step == 2 else None)
+    elif what == "freezes" and is_odd:
+        engine.model.get_parameter(names[0]).requires_grad_(False)
     elif what == "forgets":
         if is_odd:
             engine.zero_grad()

@@ -38,7 +38,7 @@ from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
 from tierstore.train.codec_trial import codecs_of
 from tierstore.train.depth import DepthChooser
-from tierstore.train.filling import Piece, fill, weights_of
+from tierstore.train.filling import Piece, fill_alike, weights_of
 from tierstore.train.gathering import Gathers
 from tierstore.train.groups import ModelGroups, find_groups, refuse_empty_buffers
 from tierstore.train.hooks import ModelHooks
@@ -199,7 +199,7 @@ def assemble(
             open_generation(runtime, store, generation, is_previous=options.resume is Resume.PREVIOUS)
         _bind(groups, store, device)
         if generation is None:
-            _fill(store, runtime, groups, pieces, partition)
+            fill_alike(partition, store, runtime, groups.groups, pieces)
             partition.same_buffers(model.buffers())
         _move_buffers(model, device)  # not before: a source of weights fills those that the model had
         driver = _driver_of(options, store, runtime, device, partition)
@@ -301,20 +301,6 @@ def _placed(
         return place(replace(request, updates_on_gpu=False)), reason
     except BudgetError as error:
         raise BudgetError(f"{error}; {told}") from error
-
-
-def _fill(
-    store: TrainingStore, runtime: Runtime, groups: ModelGroups, pieces: Iterable[Piece], partition: Partition
-) -> None:
-    def work() -> None:
-        coming = partition.from_first(pieces)
-        try:
-            fill(store, runtime, groups.groups, coming)
-        except Exception as error:
-            coming.throw(error)  # it is told, and raised, where the others look for the next ones
-            raise
-
-    partition.all_succeed("initial weights", work)
 
 
 def _take_down(runtime: Runtime, store: TrainingStore | None, lock: StoreLock | None) -> None:

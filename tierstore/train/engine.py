@@ -328,6 +328,8 @@ class Engine:
     def gathered(self, names: str | Iterable[str], modify: bool = False) -> Iterator[None]:
         """Parameters on the device, for reading outside of forward; with `modify` changes are kept.
 
+        Of several ranks, which all call it, each gets what rank 0 has changed.
+
         Args:
             names: of parameters, and of modules, which stand for all parameters below them; "" is the model.
 
@@ -402,7 +404,7 @@ class Engine:
 
     @in_turn
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Set all weights and buffers; moments stay.
+        """Set all weights and buffers; moments stay. Of several ranks each gets the weights that rank 0 gives.
 
         Raises:
             ConfigError: in the middle of a step.

@@ -1,6 +1,6 @@
 """Filling a new store with weights that arrive in pieces, without the whole model in memory.
 
-Scope: collecting pieces into chunks, a few chunks open at a time.
+Scope: collecting pieces into chunks, a few chunks open at a time; the same pieces at all ranks.
 Not here: where pieces come from (`materialize.py`, `checkpoints.py`), how a chunk is stored (`store/at_rest.py`).
 Owner: the thread that makes the engine.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from tierstore.io.runtime import Runtime
 from tierstore.store.layout import ParameterSpec
 from tierstore.store.training import TrainingStore
 from tierstore.train.groups import Group, refuse_taken
+
+if TYPE_CHECKING:
+    from tierstore.train.partition import Partition
 
 PIECE_ELEMENTS = 2**20
 _OPEN_CHUNKS = 2
@@ -146,3 +149,25 @@ def fill(
     short = [f"{name} ({count} elements)" for name, count in missing.items() if count]
     if short:
         raise FormatError(f"no weights were given for {', '.join(short[:5])}" + (", ..." if len(short) > 5 else ""))
+
+
+def fill_alike(
+    partition: Partition,
+    store: TrainingStore,
+    runtime: Runtime,
+    groups: Iterable[Group],
+    pieces: Iterable[Piece],
+    *,
+    keep: bool = False,
+) -> None:
+    """`fill` with the pieces of rank 0 at every rank; it fails at all of them or at none."""
+
+    def work() -> None:
+        coming = partition.from_first(pieces)
+        try:
+            fill(store, runtime, groups, coming, keep=keep)
+        except Exception as error:
+            coming.throw(error)  # it is told, and raised, where the others look for the next ones
+            raise
+
+    partition.all_succeed("weights", work)

@@ -240,7 +240,7 @@ class Partition:
             for piece in pieces:  # noqa: UP028, what is thrown in is none of theirs
                 yield piece
             return
-        what, own = "initial weights", _handfuls(pieces) if self.ranks.rank == 0 else iter(())
+        what, own = "weights", _handfuls(pieces) if self.ranks.rank == 0 else iter(())
         if self.ranks.rank and isinstance(pieces, Generator):
             pieces.close()  # it holds them
         given: list[Piece] = []
@@ -285,6 +285,16 @@ class Partition:
     def owner(self, spec: GroupSpec, element: int) -> int:
         """The rank (of all) that keeps an element of a group, the first of those that do."""
         return self.shards[element // (spec.device_elements // self.count)]
+
+    def as_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Flat values in CPU memory, as rank 0 has them."""
+        if self.ranks is None:
+            return values.cpu()
+        # Not in place: the process group's threads let go of it a little later, and a group would seem to be in use.
+        found = values.to("cpu", copy=True)
+        with self.ranks.waiting("changed weights"):
+            distributed.broadcast(found.view(torch.uint8), self.ranks.members[0], group=self._control)
+        return found
 
     def from_owner(self, owner: int, values: torch.Tensor) -> torch.Tensor:
         """`values` as their owner has them."""

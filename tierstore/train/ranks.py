@@ -85,7 +85,7 @@ class Ranks:
         except RuntimeError as error:
             where = f"rank {self.rank} of {self.count} waited for all ranks to begin"
             if late := self._told(lambda: [rank for rank in range(self.count) if store.add(f"{key}{rank}", 0) < begun]):
-                where += f", and rank {', '.join(map(str, late))} did not in time"
+                where += f", and rank {', '.join(map(str, late))} did not"
             raise RankLost(
                 f"{where}: see whether one has died or is stuck; if they take so long to build the model, give "
                 f"init_process_group a longer timeout; start all ranks again ({error})"

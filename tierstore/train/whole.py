@@ -29,7 +29,7 @@ from tierstore.store.team import attempt, outcome, results
 from tierstore.train import capture
 from tierstore.train.assembly import Assembly
 from tierstore.train.checkpoints import TensorOut, write_checkpoint
-from tierstore.train.filling import Piece, fill
+from tierstore.train.filling import Piece, fill, fill_alike
 from tierstore.train.groups import Group
 from tierstore.train.guard import guard
 
@@ -129,12 +129,15 @@ def _form_of(value: object) -> tuple[int, ...] | str:
 
 
 def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
-    """Set all weights and buffers from full tensors, and the modules' extra states that are given; moments stay."""
+    """Set all weights and buffers from full tensors, and the modules' extra states that are given; moments stay.
+
+    Of several ranks all get the weights of rank 0's.
+    """
     parts.driver.can_redo = False
     parts.access.release_all()
     names = [spec.name for group in parts.groups.groups for spec in group.spec.parameters]
     pieces = (Piece(name, 0, state[name].detach().reshape(-1)) for name in names)
-    fill(parts.store, parts.runtime, parts.groups.groups, pieces, keep=True)
+    fill_alike(parts.partition, parts.store, parts.runtime, parts.groups.groups, pieces, keep=True)
     parts.access.settle()
     for group in parts.groups.groups:  # what somebody holds a view of has stayed on the device
         _reload(parts, group.index)
@@ -254,11 +257,17 @@ def take_back(parts: Assembly, indices: Iterable[int]) -> None:
 
 
 def keep_changes(parts: Assembly, indices: Iterable[int]) -> None:
-    """Write back what was changed in the weights of groups on the device; other masters and all moments stay."""
+    """Write back what was changed in the weights of groups on the device; other masters and all moments stay.
+
+    Of several ranks all get what rank 0 has changed.
+    """
 
     def pieces(group: Group) -> Iterator[Piece]:
         for spec, parameter in zip(group.spec.parameters, group.parameters):
-            weights, start = parameter.detach().reshape(-1).cpu(), 0
+            there, start = parameter.detach().reshape(-1), 0
+            weights = parts.partition.as_first(there)
+            if not parts.partition.is_first:
+                there.copy_(weights)
             # With the masters of all ranks, though only those that are kept here are written.
             for master in masters(parts, group, spec.start, spec.stop):
                 now = weights[start : start + len(master)]
