@@ -21,6 +21,7 @@ import typer.main
 import typer.testing
 
 from tierstore.garbage import loading
+from tierstore.io import directories
 from tierstore.io.runtime import Runtime
 
 hypothesis.settings.register_profile("default", deadline=None)  # the machine may be busy
@@ -65,17 +66,19 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _the_directory_of_tests_is_a_disk() -> Iterator[None]:
+    """Also where it is in memory, of which an engine would warn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directories, "_MOUNTS", Path("/dev/null"))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _commands_are_built_once() -> Iterator[None]:
     """typer reads the signatures of all commands, for 0.1 s, each time that a test invokes one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.testing, "_get_command", functools.cache(typer.main.get_command))
         yield
-
-
-@pytest.fixture(autouse=True)
-def _the_tests_directory_is_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is in memory, of which an engine would warn."""
-    monkeypatch.setattr("tierstore.io.directories._MOUNTS", Path("/dev/null"))
 
 
 @pytest.fixture(autouse=True)

@@ -114,6 +114,7 @@ def test_the_command_shows_ratios_and_on_which_disk_a_codec_pays(tmp_path: Path)
     [
         (["nowhere"], "tierstore: nowhere does not exist; give a store or a safetensors file"),
         ([".", "--disk", "0/s"], "tierstore: --disk must be at least 1, not 0"),
+        ([".", "--overlapped"], "tierstore: --overlapped says how a codec pays on a disk: give --disk, too"),
         ([".", "--disk", "fast"], "Invalid value for '--disk': not a size: 'fast'"),
         ([], "Missing argument 'PATH'"),
     ],

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tierstore.cli import app
 from tierstore.config import TierConfig
-from tierstore.errors import StorageError
+from tierstore.errors import ConfigError, StorageError
 from tierstore.io.backend import Backend
 from tierstore.store.removal import remove
 from tierstore.train.engine import Engine
@@ -106,7 +106,16 @@ def test_halves_of_two_stores_are_refused(tmp_path: Path) -> None:
     for wrong in ((a, d), (c, b), (d, a), (b, d)):
         code, output = delete(*wrong, "--yes")
         assert (code, f"{wrong[0]} and {wrong[1]} are not of one store" in output) == (2, True), output
-    assert delete(a, a, "--yes")[0] == 2
+    for twice in ((a, a), (a, b, b), (a, b, tmp_path / "c" / ".." / "b")):
+        code, output = delete(*twice, "--yes")
+        assert (code, "a directory is listed twice; nothing was removed" in output) == (2, True), output
+    said = {name: (tmp_path / name / "identity").read_bytes() for name in "abcd"}
+    with pytest.raises(ConfigError, match="are not of one store: give all"), engine(a, d, resume="must"):
+        pass
+    for command in ("verify", "inspect"):
+        result = CliRunner().invoke(app, [command, str(a), str(d)])
+        assert (result.exit_code, "are not of one store" in " ".join(result.output.split())) == (2, True), result.output
+    assert {name: (tmp_path / name / "identity").read_bytes() for name in "abcd"} == said
     assert names(tmp_path) == before
     assert delete(d, c, "--yes")[0] == 0, "in any order"
     with engine(a, b, resume="must") as running:

@@ -52,6 +52,8 @@ class CodecOptions:
         for name, value in (("disk", self.disk), ("cores", self.cores), ("sample", self.sample)):
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} must be at least 1, not {value}")
+        if self.overlapped and self.disk is None:
+            raise ConfigError("--overlapped says how a codec pays on a disk: give --disk, too")
 
     @property
     def conditions(self) -> Conditions | None:

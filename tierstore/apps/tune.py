@@ -71,6 +71,11 @@ class TuneOptions:
     def __post_init__(self) -> None:
         if self.train.accumulate != 1:
             raise ConfigError("a step of several micro-batches is not predicted: tune without --accumulate")
+        if self.train.update is UpdateSchedule.BACKWARD and self.train.needs_norm:  # as `train` would
+            raise ConfigError(
+                "--update backward cannot know clipping by the global norm, or fp16 loss scaling, in time: give "
+                "--clip 0 and another --dtype, or --update forward or speculative"
+            )
         if wrong := [depth for depth in self.depths if depth not in DEPTHS]:
             raise ConfigError(f"--depth is 0 to {DEPTHS[-1]}, the depths that are predicted, not {wrong[0]}")
         if self.rounds < 1 or self.steps < 2:

@@ -79,12 +79,29 @@ def identity_of(directory: Path) -> Identity | None:
         return None
 
 
+def refuse_mixed(directories: Sequence[Path]) -> None:
+    """Refuse directories that say that they are of different stores.
+
+    Raises:
+        ConfigError: with two of them.
+    """
+    known = [(directory, one.store) for directory in directories if (one := identity_of(directory))]
+    for directory, store in known:
+        if store != known[0][1]:
+            raise ConfigError(
+                f"{known[0][0]} and {directory} are not of one store: give all directories of one, in their order"
+            )
+
+
 def _identify(directories: Sequence[Path], backend: Backend) -> None:
-    store = secrets.token_hex(16)
+    """Those that say nothing are of the store of the others from now on."""
+    known = [identity_of(directory) for directory in directories]
+    store = next((one.store for one in known if one is not None), secrets.token_hex(16))
     for number, directory in enumerate(directories if len(directories) > 1 else ()):
-        identity = Identity(store, number, len(directories))
-        backend.write_file(directory / IDENTITY, json.dumps(asdict(identity)).encode(), 0o600)
-        backend.sync_directory(directory)
+        if known[number] is None:
+            identity = Identity(store, number, len(directories))
+            backend.write_file(directory / IDENTITY, json.dumps(asdict(identity)).encode(), 0o600)
+            backend.sync_directory(directory)
 
 
 def mark_unfinished(directories: Sequence[Path], backend: Backend) -> None:
@@ -132,11 +149,10 @@ def end_store_making(directories: Sequence[Path], backend: Backend) -> None:
     Directories that hold a generation belong together, which they say from now on: an older release did not write it.
     """
     names = [UNFINISHED]  # last: what is marked can be removed
-    known = [identity_of(directory) for directory in directories]
-    if not Manifests(directories[0], backend).numbers():
-        names.insert(0, IDENTITY)
-    elif None in known or len({one.store for one in known if one}) > 1:
+    if Manifests(directories[0], backend).numbers():
         _identify(directories, backend)
+    else:
+        names.insert(0, IDENTITY)
     for directory in directories:
         if gone := [directory / name for name in names if (directory / name).exists()]:
             for path in gone:

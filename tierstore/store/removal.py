@@ -53,6 +53,8 @@ def look(directories: Sequence[Path], backend: Backend | None = None) -> list[St
         StorageError: it cannot be read.
     """
     backend = backend or Backend()
+    if len({os.path.realpath(path) for path in directories}) < len(directories):
+        raise ConfigError("a directory is listed twice; nothing was removed")
     found = [_look(path, backend) for path in directories]
     for one in found:
         if not one.files:

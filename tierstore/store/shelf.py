@@ -28,7 +28,7 @@ from tierstore.io.backend import Backend
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.pack.layout import ChunkSpec
 from tierstore.store.commit import Manifests
-from tierstore.store.directories import begin_store, claim_directory, end_store_making
+from tierstore.store.directories import begin_store, claim_directory, end_store_making, refuse_mixed
 from tierstore.store.extents import ExtentLayout
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
@@ -96,6 +96,8 @@ class Directories:
         with self.backend.calling("lock", self.paths[0]):
             self.lock.add(self.paths)
         self.numbers = self.manifests().numbers()
+        if self.numbers:
+            refuse_mixed(self.paths)
 
     def manifests(self) -> Manifests:
         """Those of the store."""

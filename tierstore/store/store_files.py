@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.config import Tier, TierConfig, format_size
-from tierstore.errors import FormatError, StorageFull
+from tierstore.errors import ConfigError, StorageFull
 from tierstore.plan.placement import Kind, Placement
 from tierstore.store.commit import Manifests
-from tierstore.store.directories import begin_store, claim_directory, end_store_making
+from tierstore.store.directories import begin_store, claim_directory, end_store_making, refuse_mixed
 from tierstore.store.layout import Codecs, GroupSpec, chunk_specs, fingerprint
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
+from tierstore.store.names import holds_data
 from tierstore.store.slots import SLOT_NAMES, ChunkIO, SlotPack
 from tierstore.store.team import Team, all_succeed, leads
 
@@ -117,6 +118,7 @@ class StoreFiles:
         """Open the files that a generation needs, and make the others.
 
         Raises:
+            ConfigError: directories are missing, or of different stores; nothing was changed.
             FormatError: they are not its files.
         """
         await self._led(partial(self._open, generation), partial(self._join, generation))
@@ -163,9 +165,13 @@ class StoreFiles:
     def _open(self, generation: Generation) -> None:
         for directory in self.directories:
             with self.backend.calling("inspection", directory):
-                is_there = directory.is_dir()
+                is_there = directory.is_dir() and any(map(holds_data, self.backend.names(directory)))
             if not is_there:
-                raise FormatError(f"the store is damaged: {directory} is missing")
+                raise ConfigError(
+                    f"{directory} is not there, or holds nothing of the store: is its disk mounted? Give all "
+                    "directories of the store, in their order"
+                )
+        refuse_mixed(self.directories)
         self._lock.add(self.directories)
         kept = [pack for pack in self.committed_packs if pack.kind in generation.records]
         for pack in kept:  # all of them, before anything is changed: they may be those of another store

@@ -20,6 +20,7 @@ from tierstore.io.workers import WorkerPool
 from tierstore.pack.layout import ChunkSpec
 from tierstore.plan.placement import Kind
 from tierstore.store.commit import Manifests
+from tierstore.store.directories import refuse_mixed
 from tierstore.store.layout import chunk_specs, recorded_codecs, recorded_groups
 from tierstore.store.manifest import Generation
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
@@ -74,7 +75,7 @@ def committed_chunks(
         number: of the generation; None is the last one.
 
     Raises:
-        ConfigError: not all of them are given.
+        ConfigError: not all of them are given, or some of another store.
         FormatError: the manifest, or the state beside it, is damaged, or a file is missing.
     """
     manifests = Manifests(directories[0], backend or Backend())
@@ -85,6 +86,7 @@ def committed_chunks(
             f"the store in {directories[0]} is striped over {layout['directories']} directories; give all of them, in "
             f"their order, and no other ({len(directories)} were given)"
         )
+    refuse_mixed(directories)
     packs = packs_of(generation, directories, backend)
     for kind, pack in packs.items():
         pack.slots.check(generation.records[kind])
