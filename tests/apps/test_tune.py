@@ -359,7 +359,7 @@ def test_where_nothing_can_be_written_no_work_begins(tmp_path: Path) -> None:
         (["--record", "/nowhere/step.json"], "cannot read the recorded step /nowhere/step.json: No such file"),
         (["--measure", "--steps", "1"], "--steps at least 2"),
         (["--measure", "--rounds", "0"], "--rounds is at least 1"),
-        (["--update", "backward"], "--update backward cannot know clipping by the global norm, or fp16 loss scaling, in"),
+        (["--update", "backward"], "--update backward cannot know clipping by the global norm, or fp16 loss scaling"),
         (["--measure", "--depth", "9"], "--depth is 0 to 8, the depths that are predicted, not 9"),
         (["--rounds", "2"], "--rounds is of --measure, which is not given"),
         (["--update", "delayed"], "--update delayed has no model"),
