@@ -38,6 +38,11 @@ def test_what_is_no_disk_is_told(kind: str, is_told: bool, tmp_path: Path, monke
             assert reason.startswith(f"{path} is in memory ({kind}): ")
 
 
+def test_where_the_system_tells_nothing_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directories, "_MOUNTS", tmp_path / "none")
+    assert why_in_memory(tmp_path) is None
+
+
 def test_no_store_is_in_memory_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mount(tmp_path, "tmpfs", monkeypatch, tmp_path)
     tiers = TierConfig(gpu_memory="1MiB", cpu_memory="64MiB", nvme=[tmp_path / "store"])

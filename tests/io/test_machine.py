@@ -55,6 +55,12 @@ def test_control_groups_of_the_first_version_count_too(name: str, groups: Path) 
     assert min(memory_limits().values()) == 3000
 
 
+def test_a_system_that_tells_nothing_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_BOOT", tmp_path / "none")
+    assert boot_id()
+    assert memory_limits() == {boot_id(): MACHINE_BYTES}
+
+
 def test_the_machine_comes_first_and_no_two_groups_are_one(groups: Path) -> None:
     for name in ("a", "a/b"):
         limit(groups / name / "memory.max", "1000")

@@ -35,8 +35,11 @@ def nearest(path: Path) -> Path:
 
 def why_in_memory(path: Path) -> str | None:
     """What it means that files of this directory, or of one that is made there, are kept in memory; None on a disk."""
-    device = os.stat(nearest(path)).st_dev
-    for line in _MOUNTS.read_bytes().splitlines():
+    try:
+        device, mounts = os.stat(nearest(path)).st_dev, _MOUNTS.read_bytes()
+    except OSError:  # which is told where it matters
+        return None
+    for line in mounts.splitlines():
         before, _, kind = line.partition(b" - ")
         if before.split()[2] == b"%d:%d" % (os.major(device), os.minor(device)):
             system = kind.split()[0].decode()
