@@ -76,6 +76,15 @@ def test_nothing_to_read_is_a_config_error(tmp_path: Path, kind: str) -> None:
         read_corpus(path)
 
 
+@pytest.mark.parametrize("path", [Path("/dev/zero"), Path("pipe")])
+def test_what_cannot_be_read_at_any_place_is_no_text(path: Path, tmp_path: Path) -> None:
+    path = tmp_path / path
+    if path.name == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(ConfigError, match=f"--data {path} is not a regular file"):
+        read_corpus(path)
+
+
 def test_a_file_of_the_standard_library_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path, mode: str) -> IO[bytes]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

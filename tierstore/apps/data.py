@@ -72,6 +72,8 @@ def read_corpus(path: Path | None) -> Corpus:
             return _from_files(_walk(path), DIRECTORY_CAP_BYTES, str(path))
         if not path.exists():
             raise ConfigError(f"no such file or directory: --data {path}")
+        if not path.is_file():
+            raise ConfigError(f"--data {path} is not a regular file: its text is read at any place, so write it to one")
         if path.stat().st_size == 0:
             raise ConfigError(f"--data {path} is empty")
         return _split_tail(np.memmap(path, dtype=np.uint8, mode="r"), str(path))
