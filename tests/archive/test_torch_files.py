@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import io
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -98,8 +99,9 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
 
 def test_an_index_that_names_what_is_missing_is_refused(tmp_path: Path) -> None:
     index = tmp_path / "pytorch_model.bin.index.json"
-    torch.save({"a": torch.ones(3), "step": 3}, tmp_path / "one.bin")
-    index.write_text('{"weight_map": {"a": "one.bin", "b": "one.bin", "step": "one.bin"}}')
+    torch.save({"a": torch.ones(3), "step": 3, "extra": (1, torch.ones(2)), "none": {}}, tmp_path / "one.bin")
+    named = dict.fromkeys(["a", "b", "step", "extra", "none"], "one.bin")
+    index.write_text(json.dumps({"weight_map": named}))
     with pytest.raises(FormatError, match=r"one.bin lacks 1 tensors that the index puts there: 'b'"):
         open_source(tmp_path)
     index.write_text('{"weight_map": {"a": "one.bin", "b": "two.bin"}}')

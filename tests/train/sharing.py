@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -402,6 +403,33 @@ def change(rank: int, ranks: int, how: str, *, nodes: int = 0, **options: Any) -
         return [on_device.unique().tolist(), at_rest.unique().tolist()]
 
 
+def change_wrongly(rank: int, ranks: int, **options: Any) -> list[str]:
+    """What a rank is told of a state that does not fit and of data of another shape, which only rank 1 has, and, where
+    no gathering tells, of other groups; and which of its weights have changed."""
+    model, told = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), []
+    with Engine(model, TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=20.0), **options) as engine:
+        before = engine.state_dict()
+
+        def load() -> None:
+            engine.load_state_dict(before if rank == 0 else {})
+
+        def give(shape: tuple[int, ...]) -> None:
+            with engine.gathered("", modify=True):
+                model[0].weight.data = torch.zeros((4, 3) if rank == 0 else shape)
+
+        def gather() -> None:
+            with engine.gathered("0" if rank == 0 else "1", modify=True):
+                nn.init.zeros_(model[rank].weight)
+
+        for work in (load, partial(give, (3, 4)), gather)[: 3 if engine._parts.partition.keeps_all else 2]:
+            with pytest.raises(TierstoreError) as refusal:
+                work()
+            told.append(f"{type(refusal.value).__name__}: {refusal.value}")
+        now = engine.state_dict()
+        told.append(f"{[name for name in before if not torch.equal(before[name], now[name])]}")
+    return told
+
+
 def ask_for_memory(rank: int, ranks: int) -> list[str]:
     """What a rank is told where there is what all ranks take, and a byte less: on one machine, and on one for each."""
     machine_bytes, has_hosts = 2**40, False
@@ -412,7 +440,7 @@ def ask_for_memory(rank: int, ranks: int) -> list[str]:
             patch.setattr(psutil, "virtual_memory", lambda: memory)
             patch.setattr(machine, "boot_id", lambda: f"host {rank if has_hosts else 0}")
             with Engine(tiny(blocks=6), TierConfig(gpu_memory="8MiB", cpu_memory="64MiB"), zero=0) as engine:
-                return engine._parts.store.arena.capacity_bytes
+                return engine._parts.store.arena.capacity_bytes + engine.placement.gpu_filled_bytes
 
     own_bytes, told = ask(), []
     for has_hosts in (False, True):

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 import torch
 from ranks import call, run_in_turn, run_ranks
-from sharing import ask_for_memory, change, fill_without_room, look, norm_of_wide, step_inside, train, view
+from sharing import (
+    ask_for_memory,
+    change,
+    change_wrongly,
+    fill_without_room,
+    look,
+    norm_of_wide,
+    step_inside,
+    train,
+    view,
+)  # fmt: skip
 
 from tierstore.train import filling, partition
 from tierstore.train.filling import Piece
@@ -163,6 +173,17 @@ def test_weights_that_ranks_change_differently_are_those_of_the_first() -> None:
     expected = {"gathered": [1.0], "loaded": [1.0], "0": [1.0], "1": [9.0]}
     for found, ((how,), options) in zip(run_in_turn(2, change, calls), calls):
         assert found == [[expected[how]] * 2] * 2, (how, options)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_change_that_one_rank_makes_otherwise_is_refused_at_all_of_them(zero: int) -> None:
+    first, second = run_ranks(2, change_wrongly, zero=zero)
+    said = ["4 tensors do not fit the model", "(3, 4)"]
+    said += ["what gathered(modify=True) changes is ['1'] at rank 1 and ['0'] at rank 0"] * (zero == 0)
+    for told in (first, second):
+        assert all(text in one for text, one in zip(said, told, strict=False))
+        assert told[len(said) :] == ["[]"]  # no weight has changed
+    assert all("rank 1: " in told for told in first[:2])
 
 
 def test_small_pieces_of_initial_weights_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,8 @@ def torch_source(path: Path, files: Mapping[Path, Sequence[str]], config: Mappin
     for file, expected in files.items():
         content, nbytes = _load(file)
         file_bytes += nbytes
-        names = set()
-        for name, value in flattened(content):
-            names.add(name)
+        names: set[str] = set()
+        for name, value in flattened(content, met=names.add):
             if name in tensors or name in aliases:
                 raise FormatError(
                     f"tensor {quoted(name)} stands twice in {path}, once in {file.name} (keys of dictionaries inside "

@@ -87,7 +87,7 @@ def refuse_impossible(claims: Sequence[MemoryClaim], what: str) -> None:
         if wanted_bytes > limit_bytes:
             raise BudgetError(
                 f"{what} takes {format_size(wanted_bytes)} of CPU memory, and this machine, or a control group, has "
-                f"{format_size(limit_bytes)} for all: give a smaller cpu_memory"
+                f"{format_size(limit_bytes)} for all: give smaller budgets"
             )
 
 

@@ -268,6 +268,12 @@ class Placement:
         """Of the GPU tier."""
         return self.gpu_weight_bytes + self.gpu_gradient_bytes + self.gpu_update_bytes
 
+    @property
+    def gpu_filled_bytes(self) -> int:
+        """Of the GPU tier, what this model can fill of it."""
+        whole = sum(need.device_bytes for need in self.groups)
+        return min(self.gpu_weight_bytes, whole) + min(self.gpu_gradient_bytes, whole) + self.gpu_update_bytes
+
     def state_bytes_in_memory(self, group: int) -> int:
         """Padded bytes of state that no update reads from a disk; they are written for a commit only."""
         need = self.groups[group]

@@ -404,7 +404,9 @@ class Engine:
 
     @in_turn
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Set all weights and buffers; moments stay. Of several ranks each gets the weights that rank 0 gives.
+        """Set all weights and buffers; moments stay.
+
+        Of several ranks, which all call it, each gets the weights that rank 0 gives, and the buffers that it gives.
 
         Raises:
             ConfigError: in the middle of a step.
@@ -417,7 +419,7 @@ class Engine:
             raise ConfigError(f"load_state_dict() takes tensors by name, not {type(state_dict).__name__}")
         parts = self._open_parts()
         parts.groups.refuse_newcomers(parts.model)  # which would keep their values
-        whole.check_state_dict(parts, state_dict)
+        parts.partition.all_succeed("a change of weights", partial(whole.check_state_dict, parts, state_dict))
         self._generations.leave_newer()
         self.flush()
         with self._order.unbroken("a change of weights"):

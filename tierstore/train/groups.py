@@ -180,6 +180,17 @@ class ModelGroups:
                         "values alone are set by engine.load_state_dict(...)"
                     )
 
+    def frozen_since(self) -> list[str]:
+        """Parameters that are trained, but that they need no gradient now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                spec.name
+                for group in self.groups
+                if group.spec.trainable
+                for spec, parameter in zip(group.spec.parameters, group.parameters)
+                if not parameter.requires_grad
+            ]
+
     def refuse_gradients(self) -> None:
         """A `.grad` that backward has not taken away would come into the next step.
 

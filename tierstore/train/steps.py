@@ -285,8 +285,7 @@ class Steps:
             "what was set between backward() and step()": late,
         }
         if parts.partition.is_shared:
-            needs = sum(parameter.requires_grad for parameter in parts.groups.names)
-            options["the number of parameters that need a gradient"] = needs
+            options["what was frozen since the engine was made"] = parts.groups.frozen_since()
         self._zeroed = 0
         square_sum, depth = parts.partition.square_sum(specs, partials, parts.depth.wanted, options)
         if late:  # at all ranks, or it was refused by now

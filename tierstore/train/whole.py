@@ -32,6 +32,7 @@ from tierstore.train.checkpoints import TensorOut, write_checkpoint
 from tierstore.train.filling import Piece, fill, fill_alike
 from tierstore.train.groups import Group
 from tierstore.train.guard import guard
+from tierstore.train.ranks import refuse_different
 
 
 def masters(
@@ -245,15 +246,20 @@ def take_back(parts: Assembly, indices: Iterable[int]) -> None:
     """The parameters of groups on the device are views of their storage again, whatever they were given.
 
     Raises:
-        ConfigError: data of another shape or dtype, which is gone.
+        ConfigError: data of another shape or dtype, which is gone; at all ranks. Or ranks have changed other groups.
     """
     groups = [parts.groups.groups[index] for index in indices]
-    wrong = [sentence for group in groups for sentence in group.take_back()]
-    for group in groups:  # `torch.utils.swap_tensors` has taken both away
-        guard(group, parts.access.gate)
-        parts.collector.renew(group)
-    if wrong:
-        raise ConfigError(wrong[0])
+
+    def work() -> dict[str, object]:
+        wrong = [sentence for group in groups for sentence in group.take_back()]
+        for group in groups:  # `torch.utils.swap_tensors` has taken both away
+            guard(group, parts.access.gate)
+            parts.collector.renew(group)
+        if wrong:
+            raise ConfigError(wrong[0])
+        return {"what gathered(modify=True) changes": [group.spec.name for group in groups]}
+
+    refuse_different(parts.partition.all_succeed("a change of weights", work))
 
 
 def keep_changes(parts: Assembly, indices: Iterable[int]) -> None:
