@@ -12,10 +12,13 @@ import os
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import torch
 from resuming import DISK, MEMORY, Run, Way, open_run, opened
+
+from tierstore.errors import MachineWarning
 
 WAYS = {"memory": Way(cpu_memory=MEMORY), "disk": Way("backward", cpu_memory=DISK, blocks=2, width=96)}
 
@@ -44,6 +47,7 @@ kept: list[Run] = []
 
 def main(root: Path) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", MachineWarning)  # where the directory of tests is in memory
     with opened(WAYS["memory"], root / "first") as run:
         run.until(1)  # what is imported and loaded on first use, once
     gc.freeze()  # or each child looks through all of torch at its end, for more than a second
