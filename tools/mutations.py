@@ -593,7 +593,7 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "a tensor that is put into the mapping is refused", "store/tensors.py TensorStore.acquire",
-        "_check_same(name, tensors, given)", "store/test_tensors.py",
+        "acquired.check_same()", "store/test_tensors.py",
     ),
     # What would be computed with, and not be trained or kept.
     Mutation(

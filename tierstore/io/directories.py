@@ -51,9 +51,14 @@ def why_in_memory(path: Path) -> str | None:
     return None
 
 
+def reasons_in_memory(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """`why_in_memory` of each that is no disk; for people to be warned of, of the kind `MachineWarning`."""
+    return [reason for reason in map(why_in_memory, map(Path, paths)) if reason is not None]
+
+
 def warn_of_memory(paths: Iterable[str | os.PathLike[str]]) -> None:
     """Warn of directories whose files are kept in memory."""
-    for reason in filter(None, map(why_in_memory, map(Path, paths))):
+    for reason in reasons_in_memory(paths):
         warn_caller(reason, MachineWarning)
 
 

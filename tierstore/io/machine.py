@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,11 +25,11 @@ class MemoryClaim(NamedTuple):
     """CPU memory that a process is about to take.
 
     Attributes:
-        limits: that it counts for, by their names.
+        limits: that it counts for, in bytes, by names as those of `memory_limits`.
         given_back_bytes: of what the process has now, so much goes meanwhile.
     """
 
-    limits: tuple[str, ...]
+    limits: Mapping[str, int]
     nbytes: int
     given_back_bytes: int
 
@@ -69,24 +69,25 @@ def _group_limits() -> Iterator[Path]:
 
 def claim_memory(nbytes: int, given_back_bytes: int = 0) -> MemoryClaim:
     """The claim of this process."""
-    return MemoryClaim(tuple(memory_limits()), nbytes, given_back_bytes)
+    return MemoryClaim(memory_limits(), nbytes, given_back_bytes)
 
 
 def refuse_impossible(claims: Sequence[MemoryClaim], what: str) -> None:
-    """Refuse what the machine, or a control group of this process, never gives.
+    """Refuse what a machine, or a control group, never gives.
 
     Args:
-        claims: of all processes that take memory together.
+        claims: of all processes that take memory together; each of them refuses the same.
         what: takes it.
 
     Raises:
         BudgetError: with the limit.
     """
-    for name, limit_bytes in memory_limits().items():
+    limits = {name: limit_bytes for claim in claims for name, limit_bytes in claim.limits.items()}
+    for name, limit_bytes in limits.items():
         wanted_bytes = sum(claim.nbytes for claim in claims if name in claim.limits)
         if wanted_bytes > limit_bytes:
             raise BudgetError(
-                f"{what} takes {format_size(wanted_bytes)} of CPU memory, and this machine, or a control group, has "
+                f"{what} takes {format_size(wanted_bytes)} of CPU memory, and the machine, or a control group, has "
                 f"{format_size(limit_bytes)} for all: give smaller budgets"
             )
 

@@ -8,7 +8,7 @@ Scope: training state, as `training` puts it together, by what its modules do:
                 `snapshots` of them, that stay
     at rest     `store_files`, `slots`, `at_rest`; `layout`, the grid of chunks; `stripes`, over several disks
 the store without a model, as `tensors` puts it together:
-    its bytes   `entries`, `extents`, `routes`, `copies`, `buffers`
+    its bytes   `entries`, `extents`, `routes`, `copies`, `acquired`, `buffers`
     its files   `shelf`; `owner`, the one loop that may use it
 and what both have: `directories`, `lock`, `names`, `removal`, `verification`, `budget`, `marks`.
 Not here: modules and autograd (`train/`), bytes of files (`pack/`), which goes where (`plan/`).

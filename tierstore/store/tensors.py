@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from tierstore.alignment import ALIGNMENT, padded
+from tierstore.caller import warn_caller
 from tierstore.config import Codec, Resume, Tier, TierConfig, choice, format_size
 from tierstore.device.streams import ComputeDevice, open_device
-from tierstore.errors import BudgetError, ConfigError, TierstoreError, Timeout
+from tierstore.errors import BudgetError, ConfigError, MachineWarning, TierstoreError, Timeout
 from tierstore.io.backend import Backend
-from tierstore.io.directories import warn_of_memory
+from tierstore.io.directories import reasons_in_memory
 from tierstore.io.file_threads import FileThreads
 from tierstore.io.machine import claim_memory, refuse_impossible
 from tierstore.io.memory import Arena, Pool
@@ -34,6 +35,7 @@ from tierstore.io.table_file import with_rates
 from tierstore.io.tasks import to_the_end, together
 from tierstore.io.watch import Watch
 from tierstore.io.workers import Priority, WorkerPool
+from tierstore.store.acquired import Acquired
 from tierstore.store.buffers import DEFAULT_CHUNK_BYTES, BufferPlan, plan_buffers
 from tierstore.store.copies import DeviceTier
 from tierstore.store.entries import Entry, Homes, recorded_entries
@@ -127,12 +129,13 @@ class TensorStore:
 
         Raises:
             ConfigError: there is no such device, no such way to resume, or the codec is "auto".
+        Warns:
+            MachineWarning: entering it, of a directory whose files are in memory.
         """
         wanted = choice(Resume, "resume", resume)
         if tiers.codec is Codec.AUTO:
             raise ConfigError("codec='auto' is decided for the state of an Engine; name a codec for a store of tensors")
         device = device or open_device(tiers.device, clock, tracer)
-        warn_of_memory(tiers.nvme)
         return cls(tiers, wanted, device, backend or Backend(), clock, tracer)
 
     # --- use ----------------------------------------------------------------------------------------------------
@@ -186,10 +189,9 @@ class TensorStore:
                 copy = await self._homes.acquire(entry)
         copy.modifiers += modify
         try:
-            tensors = {key: tensor.detach() for key, tensor in copy.tensors.items()}
-            given = {key: (tensor, _place(tensor)) for key, tensor in tensors.items()}
-            yield tensors
-            _check_same(name, tensors, given)
+            acquired = Acquired(name, copy.tensors)
+            yield acquired.tensors
+            acquired.check_same()
         except BaseException:
             copy.modifiers -= modify
             self._homes.leave(entry, copy, is_modified=modify)
@@ -295,7 +297,9 @@ class TensorStore:
     async def __aenter__(self) -> TensorStore:
         self._owner.begin()
         try:
-            await self._owner.in_time("the store did not open", to_the_end(self._open()))
+            in_memory = await self._owner.in_time("the store did not open", to_the_end(self._open()))
+            for reason in in_memory:
+                warn_caller(reason, MachineWarning)
         except Timeout:
             with contextlib.suppress(Timeout):  # it hangs still
                 await self.close()
@@ -306,8 +310,8 @@ class TensorStore:
         self._owner.is_open = True
         return self
 
-    async def _open(self) -> None:
-        refuse_impossible([claim_memory(self._tiers.cpu_memory)], "a store with this cpu_memory")
+    async def _open(self) -> list[str]:
+        in_memory = await self._workers.submit(Priority.DEMAND, self._check_machine)
         directories = self._directories
         if directories.paths:
             await self._workers.submit(Priority.DEMAND, directories.claim)
@@ -325,6 +329,12 @@ class TensorStore:
         await together(self._restore(entry, kind) for entry, kind in rows)
         self._entries = {entry.name: entry for entry, _ in rows}
         self._committed = self._describe()
+        return in_memory
+
+    def _check_machine(self) -> list[str]:
+        """Of what to warn."""
+        refuse_impossible([claim_memory(self._tiers.cpu_memory)], "a store with this cpu_memory")
+        return reasons_in_memory(self._tiers.nvme)
 
     def _plan_buffers(self, generation: Generation | None) -> BufferPlan:
         tiers, asked = self._tiers, self._tiers.chunk_bytes
@@ -489,25 +499,3 @@ class TensorStore:
         self._workers.close(threading.TIMEOUT_MAX)  # who waits for this looks whether it moves
         self._files.shutdown()
         self._directories.release()
-
-
-_Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
-
-
-def _place(tensor: torch.Tensor) -> _Place:
-    """What of a tensor is the same while it has its memory."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _check_same(
-    name: str, tensors: Mapping[str, torch.Tensor], given: Mapping[str, tuple[torch.Tensor, _Place]]
-) -> None:
-    """Refuse a mapping that holds others than were given: only changes of the tensors themselves are kept."""
-    for key in {**given, **tensors}:
-        one, (same, place) = tensors.get(key), given.get(key, (None, None))
-        if one is None or one is not same or _place(one) != place:
-            raise ConfigError(
-                f"tensor {key!r} of {name!r} was replaced in the mapping, or has other memory or another shape now, "
-                f"which would be lost; change the tensor that is there, as tensors[{key!r}].copy_(...), or put the "
-                "entry anew"
-            )

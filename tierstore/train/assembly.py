@@ -234,7 +234,7 @@ def _check_machine(
     nbytes = placement.pools.total_bytes + scratch_bytes + (placement.gpu_filled_bytes if tiers.device == "cpu" else 0)
     given_back = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == "cpu")
     claims = partition.exchange("the memory of the machine", claim_memory(nbytes, given_back))
-    partition.all_succeed("the memory of the machine", lambda: refuse_impossible(claims, "a run with these budgets"))
+    refuse_impossible(claims, "a run with these budgets")
     if (short := shortage(claims)) is not None:
         warn_caller(short, MachineWarning)
     warn_of_memory(tiers.nvme)

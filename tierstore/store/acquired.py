@@ -1,0 +1,48 @@
+"""The tensors of an entry, as one who acquired it has them.
+
+Scope: whether they are at the end what they were at first. Not here: their bytes (`copies.py`).
+Owner: the loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tierstore.errors import ConfigError
+
+_Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+class Acquired:
+    """Views of a copy, in a mapping that is the caller's.
+
+    Attributes:
+        tensors: the mapping.
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = {key: tensor.detach() for key, tensor in tensors.items()}
+        self._name = name
+        self._given = {key: (tensor, _place(tensor)) for key, tensor in self.tensors.items()}
+
+    def check_same(self) -> None:
+        """Refuse what would be lost: only changes of the tensors themselves are kept.
+
+        Raises:
+            ConfigError: the mapping holds others, or one has other memory or another shape.
+        """
+        for key in {**self._given, **self.tensors}:
+            one, (same, place) = self.tensors.get(key), self._given.get(key, (None, None))
+            if one is None or one is not same or _place(one) != place:
+                raise ConfigError(
+                    f"tensor {key!r} of {self._name!r} was replaced in the mapping, or has other memory or another "
+                    f"shape now, which would be lost; change the tensor that is there, as tensors[{key!r}].copy_(...), "
+                    "or put the entry anew"
+                )
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    """What of a tensor is the same while it has its memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
