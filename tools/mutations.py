@@ -601,12 +601,12 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_changed_weights.py",
     ),
     Mutation(
-        "newcomers are refused when changes are kept", "train/engine.py Engine.gathered",
+        "newcomers are refused when changes are kept", "train/whole.py take_back",
         "parts.groups.refuse_newcomers(parts.model)", "train/test_changed_weights.py",
     ),
     Mutation(
         "changes that are not kept are told", "train/engine.py Engine.gathered",
-        "whole.refuse_changes(parts, [group for group in groups if not is_kept(group)])",
+        "whole.refuse_changes(parts, [group for group in groups if group not in kept])",
         "train/test_changed_weights.py",
     ),
     Mutation(
@@ -764,13 +764,26 @@ MUTATIONS: Sequence[Mutation] = (
         "changes that nobody keeps are undone", "train/whole.py _undo_changes", "_reload(parts, index)", ON_GPU,
     ),
     Mutation(
-        "a block inside another one accepts no changes", "train/whole.py gathered", "if not is_kept(group):",
-        "train/test_changed_weights.py::test_a_block_that_raises_changes_nothing_whatever_is_read_inside_of_it",
-        "if is_kept(group):\n                    parts.groups.groups[group].accept_changes()\n                else:",
+        "a block inside another one undoes no changes", "train/whole.py gathered",
+        "for group in groups if group not in kept]",
+        "train/test_changed_weights.py", "for group in groups]",
     ),
     Mutation(
-        "weights that are set are gathered again", "train/whole.py load_state_dict",
-        "parts.access.weights_changed(every)", VIEWED,
+        "data that is refused is undone where it was taken over", "train/groups.py Group.take_back", "= _NO_VERSION",
+        "train/test_changed_weights.py::test_new_data_that_does_not_fit_is_refused", "= parameter._version",
+    ),
+    Mutation(
+        "what one rank is refused is undone at all", "train/whole.py take_back",
+        "_restore(parts, [group.index for group in refused])",
+        "train/test_zero.py::test_a_change_that_one_rank_makes_otherwise_is_refused_at_all_of_them",
+    ),
+    Mutation(
+        "a change of one rank alone is trained by none", "train/whole.py gathered", "break_off(error)",
+        "train/test_zero.py::test_a_change_that_is_broken_off_is_undone_or_nothing_is_trained",
+    ),
+    Mutation(
+        "weights that are set are gathered again", "train/whole.py _restore",
+        "parts.access.weights_changed(groups)", VIEWED,
     ),
     Mutation(
         "what is given back is ready at each rank", "train/access.py DeviceAccess.release", "self._await_ready(groups)",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
 from tierstore.config import TierConfig
 from tierstore.errors import MachineWarning
-from tierstore.io import directories
+from tierstore.io import directories, machine
 from tierstore.io.directories import why_in_memory
 from tierstore.store.tensors import TensorStore
 from tierstore.train.engine import Engine
@@ -57,3 +60,26 @@ def test_no_store_is_in_memory_without_a_word(tmp_path: Path, monkeypatch: pytes
     with pytest.warns(MachineWarning, match=r"tensors is in memory \(tmpfs\)") as told:
         asyncio.run(main())
     assert [warning.filename for warning in told] == [__file__]
+
+
+def test_no_loop_of_a_caller_asks_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says of a disk that hangs may never come."""
+    threads: list[threading.Thread] = []
+
+    def note(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            threads.append(threading.current_thread())
+            return function(*args)
+
+        return noted
+
+    monkeypatch.setattr(directories, "why_in_memory", note(why_in_memory))
+    monkeypatch.setattr(machine, "memory_limits", note(machine.memory_limits))
+
+    async def main() -> None:
+        async with TensorStore.open(TierConfig(nvme=[tmp_path / "tensors"])):
+            pass
+
+    asyncio.run(main())
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads

@@ -69,6 +69,17 @@ def test_the_gpu_updates_the_first_groups_that_fit_beside_all_weights(room: int,
     assert found == expected
 
 
+def test_a_step_fills_of_the_gpu_tier_what_there_is_of_the_model() -> None:
+    """Beside weights the largest gradient, which is not that of the frozen group; and what is updated there."""
+    groups = (need(BLOCK), need(5 * BLOCK, trainable=False), need(3 * BLOCK))
+    few, enough = place(request(groups, 2**30, 20 * BLOCK)), place(request(groups, 2**30, 2**30))
+    assert few.gpu_weight_bytes < 18 * BLOCK < enough.gpu_weight_bytes
+    assert few.gpu_filled_bytes == few.gpu_weight_bytes + 6 * BLOCK
+    assert enough.gpu_filled_bytes == (18 + 6) * BLOCK
+    updated = place(request(groups, 2**30, 2**30, updates_on_gpu=True))
+    assert updated.gpu_filled_bytes == (18 + 6 + 4 * 12 + 6) * BLOCK
+
+
 @pytest.mark.parametrize("gradients", ["held", "streamed"])
 def test_hundreds_of_groups_take_no_more_tries_than_a_few(gradients: str, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = (need(30 * BLOCK), *[need(BLOCK), need(2 * BLOCK)] * 150)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -403,30 +403,74 @@ def change(rank: int, ranks: int, how: str, *, nodes: int = 0, **options: Any) -
         return [on_device.unique().tolist(), at_rest.unique().tolist()]
 
 
-def change_wrongly(rank: int, ranks: int, **options: Any) -> list[str]:
-    """What a rank is told of a state that does not fit and of data of another shape, which only rank 1 has, and, where
-    no gathering tells, of other groups; and which of its weights have changed."""
-    model, told = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), []
+def change_wrongly(rank: int, ranks: int, **options: Any) -> dict[str, str]:
+    """By what rank 1 does otherwise, what this rank is told; and which of its weights are others then, on the device
+    where somebody holds views of them, or at rest."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    told, is_first = {}, rank == 0
     with Engine(model, TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=20.0), **options) as engine:
         before = engine.state_dict()
+        views: list[torch.Tensor] = []
 
-        def load() -> None:
-            engine.load_state_dict(before if rank == 0 else {})
+        def load(state: Any) -> None:
+            engine.load_state_dict(state)
 
-        def give(shape: tuple[int, ...]) -> None:
+        def gather(names: str, *, modify: bool = True, shape: tuple[int, ...] = (4, 3)) -> None:
+            with engine.gathered(names, modify=modify):
+                views.append(model[0].weight[0])
+                nn.init.constant_(model[1].weight, rank + 1)
+                model[0].bias.data = torch.full((4,), 7.0)
+                model[0].weight.data = torch.zeros(shape)
+
+        def grow() -> None:
             with engine.gathered("", modify=True):
-                model[0].weight.data = torch.zeros((4, 3) if rank == 0 else shape)
+                views.append(model[1].weight[0])
+                nn.init.zeros_(model[1].weight)
+                if not is_first:
+                    model.extra = nn.Linear(2, 2)
+            del model.extra
 
-        def gather() -> None:
-            with engine.gathered("0" if rank == 0 else "1", modify=True):
-                nn.init.zeros_(model[rank].weight)
-
-        for work in (load, partial(give, (3, 4)), gather)[: 3 if engine._parts.partition.keeps_all else 2]:
+        cases: dict[str, Callable[[], None]] = {
+            "shapes of a state": lambda: load(before if is_first else before | {"0.weight": torch.zeros(3, 4)}),
+            "no state": lambda: load(before if is_first else None),
+            "data": lambda: gather("", shape=(4, 3) if is_first else (3, 4)),
+            "a name": lambda: gather("" if is_first else "none"),
+            "others": lambda: gather("0" if is_first else "1"),
+            "newcomers": grow,
+        }
+        if not engine._parts.partition.keeps_all:  # else one rank alone may read, and asks nobody
+            cases["for reading"] = lambda: gather("", modify=is_first)
+        for what, work in cases.items():
             with pytest.raises(TierstoreError) as refusal:
                 work()
-            told.append(f"{type(refusal.value).__name__}: {refusal.value}")
-        now = engine.state_dict()
-        told.append(f"{[name for name in before if not torch.equal(before[name], now[name])]}")
+            model._modules.pop("extra", None)
+            with engine.gathered(""):
+                on_device = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            at_rest = engine.state_dict()
+            changed = [n for n in before for now in (on_device, at_rest) if not torch.equal(before[n], now[n])]
+            told[what] = f"{type(refusal.value).__name__}: {refusal.value}; {changed}"
+    return told
+
+
+def break_a_change_off(rank: int, ranks: int, **options: Any) -> list[str]:
+    """How a step goes after an error in the middle of a change at all ranks: where nobody holds a view of what was
+    changed, and where somebody does."""
+    model, told = nn.Sequential(nn.Linear(3, 1, bias=False)), []
+    nn.init.ones_(model[0].weight)
+    with Engine(model, TierConfig(gpu_memory="8MiB", cpu_memory="64MiB", timeout_s=20.0), **options) as engine:
+        views: list[torch.Tensor] = []
+        for holds in (False, True):
+            with contextlib.suppress(KeyError), engine.gathered("", modify=True):
+                views += [model[0].weight[0]] if holds else []
+                nn.init.zeros_(model[0].weight)
+                raise KeyError
+            try:
+                loss = engine(torch.ones(2, 3)).sum()
+                told.append(f"loss {loss.item():.2f}")
+                engine.backward(loss)
+                engine.step()
+            except TierstoreError as error:
+                told.append(str(error))
     return told
 
 

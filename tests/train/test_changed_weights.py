@@ -22,7 +22,7 @@ from tierstore.errors import ClosedError, ConfigError, FormatError, GraphError, 
 from tierstore.train.engine import Engine
 
 WAY = Way()
-NAME = "blocks.0.up.weight"
+NAME, BIAS = "blocks.0.up.weight", "blocks.0.up.bias"
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
@@ -149,16 +149,27 @@ def test_a_change_is_committed_with_the_step_before_it(how: str, tmp_path: Path)
 
 @pytest.mark.parametrize("new", [torch.zeros(3), torch.zeros(128, 32, dtype=torch.bfloat16)], ids=["shape", "dtype"])
 def test_new_data_that_does_not_fit_is_refused(new: torch.Tensor, tmp_path: Path) -> None:
+    """Nothing has changed, nor what came with it, where somebody holds a view."""
     with opened(WAY, tmp_path) as run:
-        before, parameter = run.engine.state_dict()[NAME], run.engine.model.get_parameter(NAME)
-        with (
-            pytest.raises(ConfigError, match=f"{NAME} was given data of {new.dtype} .* it is torch.float32 .128, 32."),
-            run.engine.gathered([NAME], modify=True),
-        ):
-            parameter.data = new
-        assert torch.equal(run.engine.state_dict()[NAME], before)
+        model = run.engine.model
+        before, parameter, other = run.engine.state_dict(), model.get_parameter(NAME), model.get_parameter(BIAS)
+        views = []
+
+        def change() -> None:
+            with run.engine.gathered([NAME], modify=True):
+                views.append(parameter[0])
+                other.data = torch.ones_like(other)
+                parameter.data = new
+
+        with pytest.raises(ConfigError, match=f"{NAME} was given data of {new.dtype} .* it is torch.float32 .128, 32."):
+            change()
+        with run.engine.gathered([NAME]):
+            assert torch.equal(parameter, before[NAME])
+            assert torch.equal(other, before[BIAS])
+            assert torch.equal(views[0], before[NAME][0])
+        assert all(torch.equal(weight, before[name]) for name, weight in run.engine.state_dict().items())
         run.until(2)
-        assert not torch.equal(run.engine.state_dict()[NAME], before)
+        assert not torch.equal(run.engine.state_dict()[NAME], before[NAME])
 
 
 class Counted(nn.Linear):
@@ -269,6 +280,18 @@ def test_a_block_that_raises_changes_nothing_whatever_is_read_inside_of_it(tmp_p
             raise KeyError
         assert view is not None
         assert torch.equal(view, before)
+
+
+def test_a_block_inside_another_one_that_raises_undoes_nothing(tmp_path: Path) -> None:
+    """What the block around it changes is kept by that one."""
+    with opened(WAY, tmp_path) as run:
+        weight = run.engine.model.get_parameter(NAME)
+        for modify in (False, True):
+            with run.engine.gathered(NAME, modify=True):
+                nn.init.constant_(weight, 3 + modify)
+                with contextlib.suppress(KeyError), run.engine.gathered(NAME, modify=modify):
+                    raise KeyError
+            assert run.engine.state_dict()[NAME].eq(3 + modify).all()
 
 
 def newcomer(model: nn.Module) -> None:

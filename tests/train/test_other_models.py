@@ -60,7 +60,7 @@ class Scripted(TinyModel):
         self.norm = torch.jit.script(nn.LayerNorm(96))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 def test_a_scripted_block_is_refused(tmp_path: Path) -> None:
     refused(Scripted(), tmp_path, "module norm went through torch.jit")
 

@@ -225,7 +225,7 @@ UNLIKE = {
     "all rates": "ConfigError: lr of parameter_groups[0] was set after backward() had applied",
     "rate of replicas": "ConfigError: lr of parameter_groups[0] is 0.5 at rank 1 and 0.001 at rank 0",
     "forgets": "ConfigError: the number of zero_grad() in this step is 1 at rank 1 and 0 at rank 0",
-    "freezes": "ConfigError: what was frozen since the engine was made is ['enter.weight'] at rank 1 and [] at rank 0",
+    "freezes": "ConfigError: what was frozen since the engine was made: 'enter.weight' at rank 1, and not at rank 0",
     "gradient": "GraphError: rank 0 is at the gradient of enter.weight and rank 1 at the gradient norm",
     "gradients": "GraphError: rank 0 is at the gradient of enter.weight and rank 1 at the gradient of head",
 }

@@ -270,9 +270,10 @@ class Placement:
 
     @property
     def gpu_filled_bytes(self) -> int:
-        """Of the GPU tier, what this model can fill of it."""
+        """Of the GPU tier, what a step of this model fills of it at least: more gradients than one may be there."""
         whole = sum(need.device_bytes for need in self.groups)
-        return min(self.gpu_weight_bytes, whole) + min(self.gpu_gradient_bytes, whole) + self.gpu_update_bytes
+        gradient = max((need.device_bytes for need in self.groups if need.trainable), default=0)
+        return min(self.gpu_weight_bytes, whole) + gradient + self.gpu_update_bytes
 
     def state_bytes_in_memory(self, group: int) -> int:
         """Padded bytes of state that no update reads from a disk; they are written for a commit only."""

@@ -328,16 +328,19 @@ class Engine:
     def gathered(self, names: str | Iterable[str], modify: bool = False) -> Iterator[None]:
         """Parameters on the device, for reading outside of forward; with `modify` changes are kept.
 
-        Of several ranks, which all call it, each gets what rank 0 has changed.
+        Of several ranks, which all call it with the same names, each gets what rank 0 has changed. An error undoes what
+        the block has changed. Where a change that other ranks may know nothing of stays, for somebody holds a view of
+        weights of which they have parts, the engine refuses to go on.
 
         Args:
             names: of parameters, and of modules, which stand for all parameters below them; "" is the model.
 
         Raises:
-            ConfigError: neither a parameter nor a module has such a name, or `modify` in the middle of a step.
-            GraphError: weights were changed without `modify`; they are as they were before. What goes past the version
-                counters (`weight.data.zero_()`) is not seen, and is lost, unless the update takes
-                weights from the device.
+            ConfigError: neither a parameter nor a module has such a name, ranks give others, or `modify` in the middle
+                of a step.
+            GraphError: weights were changed without `modify`, or the model has a parameter that is not the engine's.
+                What goes past the version counters (`weight.data.zero_()`) is not seen, and is lost, unless the update
+                takes weights from the device.
             BudgetError: they do not fit together.
         """
         parts = self._open_parts()
@@ -345,26 +348,28 @@ class Engine:
         if modify:
             self._order.refuse_broken()
             self._order.refuse_within_step("gathered(modify=True)")
-            self._generations.leave_newer()
-        is_kept = self._order.is_modified  # by a block around this one
         with contextlib.ExitStack() as block:
             block.enter_context(self._order.alone("gathered()"))
+            groups = whole.wanted_groups(parts, names, modify=modify)
+            kept = set(filter(self._order.is_modified, groups))  # by a block around this one
+            if modify:
+                self._generations.leave_newer()
             self.flush()
-            groups = block.enter_context(whole.gathered(parts, whole.checked_names(names), is_kept))
+            break_off = partial(self._order.break_off, what="a change of weights", keeps_weights=True)
+            block.enter_context(whole.gathered(parts, groups, kept, break_off))
             block.enter_context(self._order.gathering(groups if modify else ()))
             with parts.hooks.watching():  # a loss may be made of what is read here
                 yield
             if modify:
                 self._order.refuse_broken()  # by a block within this one
                 self._order.refuse_within_step("gathered(modify=True)")
-                parts.groups.refuse_newcomers(parts.model)
                 self.flush()  # what a block within this one has changed is committed before its place is written again
-                whole.take_back(parts, groups)
+                whole.take_back(parts, groups, kept)
                 with self._order.unbroken("a change of weights"):
                     whole.keep_changes(parts, groups)
                 self._commit_change()
             else:
-                whole.refuse_changes(parts, [group for group in groups if not is_kept(group)])
+                whole.refuse_changes(parts, [group for group in groups if group not in kept])
 
     @in_turn
     def gradient(self, name: str) -> torch.Tensor:
@@ -406,19 +411,17 @@ class Engine:
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Set all weights and buffers; moments stay.
 
-        Of several ranks, which all call it, each gets the weights that rank 0 gives, and the buffers that it gives.
+        Of several ranks, which all call it, each gets the weights that rank 0 gives, and the buffers that it gives
+        itself.
 
         Raises:
-            ConfigError: in the middle of a step.
+            ConfigError: in the middle of a step, or it is no mapping; nothing was changed.
             FormatError: a tensor is missing, has another shape or is no ordinary one; nothing was changed.
             GraphError: the model has a parameter that is not the engine's; likewise.
         """
         self._order.refuse_broken()
         self._order.refuse_within_step("load_state_dict")
-        if not isinstance(state_dict, Mapping):
-            raise ConfigError(f"load_state_dict() takes tensors by name, not {type(state_dict).__name__}")
         parts = self._open_parts()
-        parts.groups.refuse_newcomers(parts.model)  # which would keep their values
         parts.partition.all_succeed("a change of weights", partial(whole.check_state_dict, parts, state_dict))
         self._generations.leave_newer()
         self.flush()

@@ -28,6 +28,7 @@ from tierstore.plan.placement import GroupNeed
 from tierstore.store.layout import GroupSpec, ParameterSpec
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_NO_VERSION = -1
 
 
 @dataclass(eq=False)
@@ -102,7 +103,7 @@ class Group:
     def take_back(self) -> list[str]:
         """Parameters that were given other data (`p.data = new`) are views of the storage again, with its values.
 
-        The group is on the device.
+        The group is on the device. They count as changed until `accept_changes`.
 
         Returns:
             What is wrong with data of another shape or dtype, whose values are gone.
@@ -111,6 +112,7 @@ class Group:
         for position, (parameter, spec) in enumerate(zip(self.parameters, self.spec.parameters)):
             if parameter.untyped_storage()._cdata == self.storage._cdata:
                 continue
+            self.versions[position] = _NO_VERSION  # neither the copy nor the view changes the parameter's own
             given, expected = (tuple(parameter.shape), parameter.dtype), (spec.shape, TORCH_DTYPES[self.spec.dtype])
             if given == expected:
                 self._view(position).copy_(parameter)

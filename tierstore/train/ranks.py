@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store, _new_process_group_helper, _world
 
 from tierstore.errors import ConfigError, GraphError, RankLost
+from tierstore.pack.layout import listed
 
 T = TypeVar("T")
 _BEAT_S = 0.25
@@ -269,10 +270,18 @@ def refuse_different(told: Sequence[Mapping[str, object]]) -> None:
     """
     for rank, theirs in enumerate(told):
         for name, value in theirs.items():
-            if value != told[0].get(name):
-                here, there = (one.value if isinstance(one, Enum) else one for one in (value, told[0].get(name)))
-                said = f"{name} is {here!r} at rank {rank} and {there!r} at rank 0"
-                raise ConfigError(f"{said}; give all ranks the same")
+            if value != (other := told[0].get(name)):
+                raise ConfigError(f"{_difference(name, rank, value, other)}; give all ranks the same")
+
+
+def _difference(name: str, rank: int, value: object, first: object) -> str:
+    """What a rank was given, and rank 0; of two lists, what only one of them has."""
+    if isinstance(value, list) and isinstance(first, list):
+        for one, other, here, there in ((value, first, rank, 0), (first, value, 0, rank)):
+            if only := [str(item) for item in one if item not in other]:
+                return f"{name}: {listed(only)} at rank {here}, and not at rank {there}"
+    mine, theirs = (one.value if isinstance(one, Enum) else one for one in (value, first))
+    return f"{name} is {mine!r} at rank {rank} and {theirs!r} at rank 0"
 
 
 def is_nccl(group: Any, device: torch.device) -> bool:

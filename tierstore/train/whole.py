@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tierstore.device.spans import TORCH_DTYPES
-from tierstore.errors import BudgetError, ConfigError, FormatError, GraphError
+from tierstore.errors import BudgetError, ConfigError, FormatError, GraphError, RankLost
 from tierstore.kernels.adam import init_state, state_bytes_per_element
 from tierstore.kernels.elements import ELEMENT
 from tierstore.pack.layout import listed
@@ -102,8 +102,13 @@ def check_state_dict(parts: Assembly, state: Mapping[str, Any]) -> None:
     """Refuse what `load_state_dict` cannot take.
 
     Raises:
+        ConfigError: it holds nothing by name.
         FormatError: a tensor is missing, unknown, of another shape, or no ordinary one.
+        GraphError: a parameter of the model would keep its value, for it is not the engine's.
     """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"load_state_dict() takes tensors by name, not {type(state).__name__}")
+    parts.groups.refuse_newcomers(parts.model)
     wanted = {spec.name: spec.shape for group in parts.groups.groups for spec in group.spec.parameters}
     wanted |= {name: tuple(buffer.shape) for name, buffer in capture.persistent_buffers(parts.model).items()}
     given = {name: _form_of(value) for name, value in state.items()}
@@ -140,59 +145,43 @@ def load_state_dict(parts: Assembly, state: Mapping[str, torch.Tensor]) -> None:
     pieces = (Piece(name, 0, state[name].detach().reshape(-1)) for name in names)
     fill_alike(parts.partition, parts.store, parts.runtime, parts.groups.groups, pieces, keep=True)
     parts.access.settle()
-    for group in parts.groups.groups:  # what somebody holds a view of has stayed on the device
-        _reload(parts, group.index)
-    if parts.partition.is_shared:  # and the other ranks' parts of it are gathered
-        every = range(len(parts.groups.groups))
-        parts.access.keep_views(every)
-        parts.access.weights_changed(every)
-        parts.access.release_all()
+    _restore(parts, range(len(parts.groups.groups)))  # what somebody holds a view of has stayed on the device
     with torch.no_grad():
         for name, buffer in capture.persistent_buffers(parts.model).items():
             buffer.copy_(state[name])
     capture.load_extra_states(parts.model, state)
 
 
-@contextlib.contextmanager
-def gathered(parts: Assembly, names: Sequence[str], is_kept: Callable[[int], bool]) -> Iterator[list[int]]:
-    """The groups of these parameters, and of all below these modules, on the device, until the end of the block.
-
-    What was changed and not kept is undone, also what somebody holds a view of, which stays on the device.
-
-    Args:
-        is_kept: whether somebody else will keep what is changed in a group.
+def wanted_groups(parts: Assembly, names: str | Iterable[str], *, modify: bool) -> list[int]:
+    """The groups of these parameters, and of all below these modules.
 
     Raises:
-        ConfigError: neither a parameter nor a module has such a name.
-        BudgetError: they do not fit together.
+        ConfigError: neither a parameter nor a module has such a name; or ranks that have weights from each other, or
+            change them, want different ones. At all of these.
+        BudgetError: they do not fit on the device together.
     """
-    index_of = {parameter: group.index for group in parts.groups.groups for parameter in group.parameters}
-    wanted = sorted({index_of[p] for name in names for p in _parameters_at(parts.model, name) if p in index_of})
-    sizes, placement = parts.access.sizes, parts.store.placement
-    room, beside = placement.gpu_weight_bytes, 2 * max(placement.gpu_gradient_bytes, COMPANY_BYTES)
-    if (wanted_bytes := sum(sizes[group] for group in wanted)) > room:
-        raise BudgetError(
-            f"{listed(names)} are {wanted_bytes} B of weights with the groups that they are in, and the device tier "
-            f"holds {room} B; gather fewer at a time, or give a gpu_memory of {wanted_bytes + beside} B "
-            f"(it is {placement.gpu_bytes} B)"
-        )
-    with contextlib.ExitStack() as entered:
-        entered.callback(parts.access.release, wanted)
-        for group in wanted:
-            is_first = not parts.access.is_gathered(group)
-            parts.access.enter(group, for_long=True)
-            entered.callback(parts.access.leave, group, for_long=True)
-            if is_first:  # what a forward has given them is lost already
-                _undo_changes(parts, group)
-        try:
-            yield wanted
-        finally:
-            for group in wanted:
-                if not is_kept(group):
-                    _undo_changes(parts, group)
+
+    def work() -> tuple[bool, list[int]]:
+        given = _checked_names(names)
+        index_of = {parameter: group.index for group in parts.groups.groups for parameter in group.parameters}
+        wanted = sorted({index_of[p] for name in given for p in _parameters_at(parts.model, name) if p in index_of})
+        _refuse_too_many(parts, given, wanted)
+        return modify, wanted
+
+    if parts.partition.keeps_all and not modify:  # one rank alone may read
+        return work()[1]
+    told = parts.partition.all_succeed("gathered()", work)
+    group_names = [group.spec.name for group in parts.groups.groups]
+    refuse_different(
+        [
+            {"modify of gathered()": modify, "what gathered() is to bring": [group_names[index] for index in wanted]}
+            for modify, wanted in told
+        ]
+    )
+    return told[0][1]
 
 
-def checked_names(names: str | Iterable[str]) -> list[str]:
+def _checked_names(names: str | Iterable[str]) -> list[str]:
     """Several names, or one.
 
     Raises:
@@ -202,6 +191,56 @@ def checked_names(names: str | Iterable[str]) -> list[str]:
     if wrong := [name for name in several if not isinstance(name, str)]:
         raise ConfigError(f"gathered() takes names of parameters and modules, not {type(wrong[0]).__name__}")
     return several
+
+
+def _parameters_at(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameter of this name, or those of the module of this name and all below it; "" is the model."""
+    with contextlib.suppress(AttributeError):
+        return list(model.get_submodule(name).parameters())
+    with contextlib.suppress(AttributeError):
+        return [model.get_parameter(name)]
+    raise ConfigError(f"the model has no parameter or module {name!r}")
+
+
+def _refuse_too_many(parts: Assembly, names: Sequence[str], groups: Sequence[int]) -> None:
+    placement, sizes = parts.store.placement, parts.access.sizes
+    room, beside = placement.gpu_weight_bytes, 2 * max(placement.gpu_gradient_bytes, COMPANY_BYTES)
+    if (wanted_bytes := sum(sizes[group] for group in groups)) > room:
+        raise BudgetError(
+            f"{listed(names)} are {wanted_bytes} B of weights with the groups that they are in, and the device tier "
+            f"holds {room} B; gather fewer at a time, or give a gpu_memory of {wanted_bytes + beside} B "
+            f"(it is {placement.gpu_bytes} B)"
+        )
+
+
+@contextlib.contextmanager
+def gathered(
+    parts: Assembly, groups: Sequence[int], kept: Container[int], break_off: Callable[[BaseException], None]
+) -> Iterator[None]:
+    """These groups are on the device, until the end of the block.
+
+    What was changed and not kept is undone, also what somebody holds a view of, which stays on the device.
+
+    Args:
+        kept: what is changed in these groups is kept by somebody else.
+        break_off: called with the error that ends the block, if what it has changed cannot be undone: other ranks have
+            parts of it, and know of no error.
+    """
+    with contextlib.ExitStack() as entered:
+        entered.callback(parts.access.release, groups)
+        for group in groups:
+            is_first = not parts.access.is_gathered(group)
+            parts.access.enter(group, for_long=True)
+            entered.callback(parts.access.leave, group, for_long=True)
+            if is_first:  # what a forward has given them is lost already
+                _undo_changes(parts, group)
+        try:
+            yield
+        except BaseException as error:
+            undone = [_undo_changes(parts, group) for group in groups if group not in kept]
+            if not all(undone):
+                break_off(error)
+            raise
 
 
 def refuse_changes(parts: Assembly, groups: Iterable[int]) -> None:
@@ -217,15 +256,20 @@ def refuse_changes(parts: Assembly, groups: Iterable[int]) -> None:
         )
 
 
-def _undo_changes(parts: Assembly, index: int) -> None:
-    """A group that is on the device has its parameters again, and their values if no other rank has a part of it."""
+def _undo_changes(parts: Assembly, index: int) -> bool:
+    """A group that is on the device has its parameters again, and the values that it has at rest.
+
+    Returns:
+        Whether it has; else somebody holds a view, and other ranks have parts of it.
+    """
     group = parts.groups.groups[index]
     is_changed = any(group.changed())
     group.take_back()
     guard(group, parts.access.gate)
-    if is_changed and not parts.partition.is_shared:  # the other ranks, which have a part of it, may know of no change
-        _reload(parts, index)
     group.accept_changes()
+    if is_changed and parts.partition.keeps_all:
+        _reload(parts, index)
+    return not is_changed or parts.partition.keeps_all or not group.is_viewed()
 
 
 def _reload(parts: Assembly, group: int) -> None:
@@ -233,33 +277,49 @@ def _reload(parts: Assembly, group: int) -> None:
     parts.runtime.call(parts.store.weights.reload, group, parts.access.device.record())
 
 
-def _parameters_at(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """The parameter of this name, or those of the module of this name and all below it; "" is the model."""
-    with contextlib.suppress(AttributeError):
-        return list(model.get_submodule(name).parameters())
-    with contextlib.suppress(AttributeError):
-        return [model.get_parameter(name)]
-    raise ConfigError(f"the model has no parameter or module {name!r}")
+def _restore(parts: Assembly, groups: Sequence[int]) -> None:
+    """Groups that are on the device have the values that they have at rest. All ranks call it."""
+    for group in groups:
+        _reload(parts, group)
+    if not parts.partition.keeps_all:  # the other ranks' parts are gathered
+        parts.access.keep_views(groups)
+        parts.access.weights_changed(groups)
+        parts.access.release_all()
 
 
-def take_back(parts: Assembly, indices: Iterable[int]) -> None:
+def take_back(parts: Assembly, indices: Sequence[int], kept: Container[int]) -> None:
     """The parameters of groups on the device are views of their storage again, whatever they were given.
 
+    Args:
+        kept: of a refused change too, what was changed in these groups is kept by somebody else.
+
     Raises:
-        ConfigError: data of another shape or dtype, which is gone; at all ranks. Or ranks have changed other groups.
+        ConfigError: data of another shape or dtype, which is gone; at all ranks, where the others have their values
+            again.
+        GraphError: the model has a parameter that is not the engine's; likewise.
     """
     groups = [parts.groups.groups[index] for index in indices]
 
-    def work() -> dict[str, object]:
+    def work() -> None:
+        parts.groups.refuse_newcomers(parts.model)
         wrong = [sentence for group in groups for sentence in group.take_back()]
         for group in groups:  # `torch.utils.swap_tensors` has taken both away
             guard(group, parts.access.gate)
             parts.collector.renew(group)
         if wrong:
             raise ConfigError(wrong[0])
-        return {"what gathered(modify=True) changes": [group.spec.name for group in groups]}
 
-    refuse_different(parts.partition.all_succeed("a change of weights", work))
+    try:
+        parts.partition.all_succeed("a change of weights", work)
+    except RankLost:
+        raise
+    except Exception:
+        if not parts.partition.keeps_all:  # else each rank for itself can undo it
+            refused = [group for group in groups if group.index not in kept]
+            _restore(parts, [group.index for group in refused])
+            for group in refused:
+                group.accept_changes()
+        raise
 
 
 def keep_changes(parts: Assembly, indices: Iterable[int]) -> None:
