@@ -24,7 +24,7 @@ from tierstore.cli import app
 from tierstore.cli.common import directory, file, told
 from tierstore.cli.interrupts import interruptible
 from tierstore.config import Codec, Durability, Resume, UpdateSchedule
-from tierstore.errors import BudgetError, ConfigError, MachineWarning, StorageFull
+from tierstore.errors import BudgetError, CheckpointWarning, ConfigError, MachineWarning, StorageFull
 from tierstore.store import slots
 
 
@@ -388,16 +388,18 @@ def test_ctrl_c_in_a_command_that_has_nothing_to_clean_up_is_a_sentence(capsys: 
     assert (ended.value.exit_code, capsys.readouterr().err) == (130, "tierstore: interrupted\n")
 
 
+@pytest.mark.parametrize("kind", [MachineWarning, CheckpointWarning])
 @pytest.mark.parametrize(("rank", "shown"), [(None, NOTE := "tierstore: note: no room\n"), ("0", NOTE), ("1", "")])
-def test_what_is_wrong_with_the_machine_is_a_note_of_one_rank(
-    rank: str | None, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_a_person_can_do_something_about_is_a_note_of_one_rank(
+    rank: str | None, shown: str, kind: type[Warning], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if rank is not None:
         monkeypatch.setenv("LOCAL_RANK", rank)
 
     def work() -> None:
         warnings.simplefilter("default")
-        warnings.warn("no room", MachineWarning, stacklevel=1)
+        warnings.warn("no room", kind, stacklevel=1)
         warnings.warn("of a library", UserWarning, stacklevel=1)
 
     with pytest.warns(UserWarning, match="of a library") as others, told():

@@ -75,6 +75,10 @@ class UnusedOptionWarning(UserWarning):
     """An option is not what the store of a resumed run was made with, and the run goes on with that of the store."""
 
 
+class CheckpointWarning(UserWarning):
+    """A checkpoint has tensors that the model has no place for; is it that of this model?"""
+
+
 class MachineWarning(UserWarning):
     """The machine is not what the run needs: memory that budgets allow is not free, or a store is in memory."""
 

@@ -595,6 +595,27 @@ MUTATIONS: Sequence[Mutation] = (
         "a tensor that is put into the mapping is refused", "store/tensors.py TensorStore.acquire",
         "acquired.check_same()", "store/test_tensors.py",
     ),
+    # Weights that an engine would not have, or would lose, when it is made.
+    Mutation(
+        "parameters that share memory are refused where they are put off, too", "train/materialize.py _requests",
+        "refuse_overlap(places)", "train/test_built.py",
+    ),
+    Mutation(
+        "a source writes over nothing that somebody has set", "train/assembly.py assemble",
+        "check_source(model, source)", "train/test_built.py", "None",
+    ),
+    Mutation(
+        "a seed that was set stays", "train/materialize.py DeferredSource.stream", "if not is_moved:",
+        "train/test_built.py", "if True:",
+    ),
+    Mutation(
+        "memory past a parameter is told", "train/materialize.py _finished", "_tell_aliases(recorder, parameters)",
+        "train/test_built.py",
+    ),
+    Mutation(
+        "what a model holds beside its source is kept", "train/filling.py weights_of", "or holds_values(p)",
+        "train/test_built.py", "",
+    ),
     # What would be computed with, and not be trained or kept.
     Mutation(
         "newcomers are refused", "train/steps.py Steps._forward", "parts.groups.refuse_newcomers(parts.model)",

@@ -23,7 +23,8 @@ from tierstore.apps.recipe import Recipe, parameter_groups
 from tierstore.config import AdamWConfig, MicroBatchSchedule, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.trace import Tracer
-from tierstore.train.materialize import Source, deferred
+from tierstore.train.filling import Source
+from tierstore.train.materialize import deferred
 
 _LONGEST_DEFAULT_SEQUENCE = 1024
 _MOST_UPDATE_THREADS = 64  # of TierConfig

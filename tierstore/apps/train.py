@@ -39,7 +39,6 @@ from tierstore.config import Codec, Resume, TierConfig, format_size
 from tierstore.errors import ConfigError, DoneButFor, StorageError, UnusedOptionWarning
 from tierstore.store.snapshots import snapshot_directories
 from tierstore.trace import Tracer
-from tierstore.train.checkpoints import CheckpointSource
 from tierstore.train.engine import Engine
 
 T = TypeVar("T")
@@ -171,9 +170,6 @@ class _Run:
             notes.append(f"{options.why_nothing_is_kept}: however this run ends, only what --export writes remains")
             if options.export is not None:
                 notes += outputs.little_room(options.export, 4 * self._parameters())
-        unused = parts.source.unexpected if isinstance(parts.source, CheckpointSource) else ()
-        if unused:
-            notes.append(f"tensors of the checkpoint that are not used: {len(unused)}, the first is {unused[0]}")
         if reason := statistics["not_on_gpu"]:
             notes.append(f"no optimizer state lives on the GPU: {reason}")
         if buffered := statistics["buffered_directories"]:

@@ -22,7 +22,7 @@ import typer
 from tierstore.apps.options import as_option
 from tierstore.apps.stopping import let_go
 from tierstore.config import at_home, parse_size
-from tierstore.errors import BudgetError, ConfigError, MachineWarning, TierstoreError
+from tierstore.errors import BudgetError, CheckpointWarning, ConfigError, MachineWarning, TierstoreError
 
 # What the engine calls its arguments, with their values or alone; not a part of a path, and not what a user wrote.
 _ARGUMENT = re.compile(
@@ -104,7 +104,7 @@ def _show_warning(
     show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **to: Any
 ) -> None:
     """Those that a person can do something about, who has written no line of the program; once, of several ranks."""
-    if not issubclass(category, MachineWarning):
+    if not issubclass(category, (CheckpointWarning, MachineWarning)):
         show(message, category, *where, **to)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         say(f"note: {message}")

@@ -38,9 +38,10 @@ from tierstore.train.access import DeviceAccess
 from tierstore.train.backward import GradientCollector
 from tierstore.train.codec_trial import codecs_of
 from tierstore.train.depth import DepthChooser
-from tierstore.train.filling import Piece, fill_alike, weights_of
+from tierstore.train.filling import Piece, check_source, fill_alike, weights_of
 from tierstore.train.gathering import Gathers
 from tierstore.train.groups import ModelGroups, find_groups, refuse_empty_buffers
+from tierstore.train.guard import Gate, guard, hide
 from tierstore.train.hooks import ModelHooks
 from tierstore.train.opening import check_same_store, find_generation, open_generation
 from tierstore.train.optimizer import AdamStepper, TieredOptimizer, check_scheduler, ended_schedule
@@ -147,7 +148,7 @@ def assemble(
     """Make everything that an engine is made of, or nothing.
 
     Args:
-        source: of weights; None is the model.
+        source: of weights that the model does not hold itself.
         step: that of the engine, for its optimizer.
 
     Raises:
@@ -165,7 +166,11 @@ def assemble(
         team = partition.team(tiers, is_durable=is_durable)
         lock = StoreLock(member=None if leads(team) else team.rank)
         generation = find_generation(runtime, tiers, options, backend, lock, partition, team)
-        pieces: Iterable[Piece] = weights_of(model) if source is None else source.stream()
+        if source is not None and generation is None:
+            partition.all_succeed(
+                "the source of weights", lambda: check_source(model, source) if partition.is_first else None
+            )
+        pieces: Iterable[Piece] = weights_of(model, source)
         refuse_empty_buffers(model)
         groups = find_groups(model, device.torch_device)
         specs = [group.spec for group in groups.groups]
@@ -355,8 +360,11 @@ def _hook_up(
 
 
 def _bind(groups: ModelGroups, store: TrainingStore, device: ComputeDevice) -> None:
+    gate = Gate()
     for group in groups.groups:
         group.bind(device)
+        guard(group, gate)  # if no engine comes of it: reading an empty storage would crash the process
+        hide(group)
     store.use_storages([group.storage for group in groups.groups])
 
 

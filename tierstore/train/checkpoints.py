@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,13 +26,14 @@ from tierstore.archive.dtypes import TORCH_DTYPES, file_dtype
 from tierstore.archive.publish import Publication
 from tierstore.archive.shards import Shard, index_of, shards_of
 from tierstore.archive.sources import SINGLE
-from tierstore.errors import ConfigError, FormatError
+from tierstore.caller import warn_caller
+from tierstore.errors import CheckpointWarning, ConfigError, FormatError
 from tierstore.io.backend import Backend
-from tierstore.pack.layout import TensorSpec, some_of, tensor_bytes
+from tierstore.pack.layout import TensorSpec, listed, some_of, tensor_bytes
 from tierstore.train.capture import persistent_buffers
 from tierstore.train.checkpoint_files import CheckpointFiles, Stored, stored_tensors
 from tierstore.train.conversion import Recipe, recipes
-from tierstore.train.filling import Piece, in_pieces
+from tierstore.train.filling import BuiltSource, Piece, in_pieces
 
 MAX_SHARD_BYTES = 5 * 10**9
 _QUANTIZED = "quantized weights cannot be trained"
@@ -44,10 +45,11 @@ class _Plan:
     stored: dict[str, Stored]
     direct: list[tuple[str, Stored]]  # by name in the model, in file order
     converted: list[Recipe]
+    missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
 
-class CheckpointSource:
+class CheckpointSource(BuiltSource):
     """The values of a model's parameters and persistent buffers in a directory of safetensors.
 
     Names may differ as transformers lets them: the base model's prefix there or not, a tied weight under any of its
@@ -57,11 +59,18 @@ class CheckpointSource:
     Args:
         model: has the parameters to fill, on any device, and real buffers. Files are first read by `names`,
             `unexpected` or `stream`.
+        rest: gives the parameters of these names, if the checkpoint lacks some; buffers stay then. None: it may not.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], model: nn.Module) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        model: nn.Module,
+        rest: Callable[[Container[str]], Iterator[Piece]] | None = None,
+    ) -> None:
         self._directory = Path(directory)
         self._model = model
+        self._rest = rest
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._canonical = {alias: names[held] for alias, held in model.named_parameters(remove_duplicate=False)}
         self._buffers = persistent_buffers(model)
@@ -71,7 +80,7 @@ class CheckpointSource:
 
     @property
     def unexpected(self) -> tuple[str, ...]:
-        """Stored tensors that the model has no use for (a tied weight that is stored twice counts once)."""
+        """Stored tensors that the model has no place for."""
         return self._plan.unexpected
 
     def names(self) -> set[str]:
@@ -88,8 +97,13 @@ class CheckpointSource:
 
         Raises:
             As `names`.
+        Warns:
+            CheckpointWarning: of what is `unexpected`.
         """
         plan = self._plan
+        if plan.unexpected:
+            told = f"{len(plan.unexpected)} tensors of {self._directory} have no place in the model"
+            warn_caller(f"{told}, and are not used: {listed(plan.unexpected)}", CheckpointWarning)
         with contextlib.closing(CheckpointFiles()) as files:
             for name, tensor in plan.direct:
                 yield from self._deliver(name, files.pieces(tensor))
@@ -103,6 +117,8 @@ class CheckpointSource:
                     if name in self._floating and not _is_float(values.dtype):
                         raise self._misfit([f"{name}: {values.dtype} converted, and {_QUANTIZED}"])
                     yield from self._deliver(name, in_pieces(values.reshape(-1)))
+        if plan.missing and self._rest is not None:
+            yield from self._rest(plan.missing)
 
     @cached_property
     def _plan(self) -> _Plan:
@@ -116,26 +132,25 @@ class CheckpointSource:
         converted = []
         for recipe in found:
             names = [self._canonical.get(target, target) for target in recipe.targets]
-            if not filled.isdisjoint(names):
-                unused += recipe.sources
-            elif recipe.converter is not None:
+            if not filled.isdisjoint(names):  # a tied weight that is stored twice
+                continue
+            if recipe.converter is not None:
                 converted.append(recipe)
             elif names[0] in self._shapes:
                 tensor = stored[recipe.sources[0]]
                 direct.append((names[0], tensor))
                 problems += self._problems_of(names[0], tensor)
             filled.update(names)
-        problems += [
-            f"{name}: missing, {list(shape)} in the model"
-            for name, shape in self._shapes.items()
-            if name not in filled and not self._may_miss(name)
-        ]
+        missing = tuple(name for name in self._shapes if name not in filled and not self._may_miss(name))
+        if self._rest is None:
+            problems += [f"{name}: missing, {list(self._shapes[name])} in the model" for name in missing]
         if problems:
             raise self._misfit(problems)
         if meta := [name for name, buffer in self._buffers.items() if buffer.is_meta]:
             raise ConfigError(f"{len(meta)} buffers are on the meta device, first {meta[0]!r}: build with deferred()")
         direct.sort(key=lambda item: (item[1].path, item[1].begin))
-        return _Plan(frozenset(self._canonical.values()), stored, direct, converted, tuple(sorted(unused)))
+        unexpected = tuple(sorted(filter(self._is_strange, unused)))
+        return _Plan(frozenset(self._canonical.values()), stored, direct, converted, missing, unexpected)
 
     def _problems_of(self, name: str, tensor: Stored) -> Iterator[str]:
         """Why a stored tensor cannot be this one of the model."""
@@ -154,8 +169,16 @@ class CheckpointSource:
                 _put(buffer, offset, values)
 
     def _may_miss(self, name: str) -> bool:
-        patterns = getattr(self._model, "_keys_to_ignore_on_load_missing", None) or ()
-        return name in self._buffers and any(re.search(pattern, name) for pattern in patterns)
+        return name in self._buffers and self._ignores("missing", name)
+
+    def _is_strange(self, name: str) -> bool:
+        """Not a buffer that is computed anew, as older versions of a model have stored it."""
+        return name not in dict(self._model.named_buffers()) and not self._ignores("unexpected", name)
+
+    def _ignores(self, what: str, name: str) -> bool:
+        """Whether a model of transformers says so."""
+        patterns = getattr(self._model, f"_keys_to_ignore_on_load_{what}", None) or ()
+        return any(re.search(pattern, name) for pattern in patterns)
 
     def _misfit(self, problems: Sequence[str]) -> FormatError:
         return FormatError(f"{self._directory} does not fit the model, {len(problems)} tensors: {some_of(problems)}")

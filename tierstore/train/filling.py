@@ -1,16 +1,18 @@
 """Filling a new store with weights that arrive in pieces, without the whole model in memory.
 
-Scope: collecting pieces into chunks, a few chunks open at a time; the same pieces at all ranks.
+Scope: what a source of weights is; collecting pieces into chunks, a few chunks open at a time; the same pieces at all
+    ranks.
 Not here: where pieces come from (`materialize.py`, `checkpoints.py`), how a chunk is stored (`store/at_rest.py`).
 Owner: the thread that makes the engine.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +24,14 @@ from tierstore.errors import ConfigError, FormatError
 from tierstore.io.runtime import Runtime
 from tierstore.store.layout import ParameterSpec
 from tierstore.store.training import TrainingStore
-from tierstore.train.groups import Group, refuse_taken
+from tierstore.train.groups import Group, holds_values, refuse_taken
 
 if TYPE_CHECKING:
     from tierstore.train.partition import Partition
 
 PIECE_ELEMENTS = 2**20
+BUILT_AS = "_tierstore_built_as"
+"""Attribute of a parameter that `deferred` has built: its name then."""
 _OPEN_CHUNKS = 2
 
 
@@ -39,23 +43,88 @@ class Piece(NamedTuple):
     values: torch.Tensor
 
 
-def weights_of(model: nn.Module) -> Iterator[Piece]:
-    """The weights of an ordinary model; a parameter's memory is let go when its piece was taken.
+class Source(Protocol):
+    """Where the values of a model's parameters come from, beside those that the model holds itself."""
+
+    def names(self) -> set[str]:
+        """The parameters it provides, as `named_parameters()` names them (a tied one once)."""
+
+    def stream(self) -> Iterator[Piece]:
+        """Flat pieces (name, element offset, values), in any order, each element exactly once.
+
+        Values have the parameter's dtype or the source's own; the receiver casts. A piece may be kept.
+        """
+
+
+class BuiltSource(ABC):
+    """A source for a model that `deferred` has built, where nobody is to have set a weight since."""
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """As `Source.names`."""
+
+
+def check_source(model: nn.Module, source: Source) -> None:
+    """Refuse a model of which a source would change what somebody has set, or give values to others.
 
     Raises:
-        ConfigError: an engine has taken them, or a lazy module has none yet; or, when it is its turn, a parameter is on
-            the meta device.
+        ConfigError: names a parameter.
+    """
+    if not isinstance(source, BuiltSource):  # the user's own
+        return
+    for name, what in _overwritten(model, source):
+        raise ConfigError(
+            f"parameter {name} {what}, and the source that is given as `initialize` has others of this name: change "
+            "the model, and weights, in the function that deferred() calls; or weights of the engine, by "
+            "load_state_dict(...) or in gathered(..., modify=True)"
+        )
+
+
+def _overwritten(model: nn.Module, source: BuiltSource) -> Iterator[tuple[str, str]]:
+    """Parameters that are not to have the values that the source has of their names, and why."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if (what := _changed_since(parameter, name)) is not None:
+            yield name, what
+    known = source.names()
+    for name, parameter in parameters.items():
+        if name in known and holds_values(parameter):
+            yield name, "holds values"
+
+
+def _changed_since(parameter: nn.Parameter, name: str) -> str | None:
+    """What has happened to a parameter since `deferred` has built it, if it has, and that."""
+    built_as = parameter.__dict__.get(BUILT_AS, name)
+    if built_as != name:
+        return f"was {built_as} when deferred() had built the model"
+    if BUILT_AS in parameter.__dict__ and parameter.is_meta and parameter._version:
+        return "was changed after deferred(), when it had no values"
+    return None
+
+
+def weights_of(model: nn.Module, source: Source | None = None) -> Iterator[Piece]:
+    """The weights that a source has, and those that the model holds beside them; a parameter's memory is let go when
+    its piece was taken.
+
+    Raises:
+        ConfigError: an engine has taken them, or a lazy module has none yet; or, without a source and when it is its
+            turn, a parameter is on the meta device.
     """
     refuse_taken(model)
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise ConfigError(f"parameter {lazy} has no shape yet (a lazy module); call the model once, under no_grad")
-    tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    tensors.reverse()
+    own = [(name, p.detach()) for name, p in model.named_parameters() if source is None or holds_values(p)]
+    own.reverse()
+    given = None if source is None else source.stream()  # now: it may be of this model, whose memory goes
 
     def pieces() -> Iterator[Piece]:
-        while tensors:
-            name, tensor = tensors.pop()
+        if source is not None and given is not None:
+            known = source.names()
+            own[:] = [(name, tensor) for name, tensor in own if name not in known]
+            yield from given
+        while own:
+            name, tensor = own.pop()
             if tensor.is_meta:
                 raise ConfigError(f"parameter {name} holds no values (meta device); give their source as `initialize`")
             yield Piece(name, 0, tensor.reshape(-1))

@@ -17,9 +17,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
 from tierstore.device.spans import TORCH_DTYPES
 from tierstore.device.streams import ComputeDevice
@@ -145,7 +147,7 @@ class ModelGroups:
         aliases: every name of a parameter, with that one.
         empty: parameters without elements, which are in no group, by each of their names.
         tied: groups with a parameter that has several names.
-        replaced: the real parameters of a model on the meta device.
+        replaced: by parameters of a model on the meta device, the real ones, if they are not the same objects now.
     """
 
     groups: list[Group]
@@ -327,24 +329,47 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
     Neighbours in one storage are fine: recurrent modules lay their weights so.
     """
-    places: list[tuple[str, int, int, bool, str]] = []
+    places: list[Place] = []
     for is_parameter, tensors in ((True, model.named_parameters()), (False, model.named_buffers())):
         for name, tensor in tensors:
             if tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested and tensor.numel():
-                begin, last = tensor.data_ptr(), sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
-                end = begin + (last + 1) * tensor.itemsize
-                places.append((str(tensor.device), begin, end, is_parameter, name))
+                begin, size = tensor.data_ptr(), span(tensor.shape, tensor.stride()) * tensor.itemsize
+                places.append(Place(str(tensor.device), begin, begin + size, is_parameter, name))
+    refuse_overlap(places)
+
+
+class Place(NamedTuple):
+    """Where a parameter or a buffer lies in some memory: from `begin` up to `end`, in any unit."""
+
+    memory: str
+    begin: int
+    end: int
+    is_parameter: bool
+    name: str
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last of a tensor."""
+    return sum((n - 1) * step for n, step in zip(shape, stride)) + 1
+
+
+def refuse_overlap(places: Iterable[Place]) -> None:
+    """Parameters that share memory with others, or with buffers.
+
+    Raises:
+        ConfigError: names two.
+    """
     furthest: dict[tuple[str, bool], tuple[int, str]] = {}
-    for device, begin, end, is_parameter, name in sorted(places):
+    for memory, begin, end, is_parameter, name in sorted(places):
         for other_is_parameter in (True, False) if is_parameter else (True,):
-            other_end, other = furthest.get((device, other_is_parameter), (0, ""))
+            other_end, other = furthest.get((memory, other_is_parameter), (0, ""))
             if other_end > begin:
                 kinds = {True: "parameter", False: "buffer"}
                 raise ConfigError(
                     f"{kinds[other_is_parameter]} {other} and {kinds[is_parameter]} {name} lie in the same memory; "
                     "tie parameters by giving both modules the same Parameter, or clone one of the two"
                 )
-        furthest[device, is_parameter] = max(furthest.get((device, is_parameter), (0, "")), (end, name))
+        furthest[memory, is_parameter] = max(furthest.get((memory, is_parameter), (0, "")), (end, name))
 
 
 def _groups_of_modules(
@@ -439,13 +464,36 @@ def _owner(parameter: str, blocks: set[str]) -> str:
 
 
 def _replace_meta_parameters(model: nn.Module, device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
-    real: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if parameter not in real:
-                    # One element seen as the whole shape: `bind` gives it its memory, the store its bytes.
-                    data = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-                    real[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                module._parameters[name] = real[parameter]
-    return real
+    replaced = {}
+    for parameter in list(model.parameters()):
+        if parameter.is_meta:
+            # One element seen as the whole shape: `bind` gives it its memory, the store its bytes.
+            data = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            if (real := replace(model, parameter, data)) is not parameter:
+                replaced[parameter] = real
+    return replaced
+
+
+def holds_values(parameter: nn.Parameter) -> bool:
+    """Whether it has memory for them all: not on the meta device, nor after an engine could not be made of it."""
+    return not parameter.is_meta and parameter.untyped_storage().nbytes() >= parameter.nbytes
+
+
+def replace(model: nn.Module, parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """A parameter with other data, of another device: the same object, if torch can do that, so that all who hold it
+    see it; else another one, in all modules of the model.
+
+    Returns:
+        That object.
+    """
+    other = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)
+    try:
+        swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+        return parameter
+    except RuntimeError:  # somebody holds a weak reference (recurrent modules do)
+        for module in model.modules():
+            for name, held in list(module._parameters.items()):
+                if held is parameter:
+                    setattr(module, name, other)
+        return other

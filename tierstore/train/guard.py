@@ -34,10 +34,15 @@ class Access(Protocol):
 
 
 class Gate:
-    """All that a model and its graphs hold of an engine; see [Note: let go]."""
+    """All that a model and its graphs hold of an engine; see [Note: let go].
 
-    def __init__(self, access: Access) -> None:
-        self._access: Access | None = access
+    Args:
+        access: None until there is an engine.
+    """
+
+    def __init__(self, access: Access | None = None) -> None:
+        self._access = access
+        self._why_none = "this model has given its weights to an engine that could not be made: build it anew"
 
     @property
     def access(self) -> Access:
@@ -47,14 +52,15 @@ class Gate:
             ClosedError: it was cut.
         """
         if self._access is None:
-            raise ClosedError(
-                "the engine of this model is closed: its weights are in its store, if it had one, and in its exports"
-            )
+            raise ClosedError(self._why_none)
         return self._access
 
     def cut(self) -> None:
         """Let go of the engine, for good."""
         self._access = None
+        self._why_none = (
+            "the engine of this model is closed: its weights are in its store, if it had one, and in its exports"
+        )
 
 
 def guard(group: Group, gate: Gate) -> None:

@@ -62,7 +62,7 @@ def check_kinds(
     expect(optimizer is None or isinstance(optimizer, AdamWConfig), "optimizer", "an AdamWConfig", optimizer)
     is_maker = lr_scheduler is None or callable(lr_scheduler)
     expect(is_maker, "lr_scheduler", "a function that makes one of the optimizer", lr_scheduler)
-    is_source = initialize is None or hasattr(initialize, "stream")
+    is_source = initialize is None or (hasattr(initialize, "names") and hasattr(initialize, "stream"))
     expect(is_source, "initialize", "a source of weights, as deferred() gives one", initialize)
     is_group = process_group is None or isinstance(process_group, ProcessGroup)
     expect(is_group, "process_group", "a torch.distributed.ProcessGroup", process_group)

@@ -77,6 +77,11 @@ class Recorder:
         Raises:
             ConfigError: it is not in CPU memory.
         """
+        if parameter.is_meta:
+            raise ConfigError(
+                f"{label} is on the meta device: build it on the CPU, as `from_config` of transformers does and "
+                "`from_pretrained` does not; its weights come by deferred(..., checkpoint=directory)"
+            )
         if parameter.device.type != "cpu" or parameter.layout != torch.strided:
             raise ConfigError(f"{label} is on {parameter.device} ({parameter.layout}): build on the CPU, or {ADVICE}")
         storage = parameter.untyped_storage()

@@ -14,7 +14,7 @@ filled with its values where it lies.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +111,10 @@ class Records:
         self.keep(tensor.untyped_storage(), record)
         return tensor
 
-    def living_hollow(self, others_than: set[int]) -> Iterator[tuple[Record, torch.Tensor]]:
-        """Flat tensors of the hollow storages that are in use, except these addresses."""
+    def living_hollow(self, is_wanted: Callable[[int], bool]) -> Iterator[tuple[Record, torch.Tensor]]:
+        """Flat tensors of the hollow storages that are in use, by their addresses."""
         for address, (weak, record) in list(self._known.items()):
-            if record.is_hollow and address not in others_than and not _is_gone(weak):
+            if record.is_hollow and is_wanted(address) and not _is_gone(weak):
                 storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
                 if storage is not None:
                     yield record, torch.empty(0, dtype=record.dtype, device="cpu").set_(storage)

@@ -1,0 +1,298 @@
+"""Models that `deferred` has built, and what is done to them before they have an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tierstore.config import AdamWConfig, TierConfig
+from tierstore.errors import BudgetError, ClosedError, ConfigError, FormatError, StorageError
+from tierstore.train.engine import Engine
+from tierstore.train.filling import Piece, Source
+from tierstore.train.materialize import deferred
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
+
+TIERS = TierConfig(gpu_memory="8MiB", cpu_memory="64MiB")
+INPUT = torch.linspace(-1, 1, 24).view(3, 8)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.leave = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        result: torch.Tensor = self.leave(x)
+        return result
+
+
+def engine_of(model: nn.Module, source: Source | None, **budgets: object) -> Engine:
+    tiers = TIERS.model_copy(update=budgets)
+    return Engine(model, tiers, AdamWConfig(lr=0.1), max_grad_norm=None, initialize=source)
+
+
+def losses(model: nn.Module, source: Source | None) -> list[float]:
+    with engine_of(model, source) as engine:
+        found = []
+        for _ in range(3):
+            loss = engine(INPUT).square().mean()
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        return found
+
+
+# --- memory that is shared ------------------------------------------------------------------------------------------
+
+
+class TiedByData(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].weight.data = self.enter.weight.data
+
+
+class TiedByParameter(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].weight = nn.Parameter(self.enter.weight.t())
+
+
+class Overlapping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.randn(120)
+        self.enter.weight = nn.Parameter(flat[:64].view(8, 8))
+        self.blocks[2].weight = nn.Parameter(flat[56:].view(8, 8))
+
+
+@pytest.mark.parametrize("build", [TiedByData, TiedByParameter, Overlapping])
+def test_parameters_in_the_same_memory_are_refused_as_in_an_ordinary_model(build: Callable[[], nn.Module]) -> None:
+    said = r"parameter (enter|blocks.2).weight and parameter (blocks.2|enter).weight lie in the same memory"
+    with pytest.raises(ConfigError, match=said):
+        deferred(build)
+    with pytest.raises(ConfigError, match=said):
+        engine_of(build(), None)
+
+
+def test_neighbours_in_one_memory_are_fine() -> None:
+    def build() -> nn.Module:
+        model, flat = Net(), torch.randn(128)
+        model.enter.weight = nn.Parameter(flat[:64].view(8, 8))
+        model.blocks[2].weight = nn.Parameter(flat[64:].view(8, 8))
+        return model
+
+    torch.manual_seed(3)
+    expected = losses(build(), None)
+    torch.manual_seed(3)
+    assert losses(*deferred(build)) == expected
+
+
+def test_memory_that_is_kept_past_the_parameter_is_told() -> None:
+    class Keeps(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.at_first = self.leave.weight.detach()
+
+    with pytest.warns(UserWarning, match=r"holds memory of parameter 'leave.weight' .*: there it is zero") as told:
+        deferred(Keeps)
+    assert [warning.filename for warning in told] == [__file__]
+
+
+class HeldElsewhere(Net):
+    """Its parameters are also in places that are no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = (self.enter.weight, self.blocks[1].bias)
+        self.project: Callable[..., torch.Tensor] = lambda x, weight=self.leave.weight: x @ weight.t()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.project(super().forward(x) @ self.leave.weight + x @ self.pair[0] + self.pair[1])
+
+
+def test_who_holds_a_parameter_elsewhere_trains_it() -> None:
+    torch.manual_seed(3)
+    expected = losses(HeldElsewhere(), None)
+    torch.manual_seed(3)
+    assert losses(*deferred(HeldElsewhere)) == expected
+
+
+# --- what is changed before there is an engine ----------------------------------------------------------------------
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict(Net().state_dict(), assign=True)
+
+
+def zeroed(model: nn.Module) -> None:
+    nn.init.zeros_(model.enter.weight)
+
+
+def replaced(model: nn.Module) -> None:
+    model.leave = nn.Linear(4, 8, bias=False)
+
+
+def reordered(model: nn.Module) -> None:
+    model.blocks = nn.ModuleList([model.blocks[0], model.blocks[2]])
+
+
+LATE = {
+    assigned: "enter.weight holds values",
+    zeroed: "enter.weight was changed after deferred",
+    replaced: "leave.weight holds values",
+    reordered: "blocks.1.weight was blocks.2.weight when deferred",
+}
+
+
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+@pytest.mark.parametrize("change", LATE)
+def test_a_change_that_the_source_would_undo_is_refused(
+    change: Callable[[nn.Module], None], has_checkpoint: bool, tmp_path: Path
+) -> None:
+    if has_checkpoint:
+        save_file(Net().state_dict(), tmp_path / "model.safetensors")
+    model, source = deferred(Net, checkpoint=tmp_path if has_checkpoint else None)
+    change(model)
+    with pytest.raises(ConfigError, match=f"parameter {LATE[change]}.* in the function that deferred"):
+        engine_of(model, source)
+
+
+def test_what_loses_nothing_is_allowed() -> None:
+    model, source = deferred(Net)
+    model.requires_grad_(False).to(torch.bfloat16).to(torch.float32)
+    del model.blocks[2]
+    model.leave.requires_grad_(True)
+    assert losses(model, source)[0] > 0
+
+
+def test_an_engine_that_could_not_be_made_leaves_the_model_to_another_one() -> None:
+    torch.manual_seed(3)
+    expected = losses(Net(), None)
+    torch.manual_seed(3)
+    model, source = deferred(Net)
+    with pytest.raises(BudgetError):
+        engine_of(model, source, cpu_memory=1)
+    assert losses(model, source) == expected
+
+
+class Adapted(nn.Module):
+    """LoRA, added to a model that is there."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    """Beside the blocks, so that names of what is there stay."""
+    model.requires_grad_(False)
+    torch.manual_seed(7)
+    for block in model.blocks:
+        block.adapter = Adapted(nn.Linear(8, 8, bias=False))
+        block.register_forward_hook(lambda block, given, output: output + block.adapter(given[0]))
+    return model
+
+
+def test_what_is_added_later_keeps_its_own_values(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected = losses(with_adapters(Net()), None)
+    torch.manual_seed(3)
+    save_file(Net().state_dict(), tmp_path / "model.safetensors")
+    model, source = deferred(Net, checkpoint=tmp_path)
+    assert losses(with_adapters(model), source) == expected
+    assert expected[2] < expected[0]
+
+
+# --- what a checkpoint lacks ----------------------------------------------------------------------------------------
+
+
+class WithHead(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.full((2,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(super().forward(x)) * self.scale
+        return result
+
+
+def test_what_a_checkpoint_lacks_is_as_the_model_is_built_if_that_is_asked_for(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    stored = Net().state_dict()
+    save_file(stored, tmp_path / "model.safetensors")
+    torch.manual_seed(3)
+    ordinary = WithHead()
+    ordinary.load_state_dict(stored, strict=False)
+    after = torch.get_rng_state()
+    expected = losses(ordinary, None)
+    torch.manual_seed(3)
+    assert losses(*deferred(WithHead, checkpoint=tmp_path, missing="build")) == expected
+    assert torch.equal(torch.get_rng_state(), after)
+    with pytest.raises(FormatError, match=r"3 tensors: head.weight: missing, \[2, 4\] in the model; head.bias"):
+        engine_of(*deferred(WithHead, checkpoint=tmp_path))
+    with pytest.raises(ConfigError, match="missing must be one of refuse, build, not 'some'"):
+        deferred(WithHead, checkpoint=tmp_path, missing="some")  # type: ignore[arg-type]
+
+
+# --- the generator --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def state_of_before() -> Iterator[torch.Tensor]:
+    before = torch.get_rng_state()
+    yield before
+    torch.set_rng_state(before)
+
+
+@pytest.mark.usefixtures("state_of_before")
+def test_a_seed_that_is_set_meanwhile_stays_and_is_told() -> None:
+    torch.manual_seed(3)
+    expected = losses(Net(), None)
+    torch.manual_seed(3)
+    model, source = deferred(Net)
+    torch.manual_seed(4)
+    seeded = torch.get_rng_state()
+    with pytest.warns(UserWarning, match=r"default generator was used or seeded between deferred\(\)") as told:
+        assert losses(model, source) == expected
+    assert [warning.filename for warning in told] == [__file__]
+    assert torch.equal(torch.get_rng_state(), seeded)
+
+
+def test_a_model_of_which_no_engine_could_be_made_says_so() -> None:
+    class Gone:
+        def names(self) -> set[str]:
+            return {"leave.weight"}
+
+        def stream(self) -> Iterator[Piece]:
+            yield Piece("leave.weight", 0, torch.zeros(3))
+            raise StorageError("the disk is gone")
+
+    model = Net()
+    with pytest.raises(StorageError, match="the disk is gone"):
+        engine_of(model, Gone())
+    with pytest.raises(ClosedError, match="given its weights to an engine that could not be made: build it anew"):
+        model.leave.weight.sum()
+    with pytest.raises(ConfigError, match="belongs to another engine"):
+        engine_of(model, None)
+
+
+def test_a_function_that_returns_no_module_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"a function that returns a torch.nn.Module, not None"):
+        deferred(lambda: None)  # type: ignore[arg-type, return-value]
