@@ -616,6 +616,29 @@ MUTATIONS: Sequence[Mutation] = (
         "what a model holds beside its source is kept", "train/filling.py weights_of", "or holds_values(p)",
         "train/test_built.py", "",
     ),
+    # Gradients that would be divided twice, or lost.
+    Mutation(
+        "a module has one reducer", "train/data_parallel/reducer.py GradientReducer.__init__",
+        "close_reducers_of(module)", "train/test_reducer_hooks.py::test_a_module_has_one_reducer_at_a_time",
+    ),
+    Mutation(
+        "what is reduced has no engine", "train/owners.py refuse_taken", "refuse_reduced(model)",
+        "train/test_reducer_hooks.py::test_a_module_has_one_reducer_at_a_time",
+    ),
+    Mutation(
+        "buckets that are made anew know what is shown", "train/data_parallel/places.py Places.allocate",
+        "if not self._has_shown:",
+        "train/test_reducer_hooks.py::test_a_delayed_reducer_loses_nothing_in_its_first_steps", "if True:",
+    ),
+    Mutation(
+        "flush loses nothing", "train/data_parallel/reducer.py GradientReducer.flush",
+        "self._places.refuse_to_lose()",
+        "train/test_reducer_hooks.py::test_a_delayed_reducer_loses_nothing_in_its_first_steps", "pass",
+    ),
+    Mutation(
+        "newcomers are refused where no graph is searched", "train/data_parallel/reducer.py GradientReducer.backward",
+        "self._readiness.refuse_newcomers()", "train/test_reducer_hooks.py",
+    ),
     # What would be computed with, and not be trained or kept.
     Mutation(
         "newcomers are refused", "train/steps.py Steps._forward", "parts.groups.refuse_newcomers(parts.model)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -12,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -482,7 +484,7 @@ class MayFail(nn.Module):
 
 
 def failed(rank: int, ranks: int, by_reducer: bool) -> tuple[list[bool], list[str]]:
-    """Whether averages are right after a backward that failed early; what is said after one that failed late."""
+    """Whether averages are right after a backward that failed early, or late; and what is said, if none are made."""
     torch.manual_seed(0)
     module, plain = MayFail(), MayFail()
     plain.load_state_dict(module.state_dict())
@@ -492,31 +494,39 @@ def failed(rank: int, ranks: int, by_reducer: bool) -> tuple[list[bool], list[st
         def step(number: int, fails: str) -> None:
             module.zero_grad()
             loss = reducer(batch_of(rank, number), fails).square().mean()
-            # `backward` meets the other ranks before its first gradient, so it cannot go on after an early failure.
-            if by_reducer and fails != "early":
-                reducer.backward(loss)
-            else:
-                loss.backward()
+            reducer.backward(loss) if by_reducer else loss.backward()
 
-        for number in range(2):
-            try:
-                step(number, "early")
-            except ZeroDivisionError:
-                step(number, "")
+        def is_right(number: int) -> bool:
             plain.zero_grad()
             for other in range(ranks):
                 (plain(batch_of(other, number), "").square().mean() / ranks).backward()
             pairs = zip(module.parameters(), plain.parameters(), strict=True)
-            right.append(all(torch.allclose(one.grad, other.grad, atol=1e-7) for one, other in pairs))
-        for number, fails in enumerate(("late", "", "")):
-            try:
+            return all(torch.allclose(one.grad, other.grad, atol=1e-7) for one, other in pairs)
+
+        for number, fails in enumerate(("early", "early", "late")):
+            with contextlib.suppress(ZeroDivisionError):
                 step(number, fails)
-                said.append("nothing")
-            except ZeroDivisionError:
-                pass
-            except GraphError as error:
-                said.append(str(error))
+            for _ in range(2):
+                try:
+                    step(number, "")
+                    right.append(is_right(number))
+                except GraphError as error:
+                    said.append(str(error))
     return right, said
+
+
+def with_wrong_hook(rank: int, ranks: int) -> str:
+    """What is told of an error in a comm hook."""
+
+    def hook(state: object, bucket: object) -> torch.futures.Future[torch.Tensor]:
+        raise RuntimeError("what a hook says")
+
+    module = nn.Linear(2, 2)
+    with GradientReducer(module) as reducer:
+        reducer.register_comm_hook(None, hook)
+        with pytest.raises(RankLost) as lost:
+            reducer.backward(reducer(torch.ones(1, 2)).sum())
+    return str(lost.value)
 
 
 def recomputed(rank: int, ranks: int) -> bool:

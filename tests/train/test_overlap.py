@@ -48,6 +48,8 @@ class Recorded:
         )
         self.record = StepRecord(began_s, self.now_s, max(self.done_s), ("bias", "weight"), buckets)
 
+    is_delayed = False
+
     def last_step(self) -> StepRecord | None:
         return self.record
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import re
 import signal
@@ -12,13 +11,25 @@ import warnings
 import pytest
 import torch
 from ranks import call, outcomes_of, run_in_turn, run_ranks
-from reducing import called_directly, failed, honest, in_every_order, lost, misused, odd, recomputed, refused
+from reducing import (
+    called_directly,
+    failed,
+    honest,
+    in_every_order,
+    lost,
+    misused,
+    odd,
+    recomputed,
+    refused,
+    with_wrong_hook,
+)
 from torch import distributed, nn
 
-from tierstore import GradientReducer
-from tierstore.errors import ConfigError, GraphError
+from tierstore import Engine, GradientReducer, OverlapProfiler, TierConfig
+from tierstore.errors import ClosedError, ConfigError, GraphError
 from tierstore.garbage import no_garbage_collection
 from tierstore.trace import Tracer
+from tierstore.train.data_parallel.launching import Launcher
 
 TIMEOUT_S = 2.0
 REPORT_S = 4.0  # to find out who is missing: a few heart beats
@@ -74,12 +85,14 @@ def test_parameters_of_every_kind() -> None:
 
 
 def test_after_a_backward_that_failed() -> None:
-    """Before its first gradient it costs nothing; later the reducer says that it cannot go on, again and again."""
-    both = run_in_turn(2, failed, [call(by_reducer) for by_reducer in (False, True)])
-    for early, late in itertools.chain(*both):
-        assert early == [True, True]
-        for message in late:
-            assert "after one that failed with buckets on their way" in message
+    """Before its first gradient it costs nothing; later the reducer says that it cannot go on, again and again, unless
+    it knows that no bucket was on its way."""
+    by_loss, by_reducer = run_in_turn(2, failed, [call(by_reducer) for by_reducer in (False, True)])
+    for right, said in by_loss:
+        assert right == [True] * 4
+        assert len(said) == 2
+        assert all("after one that failed with buckets on their way" in message for message in said)
+    assert by_reducer == [([True] * 6, [])] * 2
 
 
 def test_without_the_reducers_forward_and_backward() -> None:
@@ -139,9 +152,98 @@ def test_options_that_cannot_work(alone: object) -> None:
         (nn.Linear(2, 2), {"bucket": "auto", "cost": 3}, "cost="),
         (nn.Linear(2, 2), {"reduce": "gather"}, "reduce must be"),
         (nn.Linear(2, 2), {"order": ["weight", "wieght"]}, "order= has wieght"),
+        (nn.Linear(2, 2), {"order": ["weight", "weight"]}, "order= has a name twice"),
+        (nn.Linear(2, 2), {"reduce": "reduce_scatter", "timed": True}, "only NCCL tells when a reduce-scatter ends"),
+        (nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))), {}, "DDP averages .* already"),
+        (None, {}, "module must be a torch.nn.Module, not a NoneType"),
     ):
         with pytest.raises(ConfigError, match=word):
             GradientReducer(module, **options)
+
+
+def test_a_module_has_one_reducer_at_a_time(alone: object) -> None:
+    """Two would divide its gradients twice: as where a cell of a notebook is run again, or a part is shared."""
+    shared, x = nn.Linear(2, 2), torch.ones(1, 2)
+    first, second = nn.Sequential(shared), nn.Sequential(shared, nn.Linear(2, 2))
+    before = GradientReducer(first)
+    with GradientReducer(first) as reducer:
+        reducer.backward(reducer(x).sum())
+        with pytest.raises(ClosedError, match="the reducer was closed"):
+            before(x)
+        averaged = r"the GradientReducer of a Sequential averages the gradient of 0.weight: close\(\) it first"
+        with pytest.raises(ConfigError, match=averaged):
+            GradientReducer(second)
+        with pytest.raises(ConfigError, match=averaged):
+            Engine(second, TierConfig())
+    GradientReducer(second).close()
+    Engine(second, TierConfig()).close()
+
+
+def test_an_optimizer_that_steps_in_backward_is_refused(alone: object) -> None:
+    module = nn.Linear(2, 2)
+    module.weight._in_backward_optimizers = [torch.optim.SGD([module.weight])]  # as torch marks it
+    with pytest.raises(ConfigError, match="an optimizer steps weight in backward, before its gradient is averaged"):
+        GradientReducer(module)
+
+
+@pytest.mark.parametrize("options", [{"find_unused": False}, {"static_graph": True}])
+@pytest.mark.parametrize("by_reducer", [False, True])
+def test_newcomers_are_refused_also_where_no_graph_is_searched(
+    alone: object, options: dict[str, bool], by_reducer: bool
+) -> None:
+    module, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    with GradientReducer(module, **options) as reducer:
+        module.append(nn.Linear(2, 2))
+        with pytest.raises(GraphError, match=r"1.weight was put into the module after the reducer was made"):
+            reducer.backward(module(x).sum()) if by_reducer else reducer(x).sum().backward()
+
+
+def test_a_delayed_reducer_loses_nothing_in_its_first_steps(alone: object) -> None:
+    """When its buckets are made anew, too."""
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with GradientReducer(module, delayed=True) as reducer:
+        reducer.backward(reducer(x).sum())
+        reducer.flush()
+        with pytest.raises(GraphError, match="needs zero_grad"):
+            reducer.backward(reducer(x).sum())
+    with GradientReducer(module, delayed=True) as reducer:
+        module.zero_grad()
+        reducer.backward(reducer(x).sum())
+        with reducer.no_sync():
+            reducer.backward(reducer(x).sum())
+        with pytest.raises(GraphError, match=r"is one that no_sync\(\) has gathered, and would be lost"):
+            reducer.flush()
+        reducer.backward(reducer(x).sum())
+        module.zero_grad()
+        reducer.flush()
+        assert module.bias.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_delayed_reducer_is_not_profiled(alone: object) -> None:
+    reducer = GradientReducer(nn.Linear(2, 2), delayed=True, timed=True)
+    with reducer, pytest.raises(ConfigError, match="of delayed=True no step knows when its own collectives end"):
+        OverlapProfiler(reducer)
+    with pytest.raises(ConfigError, match="takes a GradientReducer, not a Linear"):
+        OverlapProfiler(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_an_error_of_a_comm_hook_is_told() -> None:
+    for told in run_ranks(2, with_wrong_hook):
+        assert "init_process_group a longer timeout, and start all ranks again (what a hook says)" in told
+
+
+def test_a_reducer_that_was_interrupted_says_so(alone: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with GradientReducer(module) as reducer:
+        monkeypatch.setattr(Launcher, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reducer.backward(reducer(x).sum())
+        with pytest.raises(ClosedError, match="a step was broken off by KeyboardInterrupt: close this reducer"):
+            reducer(x)
 
 
 def test_a_model_with_parts_that_are_not_reduced(alone: object) -> None:

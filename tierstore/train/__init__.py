@@ -10,7 +10,8 @@ Scope: the engine, by what its modules do:
     ranks       `ranks`, `partition`, `gathering`, `reduction`
     generations `generations`, `given`, `capture`
 and beside it, each for itself: models and their files (`materialize` with `deferred/`, `checkpoints` with
-`checkpoint_files` and `conversion`), batches (`loading`), `cpu_adam`, and `data_parallel/`.
+`checkpoint_files` and `conversion`), batches (`loading`), `cpu_adam`, and `data_parallel/`; for these and the engine
+`owners` of parameters, and `newcomers`.
 Not here: anything that waits on the loop (`store/`); commands (`apps/`).
 Owner: the thread that trains.
 """

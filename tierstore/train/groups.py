@@ -28,6 +28,8 @@ from tierstore.device.streams import ComputeDevice
 from tierstore.errors import ConfigError, GraphError
 from tierstore.plan.placement import GroupNeed
 from tierstore.store.layout import GroupSpec, ParameterSpec
+from tierstore.train.newcomers import newcomers
+from tierstore.train.owners import refuse_taken
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NO_VERSION = -1
@@ -165,24 +167,12 @@ class ModelGroups:
         Raises:
             GraphError: names one.
         """
-        known = self._known_ids
-        ahead: list[nn.Module | None] = [model]  # a third of the time of `model.modules()`, which makes their names
-        seen: set[int] = set()
-        while ahead:
-            module = ahead.pop()
-            if module is None or id(module) in seen:
-                continue
-            seen.add(id(module))
-            ahead += module._modules.values()
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) not in known and parameter.numel():
-                    named = (name for name, other in model.named_parameters() if other is parameter)
-                    name = next(named, f"of a {type(module).__name__}")
-                    raise GraphError(
-                        f"parameter {name} came into the model after the engine was made, and would be neither trained "
-                        "nor kept: build the model with it, and make another engine; "
-                        "values alone are set by engine.load_state_dict(...)"
-                    )
+        for name, _ in newcomers(model, self._known_ids):
+            raise GraphError(
+                f"parameter {name} came into the model after the engine was made, and would be neither trained nor "
+                "kept: build the model with it, and make another engine; "
+                "values alone are set by engine.load_state_dict(...)"
+            )
 
     def frozen_since(self) -> list[str]:
         """Parameters that are trained, but that they need no gradient now."""
@@ -278,16 +268,6 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
     of_module, closed = _groups_of_modules(model, index_of)
     together = set(_together(model, of_module, index_of))
     return ModelGroups(groups, of_module, closed, together, names, aliases, empty, replaced)
-
-
-def refuse_taken(model: nn.Module) -> None:
-    """A model serves one engine: its weights left with that engine's store.
-
-    Raises:
-        ConfigError: an engine has taken the model over before.
-    """
-    if any("_tierstore_access" in parameter.__dict__ for parameter in model.parameters()):
-        raise ConfigError("the model belongs to another engine, perhaps a closed one; build it anew")
 
 
 def _refuse_unsplittable(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store, _new_process_group_helper, _world
 
-from tierstore.errors import ConfigError, GraphError, RankLost
+from tierstore.errors import ConfigError, GraphError, RankLost, first_line
 from tierstore.pack.layout import listed
 
 T = TypeVar("T")
@@ -39,6 +39,8 @@ _SHARE = 0.75
 """Of the timeout, for a collective: who is missing is to be known before the wait around it ends."""
 _NCCL_SHARE = 2.0
 """Of the timeout: NCCL's own watchdog ends the whole process, so it is to come last."""
+_UNTOLD_TIMEOUT_S = 300.0
+"""Of a group whose own timeout counts: a part of it is for the store's answers."""
 
 
 class Ranks:
@@ -46,12 +48,12 @@ class Ranks:
 
     Args:
         group: None is the default group.
-        timeout_s: a rank that does not come to a collective for so long is missing.
+        timeout_s: a rank that does not come to a collective for so long is missing; None: that is the group's affair.
         device: this rank's GPU, for groups that know nothing else; None is torch's current one.
     """
 
     def __init__(
-        self, group: ProcessGroup | None = None, *, timeout_s: float = 300.0, device: torch.device | None = None
+        self, group: ProcessGroup | None = None, *, timeout_s: float | None = None, device: torch.device | None = None
     ) -> None:
         if not distributed.is_initialized():
             raise ConfigError(
@@ -60,7 +62,10 @@ class Ranks:
         self.group = group or distributed.group.WORLD
         self.rank = distributed.get_rank(self.group)
         self.count = distributed.get_world_size(self.group)
-        self.timeout_s = timeout_s
+        self.timeout_s = _UNTOLD_TIMEOUT_S if timeout_s is None else timeout_s
+        self._larger = "init_process_group a longer timeout"
+        if timeout_s is not None:
+            self._larger = f"a larger TierConfig(timeout_s=) than {timeout_s:g}, of which three quarters count"
         self._device = device or torch.device("cpu")
         self.members = distributed.get_process_group_ranks(self.group)
         self.name = f"tierstore/{self._agreed(uuid.uuid4().hex, device)}"
@@ -210,9 +215,8 @@ class Ranks:
         if waited_s < self.wait_s and not any(text.startswith(_GAVE_UP) for text in after.values()):
             return f"{where}, and it failed though all ranks are alive ({doing}); start all ranks again: {error}"
         return (
-            f"{where}, and {doing}: all ranks make the same calls, in the same order, and none comes more than "
-            f"{self.wait_s:g} s later than the others; do so, or give a larger TierConfig(timeout_s=) than "
-            f"{self.timeout_s:g}, and start all ranks again"
+            f"{where}, and {doing}: all ranks make the same calls, in the same order, and in time; do so, or give "
+            f"{self._larger}, and start all ranks again ({first_line(error)})"
         )
 
     def _last_words(self, what: str) -> tuple[dict[int, str], dict[int, str]] | None:

@@ -57,6 +57,8 @@ class Launcher:
         self._is_stream_ordered = self._is_cuda and is_nccl(self._group, device)
         self._stream = torch.cuda.Stream(device, priority=-1) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._base: tuple[Any, float] | None = None
+        if scatter and timed and not self._is_stream_ordered:
+            raise ConfigError("timed=True: only NCCL tells when a reduce-scatter ends; measure reduce='all_reduce'")
 
     @property
     def is_one_at_a_time(self) -> bool:
@@ -277,6 +279,7 @@ class LaunchQueue:
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """A backward begins."""
+        self.has_launched = False
         self._ahead = list(reversed(buckets))
         self._in_flight: list[Bucket] = []
         self.is_deferred = False
@@ -309,6 +312,7 @@ class LaunchQueue:
             self.advance()
 
     def _launch(self, bucket: Bucket) -> None:
+        self.has_launched = True
         with self._tracer.measure("reducer", f"launch bucket {bucket.index}", bytes=bucket.nbytes):
             if bucket.is_last:
                 self._before_last()

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tierstore.config import parse_size
 from tierstore.errors import ConfigError
 from tierstore.plan.cost_model import CostModel
+from tierstore.train.owners import refuse_reduced
 
 _DEFAULT_BUCKET = "25MiB"  # of "auto", until times are known
 
@@ -61,7 +63,14 @@ class ReducerOptions:
         Raises:
             ConfigError: they cannot.
         """
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"module must be a torch.nn.Module, not a {type(module).__name__}")
+        refuse_reduced(module)
+        if any(isinstance(child, DistributedDataParallel) for child in module.modules()):
+            raise ConfigError("DDP averages the gradients of this module already: give the module that it was made of")
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if stepping := [name for name, p in parameters.items() if hasattr(p, "_in_backward_optimizers")]:
+            raise ConfigError(f"an optimizer steps {stepping[0]} in backward, before its gradient is averaged")
         if not parameters:
             raise ConfigError("no parameter of the module needs a gradient")
         devices = {str(p.device) for p in parameters.values()}
@@ -72,6 +81,8 @@ class ReducerOptions:
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
                 why = "makes sparse gradients, which cannot be reduced in buckets: use sparse=False"
                 raise ConfigError(f"{name} {why}")
+        if len(set(self.order or ())) < len(self.order or ()):
+            raise ConfigError("order= has a name twice")
         if unknown := [name for name in self.order or () if name not in parameters]:
             raise ConfigError(f"order= has {unknown[0]}, which is no parameter that needs a gradient")
         if self.is_auto and not isinstance(self.cost, CostModel):

@@ -64,6 +64,10 @@ class OverlapProfiler:
         self._pauses: list[Pause] = []
         self._sizes: dict[str, int] = {}
         self._handles: list[Any] = []
+        if reducer is not None and not hasattr(reducer, "last_step"):
+            raise ConfigError(f"OverlapProfiler takes a GradientReducer, not a {type(reducer).__name__}")
+        if reducer is not None and reducer.is_delayed:
+            raise ConfigError("of delayed=True no step knows when its own collectives end: profile it without")
         for name, parameter in () if reducer is None else reducer.module.named_parameters():
             if parameter.requires_grad:
                 self._sizes[name] = parameter.nbytes

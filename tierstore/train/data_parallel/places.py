@@ -47,6 +47,7 @@ class Places:
         self._is_scattered, self._is_delayed = scatter, delayed
         self.averages = True
         self.placed = bytearray(len(parameters))
+        self._has_shown = False
 
     def allocate(self, order: Sequence[int], caps_bytes: tuple[int, int]) -> None:
         """Make the buckets anew; views that `.grad` still holds stay what they are.
@@ -61,7 +62,9 @@ class Places:
             BucketSet(self._parameters, assignment, pad_to=self._ranks, scatter=self._is_scattered)
             for _ in range(2 if self._is_delayed else 1)
         ]
-        self.current = self.shown = self.sets[0]
+        self.current = self.sets[0]
+        if not self._has_shown:  # else `.grad` may be those that were shown, which no backward may add to
+            self.shown = self.current
         self._held = bytearray(len(self._parameters))
 
     def begin(self, reached: bytearray) -> None:
@@ -127,13 +130,27 @@ class Places:
             used: by index; None is everything.
         """
         absent = {index for index in buckets.unfired if used is not None and not used[index]}
-        self.shown = buckets
+        self.shown, self._has_shown = buckets, self._is_delayed
         if self._is_scattered:
             self.clear()
         else:
             for index in range(len(self._parameters)) if self._is_delayed else buckets.unfired:
                 self._parameters[index].grad = None if index in absent else buckets.views[index]
         return [self._names[index] for index in sorted(absent)]
+
+    def refuse_to_lose(self) -> None:
+        """Gradients of this rank only, of an accumulation that goes on.
+
+        Raises:
+            GraphError: there are some in `.grad`.
+        """
+        views = self._next().views
+        held = (index for index, is_held in enumerate(self._held) if is_held)
+        if (index := next((i for i in held if self._parameters[i].grad is views[i]), None)) is not None:
+            raise GraphError(
+                f"the gradient of {self._names[index]} is one that no_sync() has gathered, and would be lost: call "
+                "flush() before the first backward in no_sync(), or after the one that ends the accumulation"
+            )
 
     def clear(self) -> None:
         """There are no gradients to show."""

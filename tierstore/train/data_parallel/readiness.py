@@ -15,6 +15,7 @@ from torch import nn
 from tierstore.errors import GraphError
 from tierstore.pack.layout import some_of
 from tierstore.train.graph import leaves_of
+from tierstore.train.newcomers import newcomers
 
 
 class Readiness:
@@ -38,12 +39,17 @@ class Readiness:
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._known_ids = {id(parameter) for parameter in module.parameters()}
         self._index: dict[torch.Tensor, int] = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._find_unused, self.is_static = find_unused, static
         self.is_learning = static
         self._expected = [] if static else [1] * len(self.names)  # gradients in a backward; none are while learning
         self.searches = find_unused and not static
         self.begin(None)
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether it needed a gradient when this was made."""
+        return parameter in self._index
 
     def search(self, roots: Iterable[torch.Tensor]) -> bytearray:
         """Which parameters the graphs of `roots` reach.
@@ -62,11 +68,19 @@ class Readiness:
             known = {id(parameter) for _, parameter in self._frozen}
             for name, parameter in self._module.named_parameters():
                 if id(parameter) in others and id(parameter) not in known:
-                    raise GraphError(
-                        f"{name} was put into the module after the reducer was made: ranks would not share its "
-                        "gradient; close this reducer and make a new one"
-                    )
+                    raise _newcomer(name)
         return reached
+
+    def refuse_newcomers(self) -> None:
+        """What was put into the module after this was made, where no graph is searched for it.
+
+        Raises:
+            GraphError: as `search`.
+        """
+        if not self.searches:
+            name = next((name for name, p in newcomers(self._module, self._known_ids) if p.requires_grad), None)
+            if name is not None:
+                raise _newcomer(name)
 
     def begin(self, reached: bytearray | None) -> None:
         """A backward begins.
@@ -143,3 +157,10 @@ class Readiness:
     def last_order(self) -> list[int]:
         """Every parameter that got a gradient, once, by its last one."""
         return list(dict.fromkeys(reversed(self.order)))[::-1]
+
+
+def _newcomer(name: str) -> GraphError:
+    return GraphError(
+        f"{name} was put into the module after the reducer was made: ranks would not share its gradient; close this "
+        "reducer and make a new one"
+    )

@@ -38,6 +38,7 @@ from tierstore.train.data_parallel.launching import CommHook, Launcher, LaunchQu
 from tierstore.train.data_parallel.options import ReducerOptions
 from tierstore.train.data_parallel.places import Places
 from tierstore.train.data_parallel.readiness import Readiness
+from tierstore.train.owners import close_reducers_of, reducers
 from tierstore.train.ranks import Ranks
 
 
@@ -46,6 +47,7 @@ class GradientReducer:
 
     Use it in the place of DDP: `loss = f(reducer(x)); loss.backward()`, or `reducer.backward(loss)`, which finds
     unused parameters exactly and works with any way of calling the module. All ranks do the same in the same order.
+    A module has one at a time: another one of the same module closes it.
 
     Args:
         module: the model, on this rank's device.
@@ -99,6 +101,7 @@ class GradientReducer:
             find_unused=find_unused, static_graph=static_graph, delayed=delayed, broadcast_buffers=broadcast_buffers,
             order=None if order is None else list(order),
         )  # fmt: skip
+        close_reducers_of(module)
         options.check(module)
         self.module = module
         self._options = options
@@ -150,12 +153,14 @@ class GradientReducer:
         for index, parameter in enumerate(self._readiness.parameters):
             handle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
+        reducers.add(self)
 
     # --- what a person calls ------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; with rank 0's buffers."""
         self._check_usable()
+        self._readiness.refuse_newcomers()
         if self._options.broadcast_buffers and self._is_stale:
             self.sync_buffers()
         output = self.module(*args, **kwargs)
@@ -180,6 +185,7 @@ class GradientReducer:
         """
         self._check_usable()
         if self._is_syncing:
+            self._readiness.refuse_newcomers()
             self._searches_outputs = False
             self._begin(self._readiness.search([loss]) if self._readiness.searches else None)
             self._ending = None
@@ -188,6 +194,7 @@ class GradientReducer:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             self._is_begun = False
+            self._is_open &= self._queue.has_launched  # else the ranks have not met
             raise
         if self._is_open:
             self._finish()
@@ -225,8 +232,14 @@ class GradientReducer:
             broadcast_flat(self.ranks, buffers, "the broadcast of buffers")
 
     def flush(self) -> None:
-        """If delayed: wait for what is in flight, and put it into `.grad` now; the next backward then leaves None."""
+        """If delayed: wait for what is in flight, and put it into `.grad` now; the next backward then leaves None.
+
+        Raises:
+            GraphError: `.grad` holds what `no_sync` has gathered, which would be lost.
+        """
         self._check_usable()
+        if self._late is not None:
+            self._places.refuse_to_lose()
         late, self._late = self._late, None
         if late is not None:
             self._show(late)
@@ -235,9 +248,18 @@ class GradientReducer:
         """With "reduce_scatter": this rank's part of every bucket, by bucket, valid until the next backward."""
         return [bucket.shard for bucket in self._places.shown.buckets if bucket.shard is not None]
 
+    def reduces(self, parameter: torch.Tensor) -> bool:
+        """Whether it averages the gradient of this parameter."""
+        return self._readiness.knows(parameter)
+
     def layout(self) -> list[list[str]]:
         """Names of the parameters of every bucket, in the order of launches."""
         return [[self._names[i] for i in bucket.members] for bucket in self._places.sets[0].buckets]
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether a backward shows the gradients of the step before."""
+        return self._options.delayed
 
     @property
     def extra_bytes(self) -> int:
@@ -267,6 +289,7 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        reducers.discard(self)
         if self._owns_ranks:
             self.ranks.close()
 
@@ -299,7 +322,7 @@ class GradientReducer:
         if self._is_open:
             raise GraphError(
                 "a backward began before the one before it had ended, or after one that failed with buckets on their "
-                "way: ranks may have reduced different ones; make a new reducer on all of them"
+                "way: ranks may have reduced different ones; close this reducer on all of them, and make a new one"
             )
         self._readiness.begin(reached)
         self._is_begun = True
@@ -424,5 +447,8 @@ class GradientReducer:
     def _check_usable(self) -> None:
         if not self._handles:
             raise ClosedError("the reducer was closed")
-        if self._failure is not None:
+        if isinstance(self._failure, Exception):
             raise self._failure
+        if self._failure is not None:
+            broken_by = type(self._failure).__name__
+            raise ClosedError(f"a step was broken off by {broken_by}: close this reducer, and make a new one on all")
