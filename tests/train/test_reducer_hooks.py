@@ -155,6 +155,7 @@ def test_options_that_cannot_work(alone: object) -> None:
         (nn.Linear(2, 2), {"order": ["weight", "weight"]}, "order= has a name twice"),
         (nn.Linear(2, 2), {"reduce": "reduce_scatter", "timed": True}, "only NCCL tells when a reduce-scatter ends"),
         (nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))), {}, "DDP averages .* already"),
+        (nn.Linear(2, 2), {"process_group": "mesh"}, "process_group must be a .*ProcessGroup, not a str"),
         (None, {}, "module must be a torch.nn.Module, not a NoneType"),
     ):
         with pytest.raises(ConfigError, match=word):

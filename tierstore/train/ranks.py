@@ -59,6 +59,11 @@ class Ranks:
             raise ConfigError(
                 "there is no process group: start with torchrun, and call torch.distributed.init_process_group() first"
             )
+        if not (group is None or isinstance(group, ProcessGroup)):
+            raise ConfigError(
+                f"process_group must be a torch.distributed.ProcessGroup, not a {type(group).__name__}; that of a "
+                "DeviceMesh is mesh.get_group()"
+            )
         self.group = group or distributed.group.WORLD
         self.rank = distributed.get_rank(self.group)
         self.count = distributed.get_world_size(self.group)

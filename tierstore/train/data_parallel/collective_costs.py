@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from tierstore.config import parse_size
 from tierstore.errors import ConfigError
 from tierstore.plan.cost_model import Fit, Timing, fit_timings
 from tierstore.train.data_parallel.options import check_reduce
@@ -80,7 +81,7 @@ def fit_cost_model(
     *,
     device: torch.device | str = "cpu",
     reduce: Literal["all_reduce", "reduce_scatter"] = "all_reduce",
-    sizes_bytes: Sequence[int] = SIZES_BYTES,
+    sizes_bytes: Sequence[int | str] = SIZES_BYTES,
     repeats: int = 9,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Fit:
@@ -91,21 +92,22 @@ def fit_cost_model(
 
     Args:
         process_group: None is the default group; a `Ranks` is used and not closed.
-        sizes_bytes: of the tensors, at least two that differ; bytes on the wire depend on the algorithm.
+        sizes_bytes: of the tensors, at least two that differ, also as text ("1MiB"); bytes on the wire depend on the
+            algorithm.
 
     Raises:
         ConfigError: fewer than two sizes, one below 4 B per rank, or another word for `reduce`.
         RankLost: a rank did not come.
     """
     check_reduce(reduce)
-    where = torch.device(device)
+    where, wanted = torch.device(device), sorted(map(parse_size, sizes_bytes))
     ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group, device=where)
     try:
-        sizes = sorted({size - size % (_ELEMENT_BYTES * ranks.count) for size in sizes_bytes})
+        sizes = sorted({size - size % (_ELEMENT_BYTES * ranks.count) for size in wanted})
         if len(sizes) < 2 or sizes[0] <= 0 or repeats < 1:
             raise ConfigError(
                 f"a fit needs two sizes that differ, of at least {_ELEMENT_BYTES * ranks.count} B, and a repeat, "
-                f"not {sorted(sizes_bytes)} and {repeats}"
+                f"not {wanted} and {repeats}"
             )
         group = _Group(ranks, where, max(sizes), scatter=reduce == "reduce_scatter")
         with ranks.waiting("timed collectives"):
