@@ -605,16 +605,16 @@ MUTATIONS: Sequence[Mutation] = (
         "check_source(model, source)", "train/test_built.py", "None",
     ),
     Mutation(
-        "a seed that was set stays", "train/materialize.py DeferredSource.stream", "if not is_moved:",
-        "train/test_built.py", "if True:",
+        "a seed that was set stays", "train/materialize.py DeferredSource.stream",
+        "if not (is_moved or self._has_streamed):", "train/test_built.py", "if True:",
     ),
     Mutation(
         "memory past a parameter is told", "train/materialize.py _finished", "_tell_aliases(recorder, parameters)",
         "train/test_built.py",
     ),
     Mutation(
-        "what a model holds beside its source is kept", "train/filling.py weights_of", "or holds_values(p)",
-        "train/test_built.py", "",
+        "what a model holds beside its source is kept", "train/filling.py weights_of",
+        "if holds_values(p) else None", "train/test_built.py", "if source is None else None",
     ),
     # Gradients that would be divided twice, or lost.
     Mutation(

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tierstore.config import AdamWConfig, TierConfig
-from tierstore.errors import BudgetError, ClosedError, ConfigError, FormatError, StorageError
+from tierstore.errors import BudgetError, CheckpointWarning, ClosedError, ConfigError, FormatError, StorageError
 from tierstore.train.engine import Engine
 from tierstore.train.filling import Piece, Source
 from tierstore.train.materialize import deferred
@@ -186,6 +186,45 @@ def test_an_engine_that_could_not_be_made_leaves_the_model_to_another_one() -> N
     assert losses(model, source) == expected
 
 
+def test_a_model_of_which_no_engine_could_be_made_has_no_values_to_train() -> None:
+    """Also where a parameter has one element."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+
+    torch.manual_seed(3)
+    expected = losses(build(), None)
+    torch.manual_seed(3)
+    model, source = deferred(build)
+    for _ in range(2):
+        with pytest.raises(BudgetError):
+            engine_of(model, source, cpu_memory=1)
+    assert losses(model, source) == expected
+    model, source = deferred(build)
+    with pytest.raises(BudgetError):
+        engine_of(model, source, cpu_memory=1)
+    with pytest.raises(ConfigError, match=r"parameter 0.weight holds no values"):
+        engine_of(model, None)
+
+
+def test_a_hook_without_values_is_refused() -> None:
+    model, source = deferred(Net)
+    model.leave.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(ConfigError, match=r"parameter leave.weight has a hook, and no values yet"):
+        engine_of(model, source)
+
+
+def test_attributes_of_parameters_stay() -> None:
+    def build() -> nn.Module:
+        model = Net()
+        model.leave.weight.no_decay = True
+        return model
+
+    model, source = deferred(build)
+    with engine_of(model, source):
+        assert model.leave.weight.no_decay
+
+
 class Adapted(nn.Module):
     """LoRA, added to a model that is there."""
 
@@ -243,10 +282,13 @@ def test_what_a_checkpoint_lacks_is_as_the_model_is_built_if_that_is_asked_for(t
     after = torch.get_rng_state()
     expected = losses(ordinary, None)
     torch.manual_seed(3)
-    assert losses(*deferred(WithHead, checkpoint=tmp_path, missing="build")) == expected
+    with pytest.warns(CheckpointWarning, match="lacks 'head.weight', 'head.bias', 'scale': as the model is built"):
+        assert losses(*deferred(WithHead, checkpoint=tmp_path, missing="build")) == expected
     assert torch.equal(torch.get_rng_state(), after)
     with pytest.raises(FormatError, match=r"3 tensors: head.weight: missing, \[2, 4\] in the model; head.bias"):
         engine_of(*deferred(WithHead, checkpoint=tmp_path))
+    with pytest.raises(FormatError, match="does not fit the model"):
+        engine_of(*deferred(lambda: nn.Linear(3, 3), checkpoint=tmp_path, missing="build"))
     with pytest.raises(ConfigError, match="missing must be one of refuse, build, not 'some'"):
         deferred(WithHead, checkpoint=tmp_path, missing="some")  # type: ignore[arg-type]
 
@@ -272,6 +314,10 @@ def test_a_seed_that_is_set_meanwhile_stays_and_is_told() -> None:
     with pytest.warns(UserWarning, match=r"default generator was used or seeded between deferred\(\)") as told:
         assert losses(model, source) == expected
     assert [warning.filename for warning in told] == [__file__]
+    assert torch.equal(torch.get_rng_state(), seeded)
+    torch.manual_seed(5)
+    seeded = torch.get_rng_state()
+    list(source.stream())  # once more, of another engine
     assert torch.equal(torch.get_rng_state(), seeded)
 
 

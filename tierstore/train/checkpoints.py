@@ -98,12 +98,16 @@ class CheckpointSource(BuiltSource):
         Raises:
             As `names`.
         Warns:
-            CheckpointWarning: of what is `unexpected`.
+            CheckpointWarning: of what is `unexpected`, and what it lacks.
         """
         plan = self._plan
+        told = []
         if plan.unexpected:
-            told = f"{len(plan.unexpected)} tensors of {self._directory} have no place in the model"
-            warn_caller(f"{told}, and are not used: {listed(plan.unexpected)}", CheckpointWarning)
+            told.append(f"has no place in the model for {listed(plan.unexpected)}: not used")
+        if plan.missing:
+            told.append(f"lacks {listed(plan.missing)}: as the model is built")
+        if told:
+            warn_caller(f"the checkpoint in {self._directory} {'; it '.join(told)}", CheckpointWarning)
         with contextlib.closing(CheckpointFiles()) as files:
             for name, tensor in plan.direct:
                 yield from self._deliver(name, files.pieces(tensor))
@@ -142,7 +146,7 @@ class CheckpointSource(BuiltSource):
                 problems += self._problems_of(names[0], tensor)
             filled.update(names)
         missing = tuple(name for name in self._shapes if name not in filled and not self._may_miss(name))
-        if self._rest is None:
+        if self._rest is None or not (direct or converted):
             problems += [f"{name}: missing, {list(self._shapes[name])} in the model" for name in missing]
         if problems:
             raise self._misfit(problems)
@@ -173,7 +177,8 @@ class CheckpointSource(BuiltSource):
 
     def _is_strange(self, name: str) -> bool:
         """Not a buffer that is computed anew, as older versions of a model have stored it."""
-        return name not in dict(self._model.named_buffers()) and not self._ignores("unexpected", name)
+        is_computed = name in dict(self._model.named_buffers()) or name.endswith("rotary_emb.inv_freq")
+        return not (is_computed or self._ignores("unexpected", name))
 
     def _ignores(self, what: str, name: str) -> bool:
         """Whether a model of transformers says so."""

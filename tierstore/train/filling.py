@@ -75,8 +75,8 @@ def check_source(model: nn.Module, source: Source) -> None:
         return
     for name, what in _overwritten(model, source):
         raise ConfigError(
-            f"parameter {name} {what}, and the source that is given as `initialize` has others of this name: change "
-            "the model, and weights, in the function that deferred() calls; or weights of the engine, by "
+            f"parameter {name} {what}, which the source that is given as `initialize` does not know: change the "
+            "model, and weights, in the function that deferred() calls; or weights of the engine, by "
             "load_state_dict(...) or in gathered(..., modify=True)"
         )
 
@@ -115,18 +115,18 @@ def weights_of(model: nn.Module, source: Source | None = None) -> Iterator[Piece
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise ConfigError(f"parameter {lazy} has no shape yet (a lazy module); call the model once, under no_grad")
-    own = [(name, p.detach()) for name, p in model.named_parameters() if source is None or holds_values(p)]
+    own = [(name, p.detach() if holds_values(p) else None) for name, p in model.named_parameters()]
     own.reverse()
     given = None if source is None else source.stream()  # now: it may be of this model, whose memory goes
 
     def pieces() -> Iterator[Piece]:
         if source is not None and given is not None:
             known = source.names()
-            own[:] = [(name, tensor) for name, tensor in own if name not in known]
+            own[:] = [(name, tensor) for name, tensor in own if name not in known and tensor is not None]
             yield from given
         while own:
             name, tensor = own.pop()
-            if tensor.is_meta:
+            if tensor is None:
                 raise ConfigError(f"parameter {name} holds no values (meta device); give their source as `initialize`")
             yield Piece(name, 0, tensor.reshape(-1))
 

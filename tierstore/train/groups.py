@@ -32,7 +32,7 @@ from tierstore.train.newcomers import newcomers
 from tierstore.train.owners import refuse_taken
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_NO_VERSION = -1
+_NO_VERSION, _STAND_IN = -1, "_tierstore_stand_in"
 
 
 @dataclass(eq=False)
@@ -83,6 +83,7 @@ class Group:
         self.storage = torch.empty(0, dtype=dtype, device=where).untyped_storage()
         device.allocate(self.storage, self.spec.device_bytes)
         for position, parameter in enumerate(self.parameters):
+            parameter.__dict__.pop(_STAND_IN, None)
             parameter.data = self._view(position)  # not kept in a variable: it would count as a user of the storage
         self.idle_uses = torch._C._storage_Use_Count(self.storage._cdata)
         self.classes = [type(parameter) for parameter in self.parameters]
@@ -449,14 +450,16 @@ def _replace_meta_parameters(model: nn.Module, device: torch.device) -> dict[nn.
         if parameter.is_meta:
             # One element seen as the whole shape: `bind` gives it its memory, the store its bytes.
             data = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-            if (real := replace(model, parameter, data)) is not parameter:
+            real = replace(model, parameter, data)
+            real.__dict__[_STAND_IN] = True
+            if real is not parameter:
                 replaced[parameter] = real
     return replaced
 
 
 def holds_values(parameter: nn.Parameter) -> bool:
-    """Whether it has memory for them all: not on the meta device, nor after an engine could not be made of it."""
-    return not parameter.is_meta and parameter.untyped_storage().nbytes() >= parameter.nbytes
+    """Whether it has some: not on the meta device, nor after an engine could not be made of one that was."""
+    return not parameter.is_meta and _STAND_IN not in parameter.__dict__
 
 
 def replace(model: nn.Module, parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
@@ -465,7 +468,12 @@ def replace(model: nn.Module, parameter: nn.Parameter, data: torch.Tensor) -> nn
 
     Returns:
         That object.
+    Raises:
+        ConfigError: it has hooks, which would not be those of the other data.
     """
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        name = next(name for name, other in model.named_parameters() if other is parameter)
+        raise ConfigError(f"parameter {name} has a hook, and no values yet: register it when the engine is made")
     other = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     try:

@@ -45,8 +45,8 @@ class DeferredSource(BuiltSource):
         return {request.name for request in self._requests}
 
     def stream(self, only: Container[str] | None = None) -> Iterator[Piece]:
-        """As `Source.stream`; at its end the default generator is as ordinary construction leaves it, unless somebody
-        has used or seeded it meanwhile.
+        """As `Source.stream`; at the end of the first one the default generator is as ordinary construction leaves it,
+        unless somebody has used or seeded it meanwhile.
 
         Args:
             only: of these parameters.
@@ -65,7 +65,7 @@ class DeferredSource(BuiltSource):
             )
         wanted = [request for request in self._requests if only is None or request.name in only]
         final = yield from walk(self._events, self._state, wanted)
-        if not is_moved:
+        if not (is_moved or self._has_streamed):
             torch.set_rng_state(final)
         self._has_streamed = True
 
@@ -80,20 +80,21 @@ def deferred(
     """Runs a constructor without ever holding its parameters.
 
     The module has meta parameters and real buffers; parameters, buffers and (after the stream) the generator's state
-    are bit-equal to those of ordinary construction with the same seed. Parameters that the constructor leaves as
-    `torch.empty` made them are zero. Until the stream ends the default generator stays as it was before the call: make
-    the engine before you draw anything else.
+    are bit-equal to those of ordinary construction with the same seed (of several ranks rank 0 streams). Parameters
+    that the constructor leaves as `torch.empty` made them are zero. Until the stream ends the default generator stays
+    as it was before the call: make the engine before you draw anything else.
 
-    What is done to parameters later, before the engine is made, is refused: it belongs into `build`. Others may be
-    added to the model then (as adapters are), with values of their own.
+    What is done to parameters later, before the engine is made, belongs into `build`: it is refused where it is seen,
+    which it is not through `.data`, nor in a deepcopy. Others may be added to the model then, with values of their own,
+    as adapters are, beside what is there, so that its names stay.
 
     Args:
         build: constructs on the CPU, with the default generator. Of a model of transformers: `from_config`, not
             `from_pretrained`.
         checkpoint: directory of safetensors that the values come from instead; the generator is then left alone. What
             it has beside those of the model is told by a warning.
-        missing: parameters and buffers that the checkpoint lacks are refused, or as `build` makes them (a new head, or
-            adapters), and the generator as after it.
+        missing: parameters and buffers that the checkpoint lacks are refused, or as `build` makes them, as a new head,
+            which a warning tells; the generator is as after it then.
         constant_limit_bytes: memory for parameter values that can only be kept, not produced again (read from
             elsewhere, or computed from other tensors: `orthogonal_`).
 
@@ -177,7 +178,8 @@ def _tell_aliases(recorder: Recorder, parameters: set[int]) -> None:
     if labels:
         warn_caller(
             f"an attribute, or something else that is no parameter of the model, holds memory of {some_of(labels)} (by "
-            "detach() or .data): there it is zero, and does not follow the parameter; use the parameter, or a clone()"
+            "detach() or .data, or where torch cannot replace the parameter in place, as in a recurrent module): there "
+            "it is zero, and does not follow the parameter; take it from its module, or use a clone()"
         )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tierstore.device.spans import TORCH_DTYPES
-from tierstore.errors import BudgetError, ConfigError, FormatError, GraphError, RankLost
+from tierstore.errors import BudgetError, ConfigError, FormatError, GraphError
 from tierstore.kernels.adam import init_state, state_bytes_per_element
 from tierstore.kernels.elements import ELEMENT
 from tierstore.pack.layout import listed
@@ -309,11 +309,11 @@ def take_back(parts: Assembly, indices: Sequence[int], kept: Container[int]) -> 
         if wrong:
             raise ConfigError(wrong[0])
 
+    _, failure = attempt(work)
+    told: list[Any] = parts.partition.exchange("a change of weights", outcome(None, failure))
     try:
-        parts.partition.all_succeed("a change of weights", work)
-    except RankLost:
-        raise
-    except Exception:
+        results(told, failure)
+    except Exception:  # at all ranks
         if not parts.partition.keeps_all:  # else each rank for itself can undo it
             refused = [group for group in groups if group.index not in kept]
             _restore(parts, [group.index for group in refused])
