@@ -39,9 +39,9 @@ def test_a_new_model_is_built_without_weights_and_gets_those_of_its_seed(config:
     parts = _assemble(config=config)
     assert all(parameter.is_meta for parameter in parts.model.parameters())
     assert parts.model.training
+    values = _streamed(parts)
     torch.manual_seed(7)
     expected = presets.build(presets.prepare(presets.file_configuration(config), dropout=0.0), Precision.FP32)
-    values = _streamed(parts)
     assert all(torch.equal(values[name], held.reshape(-1)) for name, held in expected.named_parameters())
 
 
