@@ -618,11 +618,11 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     # Gradients that would be divided twice, or lost.
     Mutation(
-        "a module has one reducer", "train/data_parallel/reducer.py GradientReducer.__init__",
+        "a module has one reducer", "train/data_parallel/reducer.py GradientReducer._begin_alike",
         "close_reducers_of(module)", "train/test_reducer_hooks.py::test_a_module_has_one_reducer_at_a_time",
     ),
     Mutation(
-        "what is reduced has no engine", "train/owners.py refuse_taken", "refuse_reduced(model)",
+        "what is reduced has no engine", "train/owners.py refuse_taken", "refuse_reduced(model.named_parameters())",
         "train/test_reducer_hooks.py::test_a_module_has_one_reducer_at_a_time",
     ),
     Mutation(

@@ -203,6 +203,9 @@ def test_a_model_of_which_no_engine_could_be_made_has_no_values_to_train() -> No
     model, source = deferred(build)
     with pytest.raises(BudgetError):
         engine_of(model, source, cpu_memory=1)
+    model[1].bias.data = torch.ones(1)  # what somebody sets then is his
+    with pytest.raises(ConfigError, match=r"parameter 1.bias holds values"):
+        engine_of(model, source)
     with pytest.raises(ConfigError, match=r"parameter 0.weight holds no values"):
         engine_of(model, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import re
 import signal
@@ -85,14 +86,37 @@ def test_parameters_of_every_kind() -> None:
 
 
 def test_after_a_backward_that_failed() -> None:
-    """Before its first gradient it costs nothing; later the reducer says that it cannot go on, again and again, unless
-    it knows that no bucket was on its way."""
-    by_loss, by_reducer = run_in_turn(2, failed, [call(by_reducer) for by_reducer in (False, True)])
-    for right, said in by_loss:
-        assert right == [True] * 4
-        assert len(said) == 2
-        assert all("after one that failed with buckets on their way" in message for message in said)
-    assert by_reducer == [([True] * 6, [])] * 2
+    """Before its first gradient it costs nothing; later the reducer says that it cannot go on, again and again."""
+    both = run_in_turn(2, failed, [call(by_reducer) for by_reducer in (False, True)])
+    for early, late in itertools.chain(*both):
+        assert early == [True, True]
+        for message in late:
+            assert "after one that failed with buckets on their way" in message
+
+
+def test_a_loss_that_autograd_refuses_costs_nothing(alone: object) -> None:
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with GradientReducer(module) as reducer:
+        with pytest.raises(RuntimeError, match="only for scalar outputs"):
+            reducer.backward(reducer(x))
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            reducer.backward(x.sum())
+        reducer.backward(reducer(x), gradient=torch.ones(1, 2))
+        assert module.bias.grad.tolist() == [1.0, 1.0]
+
+
+def test_what_another_reducer_has_may_be_frozen_in_a_module(alone: object) -> None:
+    """As a discriminator behind the generator; and a reducer that cannot be made closes none."""
+    judge, maker, x = nn.Linear(2, 1), nn.Linear(2, 2), torch.ones(1, 2)
+    with GradientReducer(judge) as first:
+        judge.requires_grad_(False)
+        with GradientReducer(nn.Sequential(maker, judge)) as second:
+            second.backward(second(x).sum())
+        judge.requires_grad_(True)
+        with pytest.raises(ConfigError, match="max_in_flight"):
+            GradientReducer(judge, max_in_flight=0)
+        first.backward(first(x).sum())
+        assert judge.bias.grad.tolist() == [1.0]
 
 
 def test_without_the_reducers_forward_and_backward() -> None:

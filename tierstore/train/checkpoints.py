@@ -103,11 +103,11 @@ class CheckpointSource(BuiltSource):
         plan = self._plan
         told = []
         if plan.unexpected:
-            told.append(f"has no place in the model for {listed(plan.unexpected)}: not used")
+            told.append(f"holds {listed(plan.unexpected)}, for which the model has no place: not used")
         if plan.missing:
             told.append(f"lacks {listed(plan.missing)}: as the model is built")
         if told:
-            warn_caller(f"the checkpoint in {self._directory} {'; it '.join(told)}", CheckpointWarning)
+            warn_caller(f"the checkpoint in {self._directory} {'; and '.join(told)}", CheckpointWarning)
         with contextlib.closing(CheckpointFiles()) as files:
             for name, tensor in plan.direct:
                 yield from self._deliver(name, files.pieces(tensor))

@@ -451,7 +451,7 @@ def _replace_meta_parameters(model: nn.Module, device: torch.device) -> dict[nn.
             # One element seen as the whole shape: `bind` gives it its memory, the store its bytes.
             data = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
             real = replace(model, parameter, data)
-            real.__dict__[_STAND_IN] = True
+            real.__dict__[_STAND_IN] = real.untyped_storage()
             if real is not parameter:
                 replaced[parameter] = real
     return replaced
@@ -459,7 +459,10 @@ def _replace_meta_parameters(model: nn.Module, device: torch.device) -> dict[nn.
 
 def holds_values(parameter: nn.Parameter) -> bool:
     """Whether it has some: not on the meta device, nor after an engine could not be made of one that was."""
-    return not parameter.is_meta and _STAND_IN not in parameter.__dict__
+    if parameter.is_meta:
+        return False
+    stand_in = parameter.__dict__.get(_STAND_IN)
+    return stand_in is None or stand_in._cdata != parameter.untyped_storage()._cdata  # it was given other data since
 
 
 def replace(model: nn.Module, parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:

@@ -1,12 +1,14 @@
 """Who has the parameters of a model, or their gradients, already.
 
 Scope: the marks of engines on parameters, and which reducers there are. Not here: what they do with them.
-Owner: the one list of the process's reducers.
+Owner: the one list of the process's reducers; any thread.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -29,8 +31,26 @@ class Reducer(Protocol):
         """It averages none any more."""
 
 
-reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 """Those that are not closed."""
+_lists = threading.Lock()
+
+
+def enlist(reducer: Reducer) -> None:
+    """It averages gradients from now on. Twice is fine."""
+    with _lists:
+        _reducers.add(reducer)
+
+
+def strike_off(reducer: Reducer) -> None:
+    """It is closed. Twice is fine."""
+    with _lists:
+        _reducers.discard(reducer)
+
+
+def _enlisted() -> list[Reducer]:
+    with _lists:
+        return list(_reducers)
 
 
 def refuse_taken(model: nn.Module) -> None:
@@ -41,22 +61,30 @@ def refuse_taken(model: nn.Module) -> None:
     """
     if any(TAKEN in parameter.__dict__ for parameter in model.parameters()):
         raise ConfigError("the model belongs to another engine, perhaps a closed one; build it anew")
-    refuse_reduced(model)
+    refuse_reduced(model.named_parameters())
 
 
-def refuse_reduced(model: nn.Module) -> None:
+def refuse_reduced(parameters: Iterable[tuple[str, nn.Parameter]], *, but_of: nn.Module | None = None) -> None:
     """Two who average a gradient would divide it twice.
+
+    Args:
+        but_of: a module whose own reducer does not count.
 
     Raises:
         ConfigError: a reducer has it.
     """
-    for reducer in list(reducers):
-        if (name := next((name for name, p in model.named_parameters() if reducer.reduces(p)), None)) is not None:
+    others = [reducer for reducer in _enlisted() if reducer.module is not but_of]
+    for name, parameter in parameters if others else ():
+        if (reducer := next((one for one in others if one.reduces(parameter)), None)) is not None:
             kind = type(reducer.module).__name__
-            raise ConfigError(f"the GradientReducer of a {kind} averages the gradient of {name}: close() it first")
+            raise ConfigError(
+                f"the GradientReducer of a {kind} averages the gradient of {name}: close() it first (if nobody has it "
+                f"any more, GradientReducer(that {kind}).close() does it)"
+            )
 
 
 def close_reducers_of(module: nn.Module) -> None:
     """Those of this very module, as of a cell of a notebook that is run again."""
-    for reducer in [one for one in reducers if one.module is module]:
-        reducer.close()
+    for reducer in _enlisted():
+        if reducer.module is module:
+            reducer.close()

@@ -279,7 +279,6 @@ class LaunchQueue:
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """A backward begins."""
-        self.has_launched = False
         self._ahead = list(reversed(buckets))
         self._in_flight: list[Bucket] = []
         self.is_deferred = False
@@ -312,7 +311,6 @@ class LaunchQueue:
             self.advance()
 
     def _launch(self, bucket: Bucket) -> None:
-        self.has_launched = True
         with self._tracer.measure("reducer", f"launch bucket {bucket.index}", bytes=bucket.nbytes):
             if bucket.is_last:
                 self._before_last()

@@ -65,7 +65,7 @@ class ReducerOptions:
         """
         if not isinstance(module, nn.Module):
             raise ConfigError(f"module must be a torch.nn.Module, not a {type(module).__name__}")
-        refuse_reduced(module)
+        refuse_reduced(((name, p) for name, p in module.named_parameters() if p.requires_grad), but_of=module)
         if any(isinstance(child, DistributedDataParallel) for child in module.modules()):
             raise ConfigError("DDP averages the gradients of this module already: give the module that it was made of")
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -38,7 +38,7 @@ from tierstore.train.data_parallel.launching import CommHook, Launcher, LaunchQu
 from tierstore.train.data_parallel.options import ReducerOptions
 from tierstore.train.data_parallel.places import Places
 from tierstore.train.data_parallel.readiness import Readiness
-from tierstore.train.owners import close_reducers_of, reducers
+from tierstore.train.owners import close_reducers_of, enlist, strike_off
 from tierstore.train.ranks import Ranks
 
 
@@ -101,7 +101,6 @@ class GradientReducer:
             find_unused=find_unused, static_graph=static_graph, delayed=delayed, broadcast_buffers=broadcast_buffers,
             order=None if order is None else list(order),
         )  # fmt: skip
-        close_reducers_of(module)
         options.check(module)
         self.module = module
         self._options = options
@@ -150,17 +149,19 @@ class GradientReducer:
         module = self.module
         check_same(self.ranks, described(module) | self._options.lines())
         broadcast_flat(self.ranks, [*module.parameters(), *module.buffers()], "the broadcast of parameters")
+        close_reducers_of(module)
         for index, parameter in enumerate(self._readiness.parameters):
             handle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-        reducers.add(self)
+        enlist(self)
 
     # --- what a person calls ------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; with rank 0's buffers."""
         self._check_usable()
-        self._readiness.refuse_newcomers()
+        if torch.is_grad_enabled():
+            self._readiness.refuse_newcomers()
         if self._options.broadcast_buffers and self._is_stale:
             self.sync_buffers()
         output = self.module(*args, **kwargs)
@@ -184,7 +185,8 @@ class GradientReducer:
             GraphError: backward did what the options exclude.
         """
         self._check_usable()
-        if self._is_syncing:
+        is_sound = loss.requires_grad and (loss.numel() == 1 or kwargs.get("gradient") is not None)
+        if self._is_syncing and is_sound:  # else autograd refuses it before anything begins
             self._readiness.refuse_newcomers()
             self._searches_outputs = False
             self._begin(self._readiness.search([loss]) if self._readiness.searches else None)
@@ -194,7 +196,6 @@ class GradientReducer:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             self._is_begun = False
-            self._is_open &= self._queue.has_launched  # else the ranks have not met
             raise
         if self._is_open:
             self._finish()
@@ -289,7 +290,7 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        reducers.discard(self)
+        strike_off(self)
         if self._owns_ranks:
             self.ranks.close()
 
