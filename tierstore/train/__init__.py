@@ -4,7 +4,7 @@ Scope: the engine, by what its modules do:
     calls       `engine`, its public face; `call_order`, what may be called when; `steps`, what happens then;
                 `micro_batches` and `vertical`; `meters` and `report`; `whole`, the weights from outside
     making      `options`, `assembly`, `opening`, `budgets` and `sizing`, `codec_trial`, `filling`
-    weights     `groups`, `access`, `moves`, `hooks`, `guard`, `depth`
+    weights     `groups`, with `overlaps` and `stand_ins`; `access`, `moves`, `hooks`, `guard`, `depth`
     gradients   `backward`, `graph`, `handover`
     updates     `parameter_groups`, `optimizer`, `rounds`
     ranks       `ranks`, `partition`, `gathering`, `reduction`

@@ -24,8 +24,9 @@ from tierstore.errors import ConfigError, FormatError
 from tierstore.io.runtime import Runtime
 from tierstore.store.layout import ParameterSpec
 from tierstore.store.training import TrainingStore
-from tierstore.train.groups import Group, holds_values
+from tierstore.train.groups import Group
 from tierstore.train.owners import refuse_taken
+from tierstore.train.stand_ins import holds_values
 
 if TYPE_CHECKING:
     from tierstore.train.partition import Partition

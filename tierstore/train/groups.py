@@ -17,11 +17,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import swap_tensors
 
 from tierstore.device.spans import TORCH_DTYPES
 from tierstore.device.streams import ComputeDevice
@@ -29,10 +27,12 @@ from tierstore.errors import ConfigError, GraphError
 from tierstore.plan.placement import GroupNeed
 from tierstore.store.layout import GroupSpec, ParameterSpec
 from tierstore.train.newcomers import newcomers
+from tierstore.train.overlaps import refuse_shared_memory
 from tierstore.train.owners import refuse_taken
+from tierstore.train.stand_ins import STAND_IN, replace_meta_parameters
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_NO_VERSION, _STAND_IN = -1, "_tierstore_stand_in"
+_NO_VERSION = -1
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Group:
         self.storage = torch.empty(0, dtype=dtype, device=where).untyped_storage()
         device.allocate(self.storage, self.spec.device_bytes)
         for position, parameter in enumerate(self.parameters):
-            parameter.__dict__.pop(_STAND_IN, None)
+            parameter.__dict__.pop(STAND_IN, None)
             parameter.data = self._view(position)  # not kept in a variable: it would count as a user of the storage
         self.idle_uses = torch._C._storage_Use_Count(self.storage._cdata)
         self.classes = [type(parameter) for parameter in self.parameters]
@@ -242,8 +242,8 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
     refuse_taken(model)
     _refuse_unsplittable(model)
     _refuse_odd_parameters(model)
-    _refuse_shared_memory(model)
-    replaced = _replace_meta_parameters(model, device)
+    refuse_shared_memory(model)
+    replaced = replace_meta_parameters(model, device)
     blocks = _block_of_parameters(model)
     names: dict[nn.Parameter, str] = {}
     members: dict[tuple[str, str, bool], list[nn.Parameter]] = {}
@@ -303,54 +303,6 @@ def refuse_empty_buffers(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ConfigError(f"buffer {name} holds no values (meta device); make it on the CPU, as deferred() does")
-
-
-def _refuse_shared_memory(model: nn.Module) -> None:
-    """Every group gets a memory of its own, so what shared some would silently no longer do so.
-
-    Neighbours in one storage are fine: recurrent modules lay their weights so.
-    """
-    places: list[Place] = []
-    for is_parameter, tensors in ((True, model.named_parameters()), (False, model.named_buffers())):
-        for name, tensor in tensors:
-            if tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested and tensor.numel():
-                begin, size = tensor.data_ptr(), span(tensor.shape, tensor.stride()) * tensor.itemsize
-                places.append(Place(str(tensor.device), begin, begin + size, is_parameter, name))
-    refuse_overlap(places)
-
-
-class Place(NamedTuple):
-    """Where a parameter or a buffer lies in some memory: from `begin` up to `end`, in any unit."""
-
-    memory: str
-    begin: int
-    end: int
-    is_parameter: bool
-    name: str
-
-
-def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor."""
-    return sum((n - 1) * step for n, step in zip(shape, stride)) + 1
-
-
-def refuse_overlap(places: Iterable[Place]) -> None:
-    """Parameters that share memory with others, or with buffers.
-
-    Raises:
-        ConfigError: names two.
-    """
-    furthest: dict[tuple[str, bool], tuple[int, str]] = {}
-    for memory, begin, end, is_parameter, name in sorted(places):
-        for other_is_parameter in (True, False) if is_parameter else (True,):
-            other_end, other = furthest.get((memory, other_is_parameter), (0, ""))
-            if other_end > begin:
-                kinds = {True: "parameter", False: "buffer"}
-                raise ConfigError(
-                    f"{kinds[other_is_parameter]} {other} and {kinds[is_parameter]} {name} lie in the same memory; "
-                    "tie parameters by giving both modules the same Parameter, or clone one of the two"
-                )
-        furthest[memory, is_parameter] = max(furthest.get((memory, is_parameter), (0, "")), (end, name))
 
 
 def _groups_of_modules(
@@ -442,49 +394,3 @@ def _owner(parameter: str, blocks: set[str]) -> str:
     parts = parameter.split(".")[:-1]
     around = (".".join(parts[:n]) for n in range(1, len(parts) + 1))  # the outermost first
     return next((name for name in around if name in blocks), ".".join(parts) or "model")
-
-
-def _replace_meta_parameters(model: nn.Module, device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
-    replaced = {}
-    for parameter in list(model.parameters()):
-        if parameter.is_meta:
-            # One element seen as the whole shape: `bind` gives it its memory, the store its bytes.
-            data = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-            real = replace(model, parameter, data)
-            real.__dict__[_STAND_IN] = real.untyped_storage()
-            if real is not parameter:
-                replaced[parameter] = real
-    return replaced
-
-
-def holds_values(parameter: nn.Parameter) -> bool:
-    """Whether it has some: not on the meta device, nor after an engine could not be made of one that was."""
-    if parameter.is_meta:
-        return False
-    stand_in = parameter.__dict__.get(_STAND_IN)
-    return stand_in is None or stand_in._cdata != parameter.untyped_storage()._cdata  # it was given other data since
-
-
-def replace(model: nn.Module, parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """A parameter with other data, of another device: the same object, if torch can do that, so that all who hold it
-    see it; else another one, in all modules of the model.
-
-    Returns:
-        That object.
-    Raises:
-        ConfigError: it has hooks, which would not be those of the other data.
-    """
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        name = next(name for name, other in model.named_parameters() if other is parameter)
-        raise ConfigError(f"parameter {name} has a hook, and no values yet: register it when the engine is made")
-    other = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    other.__dict__.update(parameter.__dict__)
-    try:
-        swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
-        return parameter
-    except RuntimeError:  # somebody holds a weak reference (recurrent modules do)
-        for module in model.modules():
-            for name, held in list(module._parameters.items()):
-                if held is parameter:
-                    setattr(module, name, other)
-        return other

@@ -25,7 +25,8 @@ from tierstore.train.deferred.recording import Recorder
 from tierstore.train.deferred.records import ADVICE, Record
 from tierstore.train.deferred.watching import watching
 from tierstore.train.filling import BUILT_AS, BuiltSource, Piece, Source
-from tierstore.train.groups import Place, refuse_overlap, replace, span
+from tierstore.train.overlaps import Place, refuse_overlap, span
+from tierstore.train.stand_ins import replace
 
 CONSTANT_LIMIT_BYTES = 64 * 2**20
 
