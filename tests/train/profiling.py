@@ -35,7 +35,7 @@ def refused(rank: int, ranks: int) -> None:
 
 def fitted_by_ticks(rank: int, ranks: int) -> tuple[float, list[float]]:
     ticks = itertools.count(step=rank + 1)
-    fit = fit_cost_model(sizes_bytes=(1 << 12, 1 << 16), repeats=1, clock=lambda: float(next(ticks)))
+    fit = fit_cost_model(sizes_bytes=("4KiB", 1 << 16), repeats=1, clock=lambda: float(next(ticks)))
     return fit.model.launch_s, [one.seconds for one in fit.timings]
 
 

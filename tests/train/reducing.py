@@ -415,10 +415,12 @@ def refused(rank: int, ranks: int, case: str) -> str:
         module.register_buffer("buffer", torch.ones(2))
     elif case == "option":
         options["bucket"] = 1024 * (1 + rank)
-    try:
-        GradientReducer(module, **options).close()
-    except ConfigError as error:
-        return str(error)
+    with GradientReducer(made(0) if case != "option" else module) as first:
+        try:
+            GradientReducer(module, **options).close()
+        except ConfigError as error:
+            first.backward(first(torch.ones(1, WIDTH), (0, 1)).sum())  # one that cannot be made closes none
+            return str(error)
     return "nothing was raised"
 
 
@@ -490,7 +492,7 @@ def failed(rank: int, ranks: int, by_reducer: bool) -> tuple[list[bool], list[st
     right, said = [], []
     with GradientReducer(module, bucket=CAP_BYTES, first_bucket=None) as reducer:
 
-        def step(number: int, fails: str) -> None:
+        def step(number: int, fails: str, by_reducer: bool = by_reducer) -> None:
             module.zero_grad()
             loss = reducer(batch_of(rank, number), fails).square().mean()
             # `backward` meets the other ranks before its first gradient, so it cannot go on after an early failure.
@@ -511,7 +513,7 @@ def failed(rank: int, ranks: int, by_reducer: bool) -> tuple[list[bool], list[st
             right.append(all(torch.allclose(one.grad, other.grad, atol=1e-7) for one, other in pairs))
         for number, fails in enumerate(("late", "", "")):
             try:
-                step(number, fails)
+                step(number, fails, by_reducer == (number < 2))
                 said.append("nothing")
             except ZeroDivisionError:
                 pass

@@ -91,7 +91,7 @@ def test_after_a_backward_that_failed() -> None:
     for early, late in itertools.chain(*both):
         assert early == [True, True]
         for message in late:
-            assert "after one that failed with buckets on their way" in message
+            assert "after one that failed, in which ranks may" in message
 
 
 def test_a_loss_that_autograd_refuses_costs_nothing(alone: object) -> None:
@@ -180,6 +180,7 @@ def test_options_that_cannot_work(alone: object) -> None:
         (nn.Linear(2, 2), {"reduce": "reduce_scatter", "timed": True}, "only NCCL tells when a reduce-scatter ends"),
         (nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))), {}, "DDP averages .* already"),
         (nn.Linear(2, 2), {"process_group": "mesh"}, "process_group must be a .*ProcessGroup, not a str"),
+        (nn.Linear(2, 2), {"process_group": distributed.GroupMember.NON_GROUP_MEMBER}, "this rank is not in the"),
         (None, {}, "module must be a torch.nn.Module, not a NoneType"),
     ):
         with pytest.raises(ConfigError, match=word):
@@ -201,7 +202,9 @@ def test_a_module_has_one_reducer_at_a_time(alone: object) -> None:
         with pytest.raises(ConfigError, match=averaged):
             Engine(second, TierConfig())
     GradientReducer(second).close()
-    Engine(second, TierConfig()).close()
+    averages = r"an Engine has 0.weight, and averages gradients itself"
+    with Engine(second, TierConfig()) as engine, engine.gathered(""), pytest.raises(ConfigError, match=averages):
+        GradientReducer(first)
 
 
 def test_an_optimizer_that_steps_in_backward_is_refused(alone: object) -> None:

@@ -59,6 +59,9 @@ class Ranks:
             raise ConfigError(
                 "there is no process group: start with torchrun, and call torch.distributed.init_process_group() first"
             )
+        given: object = group
+        if given == distributed.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns where it is not
+            raise ConfigError("this rank is not in the process group that was given: make nothing of it here")
         if not (group is None or isinstance(group, ProcessGroup)):
             raise ConfigError(
                 f"process_group must be a torch.distributed.ProcessGroup, not a {type(group).__name__}; that of a "

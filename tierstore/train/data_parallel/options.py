@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tierstore.config import parse_size
 from tierstore.errors import ConfigError
 from tierstore.plan.cost_model import CostModel
-from tierstore.train.owners import refuse_reduced
+from tierstore.train.owners import TAKEN, refuse_reduced
 
 _DEFAULT_BUCKET = "25MiB"  # of "auto", until times are known
 
@@ -65,6 +65,8 @@ class ReducerOptions:
         """
         if not isinstance(module, nn.Module):
             raise ConfigError(f"module must be a torch.nn.Module, not a {type(module).__name__}")
+        if name := next((name for name, p in module.named_parameters() if TAKEN in p.__dict__), None):
+            raise ConfigError(f"an Engine has {name}, and averages gradients itself: give it zero=1, 2 or 3")
         refuse_reduced(((name, p) for name, p in module.named_parameters() if p.requires_grad), but_of=module)
         if any(isinstance(child, DistributedDataParallel) for child in module.modules()):
             raise ConfigError("DDP averages the gradients of this module already: give the module that it was made of")

@@ -180,6 +180,9 @@ class GradientReducer:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """`loss.backward(**kwargs)`; afterwards the gradients are averaged, unless under `no_sync`.
 
+        What fails in it ends this reducer, unless autograd takes no such loss: ranks may have got further. (So does
+        what fails in `loss.backward()`, once a gradient has come.)
+
         Raises:
             RankLost: a rank died or stopped; this reducer can do no more.
             GraphError: backward did what the options exclude.
@@ -322,8 +325,8 @@ class GradientReducer:
         self._check_usable()
         if self._is_open:
             raise GraphError(
-                "a backward began before the one before it had ended, or after one that failed with buckets on their "
-                "way: ranks may have reduced different ones; close this reducer on all of them, and make a new one"
+                "a backward began before the one before it had ended, or after one that failed, in which ranks may "
+                "have reduced different buckets; close this reducer on all of them, and make a new one"
             )
         self._readiness.begin(reached)
         self._is_begun = True
