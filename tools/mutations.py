@@ -614,7 +614,14 @@ MUTATIONS: Sequence[Mutation] = (
     ),
     Mutation(
         "what a model holds beside its source is kept", "train/filling.py weights_of",
-        "if holds_values(p) else None", "train/test_built.py", "if source is None else None",
+        "own[:] = [(name, tensor) for name, tensor in own if name not in known]", "train/test_built.py", "own.clear()",
+    ),
+    Mutation(
+        "no engine, no stand-ins", "train/assembly.py assemble", "put_back(model, replaced)", "train/test_built.py",
+    ),
+    Mutation(
+        "no values, no engine", "train/filling.py check_source", "if parameter.is_meta and name not in known:",
+        "train/test_built.py", "if False:",
     ),
     # Gradients that would be divided twice, or lost.
     Mutation(

@@ -48,7 +48,7 @@ def built(values: dict[str, Any]) -> nn.Module:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_groups_are_those_of_the_engine(name: str) -> None:
     shape = from_config(CONFIGS[name])
-    groups = find_groups(built(CONFIGS[name]), torch.device("cpu")).groups
+    groups = find_groups(built(CONFIGS[name])).groups
     assert [(part.name, part.parameters) for part in shape.parts] == [(g.spec.name, g.spec.size) for g in groups]
     assert shape.layers == CONFIGS[name].get("n_layer", 3)
 

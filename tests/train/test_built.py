@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from tierstore.config import AdamWConfig, TierConfig
-from tierstore.errors import BudgetError, CheckpointWarning, ClosedError, ConfigError, FormatError, StorageError
+from tierstore.errors import (
+    BudgetError,
+    CheckpointWarning,
+    ClosedError,
+    ConfigError,
+    FormatError,
+    MachineWarning,
+    StorageError,
+)
 from tierstore.train.engine import Engine
 from tierstore.train.filling import Piece, Source
 from tierstore.train.materialize import deferred
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "one_thread")
 
+MIB = 2**20
 TIERS = TierConfig(gpu_memory="8MiB", cpu_memory="64MiB")
 INPUT = torch.linspace(-1, 1, 24).view(3, 8)
 
@@ -200,14 +212,47 @@ def test_a_model_of_which_no_engine_could_be_made_has_no_values_to_train() -> No
         with pytest.raises(BudgetError):
             engine_of(model, source, cpu_memory=1)
     assert losses(model, source) == expected
+
+
+def halves(model: nn.Module) -> None:
+    model.bfloat16().float()
+
+
+def copies(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("build", [Net, lambda: nn.LSTM(4, 3)])
+@pytest.mark.parametrize("change", [None, halves, copies])
+def test_a_model_of_which_no_engine_could_be_made_is_as_it_was(
+    change: Callable[[nn.Module], None] | None, build: Callable[[], nn.Module]
+) -> None:
+    """Whatever for: options, or what is wrong with the model."""
     model, source = deferred(build)
+    before, name = dict(model.named_parameters()), next(iter(dict(model.named_parameters())))
+    handle = list(before.values())[-1].register_hook(lambda gradient: gradient)
+    with pytest.raises(ConfigError, match="has a hook, and no values yet"):
+        engine_of(model, source)
+    handle.remove()
     with pytest.raises(BudgetError):
         engine_of(model, source, cpu_memory=1)
-    model[1].bias.data = torch.ones(1)  # what somebody sets then is his
-    with pytest.raises(ConfigError, match=r"parameter 1.bias holds values"):
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter and parameter.is_meta for name, parameter in before.items())
+    if change is not None:
+        change(model)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"parameter {re.escape(name)} holds no values"):
+            engine_of(model, None)
+
+
+def test_a_change_after_an_engine_that_could_not_be_made_is_refused() -> None:
+    model, source = deferred(Net)
+    with pytest.raises(BudgetError):
+        engine_of(model, source, cpu_memory=1)
+    nn.init.zeros_(model.leave.weight)
+    with pytest.raises(ConfigError, match=r"parameter leave.weight was changed after deferred\(\)"):
         engine_of(model, source)
-    with pytest.raises(ConfigError, match=r"parameter 0.weight holds no values"):
-        engine_of(model, None)
 
 
 def test_a_hook_without_values_is_refused() -> None:
@@ -327,7 +372,7 @@ def test_a_seed_that_is_set_meanwhile_stays_and_is_told() -> None:
 def test_a_model_of_which_no_engine_could_be_made_says_so() -> None:
     class Gone:
         def names(self) -> set[str]:
-            return {"leave.weight"}
+            return {name for name, _ in Net().named_parameters()}
 
         def stream(self) -> Iterator[Piece]:
             yield Piece("leave.weight", 0, torch.zeros(3))
@@ -338,10 +383,30 @@ def test_a_model_of_which_no_engine_could_be_made_says_so() -> None:
         engine_of(model, Gone())
     with pytest.raises(ClosedError, match="given its weights to an engine that could not be made: build it anew"):
         model.leave.weight.sum()
-    with pytest.raises(ConfigError, match="belongs to another engine"):
-        engine_of(model, None)
+    built, source = deferred(Net)
+    with pytest.raises(StorageError, match="the disk is gone"):
+        engine_of(built, Gone())
+    for taken in (model, built):
+        for given in (None, source):
+            with pytest.raises(ConfigError, match="belongs to another engine"):
+                engine_of(taken, given)
 
 
 def test_a_function_that_returns_no_module_is_told() -> None:
     with pytest.raises(ConfigError, match=r"a function that returns a torch.nn.Module, not None"):
         deferred(lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_model_without_values_gives_no_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run takes beyond what the process has."""
+
+    def build() -> nn.Module:
+        return nn.Linear(1024, 4096, bias=False)
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**40, available=0))
+    wanted = []
+    for model, source in ((build(), None), deferred(build)):
+        budgets = {"cpu_memory": 256 * MIB, "gpu_memory": 64 * MIB}
+        with pytest.warns(MachineWarning, match="will be taken") as told, engine_of(model, source, **budgets):
+            wanted.append(int(str(told[0].message).partition(" MiB")[0]))
+    assert wanted[1] - wanted[0] == 16

@@ -172,7 +172,7 @@ class TestUpdatesOfAGroup:
 
     def stepper(self, *, is_split: bool = False) -> AdamStepper:
         model = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
-        groups = find_groups(model, torch.device("cpu"))
+        groups = find_groups(model)
         options: Any = two_groups(model) if is_split else list(model.parameters())
         self.group = groups.groups[0]
         return AdamStepper(groups, TieredOptimizer(options, AdamWConfig(), lambda: None))

@@ -46,11 +46,13 @@ from tierstore.train.hooks import ModelHooks
 from tierstore.train.opening import check_same_store, find_generation, open_generation
 from tierstore.train.optimizer import AdamStepper, TieredOptimizer, check_scheduler, ended_schedule
 from tierstore.train.options import Options
+from tierstore.train.owners import refuse_taken
 from tierstore.train.parameter_groups import given_groups
 from tierstore.train.partition import Partition
 from tierstore.train.reduction import Reductions
 from tierstore.train.rounds import RoundDriver
 from tierstore.train.sizing import cut_groups
+from tierstore.train.stand_ins import put_back, replace_meta_parameters
 
 _SHARED_TIERS = {"gpu_memory", "codec", "prefetch_depth", "state_on_gpu"}
 """Options of the tiers on which depends what all ranks do together."""
@@ -158,6 +160,7 @@ def assemble(
     runtime.describe(backend.in_flight)
     store: TrainingStore | None = None
     lock: StoreLock | None = None
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     is_durable = options.durability is Durability.COMMIT
     try:
         device = open_device(tiers.device, clock, tracer)
@@ -166,13 +169,15 @@ def assemble(
         team = partition.team(tiers, is_durable=is_durable)
         lock = StoreLock(member=None if leads(team) else team.rank)
         generation = find_generation(runtime, tiers, options, backend, lock, partition, team)
-        if source is not None and generation is None:
+        partition.all_succeed("the model", lambda: refuse_taken(model))
+        if generation is None:
             partition.all_succeed(
                 "the source of weights", lambda: check_source(model, source) if partition.is_first else None
             )
         pieces: Iterable[Piece] = weights_of(model, source)
         refuse_empty_buffers(model)
-        groups = find_groups(model, device.torch_device)
+        replaced = replace_meta_parameters(model, device.torch_device)
+        groups = find_groups(model)
         specs = [group.spec for group in groups.groups]
         partition.check_same_model(specs)
         dtypes = {spec.dtype for spec in specs}
@@ -180,7 +185,7 @@ def assemble(
         if generation is not None:
             check_same_store(generation, specs, tiers, options.schedule)
         # Before the store is made and takes the weights: what is wrong with the options must not cost them.
-        optimizer = TieredOptimizer(given_groups(model, groups, parameter_groups), config, step)
+        optimizer = TieredOptimizer(given_groups(model, groups, parameter_groups, replaced), config, step)
         stepper = AdamStepper(groups, optimizer)
         if generation is not None:
             optimizer.restore(generation.captured["optimizer"])  # a new schedule goes on from these rates
@@ -225,6 +230,7 @@ def assemble(
     except BaseException:
         _take_down(runtime, store, lock)
         partition.close(tiers.timeout_s)
+        put_back(model, replaced)
         raise
 
 
@@ -237,7 +243,8 @@ def _check_machine(
         BudgetError: at all of them; it never has.
     """
     nbytes = placement.pools.total_bytes + scratch_bytes + (placement.gpu_filled_bytes if tiers.device == "cpu" else 0)
-    given_back = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == "cpu")
+    storages = {p.untyped_storage() for p in model.parameters() if p.device.type == "cpu"}
+    given_back = sum(storage.nbytes() for storage in storages)
     claims = partition.exchange("the memory of the machine", claim_memory(nbytes, given_back))
     refuse_impossible(claims, "a run with these budgets")
     if (short := shortage(claims)) is not None:

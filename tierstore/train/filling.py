@@ -25,8 +25,6 @@ from tierstore.io.runtime import Runtime
 from tierstore.store.layout import ParameterSpec
 from tierstore.store.training import TrainingStore
 from tierstore.train.groups import Group
-from tierstore.train.owners import refuse_taken
-from tierstore.train.stand_ins import holds_values
 
 if TYPE_CHECKING:
     from tierstore.train.partition import Partition
@@ -66,20 +64,26 @@ class BuiltSource(ABC):
         """As `Source.names`."""
 
 
-def check_source(model: nn.Module, source: Source) -> None:
-    """Refuse a model of which a source would change what somebody has set, or give values to others.
+def check_source(model: nn.Module, source: Source | None) -> None:
+    """Refuse a model of which a source would change what somebody has set, or give values to others, or not to all.
 
     Raises:
         ConfigError: names a parameter.
     """
-    if not isinstance(source, BuiltSource):  # the user's own
-        return
-    for name, what in _overwritten(model, source):
+    changed = _overwritten(model, source) if source is not None and isinstance(source, BuiltSource) else ()
+    for name, what in changed:
         raise ConfigError(
             f"parameter {name} {what}, which the source that is given as `initialize` does not know: change the "
             "model, and weights, in the function that deferred() calls; or weights of the engine, by "
             "load_state_dict(...) or in gathered(..., modify=True)"
         )
+    known = set() if source is None else source.names()
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and name not in known:
+            raise ConfigError(
+                f"parameter {name} holds no values (meta device)"
+                + ("; give their source as `initialize`" if source is None else ", and the source has none of it")
+            )
 
 
 def _overwritten(model: nn.Module, source: BuiltSource) -> Iterator[tuple[str, str]]:
@@ -90,7 +94,7 @@ def _overwritten(model: nn.Module, source: BuiltSource) -> Iterator[tuple[str, s
             yield name, what
     known = source.names()
     for name, parameter in parameters.items():
-        if name in known and holds_values(parameter):
+        if name in known and not parameter.is_meta:
             yield name, "holds values"
 
 
@@ -109,26 +113,22 @@ def weights_of(model: nn.Module, source: Source | None = None) -> Iterator[Piece
     its piece was taken.
 
     Raises:
-        ConfigError: an engine has taken them, or a lazy module has none yet; or, without a source and when it is its
-            turn, a parameter is on the meta device.
+        ConfigError: a lazy module has none yet.
     """
-    refuse_taken(model)
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise ConfigError(f"parameter {lazy} has no shape yet (a lazy module); call the model once, under no_grad")
-    own = [(name, p.detach() if holds_values(p) else None) for name, p in model.named_parameters()]
+    own = [(name, p.detach()) for name, p in model.named_parameters() if not p.is_meta]
     own.reverse()
     given = None if source is None else source.stream()  # now: it may be of this model, whose memory goes
 
     def pieces() -> Iterator[Piece]:
         if source is not None and given is not None:
             known = source.names()
-            own[:] = [(name, tensor) for name, tensor in own if name not in known and tensor is not None]
+            own[:] = [(name, tensor) for name, tensor in own if name not in known]
             yield from given
         while own:
             name, tensor = own.pop()
-            if tensor is None:
-                raise ConfigError(f"parameter {name} holds no values (meta device); give their source as `initialize`")
             yield Piece(name, 0, tensor.reshape(-1))
 
     return pieces()

@@ -28,8 +28,6 @@ from tierstore.plan.placement import GroupNeed
 from tierstore.store.layout import GroupSpec, ParameterSpec
 from tierstore.train.newcomers import newcomers
 from tierstore.train.overlaps import refuse_shared_memory
-from tierstore.train.owners import refuse_taken
-from tierstore.train.stand_ins import STAND_IN, replace_meta_parameters
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NO_VERSION = -1
@@ -83,7 +81,6 @@ class Group:
         self.storage = torch.empty(0, dtype=dtype, device=where).untyped_storage()
         device.allocate(self.storage, self.spec.device_bytes)
         for position, parameter in enumerate(self.parameters):
-            parameter.__dict__.pop(STAND_IN, None)
             parameter.data = self._view(position)  # not kept in a variable: it would count as a user of the storage
         self.idle_uses = torch._C._storage_Use_Count(self.storage._cdata)
         self.classes = [type(parameter) for parameter in self.parameters]
@@ -150,7 +147,6 @@ class ModelGroups:
         aliases: every name of a parameter, with that one.
         empty: parameters without elements, which are in no group, by each of their names.
         tied: groups with a parameter that has several names.
-        replaced: by parameters of a model on the meta device, the real ones, if they are not the same objects now.
     """
 
     groups: list[Group]
@@ -160,7 +156,6 @@ class ModelGroups:
     names: dict[nn.Parameter, str]
     aliases: dict[str, str]
     empty: dict[str, ParameterSpec]
-    replaced: dict[nn.Parameter, nn.Parameter]
 
     def refuse_newcomers(self, model: nn.Module) -> None:
         """A parameter that came into the model later is in no group: it would be computed with, and never trained.
@@ -230,20 +225,15 @@ class ModelGroups:
         raise ConfigError(f"the model has no parameter {name!r}")
 
 
-def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
+def find_groups(model: nn.Module) -> ModelGroups:
     """Cut a model into groups: every block of a list of blocks, and what is left by the module that owns it.
-
-    Parameters without real data (on the meta device) are replaced by real ones in all modules that share them; they
-    get their data when their group is filled.
 
     Raises:
         ConfigError: the model cannot be trained in groups, for the reason that is given by name.
     """
-    refuse_taken(model)
     _refuse_unsplittable(model)
     _refuse_odd_parameters(model)
     refuse_shared_memory(model)
-    replaced = replace_meta_parameters(model, device)
     blocks = _block_of_parameters(model)
     names: dict[nn.Parameter, str] = {}
     members: dict[tuple[str, str, bool], list[nn.Parameter]] = {}
@@ -268,7 +258,7 @@ def find_groups(model: nn.Module, device: torch.device) -> ModelGroups:
     empty = {name: ParameterSpec(name, tuple(p.shape), 0) for name, p in everywhere.items() if p not in names}
     of_module, closed = _groups_of_modules(model, index_of)
     together = set(_together(model, of_module, index_of))
-    return ModelGroups(groups, of_module, closed, together, names, aliases, empty, replaced)
+    return ModelGroups(groups, of_module, closed, together, names, aliases, empty)
 
 
 def _refuse_unsplittable(model: nn.Module) -> None:

@@ -27,16 +27,19 @@ _NO_OPTIONS = frozenset(
 _WANTED = "parameter_groups are parameters, or mappings with 'params', as torch.optim takes them"
 
 
-def given_groups(model: nn.Module, groups: ModelGroups, given: Any) -> list[Any]:
-    """Parameter groups as torch takes them, with parameters of a meta model replaced by the real ones.
+def given_groups(
+    model: nn.Module, groups: ModelGroups, given: Any, replaced: Mapping[Any, nn.Parameter]
+) -> list[Any]:
+    """Parameter groups as torch takes them.
+
+    Args:
+        replaced: by parameters of a model on the meta device, the real ones.
 
     Raises:
         ConfigError: they are none, or hold nothing.
     """
     if given is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad and p in groups.names]}]
-
-    replaced: Mapping[Any, nn.Parameter] = groups.replaced
 
     def several(one: Any) -> list[Any]:
         return list(one) if isinstance(one, Iterable) and not isinstance(one, torch.Tensor) else [one]
