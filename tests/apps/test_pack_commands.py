@@ -93,6 +93,19 @@ def test_pack_inspect_verify_unpack(tmp_path: Path, codec: str, monkeypatch: pyt
     assert (out / "config.json").is_file()
 
 
+def test_a_part_of_a_checkpoint_is_packed_under_its_own_names(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(3)}, "optimizer": {"w": torch.zeros(3)}, "epoch": 3}, tmp_path / "a.pt")
+    told = run("pack", tmp_path / "a.pt", tmp_path / "all.safetensors").output
+    assert "left out, for they are no tensors: 'epoch'" in told
+    assert "names begin with 'model', 'optimizer': --below model packs what is there, under its own names" in told
+    told = run("pack", "--below", "model", tmp_path / "a.pt", tmp_path / "model.safetensors").output
+    assert "left out" not in told
+    assert "names begin" not in told
+    assert list(tierstore.load_pack(tmp_path / "model.safetensors")) == ["w"]
+    said = run("pack", "--below", "ema", tmp_path / "a.pt", tmp_path / "no.safetensors", code=2).stderr
+    assert "lies below 'ema'; some do below 'model' (1), 'optimizer' (1)" in said
+
+
 @pytest.mark.parametrize("text", ['{"n_layer": Infinity}', '{"n_layer": 3} // three', "[3]", "{}"])
 def test_a_configuration_that_cannot_be_read_costs_only_its_hint(tmp_path: Path, text: str) -> None:
     tensors = small_checkpoint(tmp_path / "model.safetensors")
@@ -292,6 +305,7 @@ def test_what_is_no_pack_is_told_what_it_is(tmp_path: Path) -> None:
     torch.save({"a": {"b": torch.ones(3)}, "a.b": torch.ones(3)}, tmp_path / "twice.pt")
     said = run("pack", tmp_path / "twice.pt", tmp_path / "p.safetensors", code=1).stderr
     assert "keys of dictionaries inside dictionaries are joined by dots" in said
+    assert "give the directory that holds it" in run("verify", tmp_path / "x" / INDEX, code=1).stderr
     with pytest.raises(ConfigError, match="no pack is named"):
         tierstore.load_pack([])
 

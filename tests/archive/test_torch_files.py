@@ -20,6 +20,7 @@ from tierstore import load_pack
 from tierstore.archive.distributed import _runs
 from tierstore.archive.dtypes import TORCH_DTYPES
 from tierstore.archive.opening import open_archive
+from tierstore.archive.packing import PackOptions, pack
 from tierstore.archive.sources import INDEX, open_source
 from tierstore.archive.unpacking import UnpackOptions, unpack
 from tierstore.config import Codec
@@ -87,6 +88,36 @@ def test_nested_values_keep_their_names_and_what_is_no_tensor_is_told(tmp_path: 
     torch.save({"epoch": 3, "model": {"w": torch.ones(3)}, "moments": [torch.zeros(2)]}, tmp_path / "a.pt")
     source = open_source(tmp_path / "a.pt")
     assert (sorted(source.tensors), source.left_out) == (["model.w", "moments.0"], ("epoch",))
+    assert source.nested == ("model", "moments")
+    torch.save({"a.b": torch.ones(3), "a": torch.zeros(2), "c": 3}, tmp_path / "flat.pt")
+    assert open_source(tmp_path / "flat.pt").nested == ()
+
+
+def test_what_lies_below_a_key_has_its_own_names(tmp_path: Path) -> None:
+    tied, head = torch.randn(4, 3), torch.ones(3)
+    torch.save(
+        {
+            "model": {"w": tied, "head": {"w": tied, "b": head}},
+            "model_ema": {"w": torch.zeros(2), "b": head, "again": tied, "last": tied, "steps": 7},
+            "epoch": 3,
+        },
+        tmp_path / "a.pt",
+    )
+    source = open_source(tmp_path / "a.pt")
+    expected = {
+        "model": {"w": tied, "head.w": tied, "head.b": head},
+        "model.head": {"w": tied, "b": head},
+        "model_ema": {"w": torch.zeros(2), "b": head, "again": tied, "last": tied},
+    }
+    for key, tensors in expected.items():
+        pack(source.below(key), PackOptions((tmp_path / f"{key}.safetensors",), memory_bytes=MEMORY), {})
+        assert equal(load_pack(tmp_path / f"{key}.safetensors"), tensors)
+    found = source.below("model_ema")
+    assert (found.aliases, found.left_out, found.nested) == ({"last": "again"}, ("steps",), ())
+    with pytest.raises(ConfigError, match=r"a.pt lies below 'mode'; some do below 'model_ema' \(4\), 'model' \(3\)"):
+        source.below("mode")
+    with pytest.raises(ConfigError, match=r"no tensor of .* lies below 'w'$"):
+        source.below("model").below("head").below("w")
 
 
 def test_shards_with_an_index(tmp_path: Path) -> None:
@@ -160,7 +191,7 @@ def test_torch_files_that_cannot_be_packed(tmp_path: Path) -> None:
         (lambda dense: torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8), "tensor 'a' of .*a.pt is quantized, "),
         (lambda dense: dense.to("meta"), "tensor 'a' of .*a.pt is on the meta device, without values, "),
         (lambda dense: torch.nested.nested_tensor([dense, dense[:2]]), "tensor 'a' of .*a.pt is nested, "),
-        (lambda dense: dense.to(torch.complex128), "tensor '(y.)?a' has dtype torch.complex128, which a safetensors "),
+        (lambda dense: dense.to(torch.complex128), "tensor '(y.)?a' of .*a.pt has dtype torch.complex128, which a "),
         (
             lambda dense: torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
             "tensor '(y.)?a' is two 4-bit floats without a dimension, .*; save it with .reshape",

@@ -56,6 +56,7 @@ def run_pack(
     read_bytes_per_s: float | None,
     console: Console,
     *,
+    below: str | None = None,
     timeout_s: float = flow.TIMEOUT_S,
 ) -> PackSummary:
     """Pack the checkpoint at `path`.
@@ -63,6 +64,7 @@ def run_pack(
     Args:
         codec: AUTO measures what pays for each dtype.
         read_bytes_per_s: of the disk from which the pack will be read; None: it is an archive, the smallest is best.
+        below: only what lies below this key, without it in the names.
         timeout_s: for so long a call of the system may take; what was being written is removed when it returns.
 
     Raises:
@@ -75,6 +77,8 @@ def run_pack(
         raise ConfigError("--read-rate 0 reads nothing: give bytes per second, such as 2GB")
     with Attended("pack", timeout_s) as attended:
         source = attended.look(open_source, path)
+        if below is not None:
+            source = source.below(below)
         tried = _TRIED.get(codec, (codec,))
         with spinner(console, "measuring codecs on the checkpoint's own tensors"):
             measured = attended.look(measure, source, options.chunk_bytes, tried, backend=attended.backend)

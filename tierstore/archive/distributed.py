@@ -72,7 +72,8 @@ def _source(path: Path, content: Any) -> Source:
         if type(item).__name__ != "TensorStorageMetadata":
             left_out.append(name)
             continue
-        dtype, shape = file_dtype(name, item.properties.dtype, _numbers(item.size, f"the size of {quoted(name)}"))
+        size = _numbers(item.size, f"the size of {quoted(name)}")
+        dtype, shape = file_dtype(name, item.properties.dtype, size, path)
         nbytes = tensor_bytes(name, dtype, shape)
         found = tuple(_joined(path, name, item, infos[name], parts))
         if sum(piece.nbytes for piece in found) != nbytes:

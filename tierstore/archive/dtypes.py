@@ -6,6 +6,7 @@ Scope: one table. Not here: bits of an element (`pack/layout.py`).
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 
@@ -39,14 +40,20 @@ def torch_dtype(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[torch.dt
     return TORCH_DTYPES[dtype], shape
 
 
-def file_dtype(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+def file_dtype(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], source: Path | None = None
+) -> tuple[str, tuple[int, ...]]:
     """What a tensor of torch is in a file; the inverse of `torch_dtype`.
+
+    Args:
+        source: where it is now.
 
     Raises:
         FormatError: the format has no such dtype, or no such shape.
     """
     if dtype not in FILE_DTYPES:
-        raise FormatError(f"tensor {quoted(name)} has dtype {dtype}, which a safetensors file cannot hold")
+        of = f" of {source}" if source is not None else ""
+        raise FormatError(f"tensor {quoted(name)}{of} has dtype {dtype}, which a safetensors file cannot hold")
     if dtype is torch.float4_e2m1fn_x2:
         if not shape:
             raise FormatError(

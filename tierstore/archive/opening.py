@@ -70,12 +70,16 @@ def open_archive(paths: Sequence[Path]) -> list[ArchiveFile]:
     first = paths[0]
     if not first.exists():
         raise StorageError(f"there is no {first}")
+    if first.name == INDEX:
+        raise FormatError(f"{first} is the index of a pack, or of a checkpoint; give the directory that holds it")
     refuse_unfinished(first)
     if first.is_dir() and not (first / SINGLE).is_file():
         files = _indexed(first, paths)
     else:
         files = [_open(first / SINGLE if first.is_dir() else first)]
     shards, identity = files[0].archive.shards, files[0].archive.identity
+    if not first.is_dir() and shards > 1:
+        raise FormatError(f"{first} is one of {shards} files; give the directory that holds the index of them")
     for number, file in enumerate(files):
         if (file.archive.identity, file.archive.shards, file.archive.shard) != (identity, shards, number):
             raise FormatError(
@@ -84,7 +88,7 @@ def open_archive(paths: Sequence[Path]) -> list[ArchiveFile]:
             )
     _check_apart(files)
     if len(files) != shards:
-        raise FormatError(f"{first} is one of {shards} files; give the directory that holds the index of them")
+        raise FormatError(f"{first} holds {len(files)} of the {shards} files of a pack")
     return files
 
 

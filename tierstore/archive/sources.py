@@ -8,12 +8,13 @@ Owner: none; plain records.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tierstore.errors import FormatError, StorageError
+from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import storage_errors
 from tierstore.pack.archive import ARCHIVE_KEY
 from tierstore.pack.checked import file_name_of
@@ -57,6 +58,7 @@ class Source:
         config: config.json beside it, of Hugging Face; {} if it holds no object.
         metadata: of its headers.
         left_out: names of what is no tensor, and so goes into no pack.
+        nested: keys of the dictionaries in it that hold tensors, which begin their names.
     """
 
     path: Path
@@ -66,6 +68,33 @@ class Source:
     config: Mapping[str, Any] | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    nested: tuple[str, ...] = ()
+
+    def below(self, key: str) -> Source:
+        """What lies below a key, with names that do not begin with it: `state_dict.head.weight` is `head.weight`.
+
+        Raises:
+            ConfigError: no tensor does.
+        """
+        begin = f"{key}."
+        tensors: dict[str, SourceTensor] = {}
+        aliases: dict[str, str] = {}
+        own_names: dict[str, str] = {}  # the first of each tensor: one above may have been the first of all
+        names = (*self.tensors, *self.aliases)
+        for name in filter(lambda name: name.startswith(begin), names):
+            own, first = name.removeprefix(begin), self.aliases.get(name, name)
+            if first in own_names:
+                aliases[own] = own_names[first]
+            else:
+                own_names[first] = own
+                tensors[own] = replace(self.tensors[first], spec=replace(self.tensors[first].spec, name=own))
+        if not tensors:
+            keys = Counter(name.partition(".")[0] for name in names if "." in name)
+            found = ", ".join(f"{quoted(one)} ({count})" for one, count in keys.most_common(5))
+            told = f"no tensor of {self.path} lies below {quoted(key)}"
+            raise ConfigError(f"{told}; some do below {found}" if found else told)
+        left_out = tuple(name.removeprefix(begin) for name in self.left_out if name.startswith(begin))
+        return replace(self, tensors=tensors, aliases=aliases, left_out=left_out, nested=())
 
 
 def open_source(path: Path) -> Source:

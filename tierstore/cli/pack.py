@@ -48,6 +48,10 @@ def pack(
     ] = None,
     memory: Annotated[int, _MEMORY] = 2**30,
     chunk: Annotated[int, size_option("Unit of checksums [default: 8MiB].")] = 2**23,
+    below: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Only what the checkpoint holds below this key, as state_dict; not in names."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")] = False,
     timeout: Annotated[float, _TIMEOUT] = 1800.0,
     json: Annotated[Path | None, _JSON] = None,
@@ -64,6 +68,7 @@ def pack(
         from tierstore.apps.output_files import check_outputs
         from tierstore.apps.pack import pack_json, run_pack, show_pack
         from tierstore.archive.packing import PackOptions
+        from tierstore.pack.layout import listed
 
         console = Console()
         options = PackOptions(
@@ -71,12 +76,14 @@ def pack(
         )
         check_outputs([source, *destinations], json=json)
         with interruptible(_INTERRUPTED):
-            summary = run_pack(source, options, codec, read_rate, console, timeout_s=timeout)
+            summary = run_pack(source, options, codec, read_rate, console, below=below, timeout_s=timeout)
         show_pack(summary, console)
         if json is not None:
             write_object(json, pack_json(summary), "--json")
         if left_out := summary.source.left_out:
-            say(f"{len(left_out)} values are no tensors and were left out: {', '.join(left_out[:5])}")
+            say(f"left out, for they are no tensors: {listed(left_out)}")
+        if nested := summary.source.nested:
+            say(f"names begin with {listed(nested)}: --below {nested[0]} packs what is there, under its own names")
 
 
 def unpack(
