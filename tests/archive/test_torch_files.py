@@ -112,6 +112,7 @@ def test_what_lies_below_a_key_has_its_own_names(tmp_path: Path) -> None:
     for key, tensors in expected.items():
         pack(source.below(key), PackOptions((tmp_path / f"{key}.safetensors",), memory_bytes=MEMORY), {})
         assert equal(load_pack(tmp_path / f"{key}.safetensors"), tensors)
+    assert source.nested == ("model", "model_ema")
     found = source.below("model_ema")
     assert (found.aliases, found.left_out, found.nested) == ({"last": "again"}, ("steps",), ())
     with pytest.raises(ConfigError, match=r"a.pt lies below 'mode'; some do below 'model_ema' \(4\), 'model' \(3\)"):

@@ -82,14 +82,14 @@ def torch_source(path: Path, files: Mapping[Path, Sequence[str]], config: Mappin
             if not isinstance(value, torch.Tensor):
                 left_out.append(name)
                 continue
+            key = name.partition(".")[0]
+            if isinstance(content, Mapping) and isinstance(content.get(key), Mapping | list | tuple):
+                nested[key] = None
             place = (file, *_identity(value))
             if value.numel() and place in seen:
                 aliases[name] = seen[place]
                 continue
             seen[place] = name
-            key = name.partition(".")[0]
-            if isinstance(content, Mapping) and isinstance(content.get(key), Mapping | list | tuple):
-                nested[key] = None
             tensors[name] = _source_tensor(name, value, file)
             piece_count += len(tensors[name].pieces)
             check_piece_count(piece_count, file_bytes, str(path))
