@@ -620,8 +620,8 @@ MUTATIONS: Sequence[Mutation] = (
         "no engine, no stand-ins", "train/assembly.py assemble", "put_back(model, replaced)", "train/test_built.py",
     ),
     Mutation(
-        "no values, no engine", "train/filling.py check_source", "if parameter.is_meta and name not in known:",
-        "train/test_built.py", "if False:",
+        "no values, no engine", "train/filling.py check_source", "parameter.numel() and name not in known",
+        "train/test_built.py", "False",
     ),
     # Gradients that would be divided twice, or lost.
     Mutation(

@@ -102,6 +102,10 @@ def test_a_group_is_spread_over_directories_that_are_all_needed(tmp_path: Path) 
         open_archive([tmp_path / "x"])
     with pytest.raises(FormatError, match="holds no pack"):
         open_archive([tmp_path / "y"])
+    (tmp_path / "z").mkdir()
+    (tmp_path / "z" / SINGLE).hardlink_to(found.files[0])
+    with pytest.raises(FormatError, match="z holds 1 of the 4 files of a pack"):
+        open_archive([tmp_path / "z"])
     for file in found.files[:2]:
         with pytest.raises(FormatError, match="is one of 4 files; give the directory that holds the index of them"):
             open_archive([file])

@@ -115,6 +115,7 @@ def test_what_lies_below_a_key_has_its_own_names(tmp_path: Path) -> None:
     assert source.nested == ("model", "model_ema")
     found = source.below("model_ema")
     assert (found.aliases, found.left_out, found.nested) == ({"last": "again"}, ("steps",), ())
+    assert source.below("model.").tensors == source.below("model").tensors
     with pytest.raises(ConfigError, match=r"a.pt lies below 'mode'; some do below 'model_ema' \(4\), 'model' \(3\)"):
         source.below("mode")
     with pytest.raises(ConfigError, match=r"no tensor of .* lies below 'w'$"):

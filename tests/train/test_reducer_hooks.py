@@ -202,7 +202,7 @@ def test_a_module_has_one_reducer_at_a_time(alone: object) -> None:
         with pytest.raises(ConfigError, match=averaged):
             Engine(second, TierConfig())
     GradientReducer(second).close()
-    averages = r"an Engine has 0.weight, and averages gradients itself"
+    averages = r"0.weight belongs to an Engine, perhaps a closed one, which averages gradients itself"
     with Engine(second, TierConfig()) as engine, engine.gathered(""), pytest.raises(ConfigError, match=averages):
         GradientReducer(first)
 

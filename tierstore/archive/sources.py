@@ -76,7 +76,7 @@ class Source:
         Raises:
             ConfigError: no tensor does.
         """
-        begin = f"{key}."
+        begin = f"{key.removesuffix('.')}."
         tensors: dict[str, SourceTensor] = {}
         aliases: dict[str, str] = {}
         own_names: dict[str, str] = {}  # the first of each tensor: one above may have been the first of all

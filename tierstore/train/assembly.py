@@ -52,7 +52,7 @@ from tierstore.train.partition import Partition
 from tierstore.train.reduction import Reductions
 from tierstore.train.rounds import RoundDriver
 from tierstore.train.sizing import cut_groups
-from tierstore.train.stand_ins import put_back, replace_meta_parameters
+from tierstore.train.stand_ins import Pair, put_back, replace_meta_parameters
 
 _SHARED_TIERS = {"gpu_memory", "codec", "prefetch_depth", "state_on_gpu"}
 """Options of the tiers on which depends what all ranks do together."""
@@ -160,7 +160,7 @@ def assemble(
     runtime.describe(backend.in_flight)
     store: TrainingStore | None = None
     lock: StoreLock | None = None
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    replaced: list[Pair] = []
     is_durable = options.durability is Durability.COMMIT
     try:
         device = open_device(tiers.device, clock, tracer)
@@ -176,7 +176,7 @@ def assemble(
             )
         pieces: Iterable[Piece] = weights_of(model, source)
         refuse_empty_buffers(model)
-        replaced = replace_meta_parameters(model, device.torch_device)
+        replace_meta_parameters(model, device.torch_device, replaced)
         groups = find_groups(model)
         specs = [group.spec for group in groups.groups]
         partition.check_same_model(specs)

@@ -79,7 +79,7 @@ def check_source(model: nn.Module, source: Source | None) -> None:
         )
     known = set() if source is None else source.names()
     for name, parameter in model.named_parameters():
-        if parameter.is_meta and name not in known:
+        if parameter.is_meta and parameter.numel() and name not in known:
             raise ConfigError(
                 f"parameter {name} holds no values (meta device)"
                 + ("; give their source as `initialize`" if source is None else ", and the source has none of it")

@@ -187,5 +187,5 @@ def _tell_aliases(recorder: Recorder, parameters: set[int]) -> None:
 def _make_meta(model: nn.Module) -> None:
     for name, parameter in list(model.named_parameters()):
         outline = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
-        built, _ = replace(model, parameter, outline)
+        built = replace(model, parameter, outline)
         built.__dict__[BUILT_AS] = name

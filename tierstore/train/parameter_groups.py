@@ -17,6 +17,7 @@ from tierstore.config import AdamWConfig
 from tierstore.errors import ConfigError
 from tierstore.kernels.adam import AdamCoefficients
 from tierstore.train.groups import ModelGroups
+from tierstore.train.stand_ins import Pair
 
 UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 IGNORED = ("foreach", "fused")  # ways to compute the same
@@ -28,18 +29,20 @@ _WANTED = "parameter_groups are parameters, or mappings with 'params', as torch.
 
 
 def given_groups(
-    model: nn.Module, groups: ModelGroups, given: Any, replaced: Mapping[Any, nn.Parameter]
+    model: nn.Module, groups: ModelGroups, given: Any, replaced: Iterable[Pair] = ()
 ) -> list[Any]:
     """Parameter groups as torch takes them.
 
     Args:
-        replaced: by parameters of a model on the meta device, the real ones.
+        replaced: parameters on the meta device, which may be given, and the real ones.
 
     Raises:
         ConfigError: they are none, or hold nothing.
     """
     if given is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad and p in groups.names]}]
+
+    in_place_of: dict[Any, nn.Parameter] = {found: other for found, other in replaced if found.is_meta}
 
     def several(one: Any) -> list[Any]:
         return list(one) if isinstance(one, Iterable) and not isinstance(one, torch.Tensor) else [one]
@@ -49,7 +52,7 @@ def given_groups(
             parameter = one[1] if isinstance(one, tuple) and len(one) == 2 else one  # named, as torch takes them, too
             if not isinstance(parameter, torch.Tensor):
                 raise ConfigError(_WANTED)
-            yield replaced.get(parameter, parameter)
+            yield in_place_of.get(parameter, parameter)
 
     items = several(given)
     if all(isinstance(item, Mapping) and "params" in item for item in items):

@@ -7,7 +7,7 @@ Owner: no state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -16,58 +16,69 @@ from torch.utils import swap_tensors
 from tierstore.errors import ConfigError
 from tierstore.train.owners import TAKEN
 
+Pair = tuple[nn.Parameter, nn.Parameter]
+"""A parameter as it was found, and the one that takes its place: in the modules, or by a swap of what the two are."""
 
-def replace_meta_parameters(model: nn.Module, device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
+
+def replace_meta_parameters(model: nn.Module, device: torch.device, replaced: list[Pair]) -> None:
     """Real ones in the place of those on the meta device.
 
-    Returns:
-        Real ones by those, for `put_back`. Where torch can, the object that was there is the real one now.
+    Args:
+        replaced: gets them, each before it is replaced: an interrupt may come at any time.
     """
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    try:
-        for parameter in [parameter for parameter in model.parameters() if parameter.is_meta]:
-            # One element seen as the whole shape: `bind` gives it its memory, the store its bytes.
-            data = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-            real, meta = replace(model, parameter, data)
-            replaced[meta] = real
-    except BaseException:
-        put_back(model, replaced)
-        raise
-    return replaced
+    for parameter in [parameter for parameter in model.parameters() if parameter.is_meta]:
+        # One element seen as the whole shape: `bind` gives it its memory, the store its bytes.
+        data = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+        replaced.append((parameter, _twin(model, parameter, data)))
+        _replace(model, *replaced[-1])
 
 
-def put_back(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def put_back(model: nn.Module, replaced: Iterable[Pair]) -> None:
     """Undo `replace_meta_parameters` where no engine has taken them: they are as they were before."""
-    for meta, real in replaced.items():
-        if TAKEN not in real.__dict__:
-            _exchange(model, real, meta)
+    for parameter, other in replaced:
+        if TAKEN in parameter.__dict__ or TAKEN in other.__dict__:
+            continue
+        if parameter.is_meta:  # not in place; or nothing was done yet
+            _put(model, parameter, instead_of=other)
+            continue
+        try:
+            swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+        except RuntimeError:  # somebody made a weak reference meanwhile: it holds no values, and nobody would see that
+            parameter.__dict__[TAKEN] = None
 
 
-def replace(model: nn.Module, parameter: nn.Parameter, data: torch.Tensor) -> tuple[nn.Parameter, nn.Parameter]:
+def replace(model: nn.Module, parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """A parameter with other data, of another device: the same object, if torch can do that, so that all who hold it
     see it; else another one, in all modules of the model.
 
     Returns:
-        That object, and one that has the data of before.
+        That object.
     Raises:
         ConfigError: it has hooks, which would not be those of the other data.
     """
+    return _replace(model, parameter, _twin(model, parameter, data))
+
+
+def _twin(model: nn.Module, parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         name = next(name for name, other in model.named_parameters() if other is parameter)
         raise ConfigError(f"parameter {name} has a hook, and no values yet: register it when the engine is made")
     other = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
-    return _exchange(model, parameter, other)
+    return other
 
 
-def _exchange(model: nn.Module, parameter: nn.Parameter, other: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
-    """What is in the modules after one parameter has taken the place of another, and what is not."""
+def _replace(model: nn.Module, parameter: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
     try:
         swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
-        return parameter, other
+        return parameter
     except RuntimeError:  # somebody holds a weak reference (recurrent modules do)
-        for module in model.modules():
-            for name, held in list(module._parameters.items()):
-                if held is parameter:
-                    setattr(module, name, other)
-        return other, parameter
+        _put(model, other, instead_of=parameter)
+        return other
+
+
+def _put(model: nn.Module, parameter: nn.Parameter, *, instead_of: nn.Parameter) -> None:
+    for module in model.modules():
+        for name, held in list(module._parameters.items()):
+            if held is instead_of:
+                setattr(module, name, parameter)

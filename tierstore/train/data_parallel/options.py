@@ -66,7 +66,10 @@ class ReducerOptions:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"module must be a torch.nn.Module, not a {type(module).__name__}")
         if name := next((name for name, p in module.named_parameters() if TAKEN in p.__dict__), None):
-            raise ConfigError(f"an Engine has {name}, and averages gradients itself, where several ranks make it")
+            raise ConfigError(
+                f"{name} belongs to an Engine, perhaps a closed one, which averages gradients itself where several "
+                "ranks make it; for a reducer build the module anew"
+            )
         refuse_reduced(((name, p) for name, p in module.named_parameters() if p.requires_grad), but_of=module)
         if any(isinstance(child, DistributedDataParallel) for child in module.modules()):
             raise ConfigError("DDP averages the gradients of this module already: give the module that it was made of")
