@@ -552,7 +552,23 @@ class TestAnotherStore:
         first, *others = model.parameters()
         groups = [{"params": [first]}, {"params": others}]
         message = refuse(WAY, folder, ConfigError, model=model, parameter_groups=groups)
-        assert "1 parameter groups, now there are 2" in message
+        assert "2 parameter groups are given, and the state was made with 1; give parameter_groups= as then" in message
+
+    def test_of_directories_that_do_not_belong_together(self, tmp_path: Path) -> None:
+        way = replace(WAY, directories=2)
+        with opened(way, tmp_path) as run:
+            run.until(1)
+        shutil.copytree(tmp_path / "store1", tmp_path / "before")
+        with opened(way, tmp_path) as run:
+            run.until(3)
+        message = refuse(way, tmp_path / "store1", ConfigError, resume="must", nvme=[tmp_path / "store1"])
+        assert "there is no generation in" in message
+        assert "but state.a.safetensors of a store: give all directories of that store in their order" in message
+        shutil.rmtree(tmp_path / "store1")
+        (tmp_path / "before").rename(tmp_path / "store1")
+        of_times = pytest.raises(ChecksumMismatch, match="or the directories of the store are of different times")
+        with of_times, opened(way, tmp_path, cpu_memory="64MiB") as run:
+            run.until(4)
 
 
 class Replaced(Backend):
@@ -566,6 +582,18 @@ class Replaced(Backend):
         if self.moved is not None and destination.name.startswith(self.after):
             destination.parent.rename(self.moved)
             shutil.copytree(self.moved, destination.parent)
+
+
+class Moved(Backend):
+    """Somebody moves the directory while a file is written there."""
+
+    moved: Path | None = None
+    before = ""
+
+    def _call_replace(self, source: Path, destination: Path) -> None:
+        if self.moved is not None and destination.name.startswith(self.before):
+            destination.parent.rename(self.moved)
+        super()._call_replace(source, destination)
 
 
 class TestMovedAway:
@@ -619,6 +647,20 @@ class TestMovedAway:
         shutil.rmtree(there)
         (tmp_path / "moved").rename(there)
         assert check_resumes(WAY, tmp_path, expected) == whole
+
+    @pytest.mark.parametrize("before", ["captured", "manifest"])
+    def test_nor_is_it_told_that_a_file_is_missing(self, before: str, tmp_path: Path, expected: list[State]) -> None:
+        backend, there = Moved(), tmp_path / "store0"
+        run = open_run(WAY, tmp_path, backend)
+        run.until(1)
+        run.engine.flush()
+        backend.before, backend.moved = before, tmp_path / "moved"
+        with pytest.raises(StorageError, match=r"moved, replaced or removed.*resume='auto'"):
+            self.commit(run)
+        with pytest.raises(TierstoreError):
+            run.engine.close()
+        (tmp_path / "moved").rename(there)
+        assert check_resumes(WAY, tmp_path, expected) == 1
 
     def test_a_new_store_in_its_place_is_left_alone(self, tmp_path: Path, expected: list[State]) -> None:
         run = open_run(WAY, tmp_path)

@@ -205,6 +205,20 @@ class TestClose:
         with pytest.raises(ClosedError, match="the engine of this model is closed"):
             loss.backward()
 
+    def test_nothing_is_added_to_a_closed_engine(self, tmp_path: Path) -> None:
+        run = open_run(Way(), tmp_path)
+        engine = run.engine
+        engine.close()
+        for call in (
+            lambda: engine.register("more", run.position),
+            lambda: engine.on_step(print),
+            lambda: engine.before_commit(print),
+            lambda: engine.no_sync().__enter__(),
+            engine.__enter__,
+        ):
+            with pytest.raises(ClosedError, match="the engine is closed"):
+                call()
+
     def test_a_forward_without_a_backward_leaves_nothing(self, tmp_path: Path) -> None:
         with opened(Way(), tmp_path) as run:
             left: list[weakref.ref[torch.Tensor]] = []

@@ -98,7 +98,7 @@ class Manifests:
     def _capture(self, number: int, captured: Any) -> Captured:
         self._check_in_place()
         noted, data = captured_text(captured)
-        replace_file(self.captured_path(number), data, backend=self._backend)
+        self._write(self.captured_path(number), data)
         return noted
 
     async def publish(self, generation: Generation, noted: Captured | None = None) -> None:
@@ -123,7 +123,14 @@ class Manifests:
     def _publish(self, generation: Generation, noted: Captured) -> None:
         text = manifest_text(generation.number, generation.layout, generation.records, noted)
         self._check_in_place()
-        replace_file(self.manifest_path(generation.number), text, backend=self._backend)
+        self._write(self.manifest_path(generation.number), text)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            replace_file(path, data, backend=self._backend)
+        except StorageError:
+            self._check_in_place()  # that it was moved meanwhile says more than that a file is not there
+            raise
 
     def _check_in_place(self) -> None:
         if self._lock is not None:

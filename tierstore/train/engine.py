@@ -167,6 +167,7 @@ class Engine:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only accumulate: another one of the same step follows."""
+        self._order.refuse_closed()
         with self._order.no_sync():
             yield
 
@@ -247,6 +248,7 @@ class Engine:
         Raises:
             ConfigError: it is no such object; another one has that name; or a resumed run has gone on without it.
         """
+        self._order.refuse_closed()
         self._generations.register(name, value)
 
     def on_step(self, callback: Callable[[StepReport], None]) -> None:
@@ -254,6 +256,7 @@ class Engine:
 
         What it raises comes out of `step()`. The step is done, and is committed with the next one.
         """
+        self._order.refuse_closed()
         expect(callable(callback), "what on_step calls", "a function of a report", callback)
         self._steps.callbacks.append(callback)
 
@@ -264,6 +267,7 @@ class Engine:
         What it raises fails that commit, as an error of the store's disk would, and the generation before it stays. It
         may not call the engine. Where nothing is committed (no `nvme`, durability="none") it is never called.
         """
+        self._order.refuse_closed()
         expect(callable(callback), "what before_commit calls", "a function", callback)
         self._parts.store.commits.before.append(callback)
 
@@ -482,6 +486,7 @@ class Engine:
         self._parts.close(self._generations.finish)
 
     def __enter__(self) -> Engine:
+        self._order.refuse_closed()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

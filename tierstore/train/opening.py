@@ -19,6 +19,7 @@ from tierstore.store.commit import COMMIT, Manifests
 from tierstore.store.layout import GroupSpec, check_same_frozen, check_same_model
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
+from tierstore.store.names import PACK, UNFINISHED
 from tierstore.store.team import Team, leads
 from tierstore.store.training import TrainingStore
 from tierstore.store.verification import is_of_tensors
@@ -41,7 +42,7 @@ def find_generation(
     Of several nodes each has manifests of its own: it is the newest that all have, of one commit.
     """
     if not tiers.nvme:
-        _refuse_nothing(options.resume, "memory")
+        _refuse_nothing(options.resume, "memory", [])
         return None
     directory = Path(tiers.nvme[0])
     manifests = Manifests(directory, backend)
@@ -52,7 +53,7 @@ def find_generation(
     told = partition.all_succeed("the generations of the store", look)
     found = {rank: numbers for rank, numbers in enumerate(told) if numbers is not None}
     if not any(found.values()):
-        _refuse_nothing(options.resume, str(directory))
+        _refuse_nothing(options.resume, str(directory), backend.names(directory) if directory.is_dir() else [])
         return None
     common = sorted(set.intersection(*map(set, found.values())), reverse=True)
     is_previous = options.resume is Resume.PREVIOUS
@@ -94,9 +95,13 @@ def _nothing_in_common(found: Mapping[int, Sequence[int]], before: str) -> Confi
     )
 
 
-def _refuse_nothing(resume: Resume, where: str) -> None:
+def _refuse_nothing(resume: Resume, where: str, names: Sequence[str]) -> None:
     if resume in (Resume.MUST, Resume.PREVIOUS):
-        raise ConfigError(f"resume='{resume.value}': there is no generation in {where}")
+        told = f"resume='{resume.value}': there is no generation in {where}"
+        part = next(filter(PACK.fullmatch, names), None) if UNFINISHED not in names else None
+        if part is not None:
+            told = f"{told}, but {part} of a store: give all directories of that store in their order"
+        raise ConfigError(told)
 
 
 def _numbers(manifests: Manifests, options: Options, lock: StoreLock) -> list[int]:
