@@ -219,6 +219,26 @@ class TestClose:
             with pytest.raises(ClosedError, match="the engine is closed"):
                 call()
 
+    @pytest.mark.parametrize("modify", [False, True])
+    def test_ends_a_block_that_looks_at_weights(self, modify: bool, tmp_path: Path) -> None:
+        """It was closed in there, or at exit, where a generator holds it that nobody runs to its end."""
+        run = open_run(Way(), tmp_path)
+        run.until(1)
+        block = run.engine.gathered("norm", modify=modify)
+        block.__enter__()
+        run.engine.close()
+        if modify:
+            with pytest.raises(ClosedError, match="the engine is closed"):
+                block.__exit__(None, None, None)
+        else:
+            block.__exit__(None, None, None)
+        run = open_run(Way(), tmp_path)
+        assert run.engine.step_count == 1
+        left = run.engine.gathered("norm", modify=modify)
+        left.__enter__()
+        run.engine.close()
+        left.gen.close()  # type: ignore[attr-defined]
+
     def test_a_forward_without_a_backward_leaves_nothing(self, tmp_path: Path) -> None:
         with opened(Way(), tmp_path) as run:
             left: list[weakref.ref[torch.Tensor]] = []

@@ -227,7 +227,7 @@ def gathered(
             parts of it, and know of no error.
     """
     with contextlib.ExitStack() as entered:
-        entered.callback(parts.access.release, groups)
+        entered.callback(lambda: parts.access.release(groups) if parts.runtime.is_open else None)
         for group in groups:
             is_first = not parts.access.is_gathered(group)
             parts.access.enter(group, for_long=True)
@@ -237,6 +237,8 @@ def gathered(
         try:
             yield
         except BaseException as error:
+            if not parts.runtime.is_open:  # the engine was closed in the block
+                raise
             undone = [_undo_changes(parts, group) for group in groups if group not in kept]
             if not all(undone):
                 break_off(error)
