@@ -620,6 +620,22 @@ MUTATIONS: Sequence[Mutation] = (
         "no engine, no stand-ins", "train/assembly.py assemble", "put_back(model, replaced)", "train/test_built.py",
     ),
     Mutation(
+        "a swap that cannot be undone ends the model", "train/stand_ins.py put_back",
+        "parameter.__dict__[TAKEN] = None", "train/test_built.py",
+    ),
+    Mutation(
+        "a block of a closed engine ends as what it is", "train/whole.py gathered",
+        "if not parts.runtime.is_open:", "train/test_clean.py::TestClose", "if False:",
+    ),
+    Mutation(
+        "a move while a commit is written is told", "store/commit.py Manifests._write",
+        "self._check_in_place()", "store/test_recovery.py::TestMovedAway",
+    ),
+    Mutation(
+        "what lies below a key has all its names", "archive/sources.py Source.below",
+        "(*self.tensors, *self.aliases)", "archive/test_torch_files.py", "(*self.tensors,)",
+    ),
+    Mutation(
         "no values, no engine", "train/filling.py check_source", "parameter.numel() and name not in known",
         "train/test_built.py", "False",
     ),

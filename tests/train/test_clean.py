@@ -226,6 +226,9 @@ class TestClose:
         run.until(1)
         block = run.engine.gathered("norm", modify=modify)
         block.__enter__()
+        if modify:
+            with torch.no_grad():
+                run.engine.model.norm.weight.mul_(2)
         run.engine.close()
         if modify:
             with pytest.raises(ClosedError, match="the engine is closed"):
@@ -236,6 +239,8 @@ class TestClose:
         assert run.engine.step_count == 1
         left = run.engine.gathered("norm", modify=modify)
         left.__enter__()
+        with torch.no_grad():
+            run.engine.model.norm.weight.mul_(2)
         run.engine.close()
         left.gen.close()  # type: ignore[attr-defined]
 
