@@ -128,8 +128,9 @@ class Manifests:
     def _write(self, path: Path, data: bytes) -> None:
         try:
             replace_file(path, data, backend=self._backend)
-        except StorageError:
-            self._check_in_place()  # that it was moved meanwhile says more than that a file is not there
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                self._check_in_place()  # that the directory was moved meanwhile says more
             raise
 
     def _check_in_place(self) -> None:
