@@ -583,9 +583,32 @@ def test_an_export_that_fails_says_what_is_left(
         raise error("no room")
 
     monkeypatch.setattr(FakeEngine, "export", fail)
+    monkeypatch.setattr("tierstore.apps.train._TRIES_FOR_S", 0.0)
     changes: dict[str, Any] = {} if nvme else {"nvme": ()}
     with pytest.raises(StorageError, match=f"no room; the {says}"):
         run(options(steps=1, export=tmp_path / "out", **changes))
+
+
+@pytest.mark.parametrize("error", [StorageFull, ConfigError])
+def test_weights_that_nothing_else_keeps_wait_until_there_is_room_for_them(
+    error: type[Exception], options: Callable[..., TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[Path] = []
+    export = FakeEngine.export
+
+    def fail_twice(self: FakeEngine, directory: Path) -> None:
+        tries.append(directory)
+        if len(tries) < 3:
+            raise error("no room")
+        export(self, directory)
+
+    monkeypatch.setattr(FakeEngine, "export", fail_twice)
+    monkeypatch.setattr("tierstore.apps.train._TRIES_EVERY_S", 0.0)
+    _, _, said = run(options(steps=1, nvme=(), export=tmp_path / "out"))
+    assert len(tries) == 3
+    assert (tmp_path / "out" / "config.json").exists()
+    assert said.count("no room; nothing else keeps the trained weights: make room") == 1
+    assert "exported to" in said
 
 
 def test_a_link_for_a_configuration_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:

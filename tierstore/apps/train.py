@@ -44,6 +44,8 @@ from tierstore.train.engine import Engine
 T = TypeVar("T")
 _OF_A_RANK = ("nvme", "config", "checkpoint", "data", "device", "threads", "export", "json", "trace")
 """Options that may differ between ranks: places and devices."""
+_TRIES_FOR_S, _TRIES_EVERY_S = 3600.0, 5.0
+"""How long an export that nothing can replace waits for room."""
 
 
 @dataclass(slots=True)
@@ -264,8 +266,7 @@ class _Run:
     def _export(self, directory: Path) -> None:
         options, has_weights = self._options, False
         try:
-            with spinner(self._reporter.console, f"exporting to {directory}"):
-                self._engine.export(directory)
+            self._export_weights(directory)
             has_weights = True
             if self._crew.leads:
                 outputs.write_configuration(self._parts.configuration, directory)
@@ -279,6 +280,28 @@ class _Run:
                 what = f"the trained weights are lost: {options.why_nothing_is_kept}"
             raise StorageError(f"{error}; {what}") from error
         self._reporter.say(f"exported to {directory}")
+
+    def _export_weights(self, directory: Path) -> None:
+        """What nothing else keeps is not given up at once: somebody can still make room."""
+        until_s = time.monotonic() + (_TRIES_FOR_S if self._options.why_nothing_is_kept else 0.0)
+        is_told = False
+        while True:
+            try:
+                with spinner(self._reporter.console, f"exporting to {directory}"):
+                    self._engine.export(directory)
+                return
+            except DoneButFor:
+                raise
+            except (ConfigError, StorageError) as error:
+                if any(self._exchange(time.monotonic() >= until_s)):
+                    raise
+                if not is_told:
+                    self._reporter.say(
+                        f"{error}; nothing else keeps the trained weights: make room there, it is tried again for "
+                        f"{_TRIES_FOR_S / 60:.0f} minutes; Ctrl-C, twice, gives them up"
+                    )
+                is_told = True
+            time.sleep(_TRIES_EVERY_S)
 
     def _step(self) -> Any:
         tokens = [
