@@ -547,6 +547,18 @@ MUTATIONS: Sequence[Mutation] = (
         "self._check_in_place()", "store/test_recovery.py::TestMovedAway",
     ),
     Mutation(
+        "a last generation that is not seen", "store/commit.py Manifests._remove_all_but_two", "if last not in kept:",
+        "store/test_commit.py", "if False:",
+    ),
+    Mutation(
+        "a store that is away for a moment", "store/commit.py Manifests.numbers", "missing_ok and",
+        "store/test_recovery.py::TestMovedAway", "",
+    ),
+    Mutation(
+        "another fault in a store that was moved", "store/commit.py Manifests._tells_moves", "if _is_gone(error):",
+        "store/test_recovery.py::TestMovedAway", "if True:",
+    ),
+    Mutation(
         "generations of another store", "store/commit.py Manifests._remove", "self._check_in_place()",
         "store/test_recovery.py::TestMovedAway",
     ),

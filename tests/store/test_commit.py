@@ -17,6 +17,23 @@ from tierstore.store.manifest import Generation
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
+class Blinking(Backend):
+    """Something is away while a directory is listed."""
+
+    away: Path | None = None
+
+    def _call_list(self, path: Path) -> list[str]:
+        if self.away is None:
+            return super()._call_list(path)
+        away, self.away = self.away, None
+        elsewhere = away.with_name("elsewhere")
+        away.rename(elsewhere)
+        try:
+            return super()._call_list(path)
+        finally:
+            elsewhere.rename(away)
+
+
 class TestManifests:
     def test_two_are_kept_also_when_one_was_killed_while_it_removed_an_old_one(self, tmp_path: Path) -> None:
         manifests = Manifests(tmp_path, Backend())
@@ -28,6 +45,20 @@ class TestManifests:
         assert len(list(tmp_path.iterdir())) == 4
         asyncio.run(manifests.adopt(2))
         assert manifests.numbers() == [2]
+
+    @pytest.mark.parametrize("goes", ["directory", "manifest"])
+    def test_nothing_is_removed_where_the_last_one_is_not_seen(self, goes: str, tmp_path: Path) -> None:
+        """A directory that is away for a moment, as a mount may be, holds none of them."""
+        store = tmp_path / "store"
+        store.mkdir()
+        backend = Blinking()
+        manifests = Manifests(store, backend)
+        for number in range(2):
+            asyncio.run(manifests.publish(Generation(number, {}, {}, {})))
+        backend.away = store if goes == "directory" else store / "manifest-000000000002.json"
+        with pytest.raises(StorageError, match="No such file" if goes == "directory" else "2.json is gone; nothing"):
+            asyncio.run(manifests.publish(Generation(2, {}, {}, {})))
+        assert manifests.numbers() == [2, 1, 0]
 
     def test_one_that_is_not_known_to_be_durable_is_taken_back(self, tmp_path: Path) -> None:
         """A failed fsync is never retried: the step is told to be lost, so it must not come back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -552,7 +553,7 @@ class TestAnotherStore:
         first, *others = model.parameters()
         groups = [{"params": [first]}, {"params": others}]
         message = refuse(WAY, folder, ConfigError, model=model, parameter_groups=groups)
-        assert "2 parameter groups are given, and the state was made with 1; give parameter_groups= as then" in message
+        assert "made with parameters in 1 groups, and here they are in 2; give parameter_groups= as then" in message
 
     def test_of_directories_that_do_not_belong_together(self, tmp_path: Path) -> None:
         way = replace(WAY, directories=2)
@@ -563,12 +564,24 @@ class TestAnotherStore:
             run.until(3)
         message = refuse(way, tmp_path / "store1", ConfigError, resume="must", nvme=[tmp_path / "store1"])
         assert "there is no generation in" in message
-        assert "but state.a.safetensors of a store: give all directories of that store in their order" in message
+        told = f"but {tmp_path / 'store1'} holds state.a.safetensors of a store: give all directories of that store in"
+        assert told in message
+        message = refuse(way, tmp_path, ConfigError, resume="must", nvme=[tmp_path / "new", tmp_path / "store1"])
+        assert f"no generation in {tmp_path / 'new'}, {told}" in message
         shutil.rmtree(tmp_path / "store1")
         (tmp_path / "before").rename(tmp_path / "store1")
-        of_times = pytest.raises(ChecksumMismatch, match="or the directories of the store are of different times")
-        with of_times, opened(way, tmp_path, cpu_memory="64MiB") as run:
+        of_times = r"written \(or the directories are of different times\); of .*; restore the store from a copy, or"
+        with pytest.raises(ChecksumMismatch, match=of_times), opened(way, tmp_path, cpu_memory="64MiB") as run:
             run.until(4)
+        message = refuse(way, tmp_path, ChecksumMismatch, resume="previous", cpu_memory="64MiB")
+        assert "(or the directories are of different times); of " in message
+        assert "resume='previous'" not in message
+
+    def test_whose_making_was_broken_off(self, tmp_path: Path) -> None:
+        (tmp_path / "store0").mkdir()
+        for name in ("state.a.safetensors", "unfinished"):
+            (tmp_path / "store0" / name).touch()
+        assert refuse(WAY, tmp_path, ConfigError, resume="must").endswith(f"no generation in {tmp_path / 'store0'}")
 
 
 class Replaced(Backend):
@@ -585,15 +598,32 @@ class Replaced(Backend):
 
 
 class Moved(Backend):
-    """Somebody moves the directory while a file is written there."""
+    """Somebody moves the directory while a file is written or removed there, and puts a file in its place, perhaps."""
 
     moved: Path | None = None
     before = ""
+    leaves_file = False
+
+    def _move(self, directory: Path) -> None:
+        if self.moved is not None and not self.moved.exists():
+            directory.rename(self.moved)
+            if self.leaves_file:
+                directory.touch()
 
     def _call_replace(self, source: Path, destination: Path) -> None:
-        if self.moved is not None and destination.name.startswith(self.before):
-            destination.parent.rename(self.moved)
+        if destination.name.startswith(self.before):
+            self._move(destination.parent)
         super()._call_replace(source, destination)
+
+    def _call_unlink(self, path: Path) -> None:
+        if self.before == "removal":
+            self._move(path.parent)
+        super()._call_unlink(path)
+
+    def _call_list(self, path: Path) -> list[str]:
+        if self.before == "listing":
+            self._move(path)
+        return super()._call_list(path)
 
 
 class TestMovedAway:
@@ -648,18 +678,63 @@ class TestMovedAway:
         (tmp_path / "moved").rename(there)
         assert check_resumes(WAY, tmp_path, expected) == whole
 
-    @pytest.mark.parametrize("before", ["captured", "manifest"])
-    def test_nor_is_it_told_that_a_file_is_missing(self, before: str, tmp_path: Path, expected: list[State]) -> None:
+    @pytest.mark.parametrize("leaves_file", [False, True])
+    @pytest.mark.parametrize("before", ["captured", "manifest", "listing", "removal"])
+    def test_nor_is_it_told_that_a_file_is_missing(
+        self, before: str, leaves_file: bool, tmp_path: Path, expected: list[State]
+    ) -> None:
         backend, there = Moved(), tmp_path / "store0"
         run = open_run(WAY, tmp_path, backend)
         run.until(1)
         run.engine.flush()
-        backend.before, backend.moved = before, tmp_path / "moved"
+        backend.before, backend.moved, backend.leaves_file = before, tmp_path / "moved", leaves_file
         with pytest.raises(StorageError, match=r"moved, replaced or removed.*resume='auto'"):
             self.commit(run)
         with pytest.raises(TierstoreError):
             run.engine.close()
+        if leaves_file:
+            there.unlink()
         (tmp_path / "moved").rename(there)
+        assert check_resumes(WAY, tmp_path, expected) == (1 if before in ("captured", "manifest") else 2)
+
+    def test_another_fault_is_told_as_it_is(self, tmp_path: Path) -> None:
+        class Broken(Moved):
+            def _call_replace(self, source: Path, destination: Path) -> None:
+                if self.moved is not None:
+                    self._move(destination.parent)
+                    raise OSError(errno.EIO, "broken")
+                super()._call_replace(source, destination)
+
+        backend = Broken()
+        run = open_run(WAY, tmp_path, backend)
+        run.until(1)
+        run.engine.flush()
+        backend.moved = tmp_path / "moved"
+        with pytest.raises(StorageError, match="EIO"):
+            self.commit(run)
+        with pytest.raises(TierstoreError):
+            run.engine.close()
+
+    def test_one_that_is_away_for_a_moment_when_it_is_closed_keeps_its_files(
+        self, tmp_path: Path, expected: list[State]
+    ) -> None:
+        class Blinking(Moved):
+            def _call_list(self, path: Path) -> list[str]:
+                self._move(path)
+                try:
+                    return super()._call_list(path)
+                finally:
+                    if self.moved is not None:
+                        self.moved.rename(path)
+                        self.moved = None
+
+        backend = Blinking()
+        run = open_run(WAY, tmp_path, backend)
+        run.until(1)
+        run.engine.flush()
+        backend.moved = tmp_path / "moved"
+        with pytest.raises(StorageError, match="No such file"):
+            run.engine.close()
         assert check_resumes(WAY, tmp_path, expected) == 1
 
     def test_a_new_store_in_its_place_is_left_alone(self, tmp_path: Path, expected: list[State]) -> None:

@@ -213,6 +213,7 @@ class TestClose:
             lambda: engine.register("more", run.position),
             lambda: engine.on_step(print),
             lambda: engine.before_commit(print),
+            lambda: engine.fix_prefetch_depth(1),
             lambda: engine.no_sync().__enter__(),
             engine.__enter__,
         ):

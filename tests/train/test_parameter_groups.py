@@ -140,7 +140,7 @@ class TestMembers:
         for moved, said in (
             ("norm.bias", r"parameter_groups\[0\] had no parameter norm.bias"),
             ("norm.weight", r"parameter_groups\[0\] had a parameter norm.weight"),
-            ("all", "1 parameter groups are given, and the state was made with 2"),
+            ("all", "made with parameters in 2 groups, and here they are in 1"),
         ):
             model = WAY.model()
             groups = None if moved == "all" else two_groups(model, moved)

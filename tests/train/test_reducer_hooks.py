@@ -194,8 +194,11 @@ def test_a_module_has_one_reducer_at_a_time(alone: object) -> None:
     before = GradientReducer(first)
     with GradientReducer(first) as reducer:
         reducer.backward(reducer(x).sum())
-        with pytest.raises(ClosedError, match="the reducer was closed"):
-            before(x)
+        for call in (lambda: before(x), lambda: before.no_sync().__enter__()):
+            with pytest.raises(ClosedError, match="the reducer was closed"):
+                call()
+        with pytest.raises(ConfigError, match="a loss is a tensor that depends on the weights, not int"):
+            reducer.backward(3)  # type: ignore[arg-type]
         averaged = r"the GradientReducer of a Sequential averages the gradient of 0.weight: close\(\) it first"
         with pytest.raises(ConfigError, match=averaged):
             GradientReducer(second)

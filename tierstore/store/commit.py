@@ -14,7 +14,7 @@ raised.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, cast
@@ -62,27 +62,39 @@ class Manifests:
         self._threads = threads
         self._lock = lock
 
-    def numbers(self) -> list[int]:
-        """Numbers of the committed generations that are still there, newest first; none without the directory."""
+    def numbers(self, *, missing_ok: bool = False) -> list[int]:
+        """Numbers of the committed generations that are still there, newest first.
+
+        Args:
+            missing_ok: there are none without the directory; what can be made there is seen when it is made. Who
+                removes what no generation needs may not take it so.
+
+        Raises:
+            StorageError: the system refused.
+        """
         try:
             found = map(MANIFEST.fullmatch, self._backend.names(self.directory))
             return sorted((int(match["number"]) for match in found if match), reverse=True)
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-                return []  # what can be made there is seen when it is made
+            if missing_ok and _is_gone(error):
+                return []
             raise unusable(self.directory, error) from error
 
     def _remove(self, is_wanted: Callable[[int], bool]) -> None:
         """Remove the files of these generations, the manifests first; none of another store that is there now."""
         self._check_in_place()
-        for name in reversed(self._backend.names(self.directory)):
-            match = SMALL.fullmatch(name)
-            if match and is_wanted(int(match["number"])):
-                self._backend.remove(self.directory / name)
+        with self._tells_moves():
+            for name in reversed(self._backend.names(self.directory)):
+                match = SMALL.fullmatch(name)
+                if match and is_wanted(int(match["number"])):
+                    self._backend.remove(self.directory / name)
 
     def _remove_all_but_two(self, last: int) -> None:
         """Keep this generation and the one before it, if there is one."""
-        kept = [number for number in self.numbers() if number <= last][:2]
+        with self._tells_moves():
+            kept = [number for number in self.numbers() if number <= last][:2]
+        if last not in kept:
+            raise StorageError(f"{self.manifest_path(last)} is gone; nothing was removed")
         self._remove(lambda number: number not in kept)
 
     async def capture(self, number: int, captured: Any) -> Captured:
@@ -126,11 +138,17 @@ class Manifests:
         self._write(self.manifest_path(generation.number), text)
 
     def _write(self, path: Path, data: bytes) -> None:
-        try:
+        with self._tells_moves():
             replace_file(path, data, backend=self._backend)
+
+    @contextlib.contextmanager
+    def _tells_moves(self) -> Iterator[None]:
+        """Where something is gone, that the directory was moved meanwhile says more."""
+        try:
+            yield
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                self._check_in_place()  # that the directory was moved meanwhile says more
+            if _is_gone(error):
+                self._check_in_place()
             raise
 
     def _check_in_place(self) -> None:
@@ -197,6 +215,13 @@ class Manifests:
     def captured_path(self, number: int) -> Path:
         """What a manifest needs beside the packs."""
         return self.directory / f"captured-{number:012d}.safetensors"
+
+
+def _is_gone(error: StorageError) -> bool:
+    cause = error.__cause__
+    while isinstance(cause, StorageError):
+        cause = cause.__cause__
+    return isinstance(cause, FileNotFoundError | NotADirectoryError)
 
 
 def unusable(path: Path, error: OSError | StorageError) -> StorageError:

@@ -111,6 +111,12 @@ def mark_unfinished(directories: Sequence[Path], backend: Backend) -> None:
         backend.sync_directory(directory)
 
 
+def part_of_a_store(names: Sequence[str]) -> str | None:
+    """Of the names in a directory, that of a file which a generation needs, or may: without a mark a pack, too."""
+    kinds = (MANIFEST,) if UNFINISHED in names else (MANIFEST, PACK)
+    return next((name for name in names if any(kind.fullmatch(name) for kind in kinds)), None)
+
+
 def begin_store(directories: Sequence[Path], backend: Backend) -> None:
     """Mark directories as those of a store that holds no generation yet; what such a store has left is removed.
 
@@ -128,13 +134,12 @@ def begin_store(directories: Sequence[Path], backend: Backend) -> None:
         )
     found = {directory: backend.names(directory) for directory in directories}
     for directory, names in found.items():
-        for name in names:
-            if MANIFEST.fullmatch(name) or (UNFINISHED not in names and PACK.fullmatch(name)):
-                first = "it" if directory == directories[0] else directories[0]
-                raise ConfigError(
-                    f"{directory} holds {name} of a store, but {first} is given as its first directory and holds no "
-                    "generation; give all directories of that store in their order, or others"
-                )
+        if (part := part_of_a_store(names)) is not None:
+            first = "it" if directory == directories[0] else directories[0]
+            raise ConfigError(
+                f"{directory} holds {part} of a store, but {first} is given as its first directory and holds no "
+                "generation; give all directories of that store in their order, or others"
+            )
     mark_unfinished(directories, backend)  # before any pack, which nobody could tell from those of another store
     for directory, names in found.items():
         for name in names:

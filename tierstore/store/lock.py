@@ -81,8 +81,8 @@ class StoreLock(ForkAware):
             if not is_there:
                 raise StorageError(
                     f"{path.parent} is not the store that is in use any more: it, or its file {path.name!r}, was "
-                    "moved, replaced or removed, and nothing is committed there; if it was moved, its last generation "
-                    "is whole where it is now: move it back, and go on with resume='auto'"
+                    "moved, replaced or removed, and nothing more is committed there; if it was moved, its last "
+                    "generation is whole where it is now: move it back, and go on with resume='auto'"
                 )
 
     @property

@@ -391,11 +391,11 @@ class SlotPack:
         """
         if found != record.checksum:
             path, offset, _ = self.location(index, record)
-            of_times = "; or the directories of the store are of different times" if len(self._directories) > 1 else ""
+            of_times = " (or the directories are of different times)" if len(self._directories) > 1 else ""
             raise ChecksumMismatch(
                 f"damaged: chunk {self._names[index]} at offset {offset} of {path}: "
-                f"{record.stored_bytes} B have checksum {found:016x}, not {record.checksum:016x} as written; "
-                f"of {listed(self._tensors[index])}; restore the store from a copy, or resume='previous'{of_times}"
+                f"{record.stored_bytes} B have checksum {found:016x}, not {record.checksum:016x} as written"
+                f"{of_times}; of {listed(self._tensors[index])}; restore the store from a copy, or resume='previous'"
             )
 
     async def read_with(self, index: int, priority: Priority, job: Callable[[Callable[[Bytes], None]], None]) -> None:

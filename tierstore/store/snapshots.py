@@ -118,7 +118,7 @@ class Snapshot:
             ConfigError: there is one of this name.
             StorageError: the system refused.
         """
-        if Manifests(self.directories[0], self._backend).numbers():
+        if Manifests(self.directories[0], self._backend).numbers(missing_ok=True):
             raise ConfigError(
                 f"there is a snapshot {self.name!r} already, in {self.directories[0]}; choose another name, or remove "
                 "it: tierstore delete takes its directories"

@@ -313,6 +313,7 @@ class Engine:
 
     def fix_prefetch_depth(self, depth: int) -> None:
         """Fetch so many groups ahead from now on, whatever is measured; 0 fetches on demand only."""
+        self._order.refuse_closed()
         self._parts.depth.fix(depth)
 
     def record(self) -> StepRecord:

@@ -16,10 +16,10 @@ from tierstore.errors import ChecksumMismatch, ConfigError, FormatError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
 from tierstore.store.commit import COMMIT, Manifests
+from tierstore.store.directories import part_of_a_store
 from tierstore.store.layout import GroupSpec, check_same_frozen, check_same_model
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
-from tierstore.store.names import PACK, UNFINISHED
 from tierstore.store.team import Team, leads
 from tierstore.store.training import TrainingStore
 from tierstore.store.verification import is_of_tensors
@@ -42,7 +42,7 @@ def find_generation(
     Of several nodes each has manifests of its own: it is the newest that all have, of one commit.
     """
     if not tiers.nvme:
-        _refuse_nothing(options.resume, "memory", [])
+        _refuse_nothing(options.resume, [], backend)
         return None
     directory = Path(tiers.nvme[0])
     manifests = Manifests(directory, backend)
@@ -53,7 +53,7 @@ def find_generation(
     told = partition.all_succeed("the generations of the store", look)
     found = {rank: numbers for rank, numbers in enumerate(told) if numbers is not None}
     if not any(found.values()):
-        _refuse_nothing(options.resume, str(directory), backend.names(directory) if directory.is_dir() else [])
+        _refuse_nothing(options.resume, [Path(path) for path in tiers.nvme], backend)
         return None
     common = sorted(set.intersection(*map(set, found.values())), reverse=True)
     is_previous = options.resume is Resume.PREVIOUS
@@ -95,22 +95,26 @@ def _nothing_in_common(found: Mapping[int, Sequence[int]], before: str) -> Confi
     )
 
 
-def _refuse_nothing(resume: Resume, where: str, names: Sequence[str]) -> None:
-    if resume in (Resume.MUST, Resume.PREVIOUS):
-        told = f"resume='{resume.value}': there is no generation in {where}"
-        part = next(filter(PACK.fullmatch, names), None) if UNFINISHED not in names else None
-        if part is not None:
-            told = f"{told}, but {part} of a store: give all directories of that store in their order"
-        raise ConfigError(told)
+def _refuse_nothing(resume: Resume, directories: Sequence[Path], backend: Backend) -> None:
+    if resume not in (Resume.MUST, Resume.PREVIOUS):
+        return
+    told = f"resume='{resume.value}': there is no generation in {directories[0] if directories else 'memory'}"
+    for directory in filter(Path.is_dir, directories):
+        if (part := part_of_a_store(backend.names(directory))) is not None:
+            raise ConfigError(
+                f"{told}, but {directory} holds {part} of a store: give all directories of that store in their order; "
+                "if these are all, its manifests are gone"
+            )
+    raise ConfigError(told)
 
 
 def _numbers(manifests: Manifests, options: Options, lock: StoreLock) -> list[int]:
     """The generations that are there, newest first, and the store locked if there are some."""
-    if not manifests.numbers():
+    if not manifests.numbers(missing_ok=True):
         return []
     directory = manifests.directory
     lock.add([directory])
-    numbers = manifests.numbers()
+    numbers = manifests.numbers(missing_ok=True)
     if not numbers:  # it was removed meanwhile
         return []
     if options.durability is Durability.NONE:

@@ -116,8 +116,8 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if len(groups) != len(self.param_groups):
             raise ConfigError(
-                f"{len(self.param_groups)} parameter groups are given, and the state was made with {len(groups)}; give "
-                "parameter_groups= as then, or begin another run"
+                f"the state was made with parameters in {len(groups)} groups, and here they are in "
+                f"{len(self.param_groups)}; give parameter_groups= as then"
             )
         for index, (theirs, ours) in enumerate(zip(groups, self.param_groups)):
             names, here = theirs.get("param_names"), ours.get("param_names")

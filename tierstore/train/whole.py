@@ -237,7 +237,7 @@ def gathered(
         try:
             yield
         except BaseException as error:
-            if not parts.runtime.is_open:  # the engine was closed in the block
+            if not parts.runtime.is_open:  # the engine was closed in the block, or its loop was lost
                 raise
             undone = [_undo_changes(parts, group) for group in groups if group not in kept]
             if not all(undone):

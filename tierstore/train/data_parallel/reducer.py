@@ -188,6 +188,8 @@ class GradientReducer:
             GraphError: backward did what the options exclude.
         """
         self._check_usable()
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(f"a loss is a tensor that depends on the weights, not {type(loss).__name__}")
         is_sound = loss.requires_grad and (loss.numel() == 1 or kwargs.get("gradient") is not None)
         if self._is_syncing and is_sound:  # else autograd refuses it before anything begins
             self._readiness.refuse_newcomers()
@@ -206,6 +208,7 @@ class GradientReducer:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in here add to the gradients of this rank only."""
+        self._check_usable()
         before, self._is_syncing = self._is_syncing, False
         try:
             yield
