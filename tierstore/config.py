@@ -7,6 +7,7 @@ Not here: decisions that follow from a configuration (see `plan/`).
 from __future__ import annotations
 
 import enum
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -71,6 +72,12 @@ def format_decimal(size_bytes: float) -> str:
             value = size_bytes / unit
             return f"{value:.3g} {name}" if value < 999.5 else f"{value:.0f} {name}"
     return f"{size_bytes:.0f} B"
+
+
+def enough(size_bytes: float) -> int:
+    """A size of three significant digits that is not smaller: what to advise somebody to give."""
+    unit = int(10 ** max(0, len(str(math.ceil(size_bytes))) - 3))
+    return math.ceil(size_bytes / unit) * unit
 
 
 class Tier(enum.Enum):

@@ -640,8 +640,19 @@ MUTATIONS: Sequence[Mutation] = (
         "if not parts.runtime.is_open:", "train/test_clean.py::TestClose", "if False:",
     ),
     Mutation(
-        "a move while a commit is written is told", "store/commit.py Manifests._write",
+        "a move while a commit is written is told", "store/commit.py Manifests._tells_moves",
         "self._check_in_place()", "store/test_recovery.py::TestMovedAway",
+    ),
+    Mutation(
+        "disks of the machine that was measured", "apps/plan.py _as_measured", "len(rates.directories) or 1",
+        "apps/test_plan.py", "node.disks",
+    ),
+    Mutation(
+        "what a CPU multiplies is fp32", "apps/plan.py _flop_per_s", "and not rates.layers", "apps/test_plan.py", "",
+    ),
+    Mutation(
+        "the memory that is advised fits", "config.py enough", "math.ceil(size_bytes / unit)", "apps/test_plan.py",
+        "int(size_bytes / unit)",
     ),
     Mutation(
         "what lies below a key has all its names", "archive/sources.py Source.below",

@@ -197,6 +197,7 @@ def test_batches_of_two_factors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"version": 3, "read_bytes_per_s": 1e9}, "is no DeepSpeed configuration: no key of it is one of DeepSpeed's"),
         ({"zero_optimization": 3}, "zero_optimization = 3 must be an object"),
         ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage = '3' must be a whole number"),
         ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage = 7 must be at most 3"),

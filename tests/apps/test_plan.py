@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 
 from tierstore.apps.options import Precision, Preset
 from tierstore.apps.plan import PlanOptions, plan, situation_of
+from tierstore.apps.plan_report import sentences
 from tierstore.cli import app
-from tierstore.config import Tier
+from tierstore.config import Tier, format_decimal, parse_size
 from tierstore.errors import ConfigError
 from tierstore.plan.advice import cheapest
-from tierstore.plan.bandwidth import Activity, Sizes, Slowdown
+from tierstore.plan.bandwidth import Activity, DirectoryRates, Rate, Sizes, Slowdown
 from tierstore.plan.layers import LayerKind, LayerWork, TimedLayer
 from tierstore.plan.machine import NODES
 from tierstore.plan.memory import activation_bytes
@@ -157,6 +158,98 @@ def test_sizes_of_the_machine_that_was_measured(tmp_path: Path) -> None:
         plan(replace(asked, disks=2))
 
 
+def timed_layers(seconds: float = 1.0) -> tuple[TimedLayer, ...]:
+    """As long for each layer and pass, whatever its size."""
+    work = LayerWork(1.0, 1.0, 1.0, 1.0)
+    return tuple(TimedLayer(kind, dtype, work, seconds, seconds) for kind in LayerKind for dtype in ("bf16", "fp32"))
+
+
+def test_what_was_not_measured_is_no_named_machine(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    rate = Rate(1e9, 1e9, 1e9)
+    two = tuple(DirectoryRates(f"/{name}", rate, rate, rate, 2**20, 1, 2**20, 1) for name in "ab")
+    for directories, disks in ((two, 2), ((), 1)):
+        path.write_text(json.dumps(replace(NODES["laptop"].rates, directories=directories).to_json()))
+        found = plan(PlanOptions(params="7e9", bandwidth=path))
+        node = found.situation.node
+        assert (node.disks, node.peer_bytes_per_s, node.network_bytes_per_s, node.source) == (disks, 0, 0, "measured")
+        assert not any("links between" in note for note in found.notes)
+        more = next(change for change in found.changes if change.text.startswith("one more disk"))
+        assert more.text == f"one more disk ({disks + 1} a node)"
+        assert more.gain == pytest.approx((disks + 1) / disks, rel=1e-3)  # it waits for them
+    several = plan(PlanOptions(params="7e9", bandwidth=path, gpus=2))
+    assert any("have no links between GPUs or nodes" in note for note in several.notes)
+    assert not any("nodes" in change.text for change in several.changes)
+
+
+def test_products_of_fp32_are_slower_where_those_of_16_bits_are_known(tmp_path: Path) -> None:
+    dtypes = (Precision.BF16, Precision.FP32)
+    half, full = (situation_of(PlanOptions(params="7e9", dtype=dtype)).node for dtype in dtypes)
+    assert full.flop_per_s == half.flop_per_s / 2
+    assert full.name == half.name
+    notes = [plan(PlanOptions(params="7e9", dtype=dtype)).notes for dtype in dtypes]
+    assert ["TF32" in " ".join(found) for found in notes] == [False, True]
+    assert situation_of(PlanOptions(params="7e9", dtype=Precision.FP32, flops=1e14)).node.flop_per_s == 1e14
+    path = tmp_path / "rates.json"
+    for layers, share in ((timed_layers(), 1.0), ((), 0.5)):  # a CPU multiplies fp32 when it is measured
+        table = replace(NODES["laptop"].rates, layers=layers, matmul_flop_per_s=3e10)
+        path.write_text(json.dumps(table.to_json()))
+        node = situation_of(PlanOptions(params="7e9", bandwidth=path, dtype=Precision.FP32)).node
+        assert node.flop_per_s == share * 3e10
+
+
+def test_weights_hide_behind_layers_as_they_were_timed(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(replace(NODES["laptop"].rates, layers=timed_layers(0.5)).to_json()))
+    asked = PlanOptions(preset=Preset.P124M, bandwidth=path, dtype=Precision.FP32, batch=1, sequence=64)
+    found = plan(asked)
+    (told,) = [one for one in sentences(found) if one.startswith("weights streamed")]
+    taken_s = 4 * found.situation.job.shape.parameters / NODES["laptop"].rates.h2d_bytes_per_s
+    needed = 64 * taken_s / (0.5 * 13)  # twelve blocks and a head for 64 tokens
+    assert f"behind computing from {needed:,.0f} tokens" in told
+    with pytest.raises(ConfigError, match="--flops is of a GPU, and these rates are of a machine without: give"):
+        plan(replace(asked, flops=1e12))
+
+
+def test_a_cpu_that_is_slow_in_16_bits_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    layers = [one if one.dtype == "fp32" else replace(one, forward_s=20.0, backward_s=20.0) for one in timed_layers()]
+    path.write_text(json.dumps(replace(NODES["laptop"].rates, layers=tuple(layers)).to_json()))
+    asked = PlanOptions(preset=Preset.P124M, bandwidth=path, cpu_memory=4 * 10**9, sequence=64)
+    change = cheapest(plan(asked).changes)
+    assert change is not None
+    assert (change.text, change.gain) == ("--dtype fp32", pytest.approx(20, rel=0.1))
+    assert not any("--dtype" in one.text for one in plan(replace(asked, dtype=Precision.FP32)).changes)
+
+
+SIZE = re.compile(r"--(gpu-memory|cpu-memory|nvme-capacity) (\S+)")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        PlanOptions(preset=Preset.P7B, machine="rtx-4090", nvme_capacity=0, cpu_memory=64 * 10**9),
+        PlanOptions(preset=Preset.P7B, machine="rtx-4090", nvme_capacity=10**11, checkpointing=True, gpu_memory=10**8),
+        PlanOptions(preset=Preset.P7B, machine="rtx-4090", checkpointing=True, gpu_memory=2 * 10**9, cpu_memory=10**6),
+        PlanOptions(params="70e9", machine="laptop", checkpointing=True),
+    ],
+)
+def test_what_is_said_to_fit_fits_and_less_does_not(asked: PlanOptions) -> None:
+    found = plan(asked)
+    assert found.fastest is None
+    changes = [change.text for change in found.changes if SIZE.match(change.text)]
+    assert changes
+    for text in changes:
+        sizes = {name.replace("-", "_"): parse_size(size) for name, size in SIZE.findall(text)}
+        assert text == " and ".join(f"--{name.replace('_', '-')} {format_decimal(size).replace(' ', '')}"
+                                    for name, size in sizes.items())  # fmt: skip
+        assert plan(replace(asked, **sizes)).options[-1].fits, text
+        for name, size in sizes.items():
+            assert not plan(replace(asked, **sizes | {name: int(0.98 * size)})).options[-1].fits, name
+    told = " ".join(sentences(found))
+    assert f"cheapest change that makes it fit: {found.changes[0].text}: " in told
+
+
 def test_layers_that_were_timed_say_how_long_computing_takes(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     work = LayerWork(1.0, 1.0, 1.0, 1.0)  # a second for each layer and pass, whatever its size
@@ -288,7 +381,7 @@ def test_one_gpu_is_not_several() -> None:
 
 def test_nothing_fits_and_why() -> None:
     told = " ".join(run("--params", "1T", "--gpus", "8").output.split())
-    assert "nothing fits: activations alone take 264 GB of each GPU, where 72 GB can be used: --checkpointing" in told
+    assert "alone take 264 GB of each GPU, where 72 GB can be used: --checkpointing or a shorter --sequence" in told
     told = " ".join(run("--params", "30B", "--machine", "laptop", "--nvme-capacity", "0").output.split())
     assert "nothing fits" in told
 

@@ -170,7 +170,7 @@ def test_with_the_real_engine(disk_path: Path) -> None:
     narrow = Console(width=80, record=True, file=io.StringIO())
     narrow.print(tune_views.as_table(outcome))
     assert "…" not in narrow.export_text()
-    assert list((disk_path / "store").iterdir()) == []  # the store of the trial is gone
+    assert not (disk_path / "store").exists()  # the store of the trial is gone, and so is the directory made for it
     assert as_train_options(train, outcome)["config"] == str(disk_path / "config.json")
 
 
@@ -321,7 +321,7 @@ def test_a_signal_is_one_sentence_and_leaves_no_store(
         128 + number, "tierstore: interrupted; its files in --nvme are gone"
     )  # fmt: skip
     assert seen[0].startswith("tune-")
-    assert list(store.iterdir()) == []
+    assert not store.exists()
     assert signal.signal(number, before) is usual
 
 
@@ -362,7 +362,7 @@ def test_where_nothing_can_be_written_no_work_begins(tmp_path: Path) -> None:
         (["--update", "backward"], "--update backward cannot know clipping by the global norm, or fp16 loss scaling"),
         (["--measure", "--depth", "9"], "--depth is 0 to 8, the depths that are predicted, not 9"),
         (["--rounds", "2"], "--rounds is of --measure, which is not given"),
-        (["--update", "delayed"], "--update delayed has no model"),
+        (["--update", "delayed"], "--update delayed is not predicted"),
         (["--chunk", "1KiB"], "--chunk must be between 64KiB and 32MiB, not 1 KiB"),
         (["--cpu-memory", "1MiB"], "is too small for this model: the smallest that fits"),
         (["--write", "/nowhere/options.json"], "cannot write --write /nowhere/options.json: its directory is missing"),

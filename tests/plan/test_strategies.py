@@ -32,7 +32,7 @@ TINY = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 2, "vocab_s
 ONE_LINK = Node(
     name="one link", gpus=8, gpu_bytes=80e9, flop_per_s=400e12, cpu_bytes=2e12, nvme_bytes=30e12,
     rates=rates_of(read=28e9, write=28e9, link=32e9, memory=400e9), links=1, disks=4, peer_bytes_per_s=300e9,
-    endurance_bytes=10e15,
+    endurance_bytes=10e15, network_bytes_per_s=50e9,
 )  # fmt: skip
 
 

@@ -83,6 +83,8 @@ def translate(path: Path, *, ranks: int, gpu_memory: int | None = None, cpu_memo
             that is no Adam.
     """
     given = _Given(read_object(path, "DeepSpeed configuration"), str(path))
+    if given.is_foreign:
+        raise ConfigError(f"{path} is no DeepSpeed configuration: no key of it is one of DeepSpeed's")
     found = Translation()
     _tiers(given, found, gpu_memory, cpu_memory)
     _precision(given, found)
@@ -109,6 +111,12 @@ class _Given:
         for section in _SECTIONS & self._values.keys():
             if self._values[section] is not None:
                 self._refuse(section, "an object")
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether nothing is known of what it has; an empty one has nothing."""
+        known = _TRANSLATED | _SECTIONS | NEEDLESS.keys()
+        return bool(self._values) and known.isdisjoint(self._values)
 
     def is_auto(self, key: str) -> bool:
         """Whether the value is left to the run, so that tierstore's own default holds."""

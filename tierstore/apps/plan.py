@@ -19,7 +19,7 @@ from tierstore.config import UpdateSchedule
 from tierstore.errors import ConfigError
 from tierstore.io.table_file import read_table
 from tierstore.plan.advice import Change, changes
-from tierstore.plan.bandwidth import Activity, BandwidthTable, Sizes
+from tierstore.plan.bandwidth import Activity, BandwidthTable
 from tierstore.plan.layers import is_timed
 from tierstore.plan.machine import Node, node_called
 from tierstore.plan.memory import Attention, Job, Layout
@@ -34,6 +34,9 @@ _MOST = dict.fromkeys(("gpus", "nodes", "disks", "links"), 10**6) | dict.fromkey
     ("batch", "sequence", "accumulate", "commit_every"), 10**9
 )
 _FLOPS = 1e6, 1e20
+_FP32_SPEED = 0.5
+"""Of products of 16 bits: TF32, by the white papers of Ampere, Hopper and Ada. Without it GPUs of data centers take 15
+times as long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,16 +113,27 @@ def plan(asked: PlanOptions) -> Plan:
     situation = situation_of(asked)
     options = options_of(situation)
     best = fastest(options)
-    notes = (*_flops_note(asked, situation), *_commit_note(situation, options), *_sizes_note(asked, situation))
+    notes = (
+        *_flops_note(asked, situation), *_commit_note(situation, options), *_link_note(asked, situation),
+        *_sizes_note(asked, situation),
+    )  # fmt: skip
     return Plan(as_divided(situation), options, simplest(options), best, changes(situation, best), notes)
 
 
 def _flops_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
-    machine, node = node_called(asked.machine or _DEFAULT_MACHINE), situation.node
-    is_measured = is_timed(node.rates.layers, situation.job.dtype) or node.flop_per_s != machine.flop_per_s
-    if asked.bandwidth is None or asked.flops is not None or is_measured:
+    node, notes = situation.node, []
+    if asked.flops is not None or is_timed(node.rates.layers, situation.job.dtype):
         return ()
-    return (f"the GPUs' {machine.flop_per_s:g} flop/s are those of the data sheet of {machine.name}: give --flops",)
+    machine = node_called(asked.machine or _DEFAULT_MACHINE)
+    if asked.bandwidth is not None and (asked.machine is not None or node.rates.matmul_flop_per_s is None):
+        of_sheet = f"the GPUs' {node.flop_per_s:g} flop/s are those of the data sheet of {machine.name}"
+        notes.append(f"{of_sheet}: give --flops")
+    if asked.dtype is Precision.FP32 and not node.computes_on_cpu:
+        notes.append(
+            "products of fp32 are taken to be half as fast as those of 16 bits, as TF32 is, which torch uses after "
+            "torch.set_float32_matmul_precision('high'): give --flops for others"
+        )
+    return tuple(notes)
 
 
 def _sizes_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
@@ -134,6 +148,12 @@ def _sizes_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
     guessed = ", ".join(option for option, is_unknown in unknown.items() if is_unknown)
     told = f"these rates do not tell all sizes: for {guessed}, not given, stand those of a {_DEFAULT_MACHINE}"
     return (told,) if guessed else ()
+
+
+def _link_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
+    if not _is_measured(asked) or situation.layout.count == 1:
+        return ()
+    return ("these rates have no links between GPUs or nodes: taken as fast as those of CPU memory to GPUs",)
 
 
 def _commit_note(situation: Situation, options: Sequence[Option]) -> tuple[str, ...]:
@@ -212,8 +232,9 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
     rates = _rates(asked, node.rates)
     name = f"{node.name}, changed"
     if asked.bandwidth is not None and _is_measured(asked):
-        node, name = _with_sizes(node, rates.sizes), f"machine of {asked.bandwidth.name}"
+        node, name = _as_measured(node, rates), f"machine of {asked.bandwidth.name}"
     sizes = (asked.gpu_memory, asked.cpu_memory, asked.nvme_capacity, asked.flops, asked.links, asked.endurance)
+    flop_per_s = _or(asked.flops, _flop_per_s(asked, node, rates))
     if rates is not node.rates or any(size is not None for size in sizes):
         node = replace(
             node,
@@ -221,20 +242,23 @@ def _node(asked: PlanOptions) -> tuple[Node, int]:
             gpu_bytes=_or(asked.gpu_memory, node.gpu_bytes),
             cpu_bytes=_or(asked.cpu_memory, node.cpu_bytes),
             nvme_bytes=_or(asked.nvme_capacity, node.nvme_bytes),
-            flop_per_s=_or(asked.flops, _measured_flop_per_s(asked, rates) or node.flop_per_s),
             links=asked.links or node.links,
             endurance_bytes=_or(asked.endurance, node.endurance_bytes),
             rates=rates,
         )
-    return node, nodes
+    return replace(node, flop_per_s=flop_per_s), nodes
 
 
-def _with_sizes(node: Node, sizes: Sizes | None) -> Node:
-    """With what the machine that was measured has, as far as that is known; how long its disks live is not."""
-    if sizes is not None:
+def _as_measured(node: Node, rates: BandwidthTable) -> Node:
+    """With what the machine that was measured has, as far as that is known.
+
+    How long its disks live is not, and what joins GPUs and nodes.
+    """
+    if (sizes := rates.sizes) is not None:
         node = replace(node, cpu_bytes=sizes.cpu_bytes, nvme_bytes=sizes.nvme_bytes,
                        gpu_bytes=sizes.gpu_bytes or node.gpu_bytes)  # fmt: skip
-    return replace(node, endurance_bytes=0.0)
+    return replace(node, disks=len(rates.directories) or 1, endurance_bytes=0.0, peer_bytes_per_s=0.0,
+                   network_bytes_per_s=0.0, source="measured")  # fmt: skip
 
 
 def _is_measured(asked: PlanOptions) -> bool:
@@ -258,9 +282,11 @@ def _check_figures(asked: PlanOptions) -> None:
         raise ConfigError(f"--flops must be from {least:g} to {highest:g}, not {asked.flops:g}; an H100 reaches 5e14")
 
 
-def _measured_flop_per_s(asked: PlanOptions, rates: BandwidthTable) -> float | None:
-    """As the table has it, of 16 bits; a machine by name computes as its data sheet says."""
-    return rates.matmul_flop_per_s if asked.machine is None and asked.dtype is not Precision.FP32 else None
+def _flop_per_s(asked: PlanOptions, node: Node, rates: BandwidthTable) -> float:
+    """As the table has it, or the data sheet of a machine by name: of 16 bits, but for a CPU that was measured."""
+    measured = rates.matmul_flop_per_s if asked.machine is None else None
+    is_slower = asked.dtype is Precision.FP32 and not rates.layers
+    return (measured or node.flop_per_s) * (_FP32_SPEED if is_slower else 1.0)
 
 
 def _or(given: float | None, otherwise: float) -> float:
@@ -271,6 +297,8 @@ def _rates(asked: PlanOptions, rates: BandwidthTable) -> BandwidthTable:
     """Measured rates in place of the data sheet's, and single ones in place of either."""
     if asked.bandwidth is not None:
         rates = read_table(asked.bandwidth)
+        if _is_measured(asked) and rates.layers and asked.flops is not None and asked.gpu_memory is None:
+            raise ConfigError("--flops is of a GPU, and these rates are of a machine without: give --gpu-memory, too")
         if asked.machine is not None or asked.flops is not None:
             rates = _without_computing(rates)
     if asked.nvme_read is not None or asked.nvme_write is not None:

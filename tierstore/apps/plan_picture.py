@@ -35,10 +35,12 @@ def draw(plan: Plan, path: Path) -> None:
     figure = new_figure(14, 5.2)
     panels = figure.subplots(1, 4, sharey=True)
     node = plan.situation.node
-    limits = usable_bytes(node)
+    is_one = plan.situation.is_one_memory
     titles = {Tier.GPU: "each GPU", Tier.CPU: "CPU memory of a node", Tier.NVME: "disks of a node"}
-    for axes, (tier, limit) in zip(panels, limits.items()):
-        _draw_tier(axes, plan.options, tier, limit)
+    if is_one:
+        titles |= {Tier.GPU: "the GPU tier, in CPU memory", Tier.CPU: "the CPU tier, beside it"}
+    for axes, (tier, limit) in zip(panels, usable_bytes(node).items()):
+        _draw_tier(axes, plan.options, tier, limit, has_limit=not is_one or tier is Tier.NVME)
         axes.set_title(titles[tier])
     _draw_seconds(panels[-1], plan.options)
     names = [option.strategy.value + ("" if option.fits else " (does not fit)") for option in plan.options]
@@ -50,9 +52,10 @@ def draw(plan: Plan, path: Path) -> None:
     save_figure(figure, path)
 
 
-def _draw_tier(axes: Axes, options: tuple[Option, ...], tier: Tier, limit: float) -> None:
+def _draw_tier(axes: Axes, options: tuple[Option, ...], tier: Tier, limit: float, *, has_limit: bool) -> None:
+    """One panel; of two tiers that are one memory none has a limit of its own."""
     most = max(option.taken.get(tier, 0.0) for option in options)
-    is_far = 0 < _NEAR * most < limit
+    is_far = not has_limit or 0 < _NEAR * most < limit
     largest = most if is_far else max(limit, most)
     unit, name = next(((unit, name) for unit, name in _UNITS if largest >= unit), (1.0, "B"))
     rows = range(len(options))
@@ -64,10 +67,10 @@ def _draw_tier(axes: Axes, options: tuple[Option, ...], tier: Tier, limit: float
     rest = [max(0.0, option.taken.get(tier, 0.0) / unit - before) for option, before in zip(options, left)]
     axes.barh(rows, rest, left=left, color=_OTHER, label="activations; staging; second slot")
     if is_far:  # the bars would be too small to see
-        axes.set_xlim(0, 1.1 * most / unit)
+        axes.set_xlim(0, 1.1 * (most or limit) / unit)
     else:
         axes.axvline(limit / unit, color="tab:red", linestyle="--", label="what can be used")
-    axes.set_xlabel(f"{name} ({format_decimal(limit)} can be used)")
+    axes.set_xlabel(f"{name} ({format_decimal(limit)} can be used)" if has_limit else name)
     axes.grid(axis="x", alpha=0.3)
 
 

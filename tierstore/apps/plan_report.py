@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.apps.plan import Plan
 from tierstore.config import Tier, format_decimal
-from tierstore.plan.advice import cheapest, tokens_per_s
+from tierstore.plan.advice import Change, cheapest, tokens_per_s
+from tierstore.plan.layers import is_timed
 from tierstore.plan.memory import activation_bytes, components, gpu_bytes
 from tierstore.plan.model_size import size_name, streaming_hides_from_tokens
-from tierstore.plan.step_time import Link
+from tierstore.plan.step_time import Link, compute_s
 from tierstore.plan.strategies import Option, Situation, usable_bytes
 
 if TYPE_CHECKING:
@@ -163,16 +164,21 @@ def sentences(plan: Plan) -> Iterator[str]:
         yield from _wear(situation, best)
     yield from _advice(plan)
     yield from plan.notes
-    tokens = situation.job.batch * situation.job.sequence
-    layout, node = situation.layout, situation.node
-    # Ranks that share nothing out stream the same weights side by side.
-    needed = streaming_hides_from_tokens(
-        node.flop_per_s * node.gpus * layout.data / layout.shares(1), node.links * node.rates.h2d_bytes_per_s
-    )
     yield (
-        f"weights streamed from CPU memory hide behind computing from {needed:,.0f} tokens a micro-batch on; "
-        f"there are {tokens:,}"
+        f"weights streamed from CPU memory hide behind computing from {_tokens_that_hide(situation):,.0f} tokens a "
+        f"micro-batch on; there are {situation.job.batch * situation.job.sequence:,}"
     )
+
+
+def _tokens_that_hide(situation: Situation) -> float:
+    """Of a micro-batch, behind whose computing its weights stream; of timed layers in proportion to what there is."""
+    job, layout, node = situation.job, situation.layout, situation.node
+    # Ranks that share nothing out stream the same weights side by side.
+    copies, link = layout.data / layout.shares(1), node.links * node.rates.h2d_bytes_per_s
+    if is_timed(node.rates.layers, job.dtype):
+        forward_s, _ = compute_s(replace(job, accumulate=1), layout, node)
+        return job.batch * job.sequence * components(job)["weights"] * copies / link / forward_s
+    return streaming_hides_from_tokens(node.flop_per_s * node.gpus * copies, link, job.bytes.weights)
 
 
 def _why_nothing_fits(plan: Plan) -> Iterator[str]:
@@ -181,10 +187,18 @@ def _why_nothing_fits(plan: Plan) -> Iterator[str]:
     if taken >= usable and not situation.is_one_memory:
         yield (
             f"nothing fits: activations alone take {format_decimal(taken)} of each GPU, where {format_decimal(usable)} "
-            "can be used: --checkpointing, a smaller --batch, more --accumulate, or a shorter --sequence"
+            f"can be used: {' or '.join(_fewer_activations(situation))}"
         )
     else:
         yield "nothing fits: " + "; ".join(plan.options[-1].problems)
+
+
+def _fewer_activations(situation: Situation) -> Iterator[str]:
+    if not situation.job.checkpointing:
+        yield "--checkpointing"
+    if situation.job.batch > situation.layout.data:
+        yield "a smaller --batch and more --accumulate"
+    yield "a shorter --sequence"
 
 
 def _speed(situation: Situation, option: Option) -> str:
@@ -192,7 +206,7 @@ def _speed(situation: Situation, option: Option) -> str:
     if option.bottleneck is not None:
         waits = f"it waits for {_IN_WORDS.get(option.bottleneck, option.bottleneck.value)}"
     return (
-        f"{_seconds(option.step_s)} s a step, {tokens_per_s(situation, option):,.0f} tokens/s, "
+        f"{_seconds(option.step_s)} s a step, {_rate(tokens_per_s(situation, option))} tokens/s, "
         f"{option.efficiency:.0%} of the time computing; {waits}"
     )
 
@@ -218,20 +232,28 @@ def _wear(situation: Situation, option: Option) -> Iterator[str]:
 def _advice(plan: Plan) -> Iterator[str]:
     change = cheapest(plan.changes)
     if change is None:
-        if plan.fastest is None:
-            yield "none of more memory, disks or twice the GPUs makes it fit: use more of several"
         return
+    others = [one for one in plan.changes if one.helps and one is not change]
     if change.gain is None:
-        yield f"cheapest change that makes it fit: {change.text}: {change.option.strategy.value}"
+        yield f"cheapest change that makes it fit: {change.text}: {_fitting(change)}"
+        if others:
+            yield "also: " + "; ".join(f"{one.text}: {_fitting(one)}" for one in others)
         return
     yield f"cheapest change that helps: {change.text}: {change.gain:.1f} times the tokens per second"
-    others = [one for one in plan.changes if one.helps and one is not change]
     if others:
         yield "also: " + "; ".join(f"{one.text} {one.gain or 0:.1f} times" for one in others)
 
 
+def _fitting(change: Change) -> str:
+    return f"{change.option.strategy.value}, {_rate(change.tokens_per_s)} tokens/s"
+
+
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
 
 
 def _seconds(seconds: float) -> str:

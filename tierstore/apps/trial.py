@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -153,13 +154,20 @@ class Trial:
         return measured, StepRecord.typical(records) if records else None
 
 
+def _remove_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody else uses it now
+        directory.rmdir()
+
+
 @contextlib.contextmanager
 def trial(options: TrainOptions) -> Iterator[Trial]:
     """An engine for these options, with a store that is removed at the end; those of killed trials go first."""
     with contextlib.ExitStack() as stack:
         stores = []
         for directory in options.nvme:
-            directory.mkdir(parents=True, exist_ok=True)
+            for path in reversed([path for path in (directory, *directory.parents) if not path.exists()]):
+                path.mkdir()
+                stack.callback(_remove_empty, path)
             clear_scratch(directory, _SCRATCH)
             stores.append(stack.enter_context(scratch(directory, _SCRATCH)))
         own = replace(options, nvme=tuple(path / "store" for path in stores))

@@ -71,6 +71,8 @@ class TuneOptions:
     def __post_init__(self) -> None:
         if self.train.accumulate != 1:
             raise ConfigError("a step of several micro-batches is not predicted: tune without --accumulate")
+        if self.train.update is UpdateSchedule.DELAYED:
+            raise ConfigError("--update delayed is not predicted, a step late as it is: tune with another --update")
         if self.train.update is UpdateSchedule.BACKWARD and self.train.needs_norm:  # as `train` would
             raise ConfigError(
                 "--update backward cannot know clipping by the global norm, or fp16 loss scaling, in time: give "

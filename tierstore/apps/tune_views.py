@@ -69,7 +69,7 @@ def as_words(outcome: Outcome) -> str:
         _split(choice),
         "One depth serves all groups: the policy fetches them in the order of use as far as memory allows, and groups "
         "of other sizes change how many that are, not which. Gradients go in one bucket per group.",
-        _codec(table),
+        _codec(table, is_fp32=all(need.weight_bytes == 4 for need in outcome.record.groups)),
     ]
     lines += [
         f"Not taken: {describe(candidate)}: {step.seconds:.3f} s at the usual depth."
@@ -99,13 +99,14 @@ def _nearly_as_good(outcome: Outcome) -> Iterator[str]:
         )
 
 
-def _codec(table: BandwidthTable) -> str:
+def _codec(table: BandwidthTable, *, is_fp32: bool) -> str:
     """Whether a codec would pay by its rate on the threads that read, overlapped with the disk, on this disk."""
-    if not table.codecs:
+    codecs = [one for one in table.codecs if not (is_fp32 and one.data == "bf16")]
+    if not codecs:
         return "Codec: none; a bandwidth table of `tierstore probe` holds what would decide it."
     threads, disk = TierConfig().io_threads, table.shared_bytes_per_s
     cores = min(threads, available_cores())
-    rates = [(one, cores * min(one.encode_bytes_per_s, one.decode_bytes_per_s)) for one in table.codecs]
+    rates = [(one, cores * min(one.encode_bytes_per_s, one.decode_bytes_per_s)) for one in codecs]
     pays = [one for one, rate in rates if codec_pays(disk, one.ratio, rate, overlapped=True)]
     if pays:
         names = ", ".join(f"{one.codec.value} on {one.data} ({one.ratio:.2f})" for one in pays)

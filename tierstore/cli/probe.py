@@ -34,7 +34,8 @@ def probe(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: whose link is measured.")] = "cpu",
     against: Annotated[
-        str | None, typer.Option(metavar="fio", help="Run fio in turn with our own reads and writes, if installed.")
+        str | None,
+        typer.Option(metavar="fio", help="Run fio in turn with our own reads and writes: some minutes more."),
     ] = None,
     json: Annotated[Path | None, file_option("The table, as train, tune and plan take it, and all figures.")] = None,
     plot: Annotated[

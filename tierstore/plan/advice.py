@@ -10,13 +10,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tierstore.config import format_decimal
+from tierstore.config import Tier, enough, format_decimal
 from tierstore.errors import ConfigError
-from tierstore.plan.strategies import Option, Situation, Strategy, fastest, options_of
+from tierstore.plan.layers import is_timed
+from tierstore.plan.strategies import Option, Situation, Strategy, fastest, options_of, sizes_needed
 
 _HELPS = 1.1  # times the tokens per second, from which a change is worth a sentence
 _GOOD = 0.9  # efficiency from which a larger batch is not asked for
 _MOST_DOUBLINGS = 10
+_OPTIONS = {Tier.GPU: "--gpu-memory", Tier.CPU: "--cpu-memory", Tier.NVME: "--nvme-capacity"}
 _STEPS_PER_COMMIT = 50  # what is written for a commit is then 2 % of what it is at each step
 
 
@@ -76,6 +78,8 @@ def _variations(situation: Situation, now: Option | None) -> Iterator[tuple[str,
             f"--commit-every {_STEPS_PER_COMMIT} (a kill then loses up to {_STEPS_PER_COMMIT} steps)",
             replace(situation, commit_every=_STEPS_PER_COMMIT),
         )
+    if job.dtype != "fp32" and is_timed(node.rates.layers, "fp32"):  # a CPU may have no products of 16 bits
+        yield "--dtype fp32", replace(situation, job=replace(job, dtype="fp32"))
     if not job.checkpointing:
         yield "--checkpointing", replace(situation, job=replace(job, checkpointing=True))
     if now is None:
@@ -84,17 +88,36 @@ def _variations(situation: Situation, now: Option | None) -> Iterator[tuple[str,
                 f"--batch {layout.data}, one sample on each GPU at a time",
                 replace(situation, job=replace(job, batch=layout.data)),
             )
-    elif now.efficiency < _GOOD:
-        yield from _larger_batch(situation, now)
-    memory_bytes = 2 * node.cpu_bytes
-    yield (
-        f"twice the CPU memory ({format_decimal(memory_bytes)} a node)",
-        replace(situation, node=replace(node, cpu_bytes=memory_bytes)),
-    )
-    if node.nvme_bytes:
-        more = node.with_disks(node.disks + 1)
-        yield f"one more disk ({more.disks} a node)", replace(situation, node=more)
+        yield from _large_enough(situation)
+    else:
+        if now.efficiency < _GOOD:
+            yield from _larger_batch(situation, now)
+        memory_bytes = 2 * node.cpu_bytes
+        yield (
+            f"twice the CPU memory ({format_decimal(memory_bytes)} a node)",
+            replace(situation, node=replace(node, cpu_bytes=memory_bytes)),
+        )
+        if node.nvme_bytes:
+            more = node.with_disks(node.disks + 1)
+            yield f"one more disk ({more.disks} a node)", replace(situation, node=more)
     yield from _more_gpus(situation)
+
+
+def _large_enough(situation: Situation) -> Iterator[tuple[str, Situation]]:
+    """Memory and disks that are just enough for the engine's own split; without disks, what they would have to be."""
+    disks = [situation.node.nvme_bytes] if situation.node.nvme_bytes else [0.0, math.inf]
+    for nvme_bytes in disks:
+        node = replace(situation.node, nvme_bytes=nvme_bytes)
+        sizes = sizes_needed(replace(situation, node=node))
+        gpu_bytes, cpu_bytes = sizes.get(Tier.GPU, node.gpu_bytes), sizes.get(Tier.CPU, node.cpu_bytes)
+        node = replace(node, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes)
+        (option,) = options_of(replace(situation, node=node), [Strategy.ENGINE])
+        taken = option.taken.get(Tier.NVME, 0.0)
+        if taken > situation.node.nvme_bytes:
+            sizes[Tier.NVME] = enough(taken)
+            node = replace(node, nvme_bytes=sizes[Tier.NVME])
+        text = " and ".join(f"{_OPTIONS[tier]} {format_decimal(size).replace(' ', '')}" for tier, size in sizes.items())
+        yield text, replace(situation, node=node)
 
 
 def _larger_batch(situation: Situation, now: Option) -> Iterator[tuple[str, Situation]]:
@@ -116,6 +139,8 @@ def _more_gpus(situation: Situation) -> Iterator[tuple[str, Situation]]:
         if layout.gpus == 1 and not node.computes_on_cpu:
             more = replace(layout, gpus=2)
             text, larger = "one more GPU a node", node.with_gpus(2)
+        elif layout.nodes == 1 and not node.network_bytes_per_s:
+            return
         else:
             more = replace(layout, nodes=2 * layout.nodes)
             text, larger = f"twice the nodes ({more.nodes})", node

@@ -74,12 +74,15 @@ class ModelShape:
         return tokens * per_token
 
 
-def streaming_hides_from_tokens(flop_per_s: float, link_bytes_per_s: float) -> float:
-    """Tokens per pass from which computing a block takes longer than fetching its 16-bit weights.
+def streaming_hides_from_tokens(flop_per_s: float, link_bytes_per_s: float, weight_bytes: int = 2) -> float:
+    """Tokens per pass from which computing a block takes longer than fetching its weights.
 
-    24 b s H^2 flop against 24 H^2 bytes: `b s >= flop/s / (bytes/s)`, whatever the width.
+    24 b s H^2 flop against 24 H^2 bytes in 16 bits: `b s >= flop/s / (bytes/s)`, whatever the width.
+
+    Args:
+        weight_bytes: of each parameter.
     """
-    return flop_per_s / link_bytes_per_s
+    return flop_per_s / link_bytes_per_s * weight_bytes / 2
 
 
 def from_parameters(count: float) -> ModelShape:

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from tierstore.config import Tier, UpdateSchedule, format_decimal
+from tierstore.config import Tier, UpdateSchedule, enough, format_decimal
 from tierstore.errors import BudgetError
 from tierstore.plan.costs import efficiency
 from tierstore.plan.machine import Node
@@ -26,6 +26,7 @@ USABLE = 0.9
 _ROUNDED = 1 + 1e-12  # so that what was made of whole bytes is as many again
 _SLOTS = 2  # of a store: the committed generation, and the one that is written
 _DAY_S = 86400.0
+_WHERE = {Tier.GPU: "each GPU", Tier.CPU: "CPU memory of a node", Tier.NVME: "the disks of a node"}
 
 
 class Strategy(enum.Enum):
@@ -220,8 +221,8 @@ def _option(situation: Situation, strategy: Strategy) -> Option:
         return _nothing(situation)
     try:
         placement = _placement(situation, strategy)
-    except BudgetError as error:
-        return Option(strategy, {}, {}, (_too_little(situation) or str(error),), {}, ())
+    except BudgetError:
+        return Option(strategy, {}, {}, _too_little(situation), {}, ())
     has_store = _has_store(situation, placement)
     work, phases = _phases(situation, placement, has_store)
     taken = _taken(situation, placement, has_store)
@@ -314,12 +315,11 @@ def usable_bytes(node: Node) -> dict[Tier, float]:
 
 
 def _problems(situation: Situation, taken: Mapping[Tier, float]) -> tuple[str, ...]:
-    where = {Tier.GPU: "each GPU", Tier.CPU: "CPU memory of a node", Tier.NVME: "the disks of a node"}
     usable = usable_bytes(situation.node)
     if situation.is_one_memory:
         taken, usable = (_as_one(sizes, situation.layout.gpus) for sizes in (taken, usable))
     return tuple(
-        f"{where[tier]} would hold {format_decimal(taken[tier])}, {format_decimal(limit)} can be used"
+        f"{_WHERE[tier]} would hold {format_decimal(taken[tier])}, {format_decimal(limit)} can be used"
         for tier, limit in usable.items()
         if taken.get(tier, 0.0) > limit
     )
@@ -331,15 +331,33 @@ def _as_one(sizes: Mapping[Tier, float], gpus: int) -> dict[Tier, float]:
     return {Tier.CPU: together, Tier.NVME: sizes.get(Tier.NVME, 0.0)}
 
 
-def _too_little(situation: Situation) -> str | None:
-    """What the smallest split of one memory takes; None where there are two."""
-    if not situation.is_one_memory:
-        return None
-    request, activations = _whole_request(situation)
-    least, count = smallest_budgets(request), situation.layout.gpus
-    need = count * (least.gpu_bytes + least.cpu_bytes + activations)
-    usable = _as_one(usable_bytes(situation.node), count)[Tier.CPU]
-    return (
-        f"CPU memory of a node would hold {format_decimal(need)}, of which activations take "
-        f"{format_decimal(count * activations)}; {format_decimal(usable)} can be used"
+def sizes_needed(situation: Situation) -> dict[Tier, int]:
+    """How large a memory must be at least for the engine's own split, of those that are too small: by tier, GPUs each.
+
+    Where both tiers are one memory, that is the CPU's.
+    """
+    count, activations = situation.layout.gpus, activation_bytes(situation.job, situation.layout)
+    usable = usable_bytes(situation.node)
+    if situation.is_one_memory:
+        least = smallest_budgets(_whole_request(situation)[0])
+        usable = _as_one(usable, count)
+        needed = {Tier.CPU: count * (least.gpu_bytes + least.cpu_bytes + activations)}
+    else:
+        groups = group_needs(situation.job, situation.layout)
+        least = smallest_budgets(request_of(situation, groups, situation.gpu_budget_bytes))
+        needed = {Tier.GPU: least.gpu_bytes + activations, Tier.CPU: float(count * least.cpu_bytes)}
+    return {tier: enough(need / USABLE) for tier, need in needed.items() if need > usable[tier]}
+
+
+def _too_little(situation: Situation) -> tuple[str, ...]:
+    """What the smallest split takes where it does not fit."""
+    usable, count = usable_bytes(situation.node), situation.layout.gpus
+    activations = {Tier.GPU: activation_bytes(situation.job, situation.layout)}
+    if situation.is_one_memory:
+        usable, activations = (_as_one(sizes, count) for sizes in (usable, activations))
+    return tuple(
+        f"{_WHERE[tier]} would hold {format_decimal(USABLE * size)}"
+        + (f", of which activations take {format_decimal(activations[tier])}" if activations.get(tier) else "")
+        + f"; {format_decimal(usable[tier])} can be used"
+        for tier, size in sizes_needed(situation).items()
     )
