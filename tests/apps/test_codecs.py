@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,16 @@ def test_the_command_shows_ratios_and_on_which_disk_a_codec_pays(tmp_path: Path)
     assert "weights bf16: none; " in fast.output
     assert "yes" not in fast.output
     assert "pays below: rate of a disk" in _codecs(tmp_path).output
+
+
+def test_what_is_hardly_smaller_does_not_pay(tmp_path: Path) -> None:
+    weights = torch.randn(2**17, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights[:1000] = 0
+    save_file({"w": weights}, tmp_path / "w.safetensors")
+    result = _codecs(tmp_path, "--disk", "1MB", "--overlapped")
+    (row,) = [re.findall(r"[\w.]+", line) for line in result.output.splitlines() if re.search(r"\blz4 ", line)]
+    assert row[-2:] == ["no", "no"]
+    assert 1.0 < float(row[3]) < 1.05
 
 
 @pytest.mark.parametrize(

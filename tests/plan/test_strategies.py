@@ -96,6 +96,9 @@ def test_what_does_not_fit_says_where() -> None:
     small = replace(situation(), node=replace(ONE_LINK, nvme_bytes=10e12))
     last = options_of(small, [Strategy.ALL_NVME])[0]
     assert last.problems == ("the disks of a node would hold 13 TB, 10 TB can be used",)
+    short = replace(situation(), node=replace(ONE_LINK, nvme_bytes=last.taken[Tier.NVME] - 1000))
+    (told,) = options_of(short, [Strategy.ALL_NVME])[0].problems
+    assert told.endswith(f" {last.taken[Tier.NVME]:,.0f} B, {last.taken[Tier.NVME] - 1000:,.0f} B can be used")
 
 
 def test_a_small_model_needs_no_offload() -> None:

@@ -19,7 +19,7 @@ from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.pack.codec_rates import COMPRESSING, measure_codec
 from tierstore.plan.bandwidth import CodecRates
-from tierstore.plan.codec_choice import CodecChoice, Conditions, choose_codec
+from tierstore.plan.codec_choice import WORTH, CodecChoice, Conditions, choose_codec
 from tierstore.plan.costs import codec_break_even_bytes_per_s, codec_pays, pays_below_bytes_per_s
 from tierstore.plan.placement import Kind
 
@@ -150,7 +150,8 @@ def _figures(options: CodecOptions, rates: CodecRates) -> list[str]:
         return figures + [_gb(rate) for rate in _pays_below(options, rates)]
     needed = codec_break_even_bytes_per_s(options.disk, rates.ratio)
     ways = (rates.encode_bytes_per_s * options.cores, rates.decode_bytes_per_s * options.cores)
-    pays = [codec_pays(options.disk, rates.ratio, way, overlapped=options.overlapped) for way in ways]
+    is_smaller = rates.ratio >= WORTH
+    pays = [is_smaller and codec_pays(options.disk, rates.ratio, way, overlapped=options.overlapped) for way in ways]
     return [*figures, _gb(needed) if needed < _ENDLESS else "-", *("yes" if one else "no" for one in pays)]
 
 

@@ -15,6 +15,7 @@ from tierstore.apps.tune import Outcome
 from tierstore.config import Tier, TierConfig, UpdateSchedule, format_size
 from tierstore.cores import available_cores
 from tierstore.plan.bandwidth import BandwidthTable
+from tierstore.plan.codec_choice import WORTH
 from tierstore.plan.costs import codec_pays
 from tierstore.plan.placement import Kind
 from tierstore.plan.tuning import USUAL_DEPTH, WORTH_IT, Candidate, Choice
@@ -107,7 +108,7 @@ def _codec(table: BandwidthTable, *, is_fp32: bool) -> str:
     threads, disk = TierConfig().io_threads, table.shared_bytes_per_s
     cores = min(threads, available_cores())
     rates = [(one, cores * min(one.encode_bytes_per_s, one.decode_bytes_per_s)) for one in codecs]
-    pays = [one for one, rate in rates if codec_pays(disk, one.ratio, rate, overlapped=True)]
+    pays = [one for one, rate in rates if one.ratio >= WORTH and codec_pays(disk, one.ratio, rate, overlapped=True)]
     if pays:
         names = ", ".join(f"{one.codec.value} on {one.data} ({one.ratio:.2f})" for one in pays)
         return f"Codec: none; faster than the disk's {disk / 1e9:.2f} GB/s, where cores are idle, would be {names}."

@@ -319,10 +319,16 @@ def _problems(situation: Situation, taken: Mapping[Tier, float]) -> tuple[str, .
     if situation.is_one_memory:
         taken, usable = (_as_one(sizes, situation.layout.gpus) for sizes in (taken, usable))
     return tuple(
-        f"{_WHERE[tier]} would hold {format_decimal(taken[tier])}, {format_decimal(limit)} can be used"
+        "{} would hold {}, {} can be used".format(_WHERE[tier], *_apart(taken[tier], limit))
         for tier, limit in usable.items()
         if taken.get(tier, 0.0) > limit
     )
+
+
+def _apart(one: float, other: float) -> tuple[str, str]:
+    """Two sizes, in bytes where they would read alike."""
+    told = format_decimal(one), format_decimal(other)
+    return told if told[0] != told[1] else (f"{one:,.0f} B", f"{other:,.0f} B")
 
 
 def _as_one(sizes: Mapping[Tier, float], gpus: int) -> dict[Tier, float]:
