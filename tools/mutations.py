@@ -644,6 +644,14 @@ MUTATIONS: Sequence[Mutation] = (
         "self._check_in_place()", "store/test_recovery.py::TestMovedAway",
     ),
     Mutation(
+        "gradients of a conjugate", "train/backward.py GradientCollector._arrived", "gradient = gradient.resolve_neg()",
+        "train/test_must_work.py",
+    ),
+    Mutation(
+        "views of weights in attributes", "train/groups.py find_groups", "refuse_kept_views(model)",
+        "train/test_built.py",
+    ),
+    Mutation(
         "disks of the machine that was measured", "apps/plan.py _as_measured", "len(rates.directories) or 1",
         "apps/test_plan.py", "node.disks",
     ),

@@ -220,6 +220,9 @@ def train_plain(
         run.losses.append(loss.item())
         if (position + 1) % accumulate == 0:
             limit = math.inf if max_grad_norm is None else max_grad_norm
+            for parameter in trainable:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.resolve_neg()  # which torch does not clip
             run.norms.append(float(nn.utils.clip_grad_norm_(trainable, limit)))
             optimizer.step()
             optimizer.zero_grad()

@@ -89,6 +89,30 @@ class Overlapping(Net):
         self.blocks[2].weight = nn.Parameter(flat[56:].view(8, 8))
 
 
+class KeepsViews(Net):
+    """Attributes that hold weights: some would go stale, some are the parameters, or nothing of theirs."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        weight = self.enter.weight
+        self.cells = nn.LSTM(4, 4)  # has a list of its parameters
+        self.weights: object = {
+            "same": [weight], "transposed": weight.t(), "rows": [weight.data[0], weight[1]],
+            "deep": {"a": ({"b": weight.detach()},)}, "copy": weight.detach().clone(),
+        }[kept]  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", ["transposed", "rows", "deep"])
+def test_a_view_of_a_weight_that_an_attribute_holds_is_refused(kept: str) -> None:
+    with pytest.raises(ConfigError, match=r"weights holds a view of parameter enter\.weight, and would keep"):
+        engine_of(KeepsViews(kept), None)
+
+
+@pytest.mark.parametrize("kept", ["same", "copy"])
+def test_parameters_and_copies_in_attributes_are_not(kept: str) -> None:
+    engine_of(KeepsViews(kept), None).close()
+
+
 @pytest.mark.parametrize("build", [TiedByData, TiedByParameter, Overlapping])
 def test_parameters_in_the_same_memory_are_refused_as_in_an_ordinary_model(build: Callable[[], nn.Module]) -> None:
     said = r"parameter (enter|blocks.2).weight and parameter (blocks.2|enter).weight lie in the same memory"

@@ -338,6 +338,22 @@ class Tied(Stack):
         self.layers[2] = self.layers[1]
 
 
+class Unusual(Stack):
+    """Saves a sparse tensor for backward, and gets gradients whose bytes are of the other sign: of a conjugate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imaginary = nn.Parameter(torch.tensor(0.8)), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows = torch.eye(len(x), device=x.device).roll(1, 0).to_sparse()
+        x = torch.sparse.mm(rows, self.enter(x))
+        x = x + (torch.complex(self.real, self.imaginary).conj() * torch.fft.fft(x)).imag
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 MODELS = [
     Stack, CalledTwice, Checkpointed, CheckpointedReentrant, CheckpointedTwice, CheckpointedInPairs, InPlace, InParts,
     LayersRecomputeParts, Dictionaries, ReadElsewhere, Copies, OwnParameters, Buffers, Adapted, FirstFrozen,
@@ -402,6 +418,11 @@ def compare(
 )
 def test_losses_are_those_of_plain_torch(kind: type[nn.Module], way: tuple[str, float | None], tmp_path: Path) -> None:
     compare(kind, *way, tmp_path)
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_sparse_tensors_and_gradients_of_a_conjugate(update: str, tmp_path: Path) -> None:
+    compare(Unusual, update, None, tmp_path)
 
 
 @pytest.mark.parametrize(("update", "clip"), SCHEDULES)

@@ -302,6 +302,8 @@ def _placed(
         reason = "update='delayed' keeps the gradients of two steps"
     elif not request.updates_on_gpu:
         reason = "there are several ranks"
+    elif place(replace(request, cpu_bytes=2**62)).gpu_update_bytes:
+        reason = "cpu_memory has no room for what is on its way there"
     else:
         reason = "gpu_memory has no room for that of any group beside all weights"
     if reason is None:

@@ -281,6 +281,7 @@ class GradientCollector:
                 f"{'updated' if self.is_streaming else 'reduced'}: the model recomputed something else than in the "
                 f"step before{advice}"
             )
+        gradient = gradient.resolve_neg()  # as of an imaginary part; its bytes are read as they are
         self._add(group, collected, position, gradient)
         del gradient  # the last reference is that of who copies it
         collected.fired += 1

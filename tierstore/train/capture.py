@@ -260,6 +260,10 @@ def check_storable(model: nn.Module, registered: Mapping[str, Stateful], *, is_w
     Raises:
         ConfigError: names one.
     """
-    states = {name: value.state_dict() for name, value in registered.items()}
-    of_model = module_state(model) if is_written else extra_states(model)
-    plain(states | of_model, "captured")
+    plain({name: value.state_dict() for name, value in registered.items()}, "registered")
+    plain(extra_states(model), "extra state")
+    for name, buffer in persistent_buffers(model).items() if is_written else ():
+        try:
+            plain(buffer, f"buffer {name}")
+        except ConfigError as error:
+            raise ConfigError(f"{error}; register_buffer(..., persistent=False) leaves it out of the store") from None

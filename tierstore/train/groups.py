@@ -27,7 +27,7 @@ from tierstore.errors import ConfigError, GraphError
 from tierstore.plan.placement import GroupNeed
 from tierstore.store.layout import GroupSpec, ParameterSpec
 from tierstore.train.newcomers import newcomers
-from tierstore.train.overlaps import refuse_shared_memory
+from tierstore.train.overlaps import refuse_kept_views, refuse_shared_memory
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NO_VERSION = -1
@@ -234,6 +234,7 @@ def find_groups(model: nn.Module) -> ModelGroups:
     _refuse_unsplittable(model)
     _refuse_odd_parameters(model)
     refuse_shared_memory(model)
+    refuse_kept_views(model)
     blocks = _block_of_parameters(model)
     names: dict[nn.Parameter, str] = {}
     members: dict[tuple[str, str, bool], list[nn.Parameter]] = {}

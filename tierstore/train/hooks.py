@@ -123,7 +123,10 @@ class ModelHooks:
         return enter, leave
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
-        group = self._by_storage.get(tensor.untyped_storage()._cdata)
+        try:
+            group = self._by_storage.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # a sparse tensor has none
+            group = None
         # Not itself, which would be held by the node that it holds, if that has made it. Both have one counter of
         # versions, which torch does not look at where there are hooks.
         if group is None:

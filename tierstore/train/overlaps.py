@@ -1,4 +1,4 @@
-"""Parameters and buffers that lie in the same memory.
+"""Parameters and buffers that lie in the same memory, and views of them that a module keeps.
 
 Scope: finding them, by where each begins and ends. Not here: parameters that are one object (`groups.py`).
 Owner: no state.
@@ -6,8 +6,8 @@ Owner: no state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,43 @@ def refuse_shared_memory(model: nn.Module) -> None:
                 begin, size = tensor.data_ptr(), span(tensor.shape, tensor.stride()) * tensor.itemsize
                 places.append(Place(str(tensor.device), begin, begin + size, is_parameter, name))
     refuse_overlap(places)
+
+
+def refuse_kept_views(model: nn.Module) -> None:
+    """A view of a parameter that an attribute holds would silently keep the values of now.
+
+    But for what a hook makes anew before each forward, as that of `torch.nn.utils.spectral_norm`.
+
+    Raises:
+        ConfigError: names the attribute, and the parameter.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    storages = {parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        made_anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        for attribute, value in vars(module).items():
+            if attribute in _NO_ATTRIBUTES or attribute in made_anew:
+                continue
+            for tensor in _tensors_in(value):
+                name = storages.get(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else None
+                if name is not None and id(tensor) not in own:
+                    where = f"{prefix}.{attribute}" if prefix else attribute
+                    raise ConfigError(
+                        f"{where} holds a view of parameter {name}, and would keep the values that it has now; take "
+                        "the view in forward, or keep the Parameter itself"
+                    )
+
+
+_NO_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})
+_DEEPEST = 3
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)) and depth < _DEEPEST:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item, depth + 1)
 
 
 class Place(NamedTuple):
