@@ -644,6 +644,22 @@ MUTATIONS: Sequence[Mutation] = (
         "self._check_in_place()", "store/test_recovery.py::TestMovedAway",
     ),
     Mutation(
+        "a reducer that is dropped goes", "train/data_parallel/reducer.py GradientReducer._hook",
+        "reducer = weakref.ref(self)", "train/test_reducer.py", "reducer = lambda: self",
+    ),
+    Mutation(
+        "a reducer lives as long as its module", "train/data_parallel/reducer.py GradientReducer._begin_alike",
+        "module.__dict__[_HELD] = self", "train/test_reducer.py",
+    ),
+    Mutation(
+        "a pass that another one ends", "train/loading.py _Pass.__next__", "if self._gave_way:",
+        "train/test_loading.py", "if False:",
+    ),
+    Mutation(
+        "a directory that begins another store", "store/directories.py refuse_mixed", "if _begins_a_store(directory)",
+        "store/test_tensors.py", "if False",
+    ),
+    Mutation(
         "gradients of a conjugate", "train/backward.py GradientCollector._arrived", "gradient = gradient.resolve_neg()",
         "train/test_must_work.py",
     ),

@@ -80,7 +80,9 @@ def sample(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tenso
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    if not tensor.numel():
+        return b""
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -121,6 +123,7 @@ def test_every_dtype_and_shape_on_every_tier_and_after_reopening(tmp_path: Path,
         "scalar": torch.tensor(1.5), "none": torch.empty(0, 3), "large": sample(torch.float32, (3, 20000), 5),
         "turned": sample(torch.bfloat16, (40, 50), 6).t(), "apart": sample(torch.int32, (100,), 7)[::3],
         "mirror": sample(torch.complex64, (9,), 8).conj(), "zeros": torch.zeros(50000),
+        "one of a row": sample(torch.float32, (1, 7), 9)[:, 3], "none of a row": torch.empty(0, 7)[:, 0],
     }  # fmt: skip
     expected = {name: tensor.resolve_conj().contiguous() for name, tensor in given.items()}
     options = {"codec": codec, "nvme": [tmp_path / f"d{i}" for i in range(disks)], "cpu_memory": "4MiB",
@@ -1059,6 +1062,14 @@ def test_directories_of_another_store_are_left_alone(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=text):
                 async with opened(tmp_path, nvme=nvme):
                     pass
+        other = tmp_path / "other"
+        async with opened(tmp_path, nvme=[other]) as store:
+            await store.put("b", block(2, 50000), tier=Tier.NVME)
+        with pytest.raises(ConfigError, match=f"x and {other} are not of one store"):
+            async with opened(tmp_path, nvme=[both[0], other]):
+                pass
+        async with opened(tmp_path, nvme=[other]) as store:
+            assert await value_of(store, "b") == 2
         async with opened(tmp_path, nvme=both) as store:
             assert await value_of(store, "a") == 1
 

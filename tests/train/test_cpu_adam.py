@@ -262,6 +262,12 @@ def test_hooks_of_load_see_tensors_and_may_change_them():
     assert torch.equal(other.state[twins[1]]["exp_avg"], torch.full((3,), 0.123))
 
 
+def test_a_parameter_that_is_given_twice_is_refused():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigError, match=r"a parameter of shape \(3,\) is given twice"):
+        CPUAdam([parameter, parameter])
+
+
 def test_a_state_that_does_not_fit_is_refused():
     optimizer, parameters = optimizer_of(parameters_of(torch.float32))
     train(optimizer, parameters, 1)

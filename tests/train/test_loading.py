@@ -195,6 +195,24 @@ def test_a_counted_pass_that_is_broken_off_begins_anew() -> None:
     assert [next(iter(loader)).item() for _ in range(2)] == [0, 0]
 
 
+def test_a_pass_that_another_one_ends_says_so() -> None:
+    """As where a loop evaluates over the loader that it trains with: the rest of the epoch would be missing."""
+    loader = PrefetchingLoader([torch.tensor(float(number)) for number in range(3)])
+    outer, seen = iter(loader), []
+    seen.append(next(outer).item())
+    assert [batch.item() for batch in loader] == [0, 1, 2]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="another pass over this PrefetchingLoader has begun, which ended this"):
+            next(outer)
+    whole = iter(loader)
+    assert len(list(whole)) == 3
+    later = iter(loader)
+    assert next(whole, None) is None  # it had ended by itself
+    assert next(later) == 0
+    loader.close()
+    assert next(later, None) is None
+
+
 @pytest.mark.parametrize("bad", [0, 1, 3])
 def test_an_error_is_raised_at_its_batch(bad: int) -> None:
     def make() -> Iterator[int]:
@@ -320,6 +338,13 @@ def test_positions_that_do_not_fit() -> None:
         PrefetchingLoader(Stream(3)).load_state_dict(counted.state_dict())
     with pytest.raises(ConfigError, match="counts 1 batches of 2 samples"):
         PrefetchingLoader(DataLoader(Numbers(14), batch_size=4)).load_state_dict(counted.state_dict())
+    assert len(list(counted)) == 7
+    between = counted.state_dict()
+    larger = PrefetchingLoader(DataLoader(Numbers(14), batch_size=7))
+    larger.load_state_dict(between)  # between passes any size is fine
+    assert len(list(larger)) == 2
+    with pytest.raises(ConfigError, match="the saved position is none of a PrefetchingLoader"):
+        larger.load_state_dict({})
     shuffled = PrefetchingLoader(
         DataLoader(Numbers(14), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
     )

@@ -40,7 +40,8 @@ def _check_host(array: Bytes) -> None:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # torch leaves one element any stride
 
 
 def _check_empty(storage: torch.UntypedStorage) -> None:

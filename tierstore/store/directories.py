@@ -7,6 +7,7 @@ Owner: none; the caller holds the lock.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -86,11 +87,19 @@ def refuse_mixed(directories: Sequence[Path]) -> None:
         ConfigError: with two of them.
     """
     known = [(directory, one.store) for directory in directories if (one := identity_of(directory))]
-    for directory, store in known:
-        if store != known[0][1]:
-            raise ConfigError(
-                f"{known[0][0]} and {directory} are not of one store: give all directories of one, in their order"
-            )
+    others = [directory for directory, store in known if store != known[0][1]]
+    others += [directory for directory in directories[1:] if _begins_a_store(directory)]
+    if others:
+        raise ConfigError(
+            f"{directories[0]} and {others[0]} are not of one store: give all directories of one, in their order"
+        )
+
+
+def _begins_a_store(directory: Path) -> bool:
+    """Whether it is the first directory of one: that has the manifests."""
+    with contextlib.suppress(OSError):
+        return any(map(MANIFEST.fullmatch, os.listdir(directory)))
+    return False
 
 
 def _identify(directories: Sequence[Path], backend: Backend) -> None:

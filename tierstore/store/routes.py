@@ -163,7 +163,8 @@ async def flattened(device: ComputeDevice, layout: ExtentLayout, given: Given, w
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    flat = tensor.contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # torch leaves one element any stride
 
 
 def reserve_pieces(pool: Pool, layout: ExtentLayout, smallest_bytes: int) -> HostPlace:

@@ -133,6 +133,8 @@ class TensorStore:
             MachineWarning: entering it, of a directory whose files are in memory.
         """
         wanted = choice(Resume, "resume", resume)
+        if not isinstance(tiers, TierConfig):
+            raise ConfigError(f"tiers must be a TierConfig(nvme=[...]), not a {type(tiers).__name__}")
         if tiers.codec is Codec.AUTO:
             raise ConfigError("codec='auto' is decided for the state of an Engine; name a codec for a store of tensors")
         device = device or open_device(tiers.device, clock, tracer)

@@ -141,10 +141,14 @@ class CPUAdam(torch.optim.Optimizer):
         validate_options(param_group, self.defaults)
         parameters = param_group["params"]
         param_group["params"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        seen = set()
         for item in param_group["params"]:
             parameter = item[1] if isinstance(item, tuple) else item
             if isinstance(parameter, torch.Tensor):
                 _check_tensor("parameter", parameter)
+                if id(parameter) in seen:
+                    raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is given twice")
+                seen.add(id(parameter))
         super().add_param_group(param_group)
 
     @overload

@@ -19,9 +19,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -30,6 +31,7 @@ from tierstore.errors import ConfigError
 from tierstore.train.capture import random_states, restore_random_states
 
 T = TypeVar("T")
+_COUNTED = frozenset({"batches", "batch_size", "begin"})
 
 
 class PrefetchingLoader(Generic[T]):
@@ -74,10 +76,13 @@ class PrefetchingLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """A pass over the loader, from the position that was loaded or from the beginning.
 
-        An error of the loader is raised when its batch is asked for, after all batches before it.
+        There is one at a time: one that runs is ended, and says so (ConfigError) when it is asked for more. An error of
+        the loader is raised when its batch is asked for, after all batches before it.
         """
-        self.close()
-        begun = self._iterate()
+        running = self._pass()
+        if running is not None:
+            running.give_way()
+        begun = _Pass(self._iterate())
         self._pass = weakref.ref(begun)
         return begun
 
@@ -109,11 +114,13 @@ class PrefetchingLoader(Generic[T]):
         Raises:
             ConfigError: the position is that of another kind of loader, or counts batches of another size.
         """
+        if not state_dict.keys() >= ({"ahead", "source"} if "source" in state_dict else {"ahead", *_COUNTED}):
+            raise ConfigError("the saved position is none of a PrefetchingLoader")
         if ("source" in state_dict) != self._is_stateful:
             raise ConfigError(
                 "the saved position is that of a loader with state_dict, and this one has none (or the other way round)"
             )
-        if not self._is_stateful and state_dict["batch_size"] != self._batch_size:
+        if not self._is_stateful and state_dict["batches"] and state_dict["batch_size"] != self._batch_size:
             raise ConfigError(
                 f"the saved position counts {state_dict['batches']} batches of {state_dict['batch_size']} samples; "
                 f"with batches of {self._batch_size} these would be other samples"
@@ -129,7 +136,7 @@ class PrefetchingLoader(Generic[T]):
 
     # --- one pass -----------------------------------------------------------------------------------------------
 
-    def _iterate(self) -> Iterator[T]:
+    def _iterate(self) -> Generator[T]:
         try:
             ahead = self._resumed() if self._to_resume else self._begun()
             while not ahead.is_end:
@@ -192,6 +199,30 @@ class PrefetchingLoader(Generic[T]):
     def _source_state(self) -> Any:
         # A copy: the loader goes on changing its state.
         return copy.deepcopy(cast(Any, self._loader).state_dict()) if self._is_stateful else None
+
+
+class _Pass(Iterator[T]):
+    """Its batches, until the next pass begins."""
+
+    def __init__(self, batches: Generator[T]) -> None:
+        self._batches = batches
+        self._gave_way = False
+
+    def __next__(self) -> T:
+        if self._gave_way:
+            raise ConfigError(
+                "another pass over this PrefetchingLoader has begun, which ended this one: evaluate over a loader of "
+                "its own, or over the one inside"
+            )
+        return next(self._batches)
+
+    def close(self) -> None:
+        self._batches.close()
+
+    def give_way(self) -> None:
+        """Another one begins; who is at the end needs no more."""
+        self._gave_way = inspect.getgeneratorstate(self._batches) != inspect.GEN_CLOSED
+        self.close()
 
 
 @dataclasses.dataclass(slots=True)

@@ -78,6 +78,8 @@ class ReducerOptions:
             raise ConfigError(f"an optimizer steps {stepping[0]} in backward, before its gradient is averaged")
         if not parameters:
             raise ConfigError("no parameter of the module needs a gradient")
+        if meta := [name for name, p in parameters.items() if p.is_meta]:
+            raise ConfigError(f"{meta[0]} holds no values (meta device): give it some before the reducer is made")
         devices = {str(p.device) for p in parameters.values()}
         if len(devices) > 1:
             raise ConfigError(f"the parameters are on {', '.join(sorted(devices))}: a reducer is for one device")
