@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from tierstore.train.materialize import deferred
     from tierstore.train.report import StepReport
 
+__version__: str
+
 __all__ = [
     "AdamWConfig",
     "CPUAdam",
@@ -85,6 +87,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("tierstore")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

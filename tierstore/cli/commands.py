@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+import tierstore
 from tierstore.apps.stopping import let_go
 from tierstore.cli import bench, codecs, delete, inspect, pack, plan, probe, simulate, train, tune
 from tierstore.cli.common import say
@@ -24,9 +25,7 @@ app = typer.Typer(
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        from importlib import metadata
-
-        typer.echo(f"tierstore {metadata.version('tierstore')}")
+        typer.echo(f"tierstore {tierstore.__version__}")
         raise typer.Exit
 
 
