@@ -664,8 +664,12 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_must_work.py",
     ),
     Mutation(
-        "views of weights in attributes", "train/groups.py find_groups", "refuse_kept_views(model)",
+        "views of weights in attributes", "train/steps.py Steps._forward", "parts.groups.check_kept_views()",
         "train/test_built.py",
+    ),
+    Mutation(
+        "a view that is made anew", "train/overlaps.py refuse_kept_views", "if view.is_there():", "train/test_built.py",
+        "if True:",
     ),
     Mutation(
         "disks of the machine that was measured", "apps/plan.py _as_measured", "len(rates.directories) or 1",

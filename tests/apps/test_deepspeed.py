@@ -198,6 +198,8 @@ def test_batches_of_two_factors(tmp_path: Path) -> None:
     ("values", "message"),
     [
         ({"version": 3, "read_bytes_per_s": 1e9}, "is no DeepSpeed configuration: no key of it is one of DeepSpeed's"),
+        ({"zero_optimization": {"stag": 3}, "fp16": {"enabled": 2}}, "fp16.enabled = 2 must be true or false"),
+        ({"gradient_clipin": 1, "fp16_": {"x": 1}, "bf16": {"enabled": 2}}, "bf16.enabled = 2 must be true or false"),
         ({"zero_optimization": 3}, "zero_optimization = 3 must be an object"),
         ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage = '3' must be a whole number"),
         ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage = 7 must be at most 3"),

@@ -207,6 +207,9 @@ def test_weights_hide_behind_layers_as_they_were_timed(tmp_path: Path) -> None:
     taken_s = 4 * found.situation.job.shape.parameters / NODES["laptop"].rates.h2d_bytes_per_s
     needed = 64 * taken_s / (0.5 * 13)  # twelve blocks and a head for 64 tokens
     assert f"behind computing from {needed:,.0f} tokens" in told
+    for nodes, zero, share in ((1, 3, 1), (2, 3, 1), (2, 0, 2)):  # nodes that share nothing out stream all of it each
+        more = plan(replace(asked, nodes=nodes, batch=nodes, zero=zero, accumulate=4))
+        assert any(f"behind computing from {share * needed:,.0f} tokens" in one for one in sentences(more))
     with pytest.raises(ConfigError, match="--flops is of a GPU, and these rates are of a machine without: give"):
         plan(replace(asked, flops=1e12))
 
@@ -248,6 +251,16 @@ def test_what_is_said_to_fit_fits_and_less_does_not(asked: PlanOptions) -> None:
             assert not plan(replace(asked, **sizes | {name: int(0.98 * size)})).options[-1].fits, name
     told = " ".join(sentences(found))
     assert f"cheapest change that makes it fit: {found.changes[0].text}: " in told
+    if asked.nvme_capacity == 0:  # in memory, or with disks
+        assert [text.partition(" ")[0] for text in changes] == ["--cpu-memory", "--nvme-capacity"]
+
+
+def test_weights_stay_on_gpus_that_do_not_share_them() -> None:
+    asked = PlanOptions(params="7e9", machine="dgx-h200", gpus=2, zero=2, checkpointing=True, sequence=64)
+    for found in (plan(asked), plan(replace(asked, gpu_memory=4 * 10**9))):
+        for option in found.options[1:-1]:
+            assert option.taken[Tier.GPU] > 14e9, option.strategy
+    assert not any(option.fits for option in found.options)
 
 
 def test_layers_that_were_timed_say_how_long_computing_takes(tmp_path: Path) -> None:
@@ -384,6 +397,8 @@ def test_nothing_fits_and_why() -> None:
     assert "alone take 264 GB of each GPU, where 72 GB can be used: --checkpointing or a shorter --sequence" in told
     told = " ".join(run("--params", "30B", "--machine", "laptop", "--nvme-capacity", "0").output.split())
     assert "nothing fits" in told
+    told = " ".join(run("--params", "30B", "--machine", "laptop", "--checkpointing", "--batch", "999").output.split())
+    assert "can be used: a smaller --batch and more --accumulate or a shorter --sequence" in told
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,10 @@ class _Given:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether nothing is known of what it has; an empty one has nothing."""
-        known = _TRANSLATED | _SECTIONS | NEEDLESS.keys()
-        return bool(self._values) and known.isdisjoint(self._values)
+        """Whether nothing that it has is known, or nearly; an empty one has nothing."""
+        known = {key.partition(".")[0] for key in _TRANSLATED | _SECTIONS | NEEDLESS.keys()}
+        names = {key.partition(".")[0] for key in self._values}
+        return bool(names) and not any(difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in names)
 
     def is_auto(self, key: str) -> bool:
         """Whether the value is left to the run, so that tierstore's own default holds."""

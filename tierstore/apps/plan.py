@@ -126,7 +126,7 @@ def _flops_note(asked: PlanOptions, situation: Situation) -> tuple[str, ...]:
         return ()
     machine = node_called(asked.machine or _DEFAULT_MACHINE)
     if asked.bandwidth is not None and (asked.machine is not None or node.rates.matmul_flop_per_s is None):
-        of_sheet = f"the GPUs' {node.flop_per_s:g} flop/s are those of the data sheet of {machine.name}"
+        of_sheet = f"the GPUs' {machine.flop_per_s:g} flop/s are those of the data sheet of {machine.name}"
         notes.append(f"{of_sheet}: give --flops")
     if asked.dtype is Precision.FP32 and not node.computes_on_cpu:
         notes.append(

@@ -175,9 +175,10 @@ def _tokens_that_hide(situation: Situation) -> float:
     job, layout, node = situation.job, situation.layout, situation.node
     # Ranks that share nothing out stream the same weights side by side.
     copies, link = layout.data / layout.shares(1), node.links * node.rates.h2d_bytes_per_s
+    links = link * layout.nodes
     if is_timed(node.rates.layers, job.dtype):
         forward_s, _ = compute_s(replace(job, accumulate=1), layout, node)
-        return job.batch * job.sequence * components(job)["weights"] * copies / link / forward_s
+        return job.batch * job.sequence * components(job)["weights"] * copies / links / forward_s
     return streaming_hides_from_tokens(node.flop_per_s * node.gpus * copies, link, job.bytes.weights)
 
 

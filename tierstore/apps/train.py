@@ -296,9 +296,10 @@ class _Run:
                 if any(self._exchange(time.monotonic() >= until_s)):
                     raise
                 if not is_told:
+                    times = "" if self._stopped_by is not None else ", twice,"  # the first is a wish to stop
                     self._reporter.say(
-                        f"{error}; nothing else keeps the trained weights: make room there, it is tried again for "
-                        f"{_TRIES_FOR_S / 60:.0f} minutes; Ctrl-C, twice, gives them up"
+                        f"{error}; nothing else keeps the trained weights: put that right, it is tried again for "
+                        f"{_TRIES_FOR_S / 60:.0f} minutes; Ctrl-C{times} gives them up"
                     )
                 is_told = True
             time.sleep(_TRIES_EVERY_S)

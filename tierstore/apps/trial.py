@@ -165,8 +165,9 @@ def trial(options: TrainOptions) -> Iterator[Trial]:
     with contextlib.ExitStack() as stack:
         stores = []
         for directory in options.nvme:
-            for path in reversed([path for path in (directory, *directory.parents) if not path.exists()]):
-                path.mkdir()
+            missing = [path for path in (directory, *directory.parents) if not path.exists()]
+            directory.mkdir(parents=True, exist_ok=True)
+            for path in reversed(missing):
                 stack.callback(_remove_empty, path)
             clear_scratch(directory, _SCRATCH)
             stores.append(stack.enter_context(scratch(directory, _SCRATCH)))

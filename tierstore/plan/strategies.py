@@ -246,19 +246,23 @@ def _nothing(situation: Situation) -> Option:
 def request_of(situation: Situation, groups: tuple[GroupNeed, ...], gpu_budget_bytes: int) -> Request:
     """What the engine asks its placement for, of one rank."""
     everything = sum(need.device_bytes for need in groups)
-    stays = situation.layout.data > 1 and situation.layout.zero < 3
     return Request(
         groups=groups,
         gpu_bytes=gpu_budget_bytes,
         cpu_bytes=situation.cpu_budget_bytes,
         nvme=situation.node.nvme_bytes > 0,
         gradients=gradient_mode(situation.placed_for),
-        acquired_bytes=everything if stays else None,
+        acquired_bytes=everything if _keeps_weights(situation.layout) else None,
         read_weights_with_state=not updates_in_backward(situation.placed_for),
         micro_batches=situation.job.accumulate,
         updates_on_gpu=not situation.node.computes_on_cpu and situation.layout.count == 1,
         is_one_memory=situation.is_one_memory,
     )
+
+
+def _keeps_weights(layout: Layout) -> bool:
+    """Whether each rank has all weights on its GPU: those that share state or gradients, and not weights."""
+    return layout.data > 1 and layout.zero < 3
 
 
 def _placement(situation: Situation, strategy: Strategy) -> Placement:
@@ -268,7 +272,8 @@ def _placement(situation: Situation, strategy: Strategy) -> Placement:
     homes = _HOMES[strategy]
     sizes = [need.device_bytes for need in groups]
     # While a group computes, the next one comes, and the one before it may still be leaving; and two gradients go.
-    weights = sum(sizes) if homes.stays else min(sum(sizes), 3 * max(sizes))
+    stays = homes.stays or _keeps_weights(situation.layout)
+    weights = sum(sizes) if stays else min(sum(sizes), 3 * max(sizes))
     request = request_of(situation, groups, weights + 2 * max(sizes))
     return place_uniformly(request, weights=homes.weights, gradients=homes.gradients, state=homes.state)
 

@@ -27,7 +27,7 @@ from tierstore.errors import ConfigError, GraphError
 from tierstore.plan.placement import GroupNeed
 from tierstore.store.layout import GroupSpec, ParameterSpec
 from tierstore.train.newcomers import newcomers
-from tierstore.train.overlaps import refuse_kept_views, refuse_shared_memory
+from tierstore.train.overlaps import KeptView, kept_views, refuse_kept_views, refuse_shared_memory
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NO_VERSION = -1
@@ -146,6 +146,7 @@ class ModelGroups:
         names: one name of every parameter.
         aliases: every name of a parameter, with that one.
         empty: parameters without elements, which are in no group, by each of their names.
+        kept_views: which the first forward may make anew.
         tied: groups with a parameter that has several names.
     """
 
@@ -156,6 +157,7 @@ class ModelGroups:
     names: dict[nn.Parameter, str]
     aliases: dict[str, str]
     empty: dict[str, ParameterSpec]
+    kept_views: list[KeptView]
 
     def refuse_newcomers(self, model: nn.Module) -> None:
         """A parameter that came into the model later is in no group: it would be computed with, and never trained.
@@ -169,6 +171,12 @@ class ModelGroups:
                 "kept: build the model with it, and make another engine; "
                 "values alone are set by engine.load_state_dict(...)"
             )
+
+    def check_kept_views(self) -> None:
+        """After a forward; see `refuse_kept_views`."""
+        if self.kept_views:
+            refuse_kept_views(self.kept_views)
+            self.kept_views.clear()
 
     def frozen_since(self) -> list[str]:
         """Parameters that are trained, but that they need no gradient now."""
@@ -234,7 +242,6 @@ def find_groups(model: nn.Module) -> ModelGroups:
     _refuse_unsplittable(model)
     _refuse_odd_parameters(model)
     refuse_shared_memory(model)
-    refuse_kept_views(model)
     blocks = _block_of_parameters(model)
     names: dict[nn.Parameter, str] = {}
     members: dict[tuple[str, str, bool], list[nn.Parameter]] = {}
@@ -259,7 +266,7 @@ def find_groups(model: nn.Module) -> ModelGroups:
     empty = {name: ParameterSpec(name, tuple(p.shape), 0) for name, p in everywhere.items() if p not in names}
     of_module, closed = _groups_of_modules(model, index_of)
     together = set(_together(model, of_module, index_of))
-    return ModelGroups(groups, of_module, closed, together, names, aliases, empty)
+    return ModelGroups(groups, of_module, closed, together, names, aliases, empty, kept_views(model))
 
 
 def _refuse_unsplittable(model: nn.Module) -> None:

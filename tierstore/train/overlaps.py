@@ -6,13 +6,14 @@ Owner: no state.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, GraphError
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
@@ -29,29 +30,59 @@ def refuse_shared_memory(model: nn.Module) -> None:
     refuse_overlap(places)
 
 
-def refuse_kept_views(model: nn.Module) -> None:
-    """A view of a parameter that an attribute holds would silently keep the values of now.
+class KeptView(NamedTuple):
+    """A view of a parameter that an attribute of a module holds, itself or in a list, tuple or dict."""
 
-    But for what a hook makes anew before each forward, as that of `torch.nn.utils.spectral_norm`.
+    module: nn.Module
+    attribute: str
+    tensor: weakref.ref[torch.Tensor]
+    where: str
+    parameter: str
+
+    def is_there(self) -> bool:
+        """Whether it is the same one still, and not made anew, as forwards and their hooks do."""
+        return any(tensor is self.tensor() for tensor in _tensors_in(vars(self.module).get(self.attribute)))
+
+
+def kept_views(model: nn.Module) -> list[KeptView]:
+    """Those that will not follow the parameters when these move to another memory."""
+    own = {id(parameter) for parameter in model.parameters()}
+    ranges: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not parameter.is_meta:
+            ranges.setdefault(parameter.untyped_storage()._cdata, []).append((*_range(parameter), name))
+    found = []
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            for tensor in _tensors_in(value) if attribute not in _NO_ATTRIBUTES else ():
+                if id(tensor) in own or tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+                    continue
+                begin, end = _range(tensor)
+                for first, last, name in ranges.get(tensor.untyped_storage()._cdata, ()):
+                    if first < end and begin < last:
+                        where = f"{prefix}.{attribute}" if prefix else attribute
+                        found.append(KeptView(module, attribute, weakref.ref(tensor), where, name))
+    return found
+
+
+def refuse_kept_views(views: Iterable[KeptView]) -> None:
+    """After a forward: what it has not made anew holds the values of before, and always will.
 
     Raises:
-        ConfigError: names the attribute, and the parameter.
+        GraphError: names an attribute, and the parameter.
     """
-    own = {id(parameter) for parameter in model.parameters()}
-    storages = {parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()}
-    for prefix, module in model.named_modules():
-        made_anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
-        for attribute, value in vars(module).items():
-            if attribute in _NO_ATTRIBUTES or attribute in made_anew:
-                continue
-            for tensor in _tensors_in(value):
-                name = storages.get(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else None
-                if name is not None and id(tensor) not in own:
-                    where = f"{prefix}.{attribute}" if prefix else attribute
-                    raise ConfigError(
-                        f"{where} holds a view of parameter {name}, and would keep the values that it has now; take "
-                        "the view in forward, or keep the Parameter itself"
-                    )
+    for view in views:
+        if view.is_there():
+            raise GraphError(
+                f"{view.where} holds a view of parameter {view.parameter} that was made before the engine, and keeps "
+                "the values of then; take the view in forward, or keep the Parameter itself"
+            )
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where it begins and ends in its storage, in bytes."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    return begin, begin + span(tensor.shape, tensor.stride()) * tensor.itemsize
 
 
 _NO_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})

@@ -86,6 +86,7 @@ class Steps:
                 output = run()
             parts.driver.check_begun()
             parts.access.check_unchanged()
+            parts.groups.check_kept_views()
             return output
         finally:
             parts.access.end_pass()
