@@ -147,7 +147,7 @@ def test_of_a_snapshot(directories: int, tmp_path: Path) -> None:
     found = []
     for image in images(Disk(tmp_path, backend.found), backend.journal, instants=instants, told=told, draws=2):
         left = [image.restore(tmp_path / "left") / path for path in kept]
-        found.append(1 if Manifests(left[0], Backend()).numbers() else 0)
+        found.append(1 if Manifests(left[0], Backend()).numbers(missing_ok=True) else 0)
         assert found[-1] >= image.known, f"the cut after {image.at} changes took it away"
         for chunk in committed_chunks(left)[1] if found[-1] else ():
             stored = np.fromfile(chunk.path, np.uint8, chunk.padded_bytes, offset=chunk.offset)

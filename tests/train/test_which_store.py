@@ -96,7 +96,7 @@ def test_a_store_is_of_one_machine(tmp_path: Path) -> None:
 
 def test_a_store_that_goes_before_it_is_locked_holds_nothing(tmp_path: Path) -> None:
     found = iter([[3], []])
-    manifests = SimpleNamespace(directory=tmp_path, numbers=lambda: next(found))
+    manifests = SimpleNamespace(directory=tmp_path, numbers=lambda *, missing_ok: next(found))
     options = SimpleNamespace(durability=Durability.COMMIT, resume=Resume.NEVER)
     lock = SimpleNamespace(add=lambda directories: None)
     assert opening._numbers(manifests, options, lock) == []  # type: ignore[arg-type]
