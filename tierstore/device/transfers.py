@@ -39,7 +39,8 @@ def _check_host(array: Bytes) -> None:
         raise ValueError(f"a host buffer is contiguous uint8, not {array.dtype}")
 
 
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, one after another; a copy of one that is not contiguous."""
     flat = tensor.detach().contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # torch leaves one element any stride
 
@@ -275,7 +276,7 @@ class CudaDevice:
         start = self.counters.clock()
         with self._finished(self._d2h):
             # A tensor that is not contiguous is first made so on d2h: its temporary belongs to that stream.
-            there = [_flat_bytes(source) for source in sources]
+            there = [flat_bytes(source) for source in sources]
             if there:  # in one call, that comes back once for the interpreter, for which others wait, too
                 here = [torch.from_numpy(destination) for destination in destinations]
                 torch._foreach_copy_(here, there, non_blocking=True)

@@ -19,6 +19,7 @@ import torch
 from tierstore.alignment import ALIGNMENT, padded
 from tierstore.config import format_size
 from tierstore.device.streams import ComputeDevice, Mark
+from tierstore.device.transfers import flat_bytes
 from tierstore.errors import BudgetError
 from tierstore.io.memory import Bytes, Lease, Pool
 from tierstore.io.tasks import together
@@ -158,13 +159,8 @@ async def flattened(device: ComputeDevice, layout: ExtentLayout, given: Given, w
     flat = {}
     for name, tensor in given.tensors.items():
         is_quick = tensor.is_contiguous()
-        flat[name] = await workers.perform(is_quick, Priority.DEMAND, _flat_bytes, tensor)
+        flat[name] = await workers.perform(is_quick, Priority.DEMAND, flat_bytes, tensor)
     return TensorsPlace(device, layout, flat, given.after)
-
-
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.contiguous()
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # torch leaves one element any stride
 
 
 def reserve_pieces(pool: Pool, layout: ExtentLayout, smallest_bytes: int) -> HostPlace:
