@@ -644,14 +644,6 @@ MUTATIONS: Sequence[Mutation] = (
         "self._check_in_place()", "store/test_recovery.py::TestMovedAway",
     ),
     Mutation(
-        "a reducer that is dropped goes", "train/data_parallel/reducer.py GradientReducer._hook",
-        "reducer = weakref.ref(self)", "train/test_reducer.py", "reducer = lambda: self",
-    ),
-    Mutation(
-        "a reducer lives as long as its module", "train/data_parallel/reducer.py GradientReducer._begin_alike",
-        "module.__dict__[_HELD] = self", "train/test_reducer.py",
-    ),
-    Mutation(
         "a pass that another one ends", "train/loading.py _Pass.__next__", "if self._gave_way:",
         "train/test_loading.py", "if False:",
     ),
@@ -668,8 +660,8 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_built.py",
     ),
     Mutation(
-        "a view that is made anew", "train/overlaps.py refuse_kept_views", "if view.is_there():", "train/test_built.py",
-        "if True:",
+        "a view that is made anew", "train/overlaps.py tell_kept_views", "if view.is_there()", "train/test_built.py",
+        "",
     ),
     Mutation(
         "disks of the machine that was measured", "apps/plan.py _as_measured", "len(rates.directories) or 1",

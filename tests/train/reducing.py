@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import itertools
 import os
 import threading
@@ -358,22 +356,6 @@ def in_every_order(rank: int, ranks: int, capacity: int) -> bool:
                     shares = [r + index + 1 for r in range(ranks) if not (r == 1 and index == (orders[0] + step) % 4)]
                     right &= torch.allclose(parameter.grad, torch.full((3,), sum(shares) / ranks))
     return right
-
-
-def drop(rank: int, ranks: int) -> list[str]:
-    """The threads that are left of a reducer that nobody has any more, nor its module, which keeps it."""
-    module = nn.Linear(2, 2)
-    reducer = GradientReducer(module)
-    loss, heart = reducer(torch.ones(1, 2) + rank).sum(), reducer.ranks._heart
-    del reducer
-    gc.collect()
-    loss.backward()
-    assert torch.equal(module.weight.grad, torch.full((2, 2), 1 + (ranks - 1) / 2))
-    assert copy.deepcopy(module).__dict__["_tierstore_reducer"] is None
-    del module, loss
-    gc.collect()
-    heart.join(30)
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tierstore")]
 
 
 class Odd(nn.Module):

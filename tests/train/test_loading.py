@@ -208,6 +208,15 @@ def test_a_pass_that_another_one_ends_says_so() -> None:
     assert len(list(whole)) == 3
     later = iter(loader)
     assert next(whole, None) is None  # it had ended by itself
+    seen = []
+    for batch in loader:  # who evaluates after the last batch of an epoch loses none
+        seen.append(batch.item())
+        if len(seen) == 3:
+            assert len(list(loader)) == 3
+    assert seen == [0, 1, 2]
+    with pytest.raises(ConfigError, match="another pass"):
+        list(zip(loader, loader, strict=True))
+    later = iter(loader)
     assert next(later) == 0
     loader.close()
     assert next(later, None) is None

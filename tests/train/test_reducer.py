@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import call, run_in_turn, run_ranks
-from reducing import drop, early, flat_shards, hidden, in_flight, same_as_ddp, stale_pair, suited
+from reducing import early, flat_shards, hidden, in_flight, same_as_ddp, stale_pair, suited
 from torch import distributed
 
 from tierstore.train.data_parallel import reducer
@@ -55,10 +55,6 @@ def test_delayed_is_a_one_step_stale_loop() -> None:
     for is_same, extra_bytes, model_bytes in itertools.chain(*run_in_turn(2, stale_pair, cases)):
         assert is_same
         assert extra_bytes == model_bytes  # a second set of buckets
-
-
-def test_one_that_is_dropped_leaves_no_thread() -> None:
-    assert run_ranks(2, drop) == [[], []]
 
 
 def test_launched_early_and_in_place() -> None:

@@ -147,7 +147,8 @@ class CPUAdam(torch.optim.Optimizer):
             if isinstance(parameter, torch.Tensor):
                 _check_tensor("parameter", parameter)
                 if id(parameter) in seen:
-                    raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is given twice")
+                    shape = tuple(parameter.shape)
+                    raise ConfigError(f"a parameter of shape {shape} is given twice: give list(dict.fromkeys(params))")
                 seen.add(id(parameter))
         super().add_param_group(param_group)
 

@@ -27,7 +27,7 @@ from tierstore.errors import ConfigError, GraphError
 from tierstore.plan.placement import GroupNeed
 from tierstore.store.layout import GroupSpec, ParameterSpec
 from tierstore.train.newcomers import newcomers
-from tierstore.train.overlaps import KeptView, kept_views, refuse_kept_views, refuse_shared_memory
+from tierstore.train.overlaps import KeptView, kept_views, refuse_shared_memory, tell_kept_views
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NO_VERSION = -1
@@ -173,9 +173,9 @@ class ModelGroups:
             )
 
     def check_kept_views(self) -> None:
-        """After a forward; see `refuse_kept_views`."""
+        """After the first forward; see `tell_kept_views`."""
         if self.kept_views:
-            refuse_kept_views(self.kept_views)
+            tell_kept_views(self.kept_views)
             self.kept_views.clear()
 
     def frozen_since(self) -> list[str]:

@@ -62,6 +62,7 @@ class PrefetchingLoader(Generic[T]):
         self._batch_size = getattr(loader, "batch_size", None)
         self._makes_here = getattr(loader, "num_workers", 0) == 0
         self._handed_out = 0  # in this pass
+        self._has_more = True  # after those
         self._begin: dict[str, Any] | None = None
         self._source: Any = None
         self._ahead: dict[str, Any] | None = None
@@ -81,7 +82,7 @@ class PrefetchingLoader(Generic[T]):
         """
         running = self._pass()
         if running is not None:
-            running.give_way()
+            running.give_way(has_more=self._has_more)
         begun = _Pass(self._iterate())
         self._pass = weakref.ref(begun)
         return begun
@@ -147,6 +148,7 @@ class PrefetchingLoader(Generic[T]):
                 batch = self._mover.arrived(current)
                 # Not earlier: a Ctrl-C in the loader would count a batch that nobody gets.
                 self._handed_out, self._source, self._ahead = self._handed_out + 1, current.source, before
+                self._has_more = not ahead.is_end
                 yield batch
             self._source = ahead.source
             # Only now: until it is asked for more, the last batch may not be trained on.
@@ -219,9 +221,10 @@ class _Pass(Iterator[T]):
     def close(self) -> None:
         self._batches.close()
 
-    def give_way(self) -> None:
-        """Another one begins; who is at the end needs no more."""
-        self._gave_way = inspect.getgeneratorstate(self._batches) != inspect.GEN_CLOSED
+    def give_way(self, *, has_more: bool) -> None:
+        """Another one begins; who has had the last batch needs no more."""
+        state = inspect.getgeneratorstate(self._batches)
+        self._gave_way = state == inspect.GEN_CREATED or (state == inspect.GEN_SUSPENDED and has_more)
         self.close()
 
 

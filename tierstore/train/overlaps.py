@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tierstore.errors import ConfigError, GraphError
+from tierstore.caller import warn_caller
+from tierstore.errors import ConfigError
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
@@ -45,44 +46,54 @@ class KeptView(NamedTuple):
 
 
 def kept_views(model: nn.Module) -> list[KeptView]:
-    """Those that will not follow the parameters when these move to another memory."""
+    """Those that will not follow the parameters when these move to another memory, and are trained.
+
+    But for what an old hook makes anew before each forward, as that of `torch.nn.utils.spectral_norm`: a part of the
+    model may not be called for long. Sets, objects and what lies deeper are not looked into.
+    """
     own = {id(parameter) for parameter in model.parameters()}
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.numel() and not parameter.is_meta:
-            ranges.setdefault(parameter.untyped_storage()._cdata, []).append((*_range(parameter), name))
+        if parameter.requires_grad and (place := _place(parameter)) is not None:
+            ranges.setdefault(place[0], []).append((*place[1:], name))
     found = []
     for prefix, module in model.named_modules():
+        made_anew = [getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()]
         for attribute, value in vars(module).items():
-            for tensor in _tensors_in(value) if attribute not in _NO_ATTRIBUTES else ():
-                if id(tensor) in own or tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+            if attribute in _NO_ATTRIBUTES or attribute in made_anew:
+                continue
+            for tensor in _tensors_in(value):
+                if id(tensor) in own or (place := _place(tensor)) is None:
                     continue
-                begin, end = _range(tensor)
-                for first, last, name in ranges.get(tensor.untyped_storage()._cdata, ()):
+                storage, begin, end = place
+                for first, last, name in ranges.get(storage, ()):
                     if first < end and begin < last:
                         where = f"{prefix}.{attribute}" if prefix else attribute
                         found.append(KeptView(module, attribute, weakref.ref(tensor), where, name))
     return found
 
 
-def refuse_kept_views(views: Iterable[KeptView]) -> None:
-    """After a forward: what it has not made anew holds the values of before, and always will.
-
-    Raises:
-        GraphError: names an attribute, and the parameter.
-    """
-    for view in views:
-        if view.is_there():
-            raise GraphError(
-                f"{view.where} holds a view of parameter {view.parameter} that was made before the engine, and keeps "
-                "the values of then; take the view in forward, or keep the Parameter itself"
-            )
+def tell_kept_views(views: Iterable[KeptView]) -> None:
+    """After a forward: what it has not made anew holds the values of before. A warning, for it may never be read."""
+    if there := next((view for view in views if view.is_there()), None):
+        warn_caller(
+            f"{there.where} holds a view of parameter {there.parameter} that was made before the engine, and keeps the "
+            "values of then: what is computed with it differs from plain torch; take the view in forward, or keep the "
+            "Parameter itself"
+        )
 
 
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where it begins and ends in its storage, in bytes."""
-    begin = int(tensor.storage_offset()) * tensor.itemsize
-    return begin, begin + span(tensor.shape, tensor.stride()) * tensor.itemsize
+def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """Its storage, and where it begins and ends there, in bytes; None if it has no place."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or not tensor.numel():
+                return None
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            end = begin + span(tensor.shape, tensor.stride()) * tensor.itemsize
+            return tensor.untyped_storage()._cdata, begin, end
+    except (RuntimeError, ValueError):  # of functorch, or not initialized
+        return None
 
 
 _NO_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -92,8 +103,8 @@ _DEEPEST = 3
 def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple, dict)) and depth < _DEEPEST:
-        for item in value.values() if isinstance(value, dict) else value:
+    elif type(value) in (list, tuple, dict) and depth < _DEEPEST:  # not what may do more than hold its items
+        for item in value.values() if type(value) is dict else value:
             yield from _tensors_in(item, depth + 1)
 
 

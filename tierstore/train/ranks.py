@@ -16,7 +16,6 @@ import itertools
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
@@ -84,10 +83,7 @@ class Ranks:
         self._lost: RankLost | None = None
         self._reporting = threading.Lock()
         self._stopped = threading.Event()
-        # It does not hold these ranks: those that nobody has any more end it.
-        beat = (self._store, str(self.rank), self._waits, self._stopped)
-        self._heart = threading.Thread(target=_beat, args=beat, name="tierstore-heart", daemon=True)
-        weakref.finalize(self, self._stopped.set)
+        self._heart = threading.Thread(target=self._beat, name="tierstore-heart", daemon=True)
         if self.count > 1:
             self._heart.start()
 
@@ -262,23 +258,17 @@ class Ranks:
         store, others = self._store, [rank for rank in range(self.count) if rank != self.rank]
         return {rank: store.get(str(rank)).decode() if store.check([str(rank)]) else "" for rank in others}
 
-
-def _beat(store: PrefixStore, rank: str, waits: Mapping[int, str], stopped: threading.Event) -> None:
-    """Tells the others that this one lives, until it is stopped.
-
-    Args:
-        waits: by thread, what it waits for.
-    """
-    lost = 0
-    for count in itertools.count():
-        told = "waits for " + " and ".join(dict(waits).values()) if waits else "computes"
-        try:
-            store.set(rank, f"{count} {told}")
-            lost = 0
-        except RuntimeError:
-            lost += 1
-        if lost == _LOST_BEATS or stopped.wait(_BEAT_S):
-            return
+    def _beat(self) -> None:
+        lost = 0
+        for count in itertools.count():
+            waits = "waits for " + " and ".join(self._waits.copy().values()) if self._waits else "computes"
+            try:
+                self._store.set(str(self.rank), f"{count} {waits}")
+                lost = 0
+            except RuntimeError:
+                lost += 1
+            if lost == _LOST_BEATS or self._stopped.wait(_BEAT_S):
+                return
 
 
 def refuse_different(told: Sequence[Mapping[str, object]]) -> None:

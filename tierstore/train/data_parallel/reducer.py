@@ -41,8 +41,6 @@ from tierstore.train.data_parallel.readiness import Readiness
 from tierstore.train.owners import close_reducers_of, enlist, strike_off
 from tierstore.train.ranks import Ranks
 
-_HELD = "_tierstore_reducer"  # in the module's `__dict__`
-
 
 class GradientReducer:
     """Data parallel training of a module: each rank computes its own batch, gradients are averaged over ranks.
@@ -155,7 +153,6 @@ class GradientReducer:
         for index, parameter in enumerate(self._readiness.parameters):
             handle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-        module.__dict__[_HELD] = self  # by who is averaged, as long as that lives: see `_hook`
         enlist(self)
 
     # --- what a person calls ------------------------------------------------------------------------------------
@@ -299,17 +296,9 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self.module.__dict__.get(_HELD) is self:
-            del self.module.__dict__[_HELD]
         strike_off(self)
         if self._owns_ranks:
             self.ranks.close()
-
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of the module has none."""
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
     def __enter__(self) -> GradientReducer:
         return self
@@ -360,13 +349,8 @@ class GradientReducer:
                 self._mark_ready(bucket)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # Torch holds hooks of a parameter where Python's collector does not look, and would keep what they hold, the
-        # module too, for ever.
-        reducer = weakref.ref(self)
-
         def hook(_: torch.Tensor) -> None:
-            if (alive := reducer()) is not None:
-                alive._came(index)
+            self._came(index)
 
         return hook
 
