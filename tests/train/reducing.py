@@ -285,6 +285,7 @@ def hidden(rank: int, ranks: int, layers: int, seconds: float, delayed: bool = F
                     begin_s = time.perf_counter()
                     reducer.backward(loss)
                 found.append(time.perf_counter() - begin_s)
+        reducer.flush()
         record, extra_bytes = reducer.last_step(), reducer.extra_bytes
     return {
         "alone_s": min(alone_s),
