@@ -121,7 +121,7 @@ MUTATIONS: Sequence[Mutation] = (
         POWER_CUT,
     ),
     Mutation(
-        "small files are replaced by a rename", "io/files.py replace_file", 'path.with_name(path.name + ".tmp")',
+        "small files are replaced by a rename", "io/files.py temporary", 'path.with_name(path.name + ".tmp")',
         POWER_CUT, "path",
     ),
     Mutation(
@@ -549,6 +549,18 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation(
         "a last generation that is not seen", "store/commit.py Manifests._remove_all_but_two", "if last not in kept:",
         "store/test_commit.py", "if False:",
+    ),
+    Mutation(
+        "what a full disk is written over", "store/commit.py Manifests._makes_room", "[1:]",
+        "store/test_power_cut.py::test_so_it_does_where_the_disk_is_full", "",
+    ),
+    Mutation(
+        "the room that a file has", "io/backend.py Backend.write_file", "os.O_CREAT |",
+        "store/test_each_fault.py::test_a_disk_that_is_full_ends_no_run", "os.O_CREAT | os.O_TRUNC |",
+    ),
+    Mutation(
+        "what a longer file held", "io/backend.py Backend.write_file", "self.truncate(path, len(data))",
+        "io/test_files.py",
     ),
     Mutation(
         "a store that is away for a moment", "store/commit.py Manifests.numbers", "missing_ok and",

@@ -95,14 +95,29 @@ def test_a_full_disk_is_said(call: str, tmp_path: Path, monkeypatch: pytest.Monk
     log.close()
 
 
-def test_half_a_line_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_room_is_written_when_there_is_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, really = 5, os.write
+
+    def write(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        written = really(descriptor, data[:room])
+        room -= written
+        return written
+
     log = StepLog(tmp_path / "log")
     log.open(resumed=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda descriptor, line: 5)
-        with pytest.raises(StorageFull, match=r"wrote 5 of 12 B of a line of .*/log: no space left"):
-            log.append({"step": 1})
+    monkeypatch.setattr(os, "write", write)
+    for step in (1, 2):
+        with pytest.raises(StorageFull, match=r"cannot write a line of .*/log: Disk quota exceeded"):
+            log.append({"step": step})
+    assert (tmp_path / "log").read_text() == '{"ste'
+    room = 1000
+    log.append({"step": 3})
+    log.write_rest()
     log.close()
+    assert (tmp_path / "log").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
 def test_a_closed_log_is_an_error(tmp_path: Path) -> None:

@@ -615,6 +615,29 @@ def test_weights_that_nothing_else_keeps_wait_until_there_is_room_for_them(
     assert "exported to" in said
 
 
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_full_disk_for_lines_is_told_and_training_goes_on(
+    is_freed: bool, options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, really = [], os.write
+
+    def write(descriptor: int, data: bytes) -> int:
+        if data.startswith(b'{"step"'):
+            tries.append(data)
+            if len(tries) in (2, 3) or (len(tries) > 3 and not is_freed):
+                raise OSError(errno.ENOSPC, "full")
+        return really(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    chosen = options(steps=4, export=None)
+    outcome, _, said = run(chosen)
+    said = " ".join(said.split())
+    assert outcome.totals.steps == 4
+    assert [line["step"] for line in lines(chosen)] == ([1, 2, 3, 4] if is_freed else [1])
+    assert said.count("full; training goes on, and lines are written when there is room") == 1
+    assert ("full; it lacks the last lines" in said) != is_freed
+
+
 def test_a_link_for_a_configuration_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "of another model").write_text("{}")

@@ -20,6 +20,7 @@ def test_round_trip_and_mode(tmp_path: Path) -> None:
     (tmp_path / "manifest.tmp").chmod(0o644)
     replace_file(tmp_path / "manifest", b"one", backend=Backend())
     assert (tmp_path / "manifest").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "manifest").read_bytes() == b"one"
     replace_file(tmp_path / "manifest", b"two", backend=Backend())
     assert read_bytes(tmp_path / "manifest", backend=Backend()) == b"two"
     assert [path.name for path in tmp_path.iterdir()] == ["manifest"]

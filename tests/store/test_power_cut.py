@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,6 +78,29 @@ def test_what_is_left_opens_and_goes_on_exactly(case: Case, tmp_path: Path) -> N
         check(case.way, image, tmp_path / "left", case.expected)
         known.append(image.known)
     assert {known[0], known[-1]} == {BEGIN - case.way.commit_every, case.end}
+
+
+class FullJournalBackend(JournalBackend):
+    """Makes no small file anew."""
+
+    def _call_open(self, path: Path, flags: int, mode: int) -> int:
+        if path.suffix == ".tmp" and not path.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super()._call_open(path, flags, mode)
+
+
+def test_so_it_does_where_the_disk_is_full(tmp_path: Path) -> None:
+    """A generation is written over an old one."""
+    way, end = WAYS["disk"], BEGIN + 2
+    expected = expected_states(way, tmp_path / "expected", end)
+    with opened(way, tmp_path / "run") as run:
+        run.until(BEGIN)
+    backend = FullJournalBackend(tmp_path / "run")
+    with opened(way, tmp_path / "run", backend) as run:
+        run.until(end)
+    for image in images(StoreDisk(tmp_path / "run", backend.found), backend.journal):
+        check(way, image, tmp_path / "left", expected)
+    assert image.known == end
 
 
 @pytest.mark.parametrize(("directories", "steps", "draws"), [(1, 1, 0), (1, 0, 2), (2, 0, 1)])

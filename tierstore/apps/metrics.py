@@ -28,12 +28,13 @@ class StepLog:
     """A file of lines that only grows.
 
     A process killed while it wrote leaves half a line; that step was never committed, so the half is cut off and the
-    step writes its line again.
+    step writes its line again. Lines that find no room on a full disk are written when there is some.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
+        self._unwritten = b""
 
     def open(self, *, resumed: bool) -> None:
         """Creates the file if it is not there; only a resumed run goes on in one that holds something.
@@ -72,12 +73,16 @@ class StepLog:
 
         Raises:
             StorageError: it is not, or not wholly, written.
+            StorageFull: nor is it lost: the next call begins with it.
         """
-        line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
+        self._unwritten += (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
+        self.write_rest()
+
+    def write_rest(self) -> None:
+        """Writes what has found no room. Raises: as `append`."""
         with self._telling():
-            written = os.write(self._opened(), line)
-        if written != len(line):
-            raise StorageFull(f"wrote {written} of {len(line)} B of a line of {self._path}: no space left?")
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._opened(), self._unwritten) :]
 
     def sync(self) -> None:
         """When it returns, a power cut leaves all lines in place that were there when it was called.

@@ -36,7 +36,7 @@ from tierstore.apps.stopping import StopRequest
 from tierstore.apps.turns import take_short_turns
 from tierstore.apps.verify import advised
 from tierstore.config import Codec, Resume, TierConfig, format_size
-from tierstore.errors import ConfigError, DoneButFor, StorageError, UnusedOptionWarning
+from tierstore.errors import ConfigError, DoneButFor, StorageError, StorageFull, UnusedOptionWarning
 from tierstore.store.snapshots import snapshot_directories
 from tierstore.trace import Tracer
 from tierstore.train.engine import Engine
@@ -132,6 +132,7 @@ class _Run:
         self._agreed: signal.Signals | None = None
         self._device = torch.device(options.device)
         self._loss = float("nan")
+        self._lines_wait = False
         self._totals = Totals()
         self._tokens_per_step = options.accumulate * options.batch * (parts.sequence - 1)
 
@@ -197,7 +198,7 @@ class _Run:
             self._totals.held_out_before = self._held_out_loss()
             self._loop(options.steps)
             if self._log is not None:
-                self._log.sync()  # where nothing is committed nothing else does
+                self._end(self._log)
             self._totals.last_step = self._engine.step_count
             stopped_by = self._stopped_by if self._engine.step_count < options.steps else None
             would_be_lost = bool(options.why_nothing_is_kept and self._totals.steps)
@@ -217,6 +218,13 @@ class _Run:
                 self._export(options.export)
                 self._stop.expect("the export", f"what was trained is in {options.export}")
         return Outcome(self._totals, stopped_by)
+
+    def _end(self, log: StepLog) -> None:
+        try:
+            log.write_rest()
+        except StorageFull as error:
+            self._reporter.say(f"note: {error}; it lacks the last lines")
+        log.sync()  # where nothing is committed nothing else does
 
     def _loop(self, last: int) -> None:
         every = self._options.snapshot_every
@@ -335,7 +343,18 @@ class _Run:
         """Inside every step, before its commit: its loss is known, and its line is written."""
         self._loss = self._mean_of_all(report.loss)
         if self._log is not None:
-            self._log.append(step_record(report, self._loss, self._tokens_per_step))
+            self._write(self._log, step_record(report, self._loss, self._tokens_per_step))
+
+    def _write(self, log: StepLog, line: dict[str, Any]) -> None:
+        """A full disk for lines is no reason to stop."""
+        try:
+            log.append(line)
+        except StorageFull as error:
+            if not self._lines_wait:
+                self._reporter.say(f"note: {error}; training goes on, and lines are written when there is room")
+            self._lines_wait = True
+        else:
+            self._lines_wait = False
 
     def _held_out_loss(self) -> float | None:
         """None without text or samples, and when a signal comes meanwhile."""

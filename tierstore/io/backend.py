@@ -252,7 +252,8 @@ class Backend:
     def write_file(self, path: Path, data: bytes, mode: int | None = None) -> None:
         """A small file of these bytes, which are durable, as its name is once the directory is synced.
 
-        A leftover of that name is overwritten, a link not followed. Not counted: traffic is that of chunks.
+        A leftover of that name is overwritten, in the room that it has, for a full disk gives no other; a link is not
+        followed. Not counted: traffic is that of chunks.
 
         Args:
             mode: None: as any new file's.
@@ -260,13 +261,15 @@ class Backend:
         Raises:
             StorageFull, StorageError: part of it may have been written.
         """
-        descriptor = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode or 0o666)
+        descriptor = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode or 0o666)
         try:
             if mode is not None:
                 with self.calling("setting the mode", path):
                     os.fchmod(descriptor, mode)  # a leftover keeps its own otherwise
             file = BlockFile(self, path, descriptor, direct=False, is_counted=False)
             file.write_from(np.frombuffer(data, np.uint8), 0)
+            if os.fstat(descriptor).st_size > len(data):
+                self.truncate(path, len(data))
             self.fsync_file(descriptor, path)
         finally:
             self._close(descriptor, path)

@@ -11,9 +11,10 @@ import contextlib
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-from tierstore.errors import FormatError, StorageError
+from tierstore.errors import FormatError, StorageError, StorageFull
 from tierstore.io.backend import Backend, storage_errors
 
 
@@ -35,25 +36,38 @@ def read_bytes(path: Path, *, most_bytes: int = 2**30, backend: Backend) -> byte
         return file.read()
 
 
-def replace_file(path: Path, data: bytes, *, backend: Backend) -> None:
+def replace_file(path: Path, data: bytes, *, backend: Backend, makes_room: Callable[[], bool] = bool) -> None:
     """Replaces `path` so that, whatever happens, it holds either what it held or all of `data`; durable on return.
 
-    Written to `<path>.tmp` (a leftover of that name is overwritten), fsynced, renamed, and the directory fsynced.
+    Written to `temporary(path)`, fsynced, renamed, and the directory fsynced.
+
+    Args:
+        makes_room: called on a full disk; whether to write it all once more.
 
     Threads: any but a loop's: it waits for the disk.
 
     Raises:
         StorageError: `path` holds the old bytes, unless it was the directory's fsync that failed: then either.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    written = temporary(path)
     try:
-        backend.write_file(temporary, data, 0o600)
-        backend.replace(temporary, path)
+        try:
+            backend.write_file(written, data, 0o600)
+        except StorageFull:
+            if not makes_room():
+                raise
+            backend.write_file(written, data, 0o600)
+        backend.replace(written, path)
     except StorageError:
         with contextlib.suppress(StorageError):  # the first error is the one to tell
-            backend.remove(temporary)
+            backend.remove(written)
         raise
     backend.sync_directory(path.parent)
+
+
+def temporary(path: Path) -> Path:
+    """The file that becomes `path` when it is replaced. One that is there is overwritten, in the room that it has."""
+    return path.with_name(path.name + ".tmp")
 
 
 def _open_itself(path: str, flags: int) -> int:

@@ -5,10 +5,10 @@ Not here: what it says (`manifest.py`); chunk data (`slots.py`); the directories
     (`lock.py`); what the captured state means (`train/`).
 
 [Note: the barrier] A generation is published in this order: every chunk written, every file of chunks fdatasynced, and,
-side by side with both, the captured state written and fsynced; then the manifest written, fsynced and renamed, the
-directory fsynced. Only when the last of them has returned may a byte of the generation before be overwritten. A failed
-fsync is never retried: the kernel may have dropped the dirty pages, so that generation is abandoned and the error
-raised.
+side by side with both, the captured state written and fsynced, and the callbacks of `before_commit` run; then the
+manifest written, fsynced and renamed, the directory fsynced. Only when the last of them has returned may a byte of the
+generation before be overwritten. A failed fsync is never retried: the kernel may have dropped the dirty pages, so that
+generation is abandoned and the error raised. (A small file that finds no room is written whole, into another one.)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, cast
 
@@ -23,7 +24,7 @@ from aiofiles.os import wrap
 
 from tierstore.errors import FormatError, StorageError, TierstoreError
 from tierstore.io.backend import Backend
-from tierstore.io.files import read_bytes, replace_file
+from tierstore.io.files import read_bytes, replace_file, temporary
 from tierstore.io.tasks import to_the_end
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import (
@@ -110,7 +111,7 @@ class Manifests:
     def _capture(self, number: int, captured: Any) -> Captured:
         self._check_in_place()
         noted, data = captured_text(captured)
-        self._write(self.captured_path(number), data)
+        self._write(self.captured_path(number), number, data)
         return noted
 
     async def publish(self, generation: Generation, noted: Captured | None = None) -> None:
@@ -135,11 +136,23 @@ class Manifests:
     def _publish(self, generation: Generation, noted: Captured) -> None:
         text = manifest_text(generation.number, generation.layout, generation.records, noted)
         self._check_in_place()
-        self._write(self.manifest_path(generation.number), text)
+        self._write(self.manifest_path(generation.number), generation.number, text)
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def _write(self, path: Path, number: int, data: bytes) -> None:
         with self._tells_moves():
-            replace_file(path, data, backend=self._backend)
+            replace_file(path, data, backend=self._backend, makes_room=partial(self._makes_room, number))
+
+    def _makes_room(self, number: int) -> bool:
+        """Let the files of this generation be written over those of the one before the last.
+
+        Returns:
+            Whether there is such a one. Most of its chunks are overwritten already.
+        """
+        if not (older := self.numbers()[1:]):
+            return False
+        for path in (self.manifest_path, self.captured_path):  # the first is what makes it a generation
+            self._backend.replace(path(older[0]), temporary(path(number)))
+        return True
 
     @contextlib.contextmanager
     def _tells_moves(self) -> Iterator[None]:
