@@ -133,8 +133,8 @@ MUTATIONS: Sequence[Mutation] = (
         "io/test_files.py::test_round_trip_and_mode",
     ),
     Mutation(
-        "a cancelled write goes to its end", "store/commit.py Manifests._in_thread", "to_the_end",
-        "store/test_commit.py::TestManifests::test_a_cancellation_waits_for_the_end_of_the_write", "",
+        "a cancelled write goes to its end", "store/manifest_files.py Manifests._in_thread", "to_the_end",
+        "store/test_manifest_files.py::TestManifests::test_a_cancellation_waits_for_the_end_of_the_write", "",
     ),
     # Memory and threads.
     Mutation("a lease ends once", "io/memory.py Lease.free", "self._array = None", "io/test_memory.py"),
@@ -290,7 +290,7 @@ MUTATIONS: Sequence[Mutation] = (
         "_digest_rest(stored[1], leaf, is_1, after[1], sums)", "kernels/test_digests.py",
     ),
     Mutation(
-        "packs are synced for a commit", "store/publishing.py Commits._chunks_at_rest",
+        "packs are synced for a commit", "store/commits.py Commits._chunks_at_rest",
         "await together(asyncio.to_thread(pack.datasync) for pack in self._files.committed_packs)", POWER_CUT,
     ),
     Mutation("every file of a pack is synced", "store/slots.py SlotPack.datasync", "file.datasync()", POWER_CUT),
@@ -298,12 +298,12 @@ MUTATIONS: Sequence[Mutation] = (
         "what was written since is synced", "io/block_file.py BlockFile.write_from", "self._is_dirty = True", POWER_CUT,
     ),
     Mutation(
-        "what is captured is abandoned with its generation", "store/publishing.py Commits._publish",
-        "await manifests.abandon(number)", "store/test_publishing.py",
+        "what is captured is abandoned with its generation", "store/commits.py Commits._publish",
+        "await manifests.abandon(number)", "store/test_commits.py",
     ),
     Mutation(
-        "a commit waits for what is called before it", "store/publishing.py Commits._publish", ", *others))",
-        "store/test_publishing.py", "))",
+        "a commit waits for what is called before it", "store/commits.py Commits._publish", ", *others))",
+        "store/test_commits.py", "))",
     ),
     Mutation(
         "a generation that is being copied is not overwritten", "train/steps.py Steps._forward", "self._make_way()",
@@ -314,8 +314,8 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_stripes.py::test_a_store_keeps_its_shares", "if generation is not None and shares_of(tiers) == ():",
     ),
     Mutation(
-        "ranks tell of a snapshot behind a commit", "store/publishing.py Commits.snapshot_moves",
-        "await self._commit_ended()", "store/test_publishing.py",
+        "ranks tell of a snapshot behind a commit", "store/commits.py Commits.snapshot_moves",
+        "await self._commit_ended()", "store/test_commits.py",
     ),
     Mutation(
         "files of a snapshot are synced", "store/snapshots.py Snapshot._sync", "file.datasync()",
@@ -360,20 +360,20 @@ MUTATIONS: Sequence[Mutation] = (
         OVERWRITTEN,
     ),
     Mutation(
-        "barrier of what is in memory", "store/publishing.py Commits._commit_resident",
+        "barrier of what is in memory", "store/commits.py Commits._commit_resident",
         "await asyncio.shield(previous)", OVERWRITTEN,
     ),
     Mutation(
-        "a commit waits for its updates", "store/publishing.py Commits._chunks_at_rest",
+        "a commit waits for its updates", "store/commits.py Commits._chunks_at_rest",
         "await self._updates.round_ended(round_)", POWER_CUT,
     ),
     Mutation(
-        "a commit waits for what is in memory", "store/publishing.py Commits._chunks_at_rest",
+        "a commit waits for what is in memory", "store/commits.py Commits._chunks_at_rest",
         "await asyncio.shield(write)", POWER_CUT,
     ),
     Mutation(
-        "commits follow one another", "store/publishing.py Commits._publish", "await asyncio.shield(previous)",
-        "store/test_publishing.py",
+        "commits follow one another", "store/commits.py Commits._publish", "await asyncio.shield(previous)",
+        "store/test_commits.py",
     ),
     Mutation(
         "a line of the log is on the disk before its commit", "apps/train.py _Run.run",
@@ -509,16 +509,16 @@ MUTATIONS: Sequence[Mutation] = (
         "backend.sync_directory(directory)", "store/test_power_cut.py::test_of_a_store_that_is_made",
     ),
     Mutation(
-        "an adopted manifest is synced", "store/commit.py Manifests._adopt",
+        "an adopted manifest is synced", "store/manifest_files.py Manifests._adopt",
         "self._backend.sync_directory(self.directory)", OVERWRITTEN,
     ),
     Mutation(
-        "an abandoned manifest is removed", "store/commit.py Manifests.publish",
+        "an abandoned manifest is removed", "store/manifest_files.py Manifests.publish",
         "await self.abandon(generation.number)",
-        "store/test_commit.py::TestManifests",
+        "store/test_manifest_files.py::TestManifests",
     ),
     Mutation(
-        "two generations are kept", "store/commit.py Manifests._remove_all_but_two", "[:2]",
+        "two generations are kept", "store/manifest_files.py Manifests._remove_all_but_two", "[:2]",
         "store/test_recovery.py::TestPrevious", "[:1]",
     ),
     never(
@@ -539,19 +539,19 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_lock.py", "if True:",
     ),
     Mutation(
-        "a store that was moved", "store/commit.py Manifests._capture", "self._check_in_place()",
+        "a store that was moved", "store/manifest_files.py Manifests._capture", "self._check_in_place()",
         "store/test_recovery.py::TestMovedAway",
     ),
     Mutation(
-        "a store that is moved during a commit", "store/commit.py Manifests._publish",
+        "a store that is moved during a commit", "store/manifest_files.py Manifests._publish",
         "self._check_in_place()", "store/test_recovery.py::TestMovedAway",
     ),
     Mutation(
-        "a last generation that is not seen", "store/commit.py Manifests._remove_all_but_two", "if last not in kept:",
-        "store/test_commit.py", "if False:",
+        "a last generation that is not seen", "store/manifest_files.py Manifests._remove_all_but_two",
+        "if last not in kept:", "store/test_manifest_files.py", "if False:",
     ),
     Mutation(
-        "what a full disk is written over", "store/commit.py Manifests._makes_room", "[1:]",
+        "what a full disk is written over", "store/manifest_files.py Manifests._makes_room", "[1:]",
         "store/test_power_cut.py::test_so_it_does_where_the_disk_is_full", "",
     ),
     Mutation(
@@ -563,15 +563,15 @@ MUTATIONS: Sequence[Mutation] = (
         "io/test_files.py",
     ),
     Mutation(
-        "a store that is away for a moment", "store/commit.py Manifests.numbers", "missing_ok and",
+        "a store that is away for a moment", "store/manifest_files.py Manifests.numbers", "missing_ok and",
         "store/test_recovery.py::TestMovedAway", "",
     ),
     Mutation(
-        "another fault in a store that was moved", "store/commit.py Manifests._tells_moves", "if _is_gone(error):",
-        "store/test_recovery.py::TestMovedAway", "if True:",
+        "another fault in a store that was moved", "store/manifest_files.py Manifests._tells_moves",
+        "if _is_gone(error):", "store/test_recovery.py::TestMovedAway", "if True:",
     ),
     Mutation(
-        "generations of another store", "store/commit.py Manifests._remove", "self._check_in_place()",
+        "generations of another store", "store/manifest_files.py Manifests._remove", "self._check_in_place()",
         "store/test_recovery.py::TestMovedAway",
     ),
     Mutation(
@@ -652,7 +652,7 @@ MUTATIONS: Sequence[Mutation] = (
         "if not parts.runtime.is_open:", "train/test_clean.py::TestClose", "if False:",
     ),
     Mutation(
-        "a move while a commit is written is told", "store/commit.py Manifests._tells_moves",
+        "a move while a commit is written is told", "store/manifest_files.py Manifests._tells_moves",
         "self._check_in_place()", "store/test_recovery.py::TestMovedAway",
     ),
     Mutation(
@@ -1034,7 +1034,7 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_out_of_turn.py", becomes="pass",
     ),
     Mutation(
-        "a generation is one step", "store/publishing.py Commits._publish", "self._refuse_several_steps(everywhere)",
+        "a generation is one step", "store/commits.py Commits._publish", "self._refuse_several_steps(everywhere)",
         "train/test_zero_models.py",
     ),
     Mutation(

@@ -11,8 +11,8 @@ from faults import EIO, FaultyBackend, each_fault
 
 from tierstore.errors import ConfigError, StorageError
 from tierstore.io.backend import Backend
-from tierstore.store.commit import Manifests
 from tierstore.store.directories import Identity, begin_store, claim_directory, end_store_making, identity_of
+from tierstore.store.manifest_files import Manifests
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

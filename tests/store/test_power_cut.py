@@ -18,7 +18,7 @@ from tensor_stores import QuickBackend
 
 from tierstore.archive.sources import SINGLE
 from tierstore.io.backend import Backend
-from tierstore.store.commit import Manifests
+from tierstore.store.manifest_files import Manifests
 from tierstore.store.verification import committed_chunks
 
 BEGIN = 2

@@ -52,11 +52,11 @@ from tierstore.errors import (
 from tierstore.io.backend import Backend
 from tierstore.io.file_threads import FileThreads
 from tierstore.store.buffers import plan_buffers
-from tierstore.store.commit import Manifests
 from tierstore.store.entries import recorded_entries
 from tierstore.store.extents import ExtentLayout
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
+from tierstore.store.manifest_files import Manifests
 from tierstore.store.shelf import Directories
 from tierstore.store.slots import ChunkRecord
 

@@ -17,9 +17,9 @@ from tierstore.config import AdamWConfig, TierConfig
 from tierstore.device.streams import Reached
 from tierstore.errors import ConfigError, GraphError, StorageError
 from tierstore.io.backend import Backend
-from tierstore.store.commit import Manifests
 from tierstore.store.gradients import Arrival
 from tierstore.store.manifest import Captured, Generation
+from tierstore.store.manifest_files import Manifests
 from tierstore.store.pieces import Piece
 from tierstore.store.weights import Weights
 from tierstore.train.engine import Engine

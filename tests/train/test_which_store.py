@@ -13,8 +13,8 @@ from ranks import Outcome, outcomes_of, run_ranks
 from sharing import train, train_apart
 
 from tierstore.config import Durability, Resume
-from tierstore.store.commit import COMMIT
 from tierstore.store.manifest import digest
+from tierstore.store.manifest_files import COMMIT
 from tierstore.train import opening
 
 STEPS = 2

@@ -21,9 +21,9 @@ from tierstore.pack.codecs import Bytes, codec_for
 from tierstore.pack.layout import DTYPE_BITS, ChunkSpec, capacity_pack, slot_pack
 from tierstore.pack.validate import read_header
 from tierstore.plan.placement import Kind
-from tierstore.store.commit import Manifests
 from tierstore.store.layout import chunk_specs, recorded_codecs, recorded_groups
 from tierstore.store.manifest import Generation
+from tierstore.store.manifest_files import Manifests
 from tierstore.store.slots import SLOT_NAMES, ChunkRecord
 from tierstore.store.verification import is_of_tensors
 

@@ -22,7 +22,7 @@ from tierstore.errors import ConfigError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.io.directories import nearest
 from tierstore.io.files import make_anew
-from tierstore.store.commit import Manifests
+from tierstore.store.manifest_files import Manifests
 
 _UNFINISHED = ".companions-unfinished"
 

@@ -33,7 +33,7 @@ from tierstore.errors import ChecksumMismatch, FormatError, StorageError, StoreL
 from tierstore.io.backend import Backend
 from tierstore.io.watch import Attended
 from tierstore.pack.layout import quoted
-from tierstore.store.commit import Manifests
+from tierstore.store.manifest_files import Manifests
 from tierstore.store.names import holds_data
 from tierstore.store.verification import CommittedChunk, committed_chunks, damaged_headers
 

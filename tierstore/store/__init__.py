@@ -4,7 +4,7 @@ Scope: training state, as `training` puts it together, by what its modules do:
     weights     `weights`, on the device and at rest; `changing`
     gradients   `gradients`, `gradient_memory`, `pieces`
     updates     `updates`, each chunk's trip; `rounds`, `trip_bytes`, `trip_leases`; on the GPU `gpu_updates`, `on_gpu`
-    generations `publishing` and `commit`; `manifest`, what they say; `team`, of several ranks
+    generations `commits` and `manifest_files`; `manifest`, what they say; `team`, of several ranks
                 `snapshots` of them, that stay
     at rest     `store_files`, `slots`, `at_rest`; `layout`, the grid of chunks; `stripes`, over several disks
 the store without a model, as `tensors` puts it together:

@@ -1,7 +1,7 @@
 """Whole chunks at rest, from and to the outside: filling, exporting, verifying, and a first look at the disk's rate.
 
 Scope: one chunk's weights and state together, between two steps. The caller has flushed.
-Not here: the update's own reads and writes (`updates.py`), when a generation is committed (`publishing.py`).
+Not here: the update's own reads and writes (`updates.py`), when a generation is committed (`commits.py`).
 Owner: the loop thread; workers read, write, encode and decode.
 """
 

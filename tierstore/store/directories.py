@@ -1,7 +1,7 @@
 """The directories of a store: made or accepted, told apart, and marked until they hold a generation.
 
 Scope: which directories a store may have; what is left there of one that was never finished.
-Not here: their lock (`lock.py`), packs (`slots.py`) and manifests (`commit.py`); removing a store (`removal.py`).
+Not here: their lock (`lock.py`), packs (`slots.py`), manifests (`manifest_files.py`); removing a store (`removal.py`).
 Owner: none; the caller holds the lock.
 """
 
@@ -21,7 +21,7 @@ from tierstore.io.backend import Backend
 from tierstore.io.directories import why_not_writable
 from tierstore.pack.checked import number_of, object_of, text_of
 from tierstore.pack.strict_json import parse_json
-from tierstore.store.commit import Manifests, unusable
+from tierstore.store.manifest_files import Manifests, unusable
 from tierstore.store.names import IDENTITY, MANIFEST, PACK, SNAPSHOTS, UNFINISHED, holds_data, is_of_a_store
 
 _MOST_IDENTITY_BYTES = 1000

@@ -1,7 +1,7 @@
 """What a manifest says, and the state beside it: a generation as bytes, strictly read back.
 
 Scope: two texts from a generation and back; everything that they say is checked before it is believed.
-Not here: files, and in which order they are written (`commit.py`); what the captured state means (`train/`).
+Not here: files, and in which order they are written (`manifest_files.py`); what the captured state means (`train/`).
 Owner: none; pure functions.
 """
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from tierstore.errors import ConfigError, FormatError, StorageError
 from tierstore.io.backend import Backend, storage_errors
 from tierstore.pack.layout import listed
-from tierstore.store.commit import Manifests
 from tierstore.store.directories import end_store_making, holds_snapshots, identity_of, mark_unfinished
 from tierstore.store.lock import StoreLock
+from tierstore.store.manifest_files import Manifests
 from tierstore.store.names import MANIFEST, SNAPSHOTS, UNFINISHED, holds_data, is_a_lock, is_of_a_store, marks_a_store
 
 

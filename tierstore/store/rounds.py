@@ -83,7 +83,7 @@ class Round:
             device, where backward has just used them, or where all weights stay.
         is_lazy: a group's trips wait until somebody asks for the group (`allow_through`).
         keeps_gradients: gradients stay after they were applied, until the update is approved or redone.
-        barrier: the commit that must be published before a trip may write (see `commit.py`, [Note: the barrier]).
+        barrier: the commit to be published before a trip may write (see `manifest_files.py`, [Note: the barrier]).
         borrows: trips may have the places of gradients that come after their own.
         eager: groups that wait for nobody to ask for them.
         then: the order in which the next forward needs groups, for trips that still wait for memory when all are

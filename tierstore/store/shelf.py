@@ -27,11 +27,11 @@ from tierstore.errors import ClosedError, ConfigError, StorageError, TierstoreEr
 from tierstore.io.backend import Backend
 from tierstore.io.workers import Priority, WorkerPool
 from tierstore.pack.layout import ChunkSpec
-from tierstore.store.commit import Manifests
 from tierstore.store.directories import begin_store, claim_directory, end_store_making, refuse_mixed
 from tierstore.store.extents import ExtentLayout
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
+from tierstore.store.manifest_files import Manifests
 from tierstore.store.routes import Nowhere, PackPlace, Place, Route
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 from tierstore.store.stripes import recorded_shares
@@ -320,7 +320,7 @@ class Shelf:
     # --- generations --------------------------------------------------------------------------------------------
 
     async def publish(self, packs: Sequence[ExtentPack], entries: Any) -> None:
-        """A generation of these packs, each synced before. See [Note: the barrier] in `commit.py`.
+        """A generation of these packs, each synced before. See [Note: the barrier] in `manifest_files.py`.
 
         Raises:
             StorageError: or cancelled; this generation or the one before is there, and the packs of both are kept.

@@ -1,7 +1,7 @@
 """Chunks at rest: one kind of bytes in two slots, striped over directories.
 
 Scope: where each chunk lies, reading it verified, writing it to the slot that no committed generation needs.
-Not here: when a generation is committed (`commit.py`), what the bytes mean (the packs' users).
+Not here: when a generation is committed (`commits.py`), what the bytes mean (the packs' users).
 Owner: the loop thread changes records; worker threads run `read_here` and `_write_chunk`.
 """
 

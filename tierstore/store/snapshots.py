@@ -2,7 +2,7 @@
 
 Scope: its files, which share blocks with the store's where the file system can (reflink), and are copied elsewhere; its
     manifest; taking away what failed.
-Not here: how long the generation stays as it is, and when all ranks are through (`publishing.py`).
+Not here: how long the generation stays as it is, and when all ranks are through (`commits.py`).
 Owner: the leader of a team, which holds the lock of the directories it makes; threads make the calls of the system.
 
 [Note: where training waits] A generation that is being copied is not overwritten by the step after it, which writes the
@@ -22,9 +22,9 @@ from typing import Any
 from tierstore.errors import ClosedError, ConfigError, TierstoreError
 from tierstore.io.backend import Backend
 from tierstore.io.files import read_bytes, replace_file
-from tierstore.store.commit import Manifests
 from tierstore.store.directories import begin_store, claim_directory, end_store_making
 from tierstore.store.lock import StoreLock
+from tierstore.store.manifest_files import Manifests
 from tierstore.store.names import SNAPSHOTS, UNFINISHED
 from tierstore.store.removal import remove
 from tierstore.store.slots import KeptFile, SlotPack

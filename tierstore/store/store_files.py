@@ -1,7 +1,7 @@
 """The files of a training store: made, opened, and removed where no generation needs them.
 
 Scope: packs, directories and lock, at every rank that shares them.
-Not here: what is read and written in a pack (`slots.py`), when a generation is published (`publishing.py`).
+Not here: what is read and written in a pack (`slots.py`), when a generation is published (`commits.py`).
 Owner: the loop thread, which lets a thread make the system calls; `release` runs when the loop has ended.
 """
 
@@ -19,11 +19,11 @@ from typing import Any
 from tierstore.config import Tier, TierConfig, format_size
 from tierstore.errors import ConfigError, StorageFull
 from tierstore.plan.placement import Kind, Placement
-from tierstore.store.commit import Manifests
 from tierstore.store.directories import begin_store, claim_directory, end_store_making, refuse_mixed
 from tierstore.store.layout import Codecs, GroupSpec, chunk_specs, fingerprint
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
+from tierstore.store.manifest_files import Manifests
 from tierstore.store.names import holds_data
 from tierstore.store.slots import SLOT_NAMES, ChunkIO, SlotPack
 from tierstore.store.team import Team, all_succeed, leads

@@ -2,7 +2,7 @@
 
 Scope: assembling the rooms of this floor from a placement; what goes through several of them: open, verify, flush, end.
 Not here: modules, hooks and coefficients (`train/`); how a chunk moves (`weights.py`, `gradients.py`, `updates.py`);
-    files (`store_files.py`) and commits (`publishing.py`).
+    files (`store_files.py`) and commits (`commits.py`).
 Owner: everything here runs on the loop thread, but for `__init__` and `release`.
 """
 
@@ -25,6 +25,7 @@ from tierstore.io.workers import Priority, WorkerPool
 from tierstore.plan.placement import Kind, Placement
 from tierstore.store.at_rest import ChunksAtRest
 from tierstore.store.budget import ByteBudget
+from tierstore.store.commits import Commits
 from tierstore.store.gradient_memory import GradientMemory
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, Codecs, GroupSpec
@@ -32,7 +33,6 @@ from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
 from tierstore.store.marks import Marks
 from tierstore.store.on_gpu import StateOnGpu
-from tierstore.store.publishing import Commits
 from tierstore.store.slots import ChunkIO
 from tierstore.store.store_files import StoreFiles
 from tierstore.store.team import Team

@@ -2,7 +2,7 @@
 
 Scope: the trips of all rounds, and how loads wait for them.
 Not here: what the coefficients are (`train/optimizer.py`), the memory that trips take (`trip_leases.py`) and what is
-    where in it (`trip_bytes.py`), when a generation is committed (`publishing.py`), the update of what lives on the GPU
+    where in it (`trip_bytes.py`), when a generation is committed (`commits.py`), the update of what lives on the GPU
     (`gpu_updates.py`).
 Owner: the loop thread; workers read, run the kernel and write.
 

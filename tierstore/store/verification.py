@@ -19,10 +19,10 @@ from tierstore.io.backend import Backend
 from tierstore.io.workers import WorkerPool
 from tierstore.pack.layout import ChunkSpec
 from tierstore.plan.placement import Kind
-from tierstore.store.commit import Manifests
 from tierstore.store.directories import refuse_mixed
 from tierstore.store.layout import chunk_specs, recorded_codecs, recorded_groups
 from tierstore.store.manifest import Generation
+from tierstore.store.manifest_files import Manifests
 from tierstore.store.slots import ChunkIO, ChunkRecord, SlotPack
 from tierstore.store.stripes import recorded_shares
 

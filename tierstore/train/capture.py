@@ -1,6 +1,6 @@
 """Everything but weights and moments that is needed to begin the next step: random states, buffers, registered objects.
 
-Scope: taking it out and putting it back. Not here: writing it (`store/commit.py`).
+Scope: taking it out and putting it back. Not here: writing it (`store/manifest_files.py`).
 Owner: the training side.
 """
 

@@ -2,7 +2,7 @@
 
 Scope: capturing and restoring steps, scales, buffers, random states; the commit that is due, and the one that waits.
 Not here: hyper-parameters, schedule and registered objects (`given.py`), how a state becomes plain data (`capture.py`),
-    how a generation reaches the disk (`store/training.py`).
+    how a generation reaches the disk (`store/commits.py`).
 Owner: the training side.
 """
 

@@ -15,11 +15,11 @@ from tierstore.config import Durability, Resume, TierConfig, UpdateSchedule
 from tierstore.errors import ChecksumMismatch, ConfigError, FormatError
 from tierstore.io.backend import Backend
 from tierstore.io.runtime import Runtime
-from tierstore.store.commit import COMMIT, Manifests
 from tierstore.store.directories import part_of_a_store
 from tierstore.store.layout import GroupSpec, check_same_frozen, check_same_model
 from tierstore.store.lock import StoreLock
 from tierstore.store.manifest import Generation
+from tierstore.store.manifest_files import COMMIT, Manifests
 from tierstore.store.team import Team, leads
 from tierstore.store.training import TrainingStore
 from tierstore.store.verification import is_of_tensors

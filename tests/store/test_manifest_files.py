@@ -11,8 +11,8 @@ from faults import EIO, HANG, FaultyBackend, each_fault
 
 from tierstore.errors import StorageError
 from tierstore.io.backend import Backend
-from tierstore.store.commit import Manifests
 from tierstore.store.manifest import Generation
+from tierstore.store.manifest_files import Manifests
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -1,7 +1,7 @@
 """Generations of training: what must be at rest before the manifest of a step is published.
 
 Scope: the commits of steps, in the background, one after the other, at every rank.
-Not here: how a manifest reaches the disk (`commit.py`), what the captured state means (`train/`).
+Not here: how a manifest reaches the disk (`manifest_files.py`), what the captured state means (`train/`).
 Owner: the loop thread.
 """
 
@@ -17,10 +17,10 @@ from tierstore.errors import ConfigError
 from tierstore.io.memory import Lease
 from tierstore.io.tasks import to_the_end, together
 from tierstore.plan.placement import Kind, Placement
-from tierstore.store.commit import COMMIT, PER_RANK
 from tierstore.store.gradients import Gradients
 from tierstore.store.layout import ChunkIndex, GroupSpec
 from tierstore.store.manifest import Captured, Generation
+from tierstore.store.manifest_files import COMMIT, PER_RANK
 from tierstore.store.rounds import Round
 from tierstore.store.slots import ChunkRecord, SlotPack
 from tierstore.store.snapshots import Snapshot

@@ -11,7 +11,7 @@ import pytest
 
 from tierstore.errors import StorageError
 from tierstore.plan.placement import Kind
-from tierstore.store.publishing import Commits
+from tierstore.store.commits import Commits
 from tierstore.store.snapshots import Snapshot
 from tierstore.store.team import Alone, Team
 from tierstore.trace import Tracer
