@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tierstore.errors import BudgetError
+
 STEPS = 3
 WIDTH = 16
 SCHEDULES = [("forward", 1.0), ("backward", None), ("speculative", 0.1)]
@@ -354,6 +356,29 @@ class Unusual(Stack):
         return self.head(x)
 
 
+class WeightsInSparse(Stack):
+    """Saves sparse tensors whose values are weights, which their storage does not know of if they are compressed."""
+
+    is_compressed = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x, places, size = self.enter(x), torch.arange(WIDTH, device=x.device), (WIDTH, WIDTH)
+        for layer in self.layers:
+            weight = layer.norm.weight
+            if self.is_compressed:
+                starts = torch.arange(WIDTH + 1, device=x.device)
+                scales = torch.sparse_csr_tensor(starts, places, weight, size, check_invariants=False)
+            else:
+                both = torch.stack([places, places])
+                scales = torch.sparse_coo_tensor(both, weight, size, check_invariants=False)
+            x = layer(x) + torch.sparse.mm(scales, x.t()).t()
+        return self.head(x)
+
+
+class WeightsInCompressedSparse(WeightsInSparse):
+    is_compressed = True
+
+
 MODELS = [
     Stack, CalledTwice, Checkpointed, CheckpointedReentrant, CheckpointedTwice, CheckpointedInPairs, InPlace, InParts,
     LayersRecomputeParts, Dictionaries, ReadElsewhere, Copies, OwnParameters, Buffers, Adapted, FirstFrozen,
@@ -423,6 +448,14 @@ def test_losses_are_those_of_plain_torch(kind: type[nn.Module], way: tuple[str, 
 @pytest.mark.parametrize("update", ["forward", "backward"])
 def test_sparse_tensors_and_gradients_of_a_conjugate(update: str, tmp_path: Path) -> None:
     compare(Unusual, update, None, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("kind", [WeightsInSparse, WeightsInCompressedSparse])
+def test_weights_in_a_sparse_tensor_stay_until_backward(kind: type[nn.Module], tmp_path: Path) -> None:
+    compare(kind, "forward", 1.0, tmp_path / "enough", room=4)
+    with pytest.raises(BudgetError, match="stays there because somebody holds a view of its weights"):
+        compare(kind, "forward", 1.0, tmp_path / "little", room=1)
 
 
 @pytest.mark.parametrize(("update", "clip"), SCHEDULES)

@@ -27,7 +27,8 @@ from tierstore.train.groups import Group, ModelGroups
 _Packed = tuple[Group | None, int, object, torch.Tensor]
 """What is kept of a saved tensor. Of a view of a group's storage: the group, the number of the step, the group's token,
 which counts by it how many there are, and the view, whatever the storage holds meanwhile. Of anything else: None, its
-version, None, and the tensor itself. A tuple and no class, for a group has a dozen of them in each pass."""
+version, None (or what it holds uncounted), and the tensor itself. A tuple and no class, for a group has a dozen of them
+in each pass."""
 
 
 class ModelHooks:
@@ -126,7 +127,7 @@ class ModelHooks:
         try:
             group = self._by_storage.get(tensor.untyped_storage()._cdata)
         except NotImplementedError:  # a sparse tensor has none
-            group = None
+            return None, tensor._version, _counted_values(tensor), tensor.detach()
         # Not itself, which would be held by the node that it holds, if that has made it. Both have one counter of
         # versions, which torch does not look at where there are hooks.
         if group is None:
@@ -149,3 +150,9 @@ class ModelHooks:
             )
         self._gate.access.visit(group.index)
         return same.detach()  # not itself: what is unpacked keeps the group, and what is saved does not
+
+
+def _counted_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a compressed sparse tensor. It holds them, perhaps weights, and their storage does not count it."""
+    is_compressed = tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+    return tensor.detach().values() if is_compressed else None
