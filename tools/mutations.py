@@ -668,8 +668,12 @@ MUTATIONS: Sequence[Mutation] = (
         "train/test_must_work.py",
     ),
     Mutation(
-        "views of weights in attributes", "train/steps.py Steps._forward", "parts.groups.check_kept_views()",
-        "train/test_built.py",
+        "views of weights in attributes", "train/steps.py Steps._forward",
+        "parts.groups.check_kept_views(is_resumed=parts.opened is not None)", "train/test_built.py",
+    ),
+    Mutation(
+        "a view of what is frozen", "train/groups.py ModelGroups.check_kept_views", " if view.is_trained or is_resumed",
+        "train/test_built.py", "",
     ),
     Mutation(
         "a view that is made anew", "train/overlaps.py tell_kept_views", "if view.is_there()", "train/test_built.py",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,8 +107,9 @@ class KeepsViews(Net):
         self.cells = nn.LSTM(4, 4)  # has a list of its parameters
         self.weights: object = {
             "same": [weight], "transposed": weight.t(), "rows": [weight.data[0], weight[1]],
-            "deep": {"a": ({"b": weight.detach()},)}, "copy": weight.detach().clone(),
-            "sparse": weight.data.to_sparse(), "neighbour": None, "anew": weight.t(), "by a hook": weight.t(),
+            "deep": {"a": ({"b": weight.detach()},)}, "ordered": OrderedDict(a=weight.t()),
+            "copy": weight.detach().clone(), "sparse": weight.data.to_sparse(), "neighbour": None,
+            "anew": weight.t(), "by a hook": weight.t(),
             "leaked": _leaked(), "empty": [nn.UninitializedBuffer()],
         }[kept]  # fmt: skip
         self.kept = kept
@@ -125,12 +128,24 @@ class KeepsViews(Net):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kept", ["transposed", "rows", "deep"])
+@pytest.mark.parametrize("kept", ["transposed", "rows", "deep", "ordered"])
 def test_a_view_of_a_weight_that_an_attribute_holds_is_told_once(kept: str) -> None:
     with engine_of(KeepsViews(kept), None) as engine:
-        with pytest.warns(UserWarning, match=r"weights holds a view of parameter enter\.weight that was made"):
+        others = r" \(and 1 more views\)" if kept == "rows" else ""
+        told = rf"weights holds a view of parameter enter\.weight that was made before the engine{others}, and keeps"
+        with pytest.warns(UserWarning, match=told):
             engine(torch.ones(2, 8))
         engine(torch.ones(2, 8))
+
+
+def test_one_of_a_frozen_weight_is_told_where_its_values_came_from_a_store(tmp_path: Path) -> None:
+    for resume in ("never", "must"):
+        model = KeepsViews("transposed")
+        model.enter.requires_grad_(False)
+        with Engine(model, TIERS.model_copy(update={"nvme": [tmp_path]}), AdamWConfig(), resume=resume) as engine:
+            is_told = resume == "must"
+            with pytest.warns(UserWarning, match="weights holds a view") if is_told else contextlib.nullcontext():
+                engine(torch.ones(2, 8))
 
 
 @pytest.mark.parametrize("kept", ["same", "copy", "sparse", "neighbour", "anew", "by a hook", "leaked", "empty"])

@@ -172,11 +172,16 @@ class ModelGroups:
                 "values alone are set by engine.load_state_dict(...)"
             )
 
-    def check_kept_views(self) -> None:
-        """After the first forward; see `tell_kept_views`."""
+    def check_kept_views(self, *, is_resumed: bool) -> None:
+        """After the first forward; see `tell_kept_views`.
+
+        Args:
+            is_resumed: frozen weights have other values than before, too.
+        """
         if self.kept_views:
-            tell_kept_views(self.kept_views)
+            stale = [view for view in self.kept_views if view.is_trained or is_resumed]
             self.kept_views.clear()
+            tell_kept_views(stale)
 
     def frozen_since(self) -> list[str]:
         """Parameters that are trained, but that they need no gradient now."""

@@ -7,7 +7,9 @@ Owner: no state.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +41,7 @@ class KeptView(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     where: str
     parameter: str
+    is_trained: bool
 
     def is_there(self) -> bool:
         """Whether it is the same one still, and not made anew, as forwards and their hooks do."""
@@ -46,16 +49,16 @@ class KeptView(NamedTuple):
 
 
 def kept_views(model: nn.Module) -> list[KeptView]:
-    """Those that will not follow the parameters when these move to another memory, and are trained.
+    """Those that will not follow the parameters when these move to another memory.
 
     But for what an old hook makes anew before each forward, as that of `torch.nn.utils.spectral_norm`: a part of the
-    model may not be called for long. Sets, objects and what lies deeper are not looked into.
+    model may not be called for long. Sets, objects, long lists and what lies deeper are not looked into.
     """
     own = {id(parameter) for parameter in model.parameters()}
-    ranges: dict[int, list[tuple[int, int, str]]] = {}
+    ranges: dict[int, list[tuple[int, int, str, bool]]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (place := _place(parameter)) is not None:
-            ranges.setdefault(place[0], []).append((*place[1:], name))
+        if (place := _place(parameter)) is not None:
+            ranges.setdefault(place[0], []).append((*place[1:], name, parameter.requires_grad))
     found = []
     for prefix, module in model.named_modules():
         made_anew = [getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()]
@@ -66,20 +69,22 @@ def kept_views(model: nn.Module) -> list[KeptView]:
                 if id(tensor) in own or (place := _place(tensor)) is None:
                     continue
                 storage, begin, end = place
-                for first, last, name in ranges.get(storage, ()):
+                for first, last, name, is_trained in ranges.get(storage, ()):
                     if first < end and begin < last:
                         where = f"{prefix}.{attribute}" if prefix else attribute
-                        found.append(KeptView(module, attribute, weakref.ref(tensor), where, name))
+                        found.append(KeptView(module, attribute, weakref.ref(tensor), where, name, is_trained))
     return found
 
 
 def tell_kept_views(views: Iterable[KeptView]) -> None:
     """After a forward: what it has not made anew holds the values of before. A warning, for it may never be read."""
-    if there := next((view for view in views if view.is_there()), None):
+    there = [view for view in views if view.is_there()]
+    if there:
+        others = f" (and {len(there) - 1} more views)" if len(there) > 1 else ""
         warn_caller(
-            f"{there.where} holds a view of parameter {there.parameter} that was made before the engine, and keeps the "
-            "values of then: what is computed with it differs from plain torch; take the view in forward, or keep the "
-            "Parameter itself"
+            f"{there[0].where} holds a view of parameter {there[0].parameter} that was made before the engine"
+            f"{others}, and keeps the values of then: what is computed with it differs from plain torch, unless a "
+            "later forward makes it anew first; take the view in forward, or keep the Parameter itself"
         )
 
 
@@ -97,14 +102,14 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 _NO_ATTRIBUTES = frozenset({"_parameters", "_buffers", "_modules"})
-_DEEPEST = 3
+_DEEPEST, _LONGEST = 3, 1000
 
 
 def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in (list, tuple, dict) and depth < _DEEPEST:  # not what may do more than hold its items
-        for item in value.values() if type(value) is dict else value:
+    elif type(value) in (list, tuple, dict, OrderedDict) and depth < _DEEPEST:  # and what does no more than hold items
+        for item in islice(value.values() if isinstance(value, dict) else value, _LONGEST):
             yield from _tensors_in(item, depth + 1)
 
 

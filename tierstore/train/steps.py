@@ -86,7 +86,7 @@ class Steps:
                 output = run()
             parts.driver.check_begun()
             parts.access.check_unchanged()
-            parts.groups.check_kept_views()
+            parts.groups.check_kept_views(is_resumed=parts.opened is not None)
             return output
         finally:
             parts.access.end_pass()
