@@ -34,8 +34,13 @@ Floats = npt.NDArray[np.float32]
 Digests = tuple[int | None, int | None]
 """Of the stored weights and the stored state of a chunk; None: nobody has computed it."""
 
-_SECTION_BYTES = {"fp32": (4, 4), "bf16": (4, 4, 2), "fp16": (4, 4, 4)}
-"""Of an element in each section of a state."""
+STATE_SECTIONS = {
+    "fp32": (("exp_avg", "F32"), ("exp_avg_sq", "F32")),
+    "bf16": (("exp_avg", "F32"), ("exp_avg_sq", "F32"), ("residual", "I16")),
+    "fp16": (("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32")),
+}
+"""The sections of a state by the dtype of its weights, one after the other: name and kind, as packs name it."""
+_SECTION_BYTES = {dtype: [{"F32": 4, "I16": 2}[kind] for _, kind in rows] for dtype, rows in STATE_SECTIONS.items()}
 _STATE_BYTES = {dtype: sum(sections) for dtype, sections in _SECTION_BYTES.items()}
 
 

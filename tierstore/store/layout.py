@@ -13,7 +13,7 @@ from typing import Any
 
 from tierstore.config import Codec
 from tierstore.errors import ConfigError
-from tierstore.kernels.adam import state_bytes_per_element
+from tierstore.kernels.adam import STATE_SECTIONS, state_bytes_per_element
 from tierstore.pack.layout import ChunkSpec
 from tierstore.plan.codec_choice import CodecChoice
 from tierstore.plan.placement import GroupNeed, Kind, Placement
@@ -22,11 +22,6 @@ Codecs = Mapping[Kind, CodecChoice]
 """The codec of each kind of chunks."""
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _PACK_DTYPE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_STATE_SECTIONS = {
-    "fp32": (("exp_avg", "F32"), ("exp_avg_sq", "F32")),
-    "bf16": (("exp_avg", "F32"), ("exp_avg_sq", "F32"), ("residual", "I16")),
-    "fp16": (("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32")),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +139,7 @@ def _chunk_spec(kind: Kind, group: GroupSpec, chunk: int, start: int, stop: int)
     tensors = tuple(one.name for one in group.parameters if one.start < stop and start < one.stop)
     if kind is not Kind.STATE:
         return ChunkSpec(name, (("flat", _PACK_DTYPE[group.dtype], stop - start),), tensors)
-    sections = _STATE_SECTIONS[group.dtype] if group.trainable else (("frozen", "U8"),)
+    sections = STATE_SECTIONS[group.dtype] if group.trainable else (("frozen", "U8"),)
     elements = stop - start if group.trainable else 1
     return ChunkSpec(name, tuple((section, dtype, elements) for section, dtype in sections), tensors)
 

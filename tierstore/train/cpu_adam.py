@@ -27,6 +27,7 @@ from tierstore.cores import update_threads
 from tierstore.errors import ConfigError
 from tierstore.io.memory import HUGE_PAGE_BYTES, huge_pages
 from tierstore.kernels.adam import (
+    STATE_SECTIONS,
     AdamCoefficients,
     StateViews,
     adopt_weights,
@@ -44,10 +45,10 @@ from tierstore.train.parameter_groups import (
     validate_options,
 )
 
-_COMPLEMENTS = {"fp32": None, "bf16": ("residual", torch.int16), "fp16": ("master", torch.float32)}
+_TENSORS = {"F32": torch.float32, "I16": torch.int16}
 _OPTIONS = {"lr", "betas", "eps", "weight_decay"}
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
-_TENSORS_OF_STATE = _MOMENTS | {"residual", "master"}
+_TENSORS_OF_STATE = {name for sections in STATE_SECTIONS.values() for name, _ in sections}
 _LINE = 64  # bytes that a core loads at once; a state begins with one
 _PIECE = 16 * BLOCK  # elements of one job, about 1 ms of work; jobs of 4 blocks were 10 % slower (2-core Xeon, 2026)
 
@@ -314,10 +315,7 @@ def _views(state: dict[str, Any]) -> StateViews:
 
 
 def _forms_of_state(parameter: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    if (complement := _COMPLEMENTS[DTYPES[parameter.dtype]]) is not None:
-        dtypes |= [complement]
-    return {name: (parameter.shape, dtype) for name, dtype in dtypes.items()}
+    return {name: (parameter.shape, _TENSORS[kind]) for name, kind in STATE_SECTIONS[DTYPES[parameter.dtype]]}
 
 
 def _new_states(parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
