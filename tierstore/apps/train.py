@@ -16,7 +16,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -388,18 +388,4 @@ class _Run:
 
 def step_record(report: Any, loss: float, tokens: int) -> dict[str, Any]:
     """One line of `--json`: the step as the engine reports it, with its loss and the peak of resident memory."""
-    return {
-        "step": report.step,
-        "loss": loss,
-        "grad_norm": report.grad_norm,
-        "lr": list(report.lr),
-        "loss_scale": report.loss_scale,
-        "skipped": report.skipped,
-        "tokens": tokens,
-        "seconds": dict(report.seconds),
-        "bytes": dict(report.bytes),
-        "peak_bytes": dict(report.peak_bytes),
-        "peak_rss_bytes": peak_resident_bytes(),
-        "prefetch_depth": report.prefetch_depth,
-        "schedule": report.schedule,
-    }
+    return asdict(report) | {"loss": loss, "tokens": tokens, "peak_rss_bytes": peak_resident_bytes()}

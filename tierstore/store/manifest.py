@@ -209,7 +209,8 @@ def _codec(name: Any, what: str) -> None:
 
 def _elements(group: Any, what: str) -> int:
     """Of a group, all whose fields are checked."""
-    name, dtype, trainable, parameters = object_of(group, ("name", "dtype", "trainable", "parameters"), what)
+    keys = ("name", "dtype", "trainable", "parameters")
+    name, dtype, trainable, parameters = object_of(group, keys, f"{what}: a group")
     check_name(f"{text_of(name, f'{what}: the name of a group')}/")  # a module may have any; messages quote it
     if dtype not in _DTYPES or not isinstance(trainable, bool):
         raise FormatError(f"{what}: group {quoted(name)} has the dtype {dtype!r:.40}, trainable {trainable!r:.40}")
