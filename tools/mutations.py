@@ -559,6 +559,9 @@ MUTATIONS: Sequence[Mutation] = (
         "store/test_each_fault.py::test_a_disk_that_is_full_ends_no_run", "os.O_CREAT | os.O_TRUNC |",
     ),
     Mutation(
+        "no copy on write", "io/backend.py Backend._overwrite_in_place", "flags[0] |= _NOCOW", "io/test_backend.py",
+    ),
+    Mutation(
         "what a longer file held", "io/backend.py Backend.write_file", "self.truncate(path, len(data))",
         "io/test_files.py",
     ),

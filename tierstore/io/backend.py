@@ -10,6 +10,7 @@ Every system call goes through a method of `Backend` whose name starts with `_ca
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import fcntl
@@ -29,6 +30,7 @@ from tierstore.io.block_file import storage_errors as storage_errors
 
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _FICLONE = 0x40049409  # linux/fs.h
+_GETFLAGS, _SETFLAGS, _NOCOW = 0x80086601, 0x40086602, 0x00800000
 _NO_SHARING = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EPERM})
 _COPIED_AT_ONCE = 2**23
 
@@ -129,6 +131,9 @@ class Backend:
     def create(self, path: Path, size_bytes: int, holes: Sequence[tuple[int, int]] = ()) -> BlockFile:
         """A new file with all its space allocated, so that a full disk is found before anything is written.
 
+        Btrfs is asked to overwrite it in place, as by `chattr +C`: what it copies on write it also checksums, and
+        therefore buffers in spite of O_DIRECT, and it needs new space each time.
+
         Args:
             holes: (offset, bytes), in order: no space is taken there before it is written.
 
@@ -137,6 +142,7 @@ class Backend:
             StorageError: it exists already (and was left alone), or the system refused (and it was removed).
         """
         descriptor = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._overwrite_in_place(descriptor)
         try:
             self._allocate(descriptor, size_bytes, path, holes)
             return self.open(path, writable=True)
@@ -208,6 +214,7 @@ class Backend:
         """
         flags = os.O_CREAT | os.O_EXCL
         with self._both(source, target, flags) as (reading, writing), self.calling(f"clone of {source}", target):
+            self._overwrite_in_place(writing)  # as the source is, or Btrfs shares nothing
             is_made = self._call_clone(reading, writing, target)
         if not is_made:
             self.remove(target)
@@ -263,6 +270,7 @@ class Backend:
         """
         descriptor = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode or 0o666)
         try:
+            self._overwrite_in_place(descriptor)
             if mode is not None:
                 with self.calling("setting the mode", path):
                     os.fchmod(descriptor, mode)  # a leftover keeps its own otherwise
@@ -321,6 +329,14 @@ class Backend:
         """What a directory holds, sorted."""
         with self.calling("listing", path):
             return sorted(self._call_list(path))
+
+    def _overwrite_in_place(self, descriptor: int) -> None:
+        """See `create`; of an empty file."""
+        with contextlib.suppress(OSError):  # of any other file system
+            flags = array.array("l", [0])
+            self._call_ioctl(descriptor, _GETFLAGS, flags)
+            flags[0] |= _NOCOW
+            self._call_ioctl(descriptor, _SETFLAGS, flags)
 
     def _open(self, path: Path, flags: int, mode: int) -> int:
         with self.calling("open", path):
@@ -388,9 +404,12 @@ class Backend:
     def _call_pwrite(self, descriptor: int, view: memoryview, offset: int, path: Path) -> int:
         return os.pwritev(descriptor, [view], offset)
 
+    def _call_ioctl(self, descriptor: int, request: int, argument: array.array[int] | int) -> None:
+        fcntl.ioctl(descriptor, request, argument)
+
     def _call_clone(self, source: int, target: int, path: Path) -> bool:
         try:
-            fcntl.ioctl(target, _FICLONE, source)
+            self._call_ioctl(target, _FICLONE, source)
         except OSError as error:
             if error.errno in _NO_SHARING:
                 return False
