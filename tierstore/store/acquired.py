@@ -1,6 +1,6 @@
-"""The tensors of an entry, as one who acquired it has them.
+"""The tensors of an acquired entry, as its user gets them.
 
-Scope: whether they are at the end what they were at first. Not here: their bytes (`copies.py`).
+Scope: checking that they are the same tensors at the release. Not here: their bytes (`copies.py`).
 Owner: the loop thread.
 """
 
@@ -16,7 +16,7 @@ _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Acquired:
-    """Views of a copy, in a mapping that is the caller's.
+    """Views of the tensors of a device copy, in a mapping of the user's own.
 
     Attributes:
         tensors: the mapping.
@@ -28,10 +28,10 @@ class Acquired:
         self._given = {key: (tensor, _place(tensor)) for key, tensor in self.tensors.items()}
 
     def check_same(self) -> None:
-        """Refuse what would be lost: only changes of the tensors themselves are kept.
+        """Refuse changes that would be lost: only changes in the memory of the given tensors are kept.
 
         Raises:
-            ConfigError: the mapping holds others, or one has other memory or another shape.
+            ConfigError: a tensor was added, removed or replaced, or has another memory, shape, strides or dtype.
         """
         for key in {**self._given, **self.tensors}:
             one, (same, place) = self.tensors.get(key), self._given.get(key, (None, None))
@@ -44,5 +44,5 @@ class Acquired:
 
 
 def _place(tensor: torch.Tensor) -> _Place:
-    """What of a tensor is the same while it has its memory."""
+    """What stays the same as long as a tensor keeps its memory."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

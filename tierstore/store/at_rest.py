@@ -1,6 +1,6 @@
-"""Whole chunks at rest, from and to the outside: filling, exporting, verifying, and a first look at the disk's rate.
+"""Whole chunks at rest, read and written between steps: to fill, export and verify them, and to measure the disk.
 
-Scope: one chunk's weights and state together, between two steps. The caller has flushed.
+Scope: the weights and the state of one chunk together. The caller has flushed.
 Not here: the update's own reads and writes (`updates.py`), when a generation is committed (`commits.py`).
 Owner: the loop thread; workers read, write, encode and decode.
 """
@@ -34,15 +34,15 @@ class ChunksAtRest:
     """Reads and writes chunks outside of a step.
 
     Args:
-        packs: those of weights and of state; empty without a store.
+        packs: the pack of weights and the pack of state; empty without a store.
         resident: leases of the chunks that live in CPU memory.
         leases: lend memory.
         staging: memory for frozen groups, which are never updated.
         on_gpu: the state that lives on the GPU tier.
         compute: threads that encode and decode.
-        on_change: called before what lives in CPU memory of a chunk is set. Who set it last may have left a digest of
-            it for a commit: one that an error has kept from being made, so that flushing did not, either.
-        refuse_spoilt: raises where a failed update has left in CPU memory what nobody may read.
+        on_change: called before the parts of a chunk that live in CPU memory are set. The last update may have left
+            digests of them for a commit: if an error kept that commit from being made, flushing has not used them up.
+        refuse_spoilt: raises if a failed update has left the data of the group in memory unusable.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ChunksAtRest:
         self._index = ChunkIndex(groups, placement)
 
     async def put(self, group: int, chunk: int, master: Floats, *, keep_moments: bool = False) -> None:
-        """Set the weights of a chunk from fp32 values; moments are zero unless kept.
+        """Set the weights of a chunk from fp32 values; the moments become zero unless they are kept.
 
         The caller has flushed. The device copy is not touched.
         """
@@ -102,7 +102,7 @@ class ChunksAtRest:
                         await pack.read(index, array, Priority.DEMAND, record=generation.records[pack.kind][index])
 
     async def read_some(self) -> None:
-        """Read chunks side by side, as loads and updates will: the first measure of the disk is taken meanwhile."""
+        """Read some chunks side by side, as loads and updates will, so that the rate of the disk can be measured."""
         if self._packs:
             some = [key for key in self._index.all() if self._placement.trip_bytes(*key)]
             count = _SOME_BYTES // max((self._placement.trip_bytes(*key) for key in some), default=1)
@@ -114,7 +114,7 @@ class ChunksAtRest:
 
     @contextlib.asynccontextmanager
     async def _working_memory(self, group: int, chunk: int) -> AsyncIterator[tuple[Bytes, Bytes]]:
-        """Where the weights and the state of a chunk are, or have room: resident, or in a lease for as long as this."""
+        """The memory of the weights and the state of a chunk: resident, or a lease that is freed at the end."""
         weights = self._resident[Kind.WEIGHTS].get((group, chunk))
         if group in self._on_gpu and weights is not None:
             async with self._on_gpu.memory(group, chunk) as memory:
@@ -161,7 +161,7 @@ class ChunksAtRest:
         spec = self._groups[group]
         flat = elements_of(weights, spec.dtype, len(master))
         size = len(master) * state_bytes_per_element(spec.dtype)
-        # A frozen group has no state on its tiers; the kernel's is thrown away.
+        # A frozen group has no state on its tiers; the state that the kernel makes is thrown away.
         exact = state[:size] if spec.trainable else np.empty(size, np.uint8)
         (write_master if keep_moments else init_state)(spec.dtype, master, flat, exact)
         weights[flat.nbytes :] = 0

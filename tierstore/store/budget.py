@@ -1,7 +1,7 @@
 """A byte budget without addresses: the GPU tier's.
 
 Scope: counting, first-come-first-served waiting, the peak.
-Not here: memory (`io/memory.py` has ranges of the arena).
+Not here: memory with addresses (ranges of the arena are in `io/memory.py`).
 Owner: the loop thread.
 """
 
@@ -30,7 +30,7 @@ class ByteBudget:
         """Wait for `nbytes`, in the order of the calls.
 
         Raises:
-            BudgetError: at once, for more than the whole budget.
+            BudgetError: at once, if `nbytes` is more than the whole budget.
         Cancellation: nothing is taken.
         """
         if nbytes > self.capacity_bytes:
@@ -48,7 +48,7 @@ class ByteBudget:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 self.give(nbytes)  # granted and cancelled in the same turn of the loop
-            elif (nbytes, waiter) in self._waiters:  # else: `give` has passed it over already
+            elif (nbytes, waiter) in self._waiters:  # else: `_wake` has removed it already
                 self._waiters.remove((nbytes, waiter))
                 self._wake()
             raise

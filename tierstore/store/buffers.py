@@ -1,4 +1,4 @@
-"""How `cpu_memory` is shared between entries at home there and the buffers that transfers pass.
+"""How `cpu_memory` is shared between entries at home there and the buffers of transfers.
 
 Scope: the arithmetic. Not here: the memory (`io/memory.py`).
 Owner: none; plain numbers.
@@ -14,12 +14,12 @@ from tierstore.errors import BudgetError
 
 DEFAULT_CHUNK_BYTES = 4 * 2**20
 LEAST_BUFFERS = 2
-"""One for what somebody waits for, one for prefetch."""
+"""One for transfers that somebody waits for, one for prefetch."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """An eighth of the memory for buffers, but not more than the threads can fill at once, and at least two.
+    """An eighth of the memory is for buffers, but at most two buffers per thread and at least two in all.
 
     Attributes:
         unit_bytes: one buffer, and the scratch memory of its codec.
@@ -51,7 +51,7 @@ class BufferPlan:
         return self.cpu_bytes - self.buffers * self.unit_bytes
 
     def smallest_bytes(self, resident_bytes: int) -> int:
-        """The smallest `cpu_memory` in which so many bytes can be at home."""
+        """The smallest `cpu_memory` in which `resident_bytes` can be at home."""
         for buffers in range(LEAST_BUFFERS, self._most):
             whole = resident_bytes + buffers * self.unit_bytes
             if self._buffers(whole) <= buffers:

@@ -1,6 +1,6 @@
-"""Groups whose weights change where they are: the jobs under way, and what a failed one has spoilt.
+"""Groups whose weights are updated in place: the jobs in progress, and the groups that a failed job has spoilt.
 
-Not here: the changes themselves (`updates.py`, `gpu_updates.py`).
+Not here: the updates themselves (`updates.py`, `gpu_updates.py`).
 Owner: the loop thread.
 """
 
@@ -16,7 +16,7 @@ from tierstore.trace import Tracer
 
 
 class Changing:
-    """By group."""
+    """The update jobs in progress and the errors of failed ones, by group."""
 
     def __init__(self, groups: Sequence[GroupSpec], tracer: Tracer) -> None:
         self._groups = groups
@@ -25,17 +25,17 @@ class Changing:
         self._idle = asyncio.Condition()
         self._spoilt: dict[int, BaseException] = {}
         self.on_spoilt: Callable[[int], None] = lambda group: None
-        """Called when what is in memory of a group may not be used any more, on the device or in CPU memory."""
+        """Called when a failed update has made the data of a group unusable, on the device or in CPU memory."""
 
     @contextlib.asynccontextmanager
     async def group(self, group: int) -> AsyncIterator[None]:
-        """In here the weights of a group change where they are, and the group stays on the device if it is there."""
+        """A job that changes the weights of a group in place; until it ends the group does not leave the device."""
         self._jobs[group] += 1
         try:
             with self._tracer.measure("update", self._groups[group].name):
                 yield
         except BaseException as error:
-            self._spoilt.setdefault(group, error)  # what it has changed in place is no step's
+            self._spoilt.setdefault(group, error)  # what the job has changed in place belongs to no step
             self.on_spoilt(group)
             raise
         finally:
@@ -44,11 +44,11 @@ class Changing:
                 self._idle.notify_all()
 
     async def ended(self, group: int) -> None:
-        """Wait until nothing changes the weights of a group."""
+        """Wait until no job changes the weights of a group."""
         async with self._idle:
             await self._idle.wait_for(lambda: not self._jobs[group])
 
     def refuse_spoilt(self, group: int) -> None:
-        """Raises what an update of this group has failed with, if that has left in memory what nobody may use."""
+        """Raise the error of the first failed update of this group, if any: its data in memory are unusable."""
         if (error := self._spoilt.get(group)) is not None:
             raise error

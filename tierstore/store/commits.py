@@ -31,22 +31,23 @@ from tierstore.trace import Tracer
 
 T = TypeVar("T")
 Records = dict[str, dict[int, ChunkRecord | None]]
-"""What a rank has written, by pack and chunk."""
+"""The records of the chunks that a rank keeps, by pack and chunk."""
 
 
 class Commits:
     """The generations that one store publishes.
 
     Args:
-        gradients: sets of gradients; a pack of `files` for each, if any are written.
-        resident: the chunks that live in CPU memory, and are written for a commit only.
+        gradients: sets of gradients; `files` has a pack for each set if gradients are written at all.
+        resident: leases of the chunks that live in CPU memory, which are written for commits only.
 
     Attributes:
-        generation: number of the last published one; -1 before the first.
-        barrier: the commit that must be published before the writes of a round that begins now.
-        before: called before each is published, in a thread of its own; what it raises fails that one.
-        snapshots: the last one of each name that this run has begun.
-        kept: the one that has not ended: what it is of may not be overwritten.
+        generation: number of the last published generation; -1 before the first.
+        barrier: the commit that must be published before a round that begins now may write.
+        before: callbacks before each generation is published, each in a thread of its own; an error in one of them
+            makes that commit fail.
+        snapshots: the last snapshot of each name that this run has begun.
+        kept: the snapshot in progress: its generation must not be overwritten.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Commits:
         self.kept: Snapshot | None = None
 
     def go_on_from(self, number: int) -> None:
-        """This generation is on the disk, and the next one follows it."""
+        """Count on from this generation, which is on the disk."""
         self.generation, self._next_number = number, number + 1
 
     async def published(self) -> None:
@@ -89,11 +90,13 @@ class Commits:
     # --- snapshots ----------------------------------------------------------------------------------------------
 
     async def snapshot(self, name: str) -> Snapshot:
-        """Begin to keep the last generation under a name; none is on its way. All ranks call it, and `end_snapshot`.
+        """Begin to keep the last generation under a name, while no commit or snapshot is in progress.
+
+        All ranks call this, and then `end_snapshot`.
 
         Raises:
-            ConfigError: it is no name, or there is one of that name.
-            StorageError: nothing is left of it.
+            ConfigError: the name is not valid, or there is a snapshot of that name.
+            StorageError: the system refused; nothing is left of the snapshot.
         """
         files = self._files
         kept = Snapshot(
@@ -104,7 +107,7 @@ class Commits:
         except BaseException:
             await self._lead(kept.abandon)
             raise
-        kept.is_reflink = False not in told  # those who do not lead have made nothing
+        kept.is_reflink = False not in told  # None at ranks that do not lead: they make nothing
         self.snapshots[name] = self.kept = kept
         if leads(self._team):
             kept.start_copying()
@@ -113,16 +116,16 @@ class Commits:
         return kept
 
     async def snapshot_moves(self) -> bool:
-        """Wait until a part more is copied. Returns whether there is more, at any rank."""
+        """Wait until one more part is copied. Returns whether any rank has more to copy."""
         await self._commit_ended()
         kept = self.kept
         return kept is not None and any(await all_succeed(self._team, f"a part of snapshot {kept.name!r}", kept.moves))
 
     async def end_snapshot(self) -> None:
-        """Wait until it is copied, and publish it.
+        """Wait until the snapshot in progress is copied, and publish it.
 
         Raises:
-            StorageError: it could not be copied, at some rank; nothing is left of it.
+            StorageError: the copy or its publication failed at some rank; nothing is left of the snapshot.
         """
         await self._commit_ended()
         kept = self.kept
@@ -140,22 +143,22 @@ class Commits:
         kept.end()
 
     async def _commit_ended(self) -> None:
-        """However it ended: what ranks tell each other is told in one order at all, and its own comes first."""
+        """Wait for the commit, however it ends: ranks exchange messages in one order, and the commit's go first."""
         if self.barrier is not None:
-            self._updates.allow_through()  # it waits for them
+            self._updates.allow_through()  # the commit waits for these updates
             await asyncio.wait([self.barrier])
 
     async def _lead(self, job: Callable[[], T]) -> T | None:
-        """In a thread, to its end: what it makes is known then."""
+        """Run a job in a thread, at the leader only, and to its end, so that what it has made is known."""
         return await to_the_end(asyncio.to_thread(job)) if leads(self._team) else None
 
     def release(self) -> None:
-        """A snapshot that was not ended is taken away."""
+        """Remove a snapshot that has not ended."""
         if self.kept is not None and leads(self._team):
             self.kept.abandon()
 
     def begin(self, round_: Round | None, captured: Mapping[str, Any], pending: Gradients | None = None) -> None:
-        """Publish the state after `round_` (None: as it is), in the background; commits follow one another.
+        """Publish the state after `round_` (None: the state as it is), in the background; commits run one by one.
 
         Args:
             pending: gradients that the next update will use, and that are part of this generation.
@@ -219,10 +222,10 @@ class Commits:
                 noted.append(await manifests.capture(number, self._captured(everywhere)))
 
         async def make_durable() -> Records:
-            # Side by side: on a disk that is busy each sync waits for the reads before it.
+            # Side by side: on a busy disk each sync waits for the reads before it.
             others = (to_the_end(asyncio.to_thread(callback)) for callback in self.before)
             await together((self._chunks_at_rest(round_, writes), keep_captured(), *others))
-            # Gradients that are not pending are on their way already: no generation names them.
+            # Gradients that are not pending may be in use by the next step already: no generation names them.
             records.update({pack.kind: list(pack.current) if pack in kept else [None] * len(pack) for pack in packs})
             mine = [self._index(*key) for key in self._index.all()]
             return {kind: {index: rows[index] for index in mine} for kind, rows in records.items()}
@@ -250,7 +253,7 @@ class Commits:
 
     @staticmethod
     def _refuse_several_steps(everywhere: Sequence[Mapping[str, Any]]) -> None:
-        """One generation is one step: a rank that left out a commit is a step ahead of the others from then on."""
+        """Refuse a generation of several steps: a rank that left out a commit is ahead of the others from then on."""
         steps = [captured.get("step") for captured in everywhere]
         if len(set(steps)) > 1:
             told = ", ".join(f"step {step} at rank {rank}" for rank, step in enumerate(steps))
@@ -265,17 +268,17 @@ class Commits:
             await self._updates.round_ended(round_)
         for write in writes:
             await asyncio.shield(write)
-        # Not in the threads of chunks, where it would wait for a turn as well.
+        # Not in the threads that read and write chunks, where a sync would wait for its turn, too.
         await together(asyncio.to_thread(pack.datasync) for pack in self._files.committed_packs)
 
     def _captured(self, everywhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What the ranks that share the directories have captured, as one; every node names the commit as rank 0."""
+        """The captured states of the ranks that share the directories, as one; `COMMIT` is rank 0's on every node."""
         first, *others = (everywhere[member] for member in self._team.members)
         own = [{key: theirs[key] for key in PER_RANK} for theirs in others]
         return {**first, COMMIT: everywhere[0][COMMIT], "ranks": own}
 
     def _records(self, parts: Sequence[Records]) -> dict[str, list[ChunkRecord | None]]:
-        """What those ranks have written, as one."""
+        """The records of the ranks that share the directories, as one."""
         records: dict[str, list[ChunkRecord | None]] = {
             pack.kind: [None] * len(pack) for pack in self._files.committed_packs
         }

@@ -1,14 +1,14 @@
-"""What stands on the compute device: copies in use, entries at home there, and idle copies that make room.
+"""Copies on the compute device: those in use, those of entries at home there, and idle ones that make room.
 
-Scope: the GPU tier's budget; who may stay, who goes, who waits.
+Scope: the GPU tier's budget; which copies stay, which are dropped, which wait for room.
 Not here: how bytes get there (`routes.py`) and why (`entries.py`).
 Owner: the loop thread.
 
-[Note: promised room] A copy is pinned while somebody has acquired it or it is at home here. The pinned copies never add
-up to more than the budget, those that still wait for their room included: `pin` refuses at once what would. All other
-copies are idle or will be when their load has ended, and idle ones are dropped on demand; a load that nobody waits for
-gives up when pinned copies have taken its room. So a pinned copy that waits gets its room without anybody releasing
-theirs, and nothing waits in a circle.
+[Note: promised room] A copy is pinned while somebody has acquired it or its entry is at home here. The pinned copies,
+including those that still wait for room, never add up to more than the budget: `pin` refuses at once a copy that would
+exceed it. All other copies are idle or will be when their load has ended, and idle copies are dropped on demand; a load
+that nobody waits for gives up when pinned copies have taken its room. So a pinned copy that waits for room gets it
+without the release of another pinned copy, and nothing waits in a circle.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Marks:
 
 
 class Owner(Protocol):
-    """Who has a copy, and forgets it when it is dropped."""
+    """The holder of a copy, whose `copy` becomes None when the copy is dropped."""
 
     copy: DeviceCopy | None
 
@@ -52,10 +52,10 @@ class DeviceCopy:
     """One extent on the device.
 
     Attributes:
-        owner: None once the copy is not what its owner holds any more; those who acquired it keep it to their release.
-        users: how many have it acquired, or wait for it.
-        modifiers: those of them who said that they change it.
-        loading: the load, for those who wait; None for what never was loaded.
+        owner: None once the owner no longer holds this copy; users who have acquired it keep it until they release it.
+        users: number of users that have acquired it or wait for it.
+        modifiers: number of users that said that they change it.
+        loading: the task that loads it, for users to wait on; None if it was not loaded, or the load failed.
     """
 
     def __init__(self, layout: ExtentLayout, owner: Owner) -> None:
@@ -82,11 +82,11 @@ class DeviceCopy:
         return self._versions != [tensor._version for tensor in self.tensors.values()]
 
     def remember(self) -> None:
-        """From here on changes count."""
+        """Make `has_changed` count changes from here on."""
         self._versions = [tensor._version for tensor in self.tensors.values()]
 
     def used_until(self, mark: Mark) -> None:
-        """Somebody's work on the tensors ends at `mark`."""
+        """Note that a user's device work on the tensors ends at `mark`."""
         self._marks = [*self.pending(), mark]
 
     def pending(self) -> list[Mark]:
@@ -118,7 +118,7 @@ class DeviceTier:
         self._changed = asyncio.Event()
 
     def pin(self, copy: DeviceCopy, name: str) -> None:
-        """One user more. See [Note: promised room].
+        """Add a user. See [Note: promised room].
 
         Raises:
             BudgetError: with the smallest budget that fits; nothing was changed.
@@ -137,13 +137,13 @@ class DeviceTier:
         self._notify()  # a load that nobody waits for may have to give up
 
     def used(self, copy: DeviceCopy) -> None:
-        """A user's work on the tensors is in the current stream, and so is what is done later with those kept."""
+        """Note that a user works on the tensors in the current stream, and will do so on tensors that it keeps."""
         copy.used_until(self.device.record())
         if copy.storage is not None:
             self.device.record_stream(copy.storage)
 
     def unpin(self, copy: DeviceCopy) -> None:
-        """One user less; a copy that nobody uses or owns is dropped."""
+        """Remove a user; a copy that nobody uses or owns is dropped."""
         copy.users -= 1
         self.settle(copy)
 
@@ -159,13 +159,13 @@ class DeviceTier:
             self._notify()
 
     def touch(self, copy: DeviceCopy) -> None:
-        """Use an idle copy without acquiring it: it goes last."""
+        """Make an idle copy the last one to be dropped, without acquiring it."""
         if copy in self._idle:
             del self._idle[copy]
             self._idle[copy] = None
 
     def admit(self, copy: DeviceCopy, keep: Collection[DeviceCopy]) -> bool:
-        """Take a copy that nobody has acquired, if idle ones other than `keep` make room enough for it."""
+        """Accept a copy that nobody has acquired, if dropping idle copies other than `keep` can make room for it."""
         if not self._fits(copy, self._firm.union(keep)):
             return False
         self._firm.add(copy)
@@ -175,7 +175,7 @@ class DeviceTier:
         return copy.nbytes + sum(other.nbytes for other in others if other is not copy) <= self.budget.capacity_bytes
 
     def disown(self, copy: DeviceCopy) -> None:
-        """The copy is not what its owner holds any more; it goes when its last user does."""
+        """Detach a copy from its owner; it is dropped when its last user releases it."""
         if copy.owner is not None:
             copy.owner.copy = None
             copy.owner = None
@@ -186,9 +186,9 @@ class DeviceTier:
             self.settle(copy)
 
     async def make_room(self, copy: DeviceCopy) -> DevicePlace | None:
-        """Allocate a firm copy, dropping idle ones as needed; None if nobody waits for it and there is no room.
+        """Allocate a firm copy, dropping idle ones as needed; None if there is no room and nobody waits for the copy.
 
-        Blocks: on loads that nobody waits for, and on device work before the last release of what is dropped.
+        Blocks: on loads that nobody waits for, and on the device work of the users of copies that are dropped.
         """
         budget = self.budget
         while budget.used_bytes + copy.nbytes > budget.capacity_bytes:
@@ -211,7 +211,7 @@ class DeviceTier:
         return DevicePlace(self.device, copy.storage, _Marks([*copy.pending(), self.device.record()]))
 
     def filled(self, copy: DeviceCopy) -> None:
-        """The bytes are there."""
+        """The bytes of a copy are on the device: make it ready."""
         if copy.storage is None:
             raise RuntimeError("the copy is not on the device")
         copy.tensors = copy.layout.views(copy.storage)
@@ -219,7 +219,7 @@ class DeviceTier:
         copy.remember()
 
     def failed(self, copy: DeviceCopy) -> None:
-        """The bytes are not there and will not be; who waits is told by the load."""
+        """The load of a copy has failed or given up; those who wait learn of it from the load."""
         copy.loading = None
         self.disown(copy)
 
@@ -245,8 +245,8 @@ class DeviceTier:
             self._forget(copy)
 
     def _forget(self, copy: DeviceCopy) -> None:
-        # The storage goes with its last reference, and is not resized away: a tensor that somebody kept past the
-        # release stays readable instead of pointing to nothing. What is done with it is behind no mark (see `used`).
+        # The storage is freed with its last reference, not resized to nothing: a tensor that somebody kept past the
+        # release stays readable. No mark covers work on such a tensor (see `used`).
         copy.storage, copy.tensors = None, {}
         self.budget.give(copy.nbytes)
         self._notify()

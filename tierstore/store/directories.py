@@ -1,6 +1,6 @@
 """The directories of a store: made or accepted, told apart, and marked until they hold a generation.
 
-Scope: which directories a store may have; what is left there of one that was never finished.
+Scope: which directories a store may use; removing the files of a store that was never finished.
 Not here: their lock (`lock.py`), packs (`slots.py`), manifests (`manifest_files.py`); removing a store (`removal.py`).
 Owner: none; the caller holds the lock.
 """
@@ -50,15 +50,16 @@ def claim_directory(path: Path, backend: Backend) -> None:
 
 
 def holds_snapshots(path: Path) -> bool:
-    """Whether it is a directory that a store has for its snapshots, each a store of its own."""
+    """Whether this is the directory of a store's snapshots, each of which is a store of its own."""
     return path.name == SNAPSHOTS and path.is_dir() and not path.is_symlink()
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which directory of which store a directory is; a file in each of a striped store, made before any pack.
+    """Which store a directory belongs to, and its position among the directories of that store.
 
-    Packs alone do not tell: those of two stores of one model have the same names, sizes and, perhaps, chunks.
+    Each directory of a striped store holds it as a file, made before any pack. Packs alone do not tell: those of two
+    stores of one model have the same names and sizes and perhaps the same chunks.
     """
 
     store: str
@@ -67,7 +68,7 @@ class Identity:
 
 
 def identity_of(directory: Path) -> Identity | None:
-    """None: a store of one directory, or made by an older release, or the file is damaged."""
+    """A directory's identity; None in a store of one directory or of an older release, or if the file is damaged."""
     path = directory / IDENTITY
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -81,10 +82,10 @@ def identity_of(directory: Path) -> Identity | None:
 
 
 def refuse_mixed(directories: Sequence[Path]) -> None:
-    """Refuse directories that say that they are of different stores.
+    """Refuse directories whose identities or manifests show that they are of different stores.
 
     Raises:
-        ConfigError: with two of them.
+        ConfigError: names two such directories.
     """
     known = [(directory, one.store) for directory in directories if (one := identity_of(directory))]
     others = [directory for directory, store in known if store != known[0][1]]
@@ -96,14 +97,14 @@ def refuse_mixed(directories: Sequence[Path]) -> None:
 
 
 def _begins_a_store(directory: Path) -> bool:
-    """Whether it is the first directory of one: that has the manifests."""
+    """Whether this is the first directory of a store, which has the manifests."""
     with contextlib.suppress(OSError):
         return any(map(MANIFEST.fullmatch, os.listdir(directory)))
     return False
 
 
 def _identify(directories: Sequence[Path], backend: Backend) -> None:
-    """Those that say nothing are of the store of the others from now on."""
+    """Write the identities that are missing in a striped store: of the store that the others name, or of a new one."""
     known = [identity_of(directory) for directory in directories]
     store = next((one.store for one in known if one is not None), secrets.token_hex(16))
     for number, directory in enumerate(directories if len(directories) > 1 else ()):
@@ -114,27 +115,27 @@ def _identify(directories: Sequence[Path], backend: Backend) -> None:
 
 
 def mark_unfinished(directories: Sequence[Path], backend: Backend) -> None:
-    """What packs these directories hold is needed by no generation, unless there is a manifest."""
+    """Mark these directories: no generation needs the packs that they hold, unless there is a manifest."""
     for directory in directories:
         backend.make_empty(directory / UNFINISHED)
         backend.sync_directory(directory)
 
 
 def part_of_a_store(names: Sequence[str]) -> str | None:
-    """Of the names in a directory, that of a file which a generation needs, or may: without a mark a pack, too."""
+    """The first name of a manifest; in a directory without the mark also of a pack, which a generation may need."""
     kinds = (MANIFEST,) if UNFINISHED in names else (MANIFEST, PACK)
     return next((name for name in names if any(kind.fullmatch(name) for kind in kinds)), None)
 
 
 def begin_store(directories: Sequence[Path], backend: Backend) -> None:
-    """Mark directories as those of a store that holds no generation yet; what such a store has left is removed.
+    """Mark directories as those of a store that holds no generation yet, and remove what such a store has left there.
 
-    The mark tells packs that nobody needs from those of a store whose manifests are elsewhere: its directories were
-    given in another order, or not all of them.
+    The mark tells packs that nobody needs from packs of a store whose manifests are elsewhere because its directories
+    were given in another order, or not all of them.
 
     Raises:
         ConfigError: one holds packs or manifests of a store; nothing was changed.
-        StorageError: what is left is marked, or nothing.
+        StorageError: the system refused; all packs that are still there are marked.
     """
     if numbers := Manifests(directories[0], backend).numbers():
         raise ConfigError(
@@ -149,20 +150,20 @@ def begin_store(directories: Sequence[Path], backend: Backend) -> None:
                 f"{directory} holds {part} of a store, but {first} is given as its first directory and holds no "
                 "generation; give all directories of that store in their order, or others"
             )
-    mark_unfinished(directories, backend)  # before any pack, which nobody could tell from those of another store
+    mark_unfinished(directories, backend)  # before any pack is made: unmarked packs might be another store's
     for directory, names in found.items():
         for name in names:
-            if holds_data(name) or name == IDENTITY:  # of one that had other directories
+            if holds_data(name) or name == IDENTITY:  # the identity of a store that had other directories
                 backend.remove(directory / name)
     _identify(directories, backend)
 
 
 def end_store_making(directories: Sequence[Path], backend: Backend) -> None:
-    """Take away the mark of `begin_store`: the store holds a generation, or nothing, and then no identity either.
+    """Take away the mark of `begin_store`: the store holds a generation, or nothing, and then its identity goes, too.
 
-    Directories that hold a generation belong together, which they say from now on: an older release did not write it.
+    The directories of a store with a generation get the identity if they have none: older releases wrote none.
     """
-    names = [UNFINISHED]  # last: what is marked can be removed
+    names = [UNFINISHED]  # last: while the mark is there, the rest can be removed
     if Manifests(directories[0], backend).numbers():
         _identify(directories, backend)
     else:

@@ -4,12 +4,13 @@ Scope: making a home, loading, writing back, moving, saving for a commit, giving
 Not here: names and generations (`tensors.py`), bytes on the way (`routes.py`), room (`copies.py`), files (`shelf.py`).
 Owner: the loop that runs the store.
 
-[Note: never in no tier] An entry is made whole before a name points to it, and given back after the name points
+[Note: never in no tier] An entry is complete before a name points to it, and given back after the name points
 elsewhere; a move fills the new home before it leaves the old one. So at every moment, and after every failure or
 cancellation, each name has one complete home.
 
-[Note: one transfer at a time] What reads or writes the memory or the files of an entry runs under its lock. An entry
-that was replaced or deleted gives them back when the last transfer has ended, and its copy when the last user leaves.
+[Note: one transfer at a time] A transfer that reads or writes the memory or the files of an entry holds its lock. An
+entry that was replaced or deleted gives memory and files back when its last transfer has ended, and its copy on the
+device when the last user releases that.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class Entry:
 
     Attributes:
         host: its memory, while the CPU tier is its home.
-        pack: its bytes as they are now, on disk: its home, or what the last commit wrote of it.
+        pack: its present bytes on disk: its home, or written by a commit; None if there is no such pack.
         copy: its copy on the device: its home, acquired, prefetched or idle.
         jobs: transfers that run or wait for the lock.
-        changes: how often its bytes changed where they are, without the lock.
+        changes: how often its bytes were changed in place, without the lock.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Entry:
 
     @property
     def is_saved(self) -> bool:
-        """Whether a generation that names its pack would be whole."""
+        """Whether a generation may name its pack: the pack is durable."""
         return self.pack is not None and self.pack.is_synced
 
 
@@ -71,7 +72,7 @@ def recorded_entries(generation: Generation) -> list[tuple[Entry, str]]:
     """The entries of a generation of named tensors, each with the kind of its pack.
 
     Raises:
-        FormatError: they are not what its records are of.
+        FormatError: the captured state is no list of entries, or does not fit the records.
     """
     (items,) = object_of(generation.captured, ("entries",), "the captured state")
     found = []
@@ -79,7 +80,7 @@ def recorded_entries(generation: Generation) -> list[tuple[Entry, str]]:
         name, tier, pack, tensors = object_of(item, ("name", "tier", "pack", "tensors"), "an entry")
         text_of(name, "the name of an entry")
         layout = ExtentLayout.from_description(tensors, generation.layout["chunk_bytes"])
-        for slot in layout.slots:  # as `put` checks them: a name that is refused here cannot be told from there
+        for slot in layout.slots:  # as `put` checks them: no name that it accepts is refused here
             check_plain_name(f"{name}/{slot.name}")
         records = generation.records.get(text_of(pack, f"the pack of {quoted(name)}"))
         if records is None or not PACK.fullmatch(pack) or len(records) != -(-layout.nbytes // layout.chunk_bytes):
@@ -104,7 +105,7 @@ class Homes:
 
     Args:
         resident: memory of the entries that are at home on the CPU tier.
-        keep_failure: told of an error that nobody waits for.
+        keep_failure: called with the error of a load that nobody waits for.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Homes:
         """Fill the home of a new entry.
 
         Raises:
-            BudgetError, StorageError: or cancelled; the entry holds nothing.
+            BudgetError, StorageError: the entry holds nothing, as after a cancellation.
         """
         if entry.home is Tier.CPU:
             entry.host = await self._to_host(entry.layout, source)
@@ -142,7 +143,7 @@ class Homes:
             self.gpu.pin(copy, entry.name)
             try:
                 target = await self.gpu.make_room(copy)
-                if target is not None:  # it is: the copy is pinned
+                if target is not None:  # always: the copy is pinned
                     await self._route.copy(entry.layout, source, target, Priority.DEMAND)
                 self.gpu.filled(copy)
                 entry.copy, copy.is_home = copy, True
@@ -189,7 +190,7 @@ class Homes:
 
     @contextlib.asynccontextmanager
     async def _source(self, entry: Entry, priority: Priority) -> AsyncIterator[Place]:
-        """Where the bytes of an entry are; under its lock."""
+        """Where the bytes of an entry are; the caller holds its lock."""
         if entry.home is Tier.NVME and entry.pack is not None:
             async with self.shelf.opened(entry.pack, priority) as place:
                 yield place
@@ -214,10 +215,10 @@ class Homes:
         """Change the home.
 
         Returns:
-            False if the entry was replaced, deleted or moved meanwhile: look again.
+            False if the entry was replaced, deleted or changed meanwhile: look up the name and try again.
 
         Raises:
-            BudgetError, StorageError: or cancelled; the entry is where it was.
+            BudgetError, StorageError: the entry is where it was, as after a cancellation.
         """
         held = await self.acquire(entry) if tier is Tier.GPU else None
         try:
@@ -256,7 +257,7 @@ class Homes:
         # The pack of an entry that was at home on NVMe stays: it is what a commit needs.
 
     async def save(self, entry: Entry) -> None:
-        """Bring the bytes of an entry to disk, durable. They may have changed meanwhile: look at `is_saved`."""
+        """Write the bytes of an entry to disk, durably. They may change meanwhile: check `is_saved` afterwards."""
         async with self._exclusive(entry):
             if entry.is_retired:
                 return
@@ -336,9 +337,9 @@ class Homes:
             self._job_ended(entry)
 
     def leave(self, entry: Entry, copy: DeviceCopy, *, is_modified: bool) -> None:
-        """A user has gone who saves nothing; if they changed the tensors, nobody gets this copy any more.
+        """End a use without saving changes; if the user has changed the tensors, nobody else gets this copy.
 
-        An entry at home on the device has no other bytes: there the changes stay.
+        An entry at home on the device has no other bytes, so its changes stay.
         """
         self.gpu.used(copy)
         if is_modified or (copy.modifiers == 0 and copy.has_changed):
@@ -351,11 +352,11 @@ class Homes:
         self.gpu.unpin(copy)
 
     async def write_back(self, entry: Entry, copy: DeviceCopy) -> None:
-        """A modifier has gone who changed the tensors: make that the value of the entry.
+        """End the use of a modifier, and make the tensors as they are now the value of the entry.
 
         Raises:
             StorageError: the entry is as it was before, and the changes are lost.
-        Cancellation: held back until it is written.
+        Cancellation: held back until the value is written.
         """
         try:
             await to_the_end(self._write_back(entry, copy))
@@ -386,5 +387,5 @@ class Homes:
                 copy.remember()
             elif other.is_home:
                 other.remember()
-            elif other.is_ready:  # loaded before this; one that waits for the lock will load what was written
+            elif other.is_ready:  # loaded before this; one whose load waits for the lock will get the new bytes
                 self.gpu.disown(other)

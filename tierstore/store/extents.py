@@ -1,7 +1,7 @@
 """Named tensors as one extent of chunks.
 
 Scope: offsets and the chunk grid of a set of tensors; views of them on the device; which tensors can be stored.
-Not here: the places where its bytes can be, and copying between them (`routes.py`).
+Not here: the places where the bytes of an extent can be, and copying between them (`routes.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PACK_DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
-"""Dtypes that a safetensors reader shows as they are; all others are bytes in the file."""
+"""Dtypes that a safetensors reader shows as they are; tensors of all others are stored as U8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class ExtentLayout:
 
     @classmethod
     def of(cls, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], chunk_bytes: int) -> ExtentLayout:
-        """Lay out (name, dtype, shape)."""
+        """Lay out tensors, each given as (name, dtype, shape)."""
         offsets, position = [0] * len(tensors), 0
         for index in sorted(range(len(tensors)), key=lambda i: -tensors[i][1].itemsize):
             offsets[index] = position
@@ -88,19 +88,19 @@ class ExtentLayout:
         return max((slot.stop for slot in self.slots), default=0)
 
     def chunks(self) -> list[Chunk]:
-        """The grid; the last chunk is ragged, and an extent without bytes has none."""
+        """All chunks; the last one may be shorter, and an extent without bytes has none."""
         starts = range(0, self.nbytes, self.chunk_bytes)
         return [Chunk(i, start, min(start + self.chunk_bytes, self.nbytes)) for i, start in enumerate(starts)]
 
     def parts(self, chunk: Chunk) -> Iterator[tuple[TensorSlot, int, int]]:
-        """The tensors of a chunk in the order of their bytes, each with the range of its own bytes that is inside."""
+        """The tensors of a chunk in the order of their bytes, each with the range of its own bytes that is in it."""
         for slot in sorted(self.slots, key=lambda slot: slot.offset):
             start, stop = max(slot.offset, chunk.start), min(slot.stop, chunk.stop)
             if start < stop:
                 yield slot, start - slot.offset, stop - slot.offset
 
     def chunk_specs(self, name: str) -> list[ChunkSpec]:
-        """The chunks as they stand in a pack of their own."""
+        """The chunks as they are laid out in a pack of this extent alone."""
         specs = []
         for chunk in self.chunks():
             parts = list(self.parts(chunk))
@@ -109,7 +109,7 @@ class ExtentLayout:
         return specs
 
     def views(self, storage: torch.UntypedStorage) -> dict[str, torch.Tensor]:
-        """The tensors in a storage that holds the extent."""
+        """The tensors as views of a storage that holds the extent."""
         with torch.inference_mode(False):  # an inference tensor would have no version counter
             return {slot.name: _view(storage, slot) for slot in self.slots}
 
@@ -119,10 +119,10 @@ class ExtentLayout:
 
     @classmethod
     def from_description(cls, rows: Any, chunk_bytes: int) -> ExtentLayout:
-        """What `describe` gave.
+        """The layout that `describe` has described.
 
         Raises:
-            FormatError: a dtype that this torch does not have, or not a description.
+            FormatError: this torch does not have one of the dtypes, or `rows` is not a description.
         """
         tensors = []
         for row in list_of(rows, "tensors"):
@@ -132,7 +132,7 @@ class ExtentLayout:
             if not isinstance(found, torch.dtype):
                 raise FormatError(f"{what} has the dtype {dtype[:40]!r}, which is none of torch {torch.__version__}")
             sizes = tuple(number_of(size, 0, 2**63 - 1, f"a size of {what}") for size in list_of(shape, what))
-            tensor_bytes(name, "C64", sizes)  # more elements than anybody has
+            tensor_bytes(name, "C64", sizes)  # refuses more elements than fit in 63 bits
             tensors.append((name, found, sizes))
         if len({name for name, *_ in tensors}) < len(tensors):
             raise FormatError("a tensor of the store stands twice in its entry")
@@ -165,7 +165,7 @@ def check_tensors(name: str, tensors: Mapping[str, torch.Tensor], device: torch.
         raise ConfigError(f"the name of an entry is text, not {type(name).__name__}")
     if not isinstance(tensors, Mapping):
         raise ConfigError(f"an entry is a mapping of names to tensors, not {type(tensors).__name__}")
-    _check_name(f"entry {name!r}", f"{name}/")  # of one without tensors, too
+    _check_name(f"entry {name!r}", f"{name}/")  # also if it has no tensors
     for key, tensor in tensors.items():
         what = f"tensor {key!r} of {name!r}"
         if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):

@@ -1,14 +1,15 @@
 """The update of chunks whose state and gradient are on the GPU.
 
-Scope: the new weights, on the device and in CPU memory.
-Not here: when it runs, and what follows it (`updates.py`); the kernel (`device/arithmetic.py`).
+Scope: making the new weights, on the device and in CPU memory.
+Not here: when an update runs, and what follows it (`updates.py`); the kernel (`device/arithmetic.py`).
 Owner: the loop thread; workers compute and copy.
 
-[Note: the weights on the device] They are the source of the update: they are what is in CPU memory, for what changes
-that goes to the device at once (`Weights.reload`). A load may be on its way: what it copies is waited for, and what it
-has not begun to copy waits for the update, until that is in CPU memory or has put it on the device itself
+[Note: the weights on the device] The update reads the weights on the device: they equal those in CPU memory, because
+whatever else changes the latter copies them to the device at once (`Weights.reload`). A load may be in progress: the
+update waits for the load of a chunk that is being copied. A chunk that the load has not begun to copy waits for the
+update, until the new weights are in CPU memory or the update has put them on the device itself
 (`UpdatePipeline.settle`). A group that has left the device meanwhile is updated apart, one chunk after the other, in
-room that the placement leaves for that.
+room that the placement reserves for that.
 """
 
 from __future__ import annotations
@@ -57,10 +58,12 @@ class GpuUpdates:
         self._apart = asyncio.Lock()
 
     async def apply(self, round_: Round, trip: Trip, runs: Sequence[Run]) -> None:
-        """Ends when the new weights are in CPU memory; the trip is applied, and its gradient dropped, before that.
+        """Update the chunk of a trip; ends when the new weights are in CPU memory.
+
+        The gradient is dropped before that. If the group is on the device, the trip is applied before that, too.
 
         Args:
-            runs: elements of the chunk, and what they get.
+            runs: ranges of elements of the chunk, each with its coefficients.
         """
         await round_.gradients.arrived(*trip.key)
         await self._marks.reached(round_.used)

@@ -1,13 +1,13 @@
-"""The memory that gradients come to: places, a pool to pass through, and staging on the way to NVMe.
+"""The memory of gradients: places, a pool to pass through, and staging on the way to NVMe.
 
-Scope: what memory a chunk's gradient gets, and which of them wait for it.
-Not here: what is on its way, and what is done with it (`gradients.py`); updates in free places (`trip_leases.py`).
+Scope: which memory a chunk's gradient gets, and which gradients wait for memory.
+Not here: gradients on their way, and their use (`gradients.py`); updates in free places (`trip_leases.py`).
 Owner: the loop thread.
 
-[Note: places] A gradient that stays in CPU memory until its step is over has a place of its own, in the order in which
-backward completed groups before the last step that lent places; at first in the reverse of theirs. So updates that read
-ahead can have the places of gradients that come after their own (`trip_leases.py`), and within a step it never matters
-in which order any of them comes or goes.
+[Note: places] A gradient that stays in CPU memory until its step is over has a place of its own. The places lie in the
+order in which backward completed the groups before the last step that lent places; at first, in the reverse order of
+the groups. So updates that read ahead can have the places of gradients that come after their own (`trip_leases.py`),
+and within a step it never matters in which order gradients come or go.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class GradientMemory:
 
     Args:
         pool: for chunks that stay in CPU memory, or pass through it.
-        staging: for chunks on their way to NVMe, and for what is added to a chunk.
-        copy: which of the gradients it is that share the pool.
+        staging: for chunks on their way to NVMe, also when gradients are added to them, and for reading them.
+        copy: the index of these gradients among the sets of gradients that share the pool.
     """
 
     def __init__(self, placement: Placement, pool: Pool, staging: Pool, copy: int) -> None:
@@ -42,7 +42,7 @@ class GradientMemory:
         self._places = self._make_places()
         self._short: set[_Key] = set()
         self.on_short: Callable[[], None] = lambda: None
-        """Called when a gradient has begun to wait."""
+        """Called when a gradient has begun to wait for memory."""
 
     def _make_places(self) -> dict[_Key, int]:
         """See [Note: places]; none where gradients pass through the pool."""
@@ -54,9 +54,10 @@ class GradientMemory:
         return {key: self._copy * total + start for key, start in zip(keys, starts)}
 
     def arrange(self, order: Sequence[int]) -> None:
-        """Lay places out in the order in which a step's gradients will come, before the first of them does.
+        """Lay the places out in the order in which a step's gradients will come, before the first of them does.
 
-        One of the step before may still be where it was: its update is decided, and waits for nothing of this step.
+        A gradient of the step before may still be in its old place: its update is decided, and waits for nothing of
+        this step.
         """
         order = list(dict.fromkeys([*order, *self._order]))
         if order != self._order:
@@ -69,12 +70,12 @@ class GradientMemory:
         return self._places[first] + self._placement.gradient_bytes(*first) if first in self._places else 0
 
     def reserve_now(self, key: _Key) -> Lease | None:
-        """The memory of a gradient that does not go to NVMe, its own or some to pass through; None: not now."""
+        """Memory for a gradient that is not written to NVMe: its place, or some to pass through; None: not free now."""
         nbytes, place = self._placement.gradient_bytes(*key), self._places.get(key)
         return self._pool.try_reserve(nbytes) if place is None else self._pool.try_reserve_at(place, nbytes)
 
     async def reserve(self, key: _Key) -> Lease:
-        """Likewise, when it is free."""
+        """As `reserve_now`, but waits until the memory is free."""
         if (lease := self.reserve_now(key)) is not None:
             return lease
         nbytes, place = self._placement.gradient_bytes(*key), self._places.get(key)
@@ -86,7 +87,7 @@ class GradientMemory:
         return await self._granted(key, self.staging.reserve(nbytes))
 
     async def _granted(self, key: _Key, memory: Coroutine[Any, Any, Lease]) -> Lease:
-        """Wait for memory; as long as that lasts, the gradient is short of it."""
+        """Wait for memory; meanwhile the gradient counts as short of it."""
         self._short.add(key)
         asyncio.get_running_loop().call_soon(self._tell_if_short)
         try:
@@ -95,7 +96,7 @@ class GradientMemory:
             self._short.discard(key)
 
     def _tell_if_short(self) -> None:
-        # Called soon and not at once: who asks for memory waits for it only then.
+        # Called soon and not at once: only then has the request been granted or begun to wait.
         if self.is_short:
             self.on_short()
 

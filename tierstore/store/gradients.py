@@ -1,7 +1,7 @@
 """Gradients on their way from the device to the update: collected per chunk, in CPU memory or spilled to NVMe.
 
-Scope: where each of one step's gradients is, and whose turn it is to be added.
-Not here: the memory that they come to (`gradient_memory.py`), copying and adding (`pieces.py`), when a gradient is
+Scope: where each gradient of one step is, and in which order its parts are added.
+Not here: the memory of gradients (`gradient_memory.py`), copying and adding (`pieces.py`), when a gradient is
     complete (`train/backward.py`), the update (`updates.py`).
 Owner: the loop thread; workers run its jobs.
 """
@@ -39,18 +39,18 @@ from tierstore.store.slots import SlotPack
 from tierstore.trace import Tracer
 
 _JOB_BYTES = 16 * 2**20
-"""Of small chunks that one job copies."""
+"""Bytes of small chunks after which a job that copies them is full."""
 
 
 class Arrival(NamedTuple):
-    """What came of a group's gradient.
+    """Pieces of a group's gradient that have come.
 
     Attributes:
-        pieces: emptied when they are taken, and no reference is kept when all is copied: if the caller has none, the
-            thread that copies last gives back the memory, which may take milliseconds.
-        after: the device work that must be over before they are valid.
-        is_final: of the last backward of a step, so the partial norms are computed on the way; rarely more follows.
-        is_streaming: the update is decided already, so memory taken now comes free soon.
+        pieces: the list is emptied when they are taken, and no reference is kept once all are copied: if the caller
+            keeps none, the thread that copies last frees their memory, which may take milliseconds.
+        after: the device work that must be over before the pieces are valid.
+        is_final: they are of a step's last backward, so partial norms are computed on the way; rarely more follows.
+        is_streaming: the group is updated as soon as its gradient is complete, so memory taken now is soon free again.
     """
 
     group: int
@@ -65,8 +65,8 @@ class _Chunk:
     """The gradient of one chunk.
 
     Attributes:
-        staged: on NVMe, and still here for the update that has waited for it.
-        awaited: the end of that delivery, the last one, for which an update waits that needs nothing else.
+        staged: memory that holds the gradient after it was written to NVMe, too, for the update that has waited for it.
+        awaited: the end of the last delivery, if an update waits for that and needs nothing else.
     """
 
     lease: Lease | None = None
@@ -79,11 +79,11 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Delivery:
-    """What is on its way of one chunk.
+    """Parts of the gradient of one chunk on their way.
 
     Attributes:
-        before, arrived: the end of the delivery whose turn is before this one's, and of this one.
-        is_passing: its memory comes free soon.
+        before, arrived: the end of the delivery of this chunk before this one, and of this one.
+        is_passing: its memory is soon free again.
     """
 
     key: tuple[int, int]
@@ -103,7 +103,7 @@ class Gradients:
 
     Args:
         memory: of one step's gradients.
-        spill: the pack of those that live on NVMe.
+        spill: the pack of gradients that live on NVMe, and of those that a generation keeps.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Gradients:
         self._chunks = {key: _Chunk() for key in self._index.all()}
         self._partials = [np.zeros(-(-group.elements // BLOCK)) for group in groups]
         self.kept_by: asyncio.Task[None] | None = None
-        """The commit of a generation that these gradients are part of: what it names in the pack stays as it is."""
+        """The commit of a generation with these gradients: no delivery is written to the pack until it ends."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the gradient of a chunk has arrived, and when one has begun to wait for memory."""
         memory.on_short = lambda: self.on_change()
@@ -141,14 +141,14 @@ class Gradients:
         return self._placement.gradient_home[group] is Tier.NVME
 
     def accept(self, arrivals: Sequence[Arrival]) -> Coroutine[Any, Any, None]:
-        """Take gradients off the device; the coroutine ends when their device memory was given back.
+        """Take gradients from where backward left them; the coroutine ends when that memory was given back.
 
-        From this call on (not from the first await) `fetch` waits for them. Several small ones that there is memory
-        for are copied by one job: the way to a thread and back takes longer than that. Large ones are copied side by
-        side, and updated as each of them has come; but those that stay on the GPU are no way off.
+        From this call on (not from the first await) `fetch` waits for them. Several small chunks for which there is
+        memory are copied by one job: the way to a thread and back takes longer than the copy. Large chunks are copied
+        side by side, so that each can be updated when it has come; chunks that stay on the GPU count as small.
         """
         deliveries = [one for arrival in arrivals for one in self._deliveries(arrival)]
-        # By the pool that copies them.
+        # By whether they are collected on the GPU.
         ready: dict[bool, list[tuple[_Delivery, Bytes | Span]]] = {True: [], False: []}
         ready_bytes = 0
         work: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -167,7 +167,7 @@ class Gradients:
         return together(begin() for begin in work)
 
     def _deliveries(self, arrival: Arrival) -> Iterator[_Delivery]:
-        """An arrival, by chunk."""
+        """The deliveries of an arrival, one for each chunk."""
         group, pieces, after, is_final, is_streaming = arrival
         chunks = self._placement.chunks(group)
         for chunk, (start, stop) in enumerate(chunks):
@@ -180,7 +180,7 @@ class Gradients:
         pieces.clear()
 
     def _memory_now(self, one: _Delivery) -> Bytes | Span | None:
-        """Where a small delivery goes, if its turn has come and there is memory now; on the GPU any is small."""
+        """The memory of a small delivery, if its turn has come and memory is free now; on the GPU all are small."""
         if one.before is not None or self.is_spilled(one.key[0]):
             return None
         if one.key[0] in self._on_gpu:
@@ -188,7 +188,7 @@ class Gradients:
         if self._placement.gradient_bytes(*one.key) > self._device.small_bytes:
             return None
         if one.state.lease is None:
-            with contextlib.suppress(TierstoreError):  # who waits for it is told by the task that will try again
+            with contextlib.suppress(TierstoreError):  # the task that tries again tells those who wait
                 one.state.lease = self.memory.reserve_now(one.key)
         return None if one.state.lease is None else one.state.lease.array
 
@@ -213,7 +213,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def _arriving(self, run: Sequence[_Delivery]) -> Iterator[None]:
-        """Those who wait for these hear of their end."""
+        """Tell those who wait for these deliveries when and how they end."""
         try:
             yield
         except BaseException as error:
@@ -244,7 +244,7 @@ class Gradients:
                 lease.free()
 
     async def _collect(self, deliveries: Sequence[tuple[_Delivery, Bytes | Span]]) -> None:
-        """Copy, and measure what is final, in one job."""
+        """Copy deliveries, and measure those that are final, in one job."""
         others = f" and {len(deliveries) - 1} more" if len(deliveries) > 1 else ""
         name = self._groups[deliveries[0][0].key[0]].name + others
         here = [(one, memory) for one, memory in deliveries if not isinstance(memory, Span)]
@@ -260,7 +260,7 @@ class Gradients:
         with self._tracer.measure("reduce", name):
             if jobs:
                 await self._workers.perform(nbytes <= self._device.at_once_bytes, Priority.UPDATE, job)
-            else:  # no job has both
+            else:  # on the GPU: no job has both kinds
                 runs = self._neighbours(one for one, _ in deliveries)
                 await self._on_gpu.collect([self._collection(run) for run in runs])
         for one, _ in deliveries:
@@ -277,7 +277,7 @@ class Gradients:
         )  # fmt: skip
 
     def _neighbours(self, deliveries: Iterable[_Delivery]) -> list[list[_Delivery]]:
-        """In runs of what follows each other on the device, and is to be brought there in the same way."""
+        """Split deliveries into runs of neighbouring chunks on the device that are collected in the same way."""
         runs: list[list[_Delivery]] = []
         for one in deliveries:
             group, chunk = one.key
@@ -294,7 +294,7 @@ class Gradients:
         return runs
 
     def _collection(self, run: Sequence[_Delivery]) -> Collection:
-        """Of neighbouring chunks on the device."""
+        """One collection for a run of neighbouring chunks on the device."""
         group, first = run[0].key
         edges = [self._placement.chunk(*one.key) for one in run]
         start, stop = edges[0][0], edges[-1][1]
@@ -309,9 +309,9 @@ class Gradients:
         )  # fmt: skip
 
     async def take_partials(self) -> list[npt.NDArray[np.float64]]:
-        """Per group, the sums of squares of fixed blocks, whatever order they arrived in.
+        """Per group, the sums of squares of fixed blocks, whatever the order in which gradients arrived.
 
-        They are taken once a step, also when some gradients were used and dropped already.
+        They are taken once a step, also when some gradients were applied and dropped already.
         """
         await together(
             self._measure(group, chunk, state)
@@ -320,7 +320,7 @@ class Gradients:
         )
         taken = [partials.copy() for partials in self._partials]
         for partials in self._partials:
-            partials[:] = 0  # what gets no gradient in the next step counts nothing in it
+            partials[:] = 0  # blocks without a gradient in the next step add nothing to its norm
         return taken
 
     async def _measure(self, group: int, chunk: int, state: _Chunk) -> None:
@@ -347,20 +347,20 @@ class Gradients:
         return self.coming(group, chunk) is not None
 
     def coming(self, group: int, chunk: int) -> asyncio.Future[None] | None:
-        """Ends when what is on its way of this chunk now has arrived; None if nothing is."""
+        """A future that ends when all that is on its way now for this chunk has arrived; None if nothing is."""
         last = self._chunks[group, chunk].last
         return None if last is None or last.done() else last
 
     def awaited(self, group: int, chunk: int) -> asyncio.Future[None] | None:
-        """As `coming`, for an update that needs nothing else: what is there then stays in memory until it is let go."""
+        """As `coming`, for an update that needs nothing else: the gradient then stays in memory until `let_go`."""
         coming = self.coming(group, chunk)
         if coming is not None:
-            self.let_go(group, chunk)  # a part, to which more is added
+            self.let_go(group, chunk)  # what was staged before is only a part of it
             self._chunks[group, chunk].awaited = coming
         return coming
 
     def let_go(self, group: int, chunk: int) -> None:
-        """The update does not wait for this chunk, or has been applied: what is on NVMe need not be in memory."""
+        """No update waits for this chunk, or it has been applied: free the memory of a gradient that is on NVMe."""
         state = self._chunks[group, chunk]
         state.awaited = None
         if state.staged is not None:
@@ -380,7 +380,7 @@ class Gradients:
         """The gradient of one chunk as kernels see it.
 
         Args:
-            into: of padded length; one that is not in CPU memory is read into it.
+            into: memory of padded length; a gradient that is not in CPU memory is read into it.
         """
         await self.arrived(group, chunk)
         state = self._chunks[group, chunk]
@@ -407,14 +407,14 @@ class Gradients:
         return found
 
     def _room(self, group: int, chunk: int) -> AbstractAsyncContextManager[Bytes]:
-        """What `fetch` may read a chunk into."""
+        """Memory that `fetch` may read a chunk into."""
         nbytes = self._placement.gradient_bytes(group, chunk)
         if self.is_spilled(group):
             return self.memory.staging.lent(nbytes)
         return contextlib.nullcontext(np.empty(nbytes if group in self._on_gpu else 0, np.uint8))
 
     async def keep(self, group: int, chunk: int) -> None:
-        """Write a chunk that lives in CPU memory to its pack, for a generation that needs it; forget an empty one."""
+        """Write a chunk that lives in CPU memory to its pack, for a commit; clear the record of an empty chunk."""
         state, pack, index = self._chunks[group, chunk], self._need_spill(), self._index(group, chunk)
         if not state.is_filled:
             pack.current[index] = None
@@ -422,7 +422,7 @@ class Gradients:
             await pack.write(index, state.lease.array)
 
     async def restore(self) -> None:
-        """Fill the chunks that the opened generation keeps."""
+        """Restore the gradients that the opened generation keeps."""
         await together(self._restore_chunk(*key) for key in self._chunks)
 
     async def _restore_chunk(self, group: int, chunk: int) -> None:

@@ -46,8 +46,8 @@ class GroupSpec:
     """Parameters of one dtype that move together, flat and back to back.
 
     Attributes:
-        first: the elements that this rank keeps begin here, at a chunk; see [Note: shards].
-        kept: how many they are; None is all.
+        first: the first element that this rank keeps, at the start of a chunk; see [Note: shards].
+        kept: how many elements this rank keeps; None is all.
         padding: elements on the device behind the last parameter, so that all ranks have equal parts.
     """
 
@@ -89,15 +89,15 @@ class GroupSpec:
         return GroupNeed(self.name, self.elements, self.item_bytes, state, self.trainable, whole_bytes)
 
     def kept_part(self, start: int, stop: int) -> tuple[int, int]:
-        """What is kept here of elements `[start, stop)` of the group, counted from `first`; empty: stop <= start."""
+        """The part of elements `[start, stop)` that is kept here, counted from `first`; empty if its stop <= start."""
         return max(start - self.first, 0), min(stop - self.first, self.elements)
 
 
 def shard(spec: GroupSpec, rank: int, ranks: int, chunk_elements: int) -> GroupSpec:
-    """The part of a group that one of `ranks` keeps: as many whole chunks as the others, the last ones fewer.
+    """The part of a group that `rank` of `ranks` keeps: equally many whole chunks each, fewer for the last ranks.
 
-    [Note: shards] Ranks own whole chunks of one grid, which does not depend on their number. So the files of a store
-    do not either: a store that N ranks wrote opens on M, and none of its bytes moves.
+    [Note: shards] Ranks own whole chunks of one grid, which does not depend on the number of ranks. So the files of a
+    store do not depend on it either: a store that N ranks wrote opens on M ranks, and none of its bytes moves.
     """
     part = -(-spec.size // (ranks * chunk_elements)) * chunk_elements
     first = min(rank * part, spec.size)
@@ -126,7 +126,7 @@ class ChunkIndex:
 
 
 def chunk_specs(kind: Kind, groups: Sequence[GroupSpec], chunk_elements: int) -> list[ChunkSpec]:
-    """The chunks of one kind, all ranks', as tensors of a pack, group by group; those of frozen state are one byte."""
+    """The chunks of one kind, of all ranks, as tensors of a pack, by group; a chunk of frozen state is one byte."""
     return [
         _chunk_spec(kind, group, chunk, start, min(start + chunk_elements, group.size))
         for group in groups
@@ -150,7 +150,7 @@ def fingerprint(
     """What must be equal for a store to open, and what was decided when it was made.
 
     Args:
-        codec: as asked for; if that is "auto", `codecs` says what it became.
+        codec: as asked for; if that is "auto", `codecs` says which codec was chosen for each kind.
     """
     decided = codecs if codec == Codec.AUTO.value and codecs is not None else {}
     return {
@@ -192,11 +192,11 @@ def _recorded_group(row: Mapping[str, Any]) -> GroupSpec:
 
 
 def check_same_model(stored: Mapping[str, Any], groups: Sequence[GroupSpec], claim: str) -> None:
-    """Refuse another model with the first difference.
+    """Refuse another model, naming the first difference.
 
     Args:
-        stored: its fingerprint.
-        claim: what is the case if it is another one.
+        stored: the fingerprint to compare with.
+        claim: how the message begins.
 
     Raises:
         ConfigError: nothing was changed.
@@ -225,11 +225,11 @@ def check_same_model(stored: Mapping[str, Any], groups: Sequence[GroupSpec], cla
 
 
 def check_same_frozen(stored: Mapping[str, Any], groups: Sequence[GroupSpec], where: str) -> None:
-    """Refuse to train what a store has no moments of, or the other way round: groups and files are others then.
+    """Refuse to train a parameter that the store has as frozen, or the reverse: groups and files would differ.
 
     Args:
-        stored: its fingerprint.
-        where: its directory.
+        stored: the fingerprint of the store.
+        where: the directory of the store.
 
     Raises:
         ConfigError: nothing was changed.
@@ -238,7 +238,7 @@ def check_same_frozen(stored: Mapping[str, Any], groups: Sequence[GroupSpec], wh
     ours = {(p.name, p.shape): group.trainable for group in groups for p in group.parameters}
     others = [(key[0], is_trained) for key, is_trained in ours.items() if theirs.get(key) != is_trained]
     if theirs.keys() != ours.keys() or not others:
-        return  # another model, or all is the same
+        return  # another model, or no difference
     name, is_trained_here = others[0]
     alike = sum(is_trained == is_trained_here for _, is_trained in others)
     name += f" (and {alike - 1} more)" if alike > 1 else ""

@@ -1,6 +1,6 @@
 """Who may use a store: its lock, held by one process, and by the ranks that share its directories.
 
-Scope: taking the lock of each directory, and giving it back; whether what is locked is still in its place.
+Scope: taking the lock of each directory, and giving it back; whether the locked directories are still in place.
 Not here: the call that locks a file (`io/files.py`), what the directories hold (`directories.py`).
 Owner: a `StoreLock` has the open files; the system ends the locks with the process.
 """
@@ -23,10 +23,10 @@ _MOST_OWNER_BYTES = 400
 
 
 class StoreLock(ForkAware):
-    """Exclusive use of the directories of a store, by flock: it ends with the process, however that ends.
+    """Exclusive use of the directories of a store, by flock: the lock ends with the process, however that ends.
 
     Args:
-        member: a rank that writes the store of a leader has a lock of its own: the leader's death does not end it.
+        member: the rank, if another one leads: it has a lock file of its own, which outlives the leader.
     """
 
     def __init__(self, directories: Sequence[Path] = (), *, member: int | None = None) -> None:
@@ -36,10 +36,10 @@ class StoreLock(ForkAware):
         self.add(directories)
 
     def add(self, directories: Sequence[Path]) -> None:
-        """Lock more directories, those that are locked already left alone.
+        """Lock more directories; those that are locked already stay so.
 
         Raises:
-            StoreLocked: another process, or another engine of this one, has one; nothing is locked any more.
+            StoreLocked: another process, or another engine of this one, has one of them; nothing is locked any more.
         """
         name = LOCK if self._member is None else f"{LOCK}.{self._member}"
         try:
@@ -54,7 +54,7 @@ class StoreLock(ForkAware):
             raise
 
     def _refuse_members(self, directory: Path) -> None:
-        """Ranks of another run may go on writing after their leader's death."""
+        """Refuse a directory while ranks of another run hold it: they may go on writing after their leader's death."""
         for path in directory.glob(f"{LOCK}.*"):
             os.close(self._lock(path))
             path.unlink(missing_ok=True)
@@ -64,16 +64,16 @@ class StoreLock(ForkAware):
         descriptor = locked_file(path, 0o600, is_needed=True)
         if descriptor is None:
             raise _in_use(path)
-        with contextlib.suppress(OSError):  # only for the message of others: a full disk is no reason to fail here
+        with contextlib.suppress(OSError):  # only for others' error message: a full disk is no reason to fail here
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n{socket.gethostname()}\n".encode(), 0)
         return descriptor
 
     def check_in_place(self) -> None:
-        """What is opened by name now is in the directories that are locked; packs stay those that were opened.
+        """Check that the names of the directories still lead to the locked ones; open packs stay the same files anyway.
 
         Raises:
-            StorageError: one was moved, or its lock removed; another process may use what is there.
+            StorageError: one was moved, or its lock file removed; another process may use what is there now.
         """
         for path, descriptor in list(self._descriptors.items()):
             with storage_errors("inspection", path):
@@ -95,7 +95,7 @@ class StoreLock(ForkAware):
         return True
 
     def let_go(self) -> None:
-        """A forked child shares the open file, and with it the lock, which would outlive the parent."""
+        """Close the files in a forked child: it shares them, and so the lock, which would outlive the parent."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors = {}
@@ -103,7 +103,8 @@ class StoreLock(ForkAware):
     def release(self) -> None:
         """Give the directories back; twice is fine."""
         while self._descriptors:
-            path, descriptor = self._descriptors.popitem()  # first: broken off in here, another's is not removed again
+            # Taken out first: after an interrupt in here, the next call does not remove another process's lock.
+            path, descriptor = self._descriptors.popitem()
             with contextlib.suppress(OSError):
                 if is_at(path, descriptor):
                     path.unlink()

@@ -1,6 +1,6 @@
-"""What a manifest says, and the state beside it: a generation as bytes, strictly read back.
+"""The content of a manifest and of the captured state beside it: a generation as bytes, strictly read back.
 
-Scope: two texts from a generation and back; everything that they say is checked before it is believed.
+Scope: encoding a generation as two files, and decoding it; everything read is checked before it is used.
 Not here: files, and in which order they are written (`manifest_files.py`); what the captured state means (`train/`).
 Owner: none; pure functions.
 """
@@ -28,8 +28,8 @@ from tierstore.store.slots import SLOT_NAMES, ChunkRecord
 from tierstore.store.stripes import MOST_SHARES
 
 FORMAT_VERSION = 2
-_WHOLE_VERSION = 1  # whose checksums are all of whole chunks
-_SHARES_VERSION = 3  # whose disks have unequal shares: who does not know of them would look for chunks elsewhere
+_WHOLE_VERSION = 1  # all its checksums are of whole chunks
+_SHARES_VERSION = 3  # with unequal shares of disks: a release that does not know them would look for chunks elsewhere
 _KEYS = (
     "format", "version", "generation", "layout", "records", "captured", "captured_bytes", "captured_checksum",
 )  # fmt: skip
@@ -65,7 +65,7 @@ class Captured:
     """What a manifest says of the captured state.
 
     Attributes:
-        state: as JSON; arrays are in a file of their own, with so many bytes and this checksum.
+        state: as JSON; its arrays are in a file of their own, of `nbytes` bytes with `checksum`.
     """
 
     state: Any
@@ -104,10 +104,10 @@ def digest(data: bytes) -> str:
 
 
 def read_manifest(text: bytes, number: int, source: str) -> dict[str, Any]:
-    """What a manifest says, as far as it can be known without the captured state.
+    """The body of a manifest, checked as far as that is possible without the arrays of the captured state.
 
     Raises:
-        FormatError: it is not one of this version and of generation `number`, or damaged.
+        FormatError: it is damaged, of an unknown version, or not that of generation `number`.
     """
     data, _, found = text.rpartition(b"\n")
     if digest(data).encode() != found:
@@ -133,10 +133,10 @@ def read_generation(body: Mapping[str, Any], captured: bytes, source: str) -> Ge
     """The generation that `read_manifest` has found, with the state captured beside it.
 
     Args:
-        source: of `captured`.
+        source: the path of `captured`, for messages.
 
     Raises:
-        FormatError: the captured state is damaged, or another one.
+        FormatError: the captured state is damaged, or that of another generation.
     """
     if len(captured) != body["captured_bytes"] or digest(captured) != body["captured_checksum"]:
         raise ChecksumMismatch(f"{source} is damaged; {_ADVICE}")
@@ -149,11 +149,11 @@ def _arrays(captured: bytes, source: str) -> dict[str, tree.Array]:
     for name, entry in header.entries.items():
         if entry.dtype not in _ARRAY_DTYPES:
             raise FormatError(f"{source}: array {quoted(name)} has the dtype {entry.dtype}, which numpy does not have")
-        # A copy that can be written: objects take what they are given as their own.
+        # A writable copy: objects keep the arrays that they are given as their own.
         data = bytearray(captured[header.data_start + entry.begin : header.data_start + entry.end])
         try:
             arrays[name] = np.ndarray(entry.shape, _ARRAY_DTYPES[entry.dtype], data)
-        except ValueError as error:  # of no elements, but of more rows or dimensions than numpy counts
+        except ValueError as error:  # without elements, but with larger sizes or more dimensions than numpy allows
             raise FormatError(f"{source}: array {quoted(name)} of shape {list(entry.shape)}: {error}") from None
     return arrays
 
@@ -181,7 +181,7 @@ def _record(row: Sequence[Any], what: str) -> ChunkRecord:
 
 
 def _check_layout(layout: Mapping[str, Any], records: Mapping[str, Sequence[object]], source: str) -> None:
-    """The layout is of known shape, and of as many chunks as there are records: no more is made of it than that."""
+    """Check the form of a layout, and that it has as many chunks as records, which bounds what is built from it."""
     what = f"{source}: layout"
     count = number_of(layout.get("directories"), 1, 2**16, f"{what}: directories")
     for share in list_of(layout.get("shares", [1] * count), f"{what}: shares", count):
@@ -208,10 +208,10 @@ def _codec(name: Any, what: str) -> None:
 
 
 def _elements(group: Any, what: str) -> int:
-    """Of a group, all whose fields are checked."""
+    """The number of elements of a group, after a check of all its fields."""
     keys = ("name", "dtype", "trainable", "parameters")
     name, dtype, trainable, parameters = object_of(group, keys, f"{what}: a group")
-    check_name(f"{text_of(name, f'{what}: the name of a group')}/")  # a module may have any; messages quote it
+    check_name(f"{text_of(name, f'{what}: the name of a group')}/")  # a module may have any name; messages quote it
     if dtype not in _DTYPES or not isinstance(trainable, bool):
         raise FormatError(f"{what}: group {quoted(name)} has the dtype {dtype!r:.40}, trainable {trainable!r:.40}")
     total = 0

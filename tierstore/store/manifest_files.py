@@ -1,14 +1,15 @@
-"""Generations: the manifest that makes a step permanent, and which of them stay.
+"""Generations: the manifest that makes a step permanent, and which generations stay.
 
 Scope: how a manifest is published, read, adopted and removed.
-Not here: what it says (`manifest.py`); chunk data (`slots.py`); the directories (`directories.py`) and their lock
+Not here: its content (`manifest.py`); chunk data (`slots.py`); the directories (`directories.py`) and their lock
     (`lock.py`); what the captured state means (`train/`).
 
-[Note: the barrier] A generation is published in this order: every chunk written, every file of chunks fdatasynced, and,
-side by side with both, the captured state written and fsynced, and the callbacks of `before_commit` run; then the
-manifest written, fsynced and renamed, the directory fsynced. Only when the last of them has returned may a byte of the
-generation before be overwritten. A failed fsync is never retried: the kernel may have dropped the dirty pages, so that
-generation is abandoned and the error raised. (A small file that finds no room is written whole, into another one.)
+[Note: the barrier] A generation is published in this order. First every chunk is written, then every file of chunks
+fdatasynced; side by side with both, the captured state is written and fsynced and the callbacks of `before_commit` run.
+Then the manifest is written, fsynced and renamed, and the directory fsynced. Only when that last fsync has returned may
+a byte of the generation before be overwritten. A failed fsync is never retried, because the kernel may have dropped the
+dirty pages: the generation is abandoned and the error raised. (On a full disk, a small file is written once more, but
+whole and over another file.)
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ from tierstore.store.names import MANIFEST, SMALL
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-_SPARE_BYTES = 2**20  # a file that is a little too long is read, and is damaged
+_SPARE_BYTES = 2**20  # a file that is too long by up to this is read, and then refused as damaged
 PER_RANK = ("registered", "buffers", "random")
-"""What of the captured state every rank has its own of; the rest is the same at all."""
+"""Parts of the captured state that differ by rank; the rest is the same on all ranks."""
 COMMIT = "commit"
-"""What of the captured state tells a commit from all others: numbers are those of another run, too."""
+"""The part of the captured state that tells a commit from all others; numbers of generations recur in other runs."""
 
 
 class Manifests:
     """The manifests of a store, in its first directory. The last two are kept.
 
     Args:
-        threads: which do what coroutines ask for; None: those of the loop.
-        lock: held on the directories of the store by whoever publishes.
+        threads: run the jobs of coroutines; None: the threads of the loop.
+        lock: the lock on the directories, which whoever publishes holds.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class Manifests:
         """Numbers of the committed generations that are still there, newest first.
 
         Args:
-            missing_ok: there are none without the directory; what can be made there is seen when it is made. Who
-                removes what no generation needs may not take it so.
+            missing_ok: a missing directory counts as empty. Not for callers that remove files: they must not mistake a
+                directory that is away for an empty one.
 
         Raises:
             StorageError: the system refused.
@@ -82,7 +83,7 @@ class Manifests:
             raise unusable(self.directory, error) from error
 
     def _remove(self, is_wanted: Callable[[int], bool]) -> None:
-        """Remove the files of these generations, the manifests first; none of another store that is there now."""
+        """Remove files of generations that `is_wanted` accepts, manifests first; none if the directory was moved."""
         self._check_in_place()
         with self._tells_moves():
             for name in reversed(self._backend.names(self.directory)):
@@ -99,9 +100,9 @@ class Manifests:
         self._remove(lambda number: number not in kept)
 
     async def capture(self, number: int, captured: Any) -> Captured:
-        """Write what a generation captures, durably: it may be there before the chunks are.
+        """Write the captured state of a generation, durably; its chunks need not be written yet.
 
-        Nothing of this is read before the generation is published; `abandon` it if it will not be.
+        Nobody reads it before the generation is published; call `abandon` if that will not happen.
 
         Raises:
             StorageError: the system refused.
@@ -115,20 +116,20 @@ class Manifests:
         return noted
 
     async def publish(self, generation: Generation, noted: Captured | None = None) -> None:
-        """Make it the last one. See [Note: the barrier]: chunks are durable before this is called.
+        """Make a generation the last one. See [Note: the barrier]: its chunks are durable before this is called.
 
         Args:
-            noted: what `capture` gave; None: it is still to be written.
+            noted: what `capture` gave; None: the captured state is still to be written.
 
         Raises:
-            StorageError: it is abandoned; or it is published, and older ones could not be removed.
+            StorageError: the generation is abandoned; or it is published, but older ones could not be removed.
         """
         if noted is None:
             noted = await self.capture(generation.number, generation.captured)
         try:
             await self._in_thread(self._publish, generation, noted)
-        except Exception:  # not if the loop ends: then the thread may still publish it, and it is whole
-            # Perhaps renamed, but not known to be durable.
+        except Exception:  # not a cancellation when the loop ends: the thread may still publish it whole
+            # The manifest may be renamed, but is not known to be durable.
             await self.abandon(generation.number)
             raise
         await self._in_thread(self._remove_all_but_two, generation.number)
@@ -143,20 +144,20 @@ class Manifests:
             replace_file(path, data, backend=self._backend, makes_room=partial(self._makes_room, number))
 
     def _makes_room(self, number: int) -> bool:
-        """Let the files of this generation be written over those of the one before the last.
+        """Let the files of generation `number` be written over those of the generation before the last.
 
         Returns:
-            Whether there is such a one. Most of its chunks are overwritten already.
+            Whether there is one. Most of its chunks are overwritten already.
         """
         if not (older := self.numbers()[1:]):
             return False
-        for path in (self.manifest_path, self.captured_path):  # the first is what makes it a generation
+        for path in (self.manifest_path, self.captured_path):  # the manifest first: it makes the files a generation
             self._backend.replace(path(older[0]), temporary(path(number)))
         return True
 
     @contextlib.contextmanager
     def _tells_moves(self) -> Iterator[None]:
-        """Where something is gone, that the directory was moved meanwhile says more."""
+        """If a file is gone because the directory was moved, raise that: it says more."""
         try:
             yield
         except StorageError as error:
@@ -170,19 +171,20 @@ class Manifests:
                 self._lock.check_in_place()
 
     async def abandon(self, number: int) -> None:
-        """Remove what there is of a generation that is not published, if that can be: another error is told already."""
+        """Remove the files of an unpublished generation, as far as possible: another error is raised already."""
         with contextlib.suppress(TierstoreError):
             await self._in_thread(self._remove, number.__eq__)
 
     async def _in_thread(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
-        """In one hop; a cancellation waits for its end, so that no thread is left writing behind the caller's back."""
+        """Run a job in one thread hop; a cancellation waits for its end, so that no thread goes on writing after it."""
         return await to_the_end(cast(Coroutine[Any, Any, T], wrap(job)(*args, executor=self._threads)))
 
     async def adopt(self, number: int) -> None:
-        """Make this generation the last one, durably; before that no byte of the one before it may be overwritten.
+        """Make this generation the last one, durably; until then no byte of the generation before may be overwritten.
 
         A process that was killed between the rename of a manifest and the fsync of its directory has left a name
-        that a power cut may still take back. One that was killed while it removed an old generation has left a part.
+        that a power cut may still take back. A process that was killed while it removed an old generation has left
+        some of its files.
         """
         await self._in_thread(self._adopt, number)
 
@@ -198,7 +200,7 @@ class Manifests:
         """Read one generation in this thread, which waits for the disk.
 
         Raises:
-            FormatError: it is not a manifest of this version, or damaged.
+            FormatError: as `manifest_here`; or the captured state is missing or damaged.
         """
         body = self.manifest_here(number)
         try:
@@ -213,20 +215,20 @@ class Manifests:
         return read_generation(body, captured, str(self.captured_path(number)))
 
     def manifest_here(self, number: int) -> dict[str, Any]:
-        """What its manifest says of one generation, without the captured state; read in this thread.
+        """What the manifest of a generation says, without the captured arrays; read in this thread.
 
         Raises:
-            FormatError: it is not a manifest of this version, or damaged.
+            FormatError: it is damaged, or not a manifest of this generation that this release can read.
         """
         path = self.manifest_path(number)
         return read_manifest(read_bytes(path, backend=self._backend), number, str(path))
 
     def manifest_path(self, number: int) -> Path:
-        """What makes a generation one."""
+        """The file that makes a generation exist."""
         return self.directory / f"manifest-{number:012d}.json"
 
     def captured_path(self, number: int) -> Path:
-        """What a manifest needs beside the packs."""
+        """The file of the captured arrays, which a generation needs beside its packs."""
         return self.directory / f"captured-{number:012d}.safetensors"
 
 
@@ -238,7 +240,7 @@ def _is_gone(error: StorageError) -> bool:
 
 
 def unusable(path: Path, error: OSError | StorageError) -> StorageError:
-    """What the system has refused, told of a store."""
+    """The error that says that the system refused a directory as a store."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
     kind = type(error) if isinstance(error, StorageError) else StorageError
     return kind(f"cannot use {path} as a store: {getattr(cause, 'strerror', None) or error}")
