@@ -1,7 +1,7 @@
-"""Waiting for the device without a thread that copies, updates, reads or writes.
+"""Waiting for the device in a thread of its own, so that no thread that copies, updates, reads or writes waits.
 
-Scope: marks of the compute stream, awaited. Not here: what a mark is (`device/streams.py`).
-Owner: the loop thread; one thread of its own sleeps.
+Scope: awaiting marks of the compute stream. Not here: what a mark is (`device/streams.py`).
+Owner: the loop thread; the waiting thread sleeps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tierstore.io.workers import Priority, WorkerPool
 
 
 class Marks(WorkerPool):
-    """One thread: an older mark waits at most for a newer one of the same stream. For a CPU it is never started."""
+    """One thread is enough: a mark waits at most for a newer one of the same stream. On a CPU it never starts."""
 
     def __init__(self) -> None:
         super().__init__("tierstore-marks", 1)
@@ -20,9 +20,9 @@ class Marks(WorkerPool):
     async def reached(self, mark: Mark) -> None:
         """Wait for the device work before a mark.
 
-        Cancellation: held back until it is over.
+        Cancellation: held back until that work is over.
         """
-        if mark is self._last:  # many wait for one, and each question is one to the driver
+        if mark is self._last:  # many wait for one mark, and each `is_done` asks the driver
             return
         if not mark.is_done():
             await self.submit(Priority.DEMAND, mark.synchronize)

@@ -1,6 +1,7 @@
 """The names of a store's files.
 
-Scope: which name is of what. Not here: the files, and what they hold. It imports nothing: commands look at once.
+Scope: which file has which name. Not here: the files, and what they hold.
+This module imports nothing of tierstore, so that a command can look at names without numpy.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ MANIFEST = re.compile(r"manifest-(?P<number>\d{12})\.json")
 SMALL = re.compile(r"(manifest|captured)-(?P<number>\d{12})\.(json|safetensors)(\.tmp)?")
 PACK = re.compile(r"(weights|state|gradients1?|spilled1?|put-\d+)\.[ab]\.safetensors")
 LOCK, UNFINISHED, IDENTITY = "lock", "unfinished", "identity"
-SNAPSHOTS = "snapshots"  # a directory; those in it are stores
+SNAPSHOTS = "snapshots"  # a directory; each directory in it is a store
 _LOCKS = re.compile(r"lock(\.\d+)?")
 
 
@@ -21,7 +22,7 @@ def is_of_a_store(name: str) -> bool:
 
 
 def holds_data(name: str) -> bool:
-    """Whether it is the name of a pack, or of what makes a generation."""
+    """Whether this is the name of a pack, of a manifest or of a captured state."""
     return any(pattern.fullmatch(name) for pattern in (SMALL, PACK))
 
 
@@ -30,5 +31,5 @@ def is_a_lock(name: str) -> bool:
 
 
 def marks_a_store(name: str) -> bool:
-    """Whether nobody but a store gives this name to a file."""
+    """Whether only a store gives this name to a file."""
     return name == UNFINISHED or MANIFEST.fullmatch(name) is not None

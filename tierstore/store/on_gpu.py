@@ -1,7 +1,7 @@
 """State and gradients that live on the GPU tier, of the groups that are updated there.
 
-Scope: where a chunk's are, the jobs that work on them, and their way to and from memory from which they can be written.
-Not here: which groups they are (`plan/tiers.py`), when they are updated (`gpu_updates.py`), gradients on their way
+Scope: where state and gradient of a chunk are, the jobs that work on them, copying state to and from staging memory.
+Not here: which groups these are (`plan/tiers.py`), when they are updated (`gpu_updates.py`), gradients on their way
     (`gradients.py`).
 Owner: the loop thread; workers compute and copy.
 """
@@ -29,11 +29,11 @@ class StateOnGpu:
     """The device memory of all groups that are updated on the GPU, for as long as the store lives.
 
     Args:
-        staging: memory that state passes on its way.
-        workers: of all that is done with it.
+        staging: CPU memory that state passes on its way to and from disk.
+        workers: run all jobs on the device memory.
 
     Raises:
-        BudgetError: a GPU has no room.
+        BudgetError: the GPU has no room.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StateOnGpu:
         return storage
 
     def release(self) -> None:
-        """Give the memory back; nothing uses it any more. Twice is fine."""
+        """Give the memory back, once nothing uses it any more. Twice is fine."""
         for storage in self._all():
             if storage.nbytes():
                 self._device.release(storage, Reached())
@@ -78,7 +78,7 @@ class StateOnGpu:
 
     @property
     def nbytes(self) -> int:
-        """Of the GPU tier."""
+        """Bytes that this takes of the GPU tier."""
         return sum(storage.nbytes() for storage in self._all())
 
     def _all(self) -> list[torch.UntypedStorage]:
@@ -89,7 +89,7 @@ class StateOnGpu:
         return self._span(self._state[group], group, range(chunk, chunk + 1), self._needs[group].state_bytes)
 
     def gradient(self, group: int, chunk: int, count: int = 1) -> Span:
-        """The gradient of so many neighbouring chunks, without padding."""
+        """The gradient of `count` neighbouring chunks, the first of them `chunk`, without padding."""
         return self._span(self._gradients[group], group, range(chunk, chunk + count), self._needs[group].weight_bytes)
 
     def _span(self, storage: torch.UntypedStorage, group: int, chunks: range, element_bytes: int) -> Span:
@@ -97,8 +97,7 @@ class StateOnGpu:
         return Span(storage, start * element_bytes, (stop - start) * element_bytes)
 
     def collect(self, collections: Sequence[Collection]) -> Job[None]:
-        """Bring gradients to their place. Their parts are emptied when they are there, in the thread that has copied
-        them."""
+        """Bring gradients to their place. The thread that has copied them then empties their lists of parts."""
         return self._collections.submit(collections)
 
     def _collect(self, given: Sequence[Sequence[Collection]]) -> None:
@@ -122,11 +121,11 @@ class StateOnGpu:
         self._device.copy_out_ranges(ranges, Reached())
 
     def memory(self, group: int, chunk: int) -> AbstractAsyncContextManager[Bytes]:
-        """Some for the state of a chunk, with padding; contents undefined."""
+        """Staging memory for the state of a chunk, with padding; contents undefined."""
         return self._staging.lent(self._placement.state_bytes(group, chunk))
 
     async def read(self, group: int, chunk: int, into: Bytes) -> None:
-        """The state of a chunk into such memory."""
+        """Copy the state of a chunk into staging memory, with zeros as padding."""
         span = self.state(group, chunk)
         into[span.nbytes :] = 0
         memory, there = into[: span.nbytes], (span.storage, span.offset)
@@ -139,20 +138,20 @@ class StateOnGpu:
         await self.workers.submit(Priority.UPDATE, self._device.copy_in, *there, state[: span.nbytes])
 
     async def load(self, group: int, chunk: int, pack: SlotPack, index: int) -> None:
-        """Set the state of a chunk to what is at rest."""
+        """Set the state of a chunk to what its pack holds."""
         async with self.memory(group, chunk) as memory:
             await pack.read(index, memory, Priority.DEMAND)
             await self.write(group, chunk, memory)
 
     async def save(self, group: int, chunk: int, pack: SlotPack, index: int) -> None:
-        """Write the state of a chunk, for a commit."""
+        """Write the state of a chunk to its pack, for a commit."""
         async with self.memory(group, chunk) as memory:
             await self.read(group, chunk, memory)
             await pack.write(index, memory, Priority.COMMIT)
 
 
 def joined(updates: Sequence[Update]) -> list[Update]:
-    """Those of whole chunks and of what follows them in their memory as one."""
+    """Merge each update of whole chunks with the next one, where that continues its memory."""
     found: list[Update] = []
     for update in updates:
         if found and _follows(found[-1], update):

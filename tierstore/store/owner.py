@@ -1,4 +1,4 @@
-"""One event loop owns a store: refusing all others, knowing what runs, and keeping failures that nobody heard of.
+"""The one event loop that owns a store: other loops are refused, and failures that nobody heard of are kept.
 
 Scope: the loop check, calls in progress and how long they may stand still, background tasks, coming to rest.
 Not here: what the calls do (`tensors.py`); a loop in a thread of its own (`io/runtime.py`).
@@ -27,7 +27,7 @@ class LoopOwner(ForkAware):
     """What a store knows of the loop that runs it.
 
     Args:
-        watch: tells when a wait is over.
+        watch: tells when to give up a wait, because nothing moves any more.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -42,10 +42,10 @@ class LoopOwner(ForkAware):
         self._ended = asyncio.Event()
 
     def begin(self) -> None:
-        """The running loop becomes the owner.
+        """Make the running loop the owner.
 
         Raises:
-            ClosedError: one was the owner before.
+            ClosedError: a loop became the owner before.
         """
         self.check_process()
         if self._loop is not None:
@@ -53,11 +53,11 @@ class LoopOwner(ForkAware):
         self._loop = asyncio.get_running_loop()
 
     def check(self) -> None:
-        """Refuse calls from elsewhere, before the opening and after the end.
+        """Refuse calls from elsewhere, and calls before the opening or after the end.
 
         Raises:
             RuntimeError: called from another loop, or from none.
-            ClosedError: not open, or the store of a forked process's parent.
+            ClosedError: the store is not open, or belongs to the parent of this forked process.
         """
         self.check_process()
         try:
@@ -71,7 +71,7 @@ class LoopOwner(ForkAware):
 
     @contextlib.contextmanager
     def call(self, what: str) -> Iterator[None]:
-        """A call in progress, named for the message of a timeout."""
+        """In here a call is in progress; the message of a timeout names it."""
         self.check()
         key = object()
         self._calls[key] = what
@@ -82,7 +82,7 @@ class LoopOwner(ForkAware):
             self._ended.set()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str, *, is_load: bool = False) -> asyncio.Task[None]:
-        """Start a task of the store's own; its failure is kept, but a load tells those who wait for it."""
+        """Start a task that the store owns. Its failure is kept; that of a load goes to those who wait for it."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._own(task, is_load=is_load)
         return task
@@ -104,28 +104,28 @@ class LoopOwner(ForkAware):
         self._failures.append(error)
 
     def raise_kept(self) -> None:
-        """Raise the first kept error, if there is one, with the others noted on it; all are forgotten."""
+        """Raise the first kept error, if there is one, with the others noted on it; then all are forgotten."""
         failures, self._failures = self._failures, []
         if failures:
             raise_first(failures)
 
     def describe(self, description: Callable[[], list[str]]) -> None:
-        """Adds lines to the message of a deadline that has passed."""
+        """Have `description` add lines to the message of a deadline that has passed."""
         self._descriptions.append(description)
 
     async def run(self, what: str, work: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts) -> T:
-        """The result of a call, which ends in time.
+        """Run a call for as long as something moves, and return its result.
 
-        Cancellation: of the work, and held back until it has ended.
+        Cancellation: cancels the work, and is held back until that has ended.
 
         Raises:
-            Timeout: it is cancelled, and ends when its disk answers; a failure of it is kept.
+            Timeout: the work is cancelled, and ends when its disk answers; if it then fails, the failure is kept.
         """
         with self.call(what):
             return await self.in_time(f"{what} did not end", work(*args))
 
     async def in_time(self, what: str, work: Coroutine[Any, Any, T]) -> T:
-        """As `run`, of what is no call. See [Note: given up] in `io/watch.py`."""
+        """As `run`, for work that does not count as a call. See [Note: given up] in `io/watch.py`."""
         task = asyncio.get_running_loop().create_task(work, name=what)
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
@@ -136,14 +136,14 @@ class LoopOwner(ForkAware):
                 cancelled = error
                 task.cancel()
             except Timeout:
-                if not task.done():  # in the same turn of the loop
+                if not task.done():  # it may have ended in the same turn of the loop
                     task.cancel()
                     self._own(task)
                     raise
         try:
             result = task.result()
         finally:
-            del task  # an error would be held by the frame that it holds, and all arguments with it
+            del task  # else an error and this frame would hold each other, and all arguments
         if cancelled is not None:
             raise cancelled
         return result
@@ -153,7 +153,7 @@ class LoopOwner(ForkAware):
         """What is awaited in here is cancelled when nothing moves any more.
 
         Raises:
-            Timeout: `what`, and what was in flight.
+            Timeout: says `what`, and lists what was in flight.
         """
         loop, is_over = asyncio.get_running_loop(), self._watch.begin()
         next_look: asyncio.Handle
@@ -169,7 +169,7 @@ class LoopOwner(ForkAware):
         try:
             async with asyncio.timeout(None) as limit:
                 yield
-        except Timeout:  # from within: it says more
+        except Timeout:  # of a deadline further in: it says more
             raise
         except TimeoutError:
             raise self._watch.timeout(what, self._in_flight()) from None
@@ -184,7 +184,7 @@ class LoopOwner(ForkAware):
         """Wait for the calls in progress, then end loads that nobody waits for, and wait for all tasks.
 
         Raises:
-            Timeout: they did not end in time.
+            Timeout: nothing moves any more.
         """
         async with self.deadline("the store did not close"):
             while self._calls:

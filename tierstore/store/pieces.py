@@ -1,8 +1,8 @@
 """Pieces of gradients, and how a worker brings them into the memory of a chunk.
 
-Scope: cutting at chunks; copying or adding one chunk's pieces, with the partial norms on the way.
+Scope: cutting pieces at the edges of chunks; copying or adding those of one chunk, and computing its partial norms.
 Not here: which memory that is and whose turn it is (`gradients.py`).
-Owner: the caller, of the memory; a `Filling` runs once, in one thread.
+Owner: the caller owns the memory; a `Filling` runs once, in one thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierstore.kernels.norms import add_into, copy_with_square_sums, square_sums
 
 
 def cut(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
-    """What of the pieces is in elements `[start, stop)`, with their starts counted from there."""
+    """The parts of pieces that lie in elements `[start, stop)`, with their starts counted from `start`."""
     return [part for piece in pieces if (part := _cut(piece, start, stop)) is not None]
 
 
@@ -40,14 +40,14 @@ def _cut(piece: Piece, start: int, stop: int) -> Piece | None:
 
 @dataclass(slots=True)
 class Filling:
-    """Called, it brings the parts of a chunk into its memory, which is the CPU's.
+    """When called, brings the parts of a chunk into the chunk's CPU memory.
 
     Attributes:
-        memory, elements: of the chunk; what is behind the elements is padding.
+        memory, elements: of the chunk; the memory behind its elements is padding.
         is_new: nothing of this step is in the memory yet.
-        parts: emptied when they are there, in the thread that copies.
+        parts: the thread that copies them then empties this list.
         after: the device work that must be over before they are valid.
-        partials: where the sums of squares of all that is in the chunk then go; None: they are not wanted.
+        partials: gets the sums of squares of the whole chunk, these parts included; None: they are not wanted.
     """
 
     device: ComputeDevice
@@ -74,7 +74,7 @@ class Filling:
             start_s = self.device.counters.clock()
             copy_with_square_sums(self.dtype, places, total, self.partials)
             self.device.counters.add("d2h", total.itemsize * arrived, start_s)
-        self.parts.clear()  # in this thread; the coroutine, which has the list too, goes on on the loop
+        self.parts.clear()  # here, so that this thread frees them: the coroutine on the loop has the list too
 
     def _copy_and_measure(self, total: Array) -> None:
         first = [part for part in self.parts if part.is_first]
@@ -89,12 +89,12 @@ class Filling:
 
 
 def _address(device: ComputeDevice, total: Array, gradient: torch.Tensor) -> int | None:
-    """Where elements of the width of those of `total` lie, if they can be read there."""
+    """Where a gradient lies, if it can be read there and its elements are as wide as those of `total`."""
     return device.address_of(gradient) if gradient.element_size() == total.itemsize else None
 
 
 def _all_in_place(device: ComputeDevice, total: Array, parts: list[Piece]) -> list[norms.Piece] | None:
-    """The parts in their order, if all can be read where they lie and none is to be added; as `norms.Piece`."""
+    """The parts as `norms.Piece`, sorted; None unless all can be read where they lie and none is to be added."""
     places = []
     for start, flat, is_first in parts:
         address = _address(device, total, flat) if is_first else None
@@ -105,7 +105,7 @@ def _all_in_place(device: ComputeDevice, total: Array, parts: list[Piece]) -> li
 
 
 def _add(device: ComputeDevice, dtype: str, total: Array, parts: list[Piece], after: Mark) -> None:
-    """Add from where they lie; else in steps, so that the copies take next to nothing."""
+    """Add parts from where they lie, or else through a small scratch memory, in runs that fit into it."""
     after.synchronize()
     start_s, apart = device.counters.clock(), []
     for part in parts:
@@ -125,7 +125,7 @@ def _add(device: ComputeDevice, dtype: str, total: Array, parts: list[Piece], af
 
 
 def _runs(parts: list[Piece], elements: int) -> Iterator[list[Piece]]:
-    """The parts in their order, in runs of so many elements at most."""
+    """The parts in their order, cut into runs of at most `elements` elements."""
     run: list[Piece] = []
     room = elements
     for start, gradient, is_first in parts:

@@ -1,7 +1,7 @@
 """Removing a store: all of it, and only it.
 
-Scope: which files of a directory are those of a store; taking them away under its lock.
-Not here: asking whoever wants it (`cli/`).
+Scope: which files of a directory are those of a store; removing them under its lock.
+Not here: asking the user whether to remove it (`cli/`).
 Owner: a `StoreLock` for as long as files are removed.
 """
 
@@ -27,8 +27,8 @@ class StoreDirectory:
     """A directory of a store.
 
     Attributes:
-        files: of the store and their bytes, in the order in which they go: what makes a generation goes first.
-        others: names of what no store made; that stays, and the directory with it.
+        files: names and sizes in bytes of the store's files, in the order of removal: manifests first.
+        others: names of what no store made; that stays, and so does the directory.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class StoreDirectory:
 
     @property
     def holds_data(self) -> bool:
-        """Whether it has packs or generations, its own or those of a store that is in other directories, too."""
+        """Whether it holds packs or generations, of a store in this directory alone or in others too."""
         return any(map(holds_data, self.files))
 
 
@@ -49,8 +49,8 @@ def look(directories: Sequence[Path], backend: Backend | None = None) -> list[St
     """What would be removed; nothing is changed.
 
     Raises:
-        ConfigError: a directory is none of a store, or not all directories of one are given.
-        StorageError: it cannot be read.
+        ConfigError: a directory is not one of a store, or not all directories of the store are given.
+        StorageError: a directory cannot be read.
     """
     backend = backend or Backend()
     if len({os.path.realpath(path) for path in directories}) < len(directories):
@@ -65,12 +65,12 @@ def look(directories: Sequence[Path], backend: Backend | None = None) -> list[St
 
 
 def _are_identified(found: Sequence[StoreDirectory]) -> bool:
-    """Whether they are all directories of one store, for each says so.
+    """Whether identities show that these are all directories of one store; False if none has an identity.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: identities show that they are not, or are missing in some of them.
     """
-    full = [one for one in found if one.holds_data]  # of the others nothing can be lost
+    full = [one for one in found if one.holds_data]  # the others have nothing to lose
     identities = {one.path: identity_of(one.path) for one in found}
     known = next((identity for one in full if (identity := identities[one.path])), None)
     if known is None:
@@ -87,10 +87,10 @@ def _are_identified(found: Sequence[StoreDirectory]) -> bool:
 
 
 def _check_by_manifests(found: Sequence[StoreDirectory], backend: Backend) -> None:
-    """A store of one directory, or what was never finished, or what an older release has made.
+    """Check directories without identity: of a store of one directory, or not finished, or made by an older release.
 
     Raises:
-        ConfigError: one may be needed by a store of which not all is given.
+        ConfigError: they are not, or may not be, all directories of one store.
     """
     count = _count(found[0].path, backend)
     if count is not None and count > len(found):
@@ -123,7 +123,7 @@ def _no_store(one: StoreDirectory) -> ConfigError:
 
 
 def _count(first: Path, backend: Backend) -> int | None:
-    """Over how many directories the store is striped; None if nothing readable says so."""
+    """Over how many directories the store is striped; None if no readable manifest says so."""
     manifests = Manifests(first, backend)
     with contextlib.suppress(FormatError, StorageError):
         for number in manifests.numbers()[:1]:
@@ -136,7 +136,7 @@ def _look(path: Path, backend: Backend) -> StoreDirectory:
         raise ConfigError(f"{path} is a link to {os.path.realpath(path)}; give that directory")
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory")
-    names = [name for name in backend.names(path) if not is_a_lock(name)]  # `StoreLock` takes its own away
+    names = [name for name in backend.names(path) if not is_a_lock(name)]  # `StoreLock` removes those itself
     files = {name: (path / name).lstat().st_size for name in names if is_of_a_store(name) and _is_file(path / name)}
     ordered = sorted(files, key=lambda name: (not name.startswith("manifest-"), name))
     others = tuple(name for name in names if name not in files and not _holds_nothing(path / name))
@@ -156,17 +156,17 @@ def remove(
 ) -> list[StoreDirectory]:
     """Remove a store, and its directories if nothing else is in them.
 
-    A kill in between leaves no generation, and a directory that can be removed by another call.
+    A kill in between leaves the last generation whole, or none; another call can remove what is left.
 
     Args:
-        only_unfinished: one that is marked so, and holds no generation.
+        only_unfinished: refuse a store that is not marked as unfinished, or holds a generation.
 
     Returns:
         What was there.
 
     Raises:
-        ConfigError, StorageError: as `look`, or it holds a generation; nothing was changed.
-        StoreLocked: a process uses it; nothing was changed.
+        ConfigError, StorageError: as `look`, or the store is refused; nothing was changed.
+        StoreLocked: a process uses the store; nothing was changed.
         StorageError: the system refused; what is left can be removed later.
     """
     backend = backend or Backend()
@@ -175,7 +175,7 @@ def remove(
     try:
         found = look(directories, backend)
         _refuse_finished(found, only_unfinished)
-        mark_unfinished(directories, backend)  # so that what a kill leaves is known as nobody's
+        mark_unfinished(directories, backend)  # so that what a kill leaves is known as needed by nobody
         for is_first in (True, False):
             for directory in found:
                 for name in directory.files:
@@ -192,7 +192,7 @@ def remove(
                     (directory.path / SNAPSHOTS).rmdir()
                 directory.path.rmdir()
             if directory.path.parent.name == SNAPSHOTS and Manifests(directory.path.parent.parent, backend).numbers():
-                with contextlib.suppress(OSError):  # there are others
+                with contextlib.suppress(OSError):  # it holds other snapshots
                     directory.path.parent.rmdir()
     return found
 
@@ -204,5 +204,5 @@ def _refuse_finished(found: Sequence[StoreDirectory], only_unfinished: bool) -> 
 
 
 def _holds_nothing(path: Path) -> bool:
-    """Whether snapshots were there, and are no more."""
+    """Whether this is a directory for snapshots, and holds none any more."""
     return holds_snapshots(path) and not os.listdir(path)

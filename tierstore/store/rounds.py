@@ -38,11 +38,11 @@ class Trip:
     Attributes:
         applied: ends when the new weights exist; True if they were put on the device too.
         task: ends when they are at rest.
-        recalled: ends when a lease that read ahead is taken back, because a trip behind it is needed sooner.
-        before: the records of weights and state that the trip began from, as does a redo.
-        is_redo: it takes the place of a trip whose update was wrong.
-        unchecked: which of its weights and its state were read, and are for its update to check.
-        digests: of what its update has left.
+        recalled: ends when the trip is asked to give its lease back, because others need the memory sooner.
+        before: the records of weights and state that the trip began from; a redo begins from the same ones.
+        is_redo: the trip replaces one whose update was wrong.
+        unchecked: of weights and of state, whether they were read unverified, so that the update must check them.
+        digests: of weights and of state, as the update left them.
     """
 
     group: int
@@ -64,11 +64,11 @@ class Trip:
         return self.group, self.chunk
 
     def begin(self) -> None:
-        """It asks for its memory, perhaps again: nobody has recalled it yet."""
+        """The trip asks for its memory, perhaps again: earlier recalls do not count any more."""
         self.recalled = self.applied.get_loop().create_future()
 
     def recall(self) -> None:
-        """Take its lease back; twice is fine."""
+        """Ask the trip to give its lease back; twice is fine."""
         if not self.recalled.done():
             self.recalled.set_result(None)
 
@@ -78,21 +78,22 @@ class Round:
 
     Args:
         order: groups, soonest needed first.
-        gradients: those that it applies.
+        gradients: those that the round applies.
         reads_weights: the trips read weights that live on NVMe along with the state; otherwise they take them from the
             device, where backward has just used them, or where all weights stay.
         is_lazy: a group's trips wait until somebody asks for the group (`allow_through`).
         keeps_gradients: gradients stay after they were applied, until the update is approved or redone.
         barrier: the commit to be published before a trip may write (see `manifest_files.py`, [Note: the barrier]).
         borrows: trips may have the places of gradients that come after their own.
-        eager: groups that wait for nobody to ask for them.
-        then: the order in which the next forward needs groups, for trips that still wait for memory when all are
-            decided; empty leaves it. All gradients are here by then: none waits for what a trip gives back.
+        eager: groups whose trips go even if nobody asks for the group.
+        then: the order in which the next forward needs groups. Trips that still wait for memory when all groups are
+            decided get it in that order; empty: they keep theirs. By then all gradients are here, so none waits for
+            memory that a trip gives back.
 
     Attributes:
-        number: rounds of later steps have higher ones.
-        is_void: nobody knows of it; the gradients are those of the round that takes its place.
-        used: after it no kernel of this step, or of what came between, reads weights. Set when the round is decided.
+        number: rounds of later steps have higher numbers.
+        is_void: the round was taken back; its gradients belong to the round that replaces it.
+        used: the mark after which no kernel queued before the decision reads weights. Set when the round is decided.
         opened: groups whose trips may be applied, as soon as their gradients are here.
     """
 
@@ -134,7 +135,7 @@ class Round:
         self._gates: dict[int, asyncio.Future[None]] = {}  # of groups that somebody waits for
 
     def lend_places(self) -> None:
-        """Its trips may have places of gradients, which lie in the order in which those will come."""
+        """Let trips have places of gradients, laid out in the order in which the gradients will come."""
         self.gradients.memory.arrange(self.order)
         ends = itertools.accumulate(map(self.gradients.memory.end_of_places, self.order), max)
         self._places_end = dict(zip(self.order, ends))
@@ -145,25 +146,26 @@ class Round:
         self.trips_of[trip.group].append(trip)
 
     def decide_group(self, group: int, updates: Sequence[ParameterUpdate], after: Mark) -> None:
-        """What this group gets is final; its trips may go, when no kernel before `after` reads its weights."""
+        """The updates of this group are final: its trips may go, once the kernels before `after`, which may read its
+        weights, are over."""
         self._updates[group] = updates
         self._decided_at[group] = after
         self._open([group])
 
     def decide(self, updates: Updates) -> None:
-        """What every group gets is final: nothing for those not named and not decided before."""
+        """The updates of all groups are final: none for groups that are not named here and were not decided before."""
         self._updates = {group: updates.get(group, ()) for group in self.order} | self._updates
         self.is_decided = True
         self._open(self.order)
 
     def allow_through(self, group: int | None = None) -> None:
-        """Somebody needs this group: it and all before it in the order may go; None: all."""
+        """Somebody needs this group: it and all groups before it in the order may go; None: all groups."""
         before = self._allowed
         self._allowed = max(before, len(self.order) if group is None else self._rank.get(group, -1) + 1)
         self._open(self.order[before : self._allowed])
 
     def last_uses(self, group: int) -> tuple[Mark, ...]:
-        """After these the weights of a group may change."""
+        """The marks after which the weights of a group may change."""
         return (self.used, self._decided_at[group]) if group in self._decided_at else (self.used,)
 
     def _open(self, groups: Iterable[int]) -> None:
@@ -183,19 +185,19 @@ class Round:
         return self.is_open(trip.group) and not self.gradients.is_coming(*trip.key)
 
     def will_go(self, trip: Trip) -> bool:
-        """Whether that needs nothing but time: its gradient may be on its way, but is not short of memory."""
+        """Whether a trip needs nothing but time: its gradient may still be on its way, but does not wait for memory."""
         return self.is_open(trip.group) and not self.gradients.memory.is_short_of(*trip.key)
 
     def free_above(self, trip: Trip) -> int | None:
-        """From which byte on a trip may have places of gradients: those that come after its own, and all once the
-        update was approved; None if it may have none.
+        """The byte from which on a trip may have places of gradients: those that come after its own, and all once the
+        update is approved. None: it may have none.
         """
         if self.borrows and self.is_decided and not self.keeps_gradients:
             return 0
         return self._places_end.get(trip.group)
 
     def obstacle(self, trip: Trip) -> asyncio.Future[None] | None:
-        """What a trip that may not go has to wait for first. Many wait for it: nobody may cancel it."""
+        """What a trip has to wait for before it may go, or None. Many wait for one future: nobody may cancel it."""
         if trip.group in self.opened:
             return self.gradients.awaited(*trip.key)
         if trip.group not in self._gates:

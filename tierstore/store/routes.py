@@ -1,7 +1,7 @@
 """The places where the bytes of an extent can be, and copying from one to another.
 
 Scope: one transfer between two places, chunk by chunk.
-Not here: the layout of an extent (`extents.py`); which place is whose home and when it is given back (`entries.py`);
+Not here: the layout of an extent (`extents.py`); which place is whose home, and when it is given back (`entries.py`);
     budgets (`copies.py`).
 Owner: the loop thread owns places and leases; workers run the jobs of a transfer.
 """
@@ -38,23 +38,23 @@ class Place:
         return None
 
     def fill(self, chunk: Chunk, buffer: Bytes) -> None:
-        """The chunk, and zeros as padding, into `buffer` (padded length). Threads: a worker."""
+        """Copy the chunk, and zeros as padding, into `buffer` (padded length). Threads: a worker."""
         raise NotImplementedError
 
     def drain(self, chunk: Chunk, buffer: Bytes) -> None:
-        """The chunk from `buffer` into this place. Threads: a worker."""
+        """Copy the chunk from `buffer` into this place. Threads: a worker."""
         raise NotImplementedError
 
 
 class PackPlace(Place):
-    """A pack, whose jobs are its own."""
+    """A pack, which reads and writes in jobs of its own."""
 
     def __init__(self, pack: SlotPack) -> None:
         self.pack = pack
 
 
 class Nowhere(Place):
-    """Takes every chunk and keeps none: what is copied here was read and verified."""
+    """Takes every chunk and keeps none: a copy to here only reads and verifies its source."""
 
     def drain(self, chunk: Chunk, buffer: Bytes) -> None:
         pass
@@ -83,7 +83,7 @@ class HostPlace(Place):
             piece[:] = buffer[start : start + len(piece)]
 
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[Bytes, int]]:
-        """Memory of a chunk, with the offset in the chunk of each part."""
+        """The pieces of memory that hold a chunk, each with its offset in the chunk."""
         end = chunk.start + chunk.padded_bytes
         for index in range(bisect.bisect_right(self._starts, chunk.start) - 1, len(self._leases)):
             first, last = self._starts[index], self._starts[index + 1]
@@ -140,22 +140,22 @@ class TensorsPlace(Place):
 
 
 class Given(NamedTuple):
-    """Tensors as a caller gives them, whole once `after` is reached; those of a device are contiguous."""
+    """Tensors as a caller gives them, valid once `after` is reached; those on a device are contiguous."""
 
     tensors: dict[str, torch.Tensor]
     after: Mark
 
 
 def taken(device: ComputeDevice, tensors: Mapping[str, torch.Tensor]) -> Given:
-    """Take tensors. Call it in the caller's own turn of the loop: in the next one another stream may be current."""
+    """Take tensors of a caller, in the caller's own turn of the loop: in the next one another stream may be current."""
     plain = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
-    # A launch does not block; a copy in CPU memory does, and is left to a worker.
+    # A kernel launch does not block. A copy in CPU memory does, so it is left to a worker.
     there = {name: tensor if tensor.device.type == "cpu" else tensor.contiguous() for name, tensor in plain.items()}
     return Given(there, device.record())
 
 
 async def flattened(device: ComputeDevice, layout: ExtentLayout, given: Given, workers: WorkerPool) -> TensorsPlace:
-    """Given tensors as a place to read from. One that is not contiguous is copied first, beside all budgets."""
+    """Given tensors as a place to read from. One that is not contiguous is copied first, outside all budgets."""
     flat = {}
     for name, tensor in given.tensors.items():
         is_quick = tensor.is_contiguous()
@@ -164,13 +164,13 @@ async def flattened(device: ComputeDevice, layout: ExtentLayout, given: Given, w
 
 
 def reserve_pieces(pool: Pool, layout: ExtentLayout, smallest_bytes: int) -> HostPlace:
-    """Memory for an extent, in chunks as long as free memory stands together, then in smaller pieces.
+    """Memory for an extent: whole chunks while contiguous memory is free for them, then smaller pieces.
 
     Args:
         smallest_bytes: for the message, the cpu_memory that would be enough.
 
     Raises:
-        BudgetError: less is free; nothing was reserved.
+        BudgetError: not enough is free; nothing was reserved.
     """
     rest, free_bytes = padded(layout.nbytes), pool.capacity_bytes - pool.used_bytes
     if rest > free_bytes:
@@ -196,14 +196,14 @@ class Route:
     """What transfers share.
 
     Attributes:
-        staging: memory that chunks pass on their way; prefetch has its own, so that demand never queues behind it.
+        staging: memory that chunks pass on their way. `True` is that of prefetch: demand never queues behind it.
     """
 
     workers: WorkerPool
     staging: Mapping[bool, Pool]
 
     async def copy(self, layout: ExtentLayout, source: Place, target: Place, priority: Priority) -> None:
-        """All chunks of an extent, side by side.
+        """Copy all chunks of an extent, side by side.
 
         Cancellation: returns when no worker uses either place any more; the target's contents are then undefined.
         """
@@ -219,7 +219,7 @@ class Route:
                 await self._fill(chunk, buffer, source, target, priority)
 
     async def _fill(self, chunk: Chunk, buffer: Bytes, source: Place, target: Place | None, priority: Priority) -> None:
-        """Source to buffer, and on to the target in the same hop if a worker can write it."""
+        """Copy source to buffer, and on to the target if there is one: in the same hop, unless that is a pack."""
         then = None if target is None or isinstance(target, PackPlace) else partial(target.drain, chunk)
         if isinstance(source, PackPlace):
             await source.pack.read_with(chunk.index, priority, lambda read: _in_turn(read, then, buffer))

@@ -1,14 +1,14 @@
 """Packs of single extents: made once, never rewritten, removed when no generation needs them; and their generations.
 
-Scope: numbers and files of packs, publishing a generation, what a crash left behind, the lock.
+Scope: numbers and files of packs, publishing a generation, removing what a crash left, the lock.
 Not here: which extents there are and where they live (`tensors.py`).
 Owner: the loop thread; workers make, sync and remove files.
 
 [Note: packs are immutable] A changed extent is written to a new pack, so a write cannot harm what is committed or what
-is current: a failed or cancelled one leaves a file that nothing names. A pack stays as long as one of the last two
-generations names it, and one that no generation names is removed at once; a crash leaves at most files that no manifest
-names, and the next open removes those. Where the manifest of the generation before is there and cannot be read at the
-moment, nobody knows what it names: all files stay until the next generation is published.
+is current: a failed or cancelled write leaves a file that nothing names. A pack stays as long as one of the last two
+generations names it; a discarded pack that no generation names is removed at once. A crash leaves at most files that no
+manifest names, and the next open removes those. If the manifest of the generation before exists, but cannot be read at
+the moment, nobody knows which packs it names: then all files stay until the next generation is published.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ KIND = "tensors"
 PACK = re.compile(r"put-(0|[1-9]\d{0,17})")
 """The kind of a pack; no number has two spellings."""
 _GOLDEN = 2654435769
-"""Of 2**32."""
+"""The golden section of 2**32."""
 _PACK_FILE = re.compile(r"put-(\d+)\.[ab]\.safetensors")
 
 
 @dataclass(eq=False)
 class ExtentPack:
-    """One extent in files of its own, opened while they are used: a store may have more packs than descriptors.
+    """One extent in files of its own, open only while used: a store may have more packs than file descriptors.
 
     Attributes:
         is_synced: its bytes are durable.
         is_named: the names of its files are durable too.
-        sync_failure: what was written, or its names, may be lost; final.
+        sync_failure: the error after which its bytes or names may be lost; final.
     """
 
     layout: ExtentLayout
@@ -72,9 +72,9 @@ class Directories:
     """The directories of a store, claimed and locked.
 
     Attributes:
-        threads: which read and write what is not a pack.
-        before_release: what is to be closed when no thread uses it any more.
-        is_unfinished: they are marked as those of a store that holds no generation yet.
+        threads: those that read and write manifests.
+        before_release: closes files that a thread may use until `release` is called.
+        is_unfinished: the directories are marked as those of a store that holds no generation yet.
     """
 
     paths: list[Path]
@@ -86,10 +86,10 @@ class Directories:
     before_release: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def claim(self) -> None:
-        """Make and lock them. Worker thread.
+        """Make and lock the directories. Worker thread.
 
         Raises:
-            ConfigError, StorageError, StoreLocked: nothing is left behind but the directories.
+            ConfigError, StorageError, StoreLocked: nothing is left behind except the directories.
         """
         for path in self.paths:
             claim_directory(path, self.backend)
@@ -100,29 +100,30 @@ class Directories:
             refuse_mixed(self.paths)
 
     def manifests(self) -> Manifests:
-        """Those of the store."""
+        """The manifests of the store."""
         return Manifests(self.paths[0], self.backend, self.threads, self.lock)
 
     def begin(self) -> None:
-        """Mark them, and remove what a store that never had a generation has left. Worker thread."""
+        """Mark the directories, and remove what a store that never had a generation has left. Worker thread."""
         begin_store(self.paths, self.backend)
         self.is_unfinished = True
 
     def finish(self) -> None:
-        """Take the mark away, because there is a generation. Worker thread."""
+        """Remove the mark, because there is a generation, or nothing is left. Worker thread."""
         end_store_making(self.paths, self.backend)
         self.is_unfinished = False
 
     def sync(self) -> None:
-        """Make the names in them durable. Worker thread."""
+        """Make the names in the directories durable. Worker thread."""
         for path in self.paths:
             self.backend.sync_directory(path)
 
     async def find(self, resume: Resume) -> Generation | None:
-        """The generation to open, by the user's wish.
+        """The generation to open, as `resume` asks for it; None: a new store.
 
         Raises:
-            ConfigError: there is none, or one too many, or it is not a store of tensors.
+            ConfigError: the wanted generation is not there, or there is one and `resume` allows none; or the store is
+                not one of tensors, or has another number of directories.
         """
         if not self.paths:
             if resume in (Resume.MUST, Resume.PREVIOUS):
@@ -152,11 +153,11 @@ class Directories:
         return generation
 
     def release(self) -> None:
-        """Leave nothing behind of a store that never had a generation, and unlock; twice is fine."""
+        """Remove what is there of a store that never had a generation, and unlock. Twice is fine."""
         try:
             self.before_release.close()
             if self.is_unfinished and self.lock.is_in_place:
-                with contextlib.suppress(TierstoreError):  # whatever stays is marked, and removed by the next
+                with contextlib.suppress(TierstoreError):  # what stays is marked, and the next store here removes it
                     if not self.manifests().numbers():
                         begin_store(self.paths, self.backend)
                     self.finish()
@@ -168,8 +169,8 @@ class Shelf:
     """The packs of a store of tensors and the generations that name them.
 
     Args:
-        shares: of the directories, if the store is a new one.
-        later: runs a job in a worker, on the store's account; its failure is told later.
+        shares: how many chunks each directory gets of a round, in a new store.
+        later: has a worker run a job, without waiting; the store keeps its failure, and raises it later.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class Shelf:
         self._route = route
         self._workers: WorkerPool = io.workers
         self._codec = codec
-        # An `Engine` that reads it finds none of its groups.
+        # `groups` is for an `Engine` that reads this: it finds none of its groups.
         self._layout: dict[str, Any] = {
             "kind": KIND, "codec": codec.value, "chunk_bytes": chunk_bytes, "directories": len(directories.paths),
             "groups": [],
@@ -203,11 +204,11 @@ class Shelf:
         self._next_pack = 0
         self._live: dict[str, ExtentPack] = {}
         self._records: dict[int, frozenset[str]] = {}
-        """Packs by generation: of the last two, and of one whose publishing failed: its manifest may be there."""
+        """Kinds of packs by generation: the last two, and one whose publishing failed: its manifest may be there."""
         if opened is not None:
             self._records[opened.number] = frozenset(opened.records)
         self._old: list[Path] = []
-        """Files of packs that the generation before the opened one may need, and this one does not."""
+        """Files of packs that the generation before the opened one may need, and the opened one does not."""
         self._doomed: list[ExtentPack] = []
 
     @property
@@ -218,10 +219,10 @@ class Shelf:
     # --- packs --------------------------------------------------------------------------------------------------
 
     async def write(self, name: str, layout: ExtentLayout, source: Place, priority: Priority) -> ExtentPack:
-        """A new pack with the bytes of `source`.
+        """Make a new pack with the bytes of `source`.
 
         Raises:
-            StorageError: or cancelled; what was made is removed.
+            StorageError: what was made is removed, as after a cancellation.
         """
         pack = self._pack(self._next_pack, name, layout)
         self._next_pack += 1
@@ -246,8 +247,8 @@ class Shelf:
         try:
             with contextlib.suppress(ClosedError):
                 await self._workers.submit(Priority.WRITE, close)
-        finally:  # who was cancelled hears of no error
-            if not is_closed.is_set():  # the threads are gone, or were given up and may still use it
+        finally:  # not `except`: in a cancelled task the error of the job is not raised
+            if not is_closed.is_set():  # the threads are gone, or were given up and may still use the pack
                 self._directories.before_release.callback(pack.slots.close)
 
     @contextlib.asynccontextmanager
@@ -269,7 +270,7 @@ class Shelf:
         """Make a pack durable; done once, because it is never written again.
 
         Raises:
-            StorageError: what was written may be lost, so this pack raises the same for ever: it is never retried.
+            StorageError: what was written may be lost. The sync is never retried: from now on it raises this error.
         """
         if pack.sync_failure is not None:
             raise StorageError(f"{pack.sync_failure}; put the entry again")
@@ -311,7 +312,7 @@ class Shelf:
         return pack
 
     def unlink(self, paths: Iterable[Path]) -> None:
-        """Remove files that are there. Worker thread."""
+        """Remove these files, as far as they exist. Worker thread."""
         self._directories.lock.check_in_place()
         for path in paths:
             if path.exists():
@@ -320,10 +321,11 @@ class Shelf:
     # --- generations --------------------------------------------------------------------------------------------
 
     async def publish(self, packs: Sequence[ExtentPack], entries: Any) -> None:
-        """A generation of these packs, each synced before. See [Note: the barrier] in `manifest_files.py`.
+        """Publish a generation of these packs, each of which is synced. See [Note: the barrier] in `manifest_files.py`.
 
         Raises:
-            StorageError: or cancelled; this generation or the one before is there, and the packs of both are kept.
+            StorageError: this generation or the one before is there, and the packs of both are kept, as after a
+                cancellation.
         """
         if self._manifests is None:
             raise ConfigError("there is no store to commit to; give nvme a directory")
@@ -366,7 +368,7 @@ class Shelf:
         for pack in packs:
             pack.is_synced = pack.is_named = True
             pack.slots.adopt(generation.records[pack.kind])
-            async with self.opened(pack, Priority.DEMAND) as place:  # the files are there, with this size and header
+            async with self.opened(pack, Priority.DEMAND) as place:  # checks that the files are there, and their sizes
                 if verify:
                     await self._route.copy(pack.layout, place, Nowhere(), Priority.DEMAND)
         await self._manifests.adopt(generation.number)
@@ -380,7 +382,8 @@ class Shelf:
         await self._workers.submit(Priority.DEMAND, self.unlink, stale)
 
     async def _kinds_before(self, number: int) -> frozenset[str] | None:
-        """Packs of the generation before this one, none if it is damaged; None: it cannot be read at the moment."""
+        """Kinds of packs of the generation before this one, empty if there is none or it is damaged; None: it cannot be
+        read at the moment."""
         manifests = self._directories.manifests()
         numbers = await self._workers.submit(Priority.DEMAND, manifests.numbers)
         before = next((one for one in numbers if one < number), None)
@@ -399,7 +402,7 @@ class Shelf:
         return self._live[kind]
 
     def unnamed(self) -> list[Path]:
-        """Files that no generation names: to be removed by a store that closes. Nothing may use a pack any more."""
+        """Files that no generation names, for a closing store to remove. Nothing may use a pack any more."""
         return [path for kind, pack in self._live.items() if not self._is_needed(kind) for path in pack.slots.paths()]
 
     def _files(self) -> dict[Path, int]:
@@ -419,10 +422,10 @@ def put_pack(
     codec: Codec,
     layout: Mapping[str, Any],
 ) -> SlotPack:
-    """The files of an extent in a store of this layout; their first chunks are spread over the directories.
+    """The pack of an extent in a store of this layout; the first chunks of packs are spread over the directories.
 
-    (Those of a store without shares, which an older release made, all begin on the first.) Multiples of the golden
-    ratio spread those of every second or third pack alike, too: large and small ones may alternate.
+    (In a store without shares, which an older release made, all packs begin on the first directory.) Multiples of the
+    golden ratio also spread every second or every third pack evenly: large and small packs may alternate.
     """
     shares = recorded_shares(layout)
     after = (_number(kind) * _GOLDEN % 2**32) * sum(shares) >> 32 if "shares" in layout else 0

@@ -36,7 +36,8 @@ class ChunkRecord:
     """What a slot holds for one chunk; the part of it that a manifest keeps.
 
     Attributes:
-        checksum: `kernels/digests.py`; or xxh3 of all bytes at once, as a store of an older release has it.
+        checksum: a digest (`kernels/digests.py`); in a store of an older release, xxh3 of all bytes at once.
+        is_of_leaves: whether `checksum` is such a digest.
     """
 
     slot: int
@@ -45,7 +46,7 @@ class ChunkRecord:
     is_of_leaves: bool = True
 
     def checksum_of(self, data: Bytes) -> int:
-        """The checksum of this kind of the first `stored_bytes` of some bytes."""
+        """The checksum of the first `stored_bytes` of `data`, of the same kind as `checksum`."""
         return (digest if self.is_of_leaves else checksum)(data[: self.stored_bytes])
 
 
@@ -59,7 +60,7 @@ class KeptFile:
 
     @property
     def holes(self) -> list[tuple[int, int]]:
-        """What lies between them, and behind."""
+        """The gaps between the ranges, and the rest behind them: (offset, bytes)."""
         stops = [0, *(offset + nbytes for offset, nbytes in self.ranges)]
         starts = [*(offset for offset, _ in self.ranges), self.file_bytes]
         return [(stop, start - stop) for stop, start in zip(stops, starts) if start > stop]
@@ -76,9 +77,11 @@ class ChunkIO:
     """What every pack of a store shares: files, threads, scratch memory and the meter of the link.
 
     Args:
+        scratch: pool for encoded bytes; packs with a codec need it. Each job has its lease before it is submitted, so
+            that it never waits for memory while it holds a thread.
+
+    Attributes:
         on_transfer: called on the loop when a transfer begins and when it has ended.
-        scratch: pool for encoded bytes; packs with a codec need it. One lease is taken per job, so that a job never
-            waits for memory while it holds a thread.
     """
 
     def __init__(
@@ -109,8 +112,8 @@ class ChunkIO:
         """Run one transfer in a worker, metered; it gets scratch memory if it encodes or decodes.
 
         Blocks: on scratch memory and on the job.
-        Cancellation: held back until the job has ended (see `io/workers.py`), so that what follows an await on this
-            may free the memory that the job used.
+        Cancellation: held back until the job has ended (see `io/workers.py`), so that code after an await on this may
+            free the memory that the job used.
         """
         scratch = await self.scratch.reserve(nbytes) if is_coded and self.scratch is not None else None
         meter = self.meters[link]
@@ -136,13 +139,13 @@ class SlotPack:
     whole until `commit()` says that a newer one is published.
 
     Args:
-        shares: what each directory gets of them; alike if none are given.
-        after: so many chunks that were dealt before these: which directory gets the first one.
-        rests: which chunks are of what is frozen: they have room in the first slot only, as long as nobody writes them.
+        shares: how many chunks each directory gets of a round; one each if empty.
+        after: how many chunks count as dealt before these, which decides the directory of the first one.
+        rests: which chunks belong to frozen groups: they get disk space in the first slot only, until they are written.
 
     Attributes:
-        is_coded: chunks are stored as a codec makes them.
-        moved_bytes: of whole chunks, read and written, as they are in memory.
+        is_coded: chunks are stored as a codec encodes them.
+        moved_bytes: bytes of all chunks read and written so far, as they are in memory.
     """
 
     def __init__(
@@ -201,12 +204,12 @@ class SlotPack:
         ]
 
     def location(self, index: int, record: ChunkRecord) -> tuple[Path, int, int]:
-        """The file in which a state of chunk `index` lies, its offset there, and the bytes of its place."""
+        """The file that holds this version of chunk `index`, the offset in the file, and the bytes of its place."""
         place = self._places[index]
         return self.paths()[self._number(place, record.slot)], place.offset, place.padded_bytes
 
     def _number(self, place: _Place, slot: int) -> int:
-        """Which of its files, in the order of `paths`."""
+        """The number of a file in the order of `paths`."""
         return place.disk * self._slots + slot
 
     def create(self) -> None:
@@ -233,23 +236,23 @@ class SlotPack:
         return self._io.backend.create(path, layout.file_bytes, self._holes(number))
 
     def _fill(self, number: int, path: Path, layout: Layout) -> None:
-        """An existing file of a snapshot gets the room that `_make` would have given it."""
+        """Give an existing file, which a snapshot may have made, the disk space that `_make` would have given it."""
         holes = self._holes(number)
         if self._io.backend.lacks_room(path, layout.file_bytes - sum(nbytes for _, nbytes in holes)):
             self._io.backend.allocate(path, layout.file_bytes, holes)
 
     def _holes(self, number: int) -> list[tuple[int, int]]:
-        """Where a file needs no room: it is not the first one of what is frozen."""
+        """Where a file needs no disk space: at frozen chunks, in the second slot."""
         disk, slot = divmod(number, self._slots)
         return [(place.offset, place.padded_bytes) for place in self._resting if slot and place.disk == disk]
 
     def check(self, records: Sequence[ChunkRecord | None]) -> None:
-        """Look whether `open` will do, and change nothing: the directories may be those of another store.
+        """Check whether `open` can succeed, and change nothing: the directories may be those of another store.
 
         Raises:
-            FormatError: a file that a generation with these records needs is missing, or one has another size; or they
-                are records of other chunks.
-            StorageError: the system does not let it look.
+            FormatError: a file that these records need is missing, or a file has another size or is a link; or the
+                records are of other chunks.
+            StorageError: a file cannot be inspected.
         """
         if len(records) != len(self._places):
             raise FormatError(f"the store is damaged: {len(records)} records for {len(self._places)} chunks")
@@ -260,7 +263,7 @@ class SlotPack:
         for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
             with self._io.backend.calling("inspection", path):
                 is_link, size = path.is_symlink(), path.stat().st_size if path.exists() else None
-            if is_link:  # it would be written to
+            if is_link:  # its target would be written to
                 leads_to = os.path.realpath(path)
                 raise FormatError(f"{path} is a link, which no store makes: it leads to {leads_to}; remove it")
             is_needed = number in needed
@@ -281,9 +284,9 @@ class SlotPack:
                 )
 
     def open(self, records: Sequence[ChunkRecord | None]) -> bool:
-        """Open existing files, for a generation with these records; what it does not need may be missing, and is made.
+        """Open the files for a generation with these records; files that it does not need may be missing, and are made.
 
-        A file of a snapshot has room for one generation only: it gets the rest here, so that a full disk shows now.
+        A file of a snapshot has disk space for one generation only. It gets the rest here: a full disk shows now.
 
         Returns:
             Whether a file was made; its name is not durable yet.
@@ -307,10 +310,10 @@ class SlotPack:
         return is_made
 
     def damaged_headers(self, records: Sequence[ChunkRecord | None]) -> Iterator[tuple[Path, int]]:
-        """Files of a generation with these records whose header is not what they were made with, and its bytes.
+        """Files of a generation with these records whose header is not as it was made, and the size of the header.
 
         Raises:
-            StorageError: one cannot be read.
+            StorageError: a file cannot be read.
         """
         needed = self._needed(records)
         for number, (path, layout) in enumerate(zip(self.paths(), self._layouts_by_path())):
@@ -332,14 +335,14 @@ class SlotPack:
                 yield KeptFile(path, layout.file_bytes, ((0, len(layout.header)), *held[number]))
 
     def _needed(self, records: Sequence[ChunkRecord | None]) -> set[int]:
-        """Which of its files hold a chunk of these records, in the order of `paths`."""
+        """The numbers of the files that hold a chunk of these records, in the order of `paths`."""
         return {self._number(self._places[i], record.slot) for i, record in enumerate(records) if record is not None}
 
     def _layouts_by_path(self) -> list[Layout]:
         return [layout for layout in self._layouts for _ in range(self._slots)]
 
     async def _run(self, link: str, index: int, priority: Priority, job: Callable[[Bytes | None], None]) -> None:
-        """One transfer of a chunk: the job gets scratch memory if chunks are coded."""
+        """Run one transfer of a chunk; the job gets scratch memory if chunks are coded."""
         nbytes = self._places[index].padded_bytes
         await self._io.run(link, self._names[index], nbytes, priority, job, is_coded=self.is_coded)
         self.moved_bytes += nbytes
@@ -347,14 +350,14 @@ class SlotPack:
     async def read(
         self, index: int, array: Bytes, priority: Priority, *, record: ChunkRecord | None = None, checks: bool = True
     ) -> bool:
-        """Fill `array` (padded length) with the chunk. `record` reads an older state of it.
+        """Fill `array` (padded length) with the chunk; with `record`, with that older version of it.
 
         Args:
             checks: False leaves it to the caller to compute the digest of `array`, and to call `check_digest` with it.
 
         Returns:
-            Whether the bytes are verified. Always, where a digest of `array` would not do: in a pack with a codec, and
-            of what a store of an older release has written.
+            Whether the bytes are verified: with `checks`, and wherever a digest of `array` cannot verify them, which is
+            in a pack with a codec, and for a chunk that an older release has written.
 
         Raises:
             ChecksumMismatch: names the chunk, its file and its tensors.
@@ -408,7 +411,7 @@ class SlotPack:
         )
 
     def hurry(self) -> AbstractContextManager[None]:
-        """In here somebody waits for a commit."""
+        """In here somebody waits for a commit, so its writes go before reads ahead."""
         return self._io.workers.hurry()
 
     async def write(
@@ -417,10 +420,10 @@ class SlotPack:
         """Write `array` (padded length) to the slot that no committed generation needs.
 
         Args:
-            known: the digest of `array`, if who made it computed that, too; of what is encoded it tells nothing.
+            known: the digest of `array`, if it is computed already; not used where the chunk is stored encoded.
         """
         if self.is_coded:
-            priority = min(priority, Priority.WRITE)  # it holds scratch memory, which others wait for, while it queues
+            priority = min(priority, Priority.WRITE)  # it queues with scratch memory, which others wait for
         committed = self.committed[index]
         slot = 0 if committed is None or self._slots == 1 else 1 - committed.slot
         records: list[ChunkRecord] = []
@@ -446,8 +449,8 @@ class SlotPack:
 
     def datasync(self) -> None:
         """Make every write durable. Worker thread; a failure is final, it is never retried."""
-        # A header is known, so a damaged one costs nothing. Written with a commit, not by `open`: that changes nothing
-        # that is there.
+        # What a header must hold is known, so a damaged one is written again. A commit does that, and not `open`, which
+        # changes no bytes that are there.
         while self._headers_to_write:
             file, header = self._headers_to_write.pop()
             file.write_from(header, 0)
@@ -455,7 +458,7 @@ class SlotPack:
             file.datasync()
 
     def commit(self, records: Sequence[ChunkRecord | None]) -> None:
-        """The manifest that holds `records` is published: from now on they are what must not be overwritten."""
+        """The manifest that holds `records` is published: from now on the chunks in them must not be overwritten."""
         self.committed = list(records)
 
     def adopt(self, records: Sequence[ChunkRecord | None]) -> None:
@@ -464,7 +467,7 @@ class SlotPack:
         self.committed = list(records)
 
     def close(self) -> None:
-        """Close all files, also when the system refuses one."""
+        """Close all files, even if closing one of them fails."""
         files, self._files = self._files, []
         self._headers_to_write.clear()
         with contextlib.ExitStack() as closing:

@@ -1,13 +1,13 @@
-"""Named snapshots: a generation kept as a store of its own, in a directory below each of those of the store.
+"""Named snapshots: a generation kept as a store of its own, in a directory below each directory of the store.
 
-Scope: its files, which share blocks with the store's where the file system can (reflink), and are copied elsewhere; its
-    manifest; taking away what failed.
-Not here: how long the generation stays as it is, and when all ranks are through (`commits.py`).
-Owner: the leader of a team, which holds the lock of the directories it makes; threads make the calls of the system.
+Scope: the files of a snapshot, which share blocks with those of the store if the file system can do that (reflink), and
+    are copied otherwise; its manifest; removing a snapshot that failed.
+Not here: how long the generation must not be overwritten, and when all ranks are done (`commits.py`).
+Owner: the leader of a team, which holds the lock of the directories it makes; threads make the system calls.
 
-[Note: where training waits] A generation that is being copied is not overwritten by the step after it, which writes the
-other slots; the one after that would, and does not begin before the copy is whole. A kill leaves no manifest: what is
-there then is marked as unfinished, and goes when the next snapshot begins.
+[Note: where training waits] The step after a generation does not overwrite it while it is copied, because it writes the
+other slots. The step after that one would, so it does not begin before the copy is whole. A kill leaves no manifest:
+what is there then is marked as unfinished, and is removed when the next snapshot begins.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tierstore.store.removal import remove
 from tierstore.store.slots import KeptFile, SlotPack
 
 _SYNCED_AT_ONCE = 2**28
-"""Bytes: a sync of more might take so long that nobody hears whether the copy moves."""
+"""Bytes: a sync of more might take so long that the copy seems to stand still."""
 _COPIED_AT_ONCE = 2**25
-"""Bytes of what is no chunk, for the same reason."""
+"""Bytes of the captured state, for the same reason."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -40,7 +40,7 @@ def snapshot_directories(directories: Sequence[Path], name: str) -> tuple[Path, 
     """Where a snapshot of that name lies, in the order of the directories of its store.
 
     Raises:
-        ConfigError: it is no name.
+        ConfigError: it is not a valid name.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
@@ -54,12 +54,12 @@ class Snapshot:
     """A generation on its way to directories of its own.
 
     Args:
-        number: of the generation, which is published; nobody may overwrite it before `copied` has returned.
-        packs: of the store.
+        number: of the generation, which is published; it must not be overwritten before `copied` has returned.
+        packs: the packs of the store that hold generations.
 
     Attributes:
-        is_reflink: nothing is copied.
-        waited_s: for how long training has waited for it.
+        is_reflink: its files share blocks with those of the store, and nothing is copied.
+        waited_s: how long training has waited for it.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Snapshot:
         self._is_ours = self._is_given_up = False
 
     def report(self) -> dict[str, Any]:
-        """What it took; `seconds` is None until it has ended, `failure` says how if it is not there then."""
+        """What the snapshot took; `seconds` is None until it has ended, `failure` is None unless it has failed."""
         return {
             "generation": self.number,
             "is_reflink": self.is_reflink,
@@ -103,19 +103,19 @@ class Snapshot:
         }
 
     def end(self, failure: Exception | None = None) -> None:
-        """It is published, or has failed."""
+        """The snapshot is published, or has failed."""
         self._seconds = self._clock() - self._start_s
         self._failure = None if failure is None else str(failure)
         self._packs, self._files, self._to_copy = (), [], []
 
     def begin(self) -> bool:
-        """Make its directories and files, whole or with room for what is to be copied. `abandon` it if it fails.
+        """Make its directories, and its files, whole or with disk space for the copy. If this fails, call `abandon`.
 
         Returns:
-            Whether all are whole.
+            Whether all files are whole.
 
         Raises:
-            ConfigError: there is one of this name.
+            ConfigError: there is a snapshot of this name.
             StorageError: the system refused.
         """
         if Manifests(self.directories[0], self._backend).numbers(missing_ok=True):
@@ -125,7 +125,7 @@ class Snapshot:
             )
         self._remove_unfinished()
         of = Manifests(self._source, self._backend)
-        said = of.manifest_here(self.number)  # a rank knows the records of its own chunks
+        said = of.manifest_here(self.number)  # of all ranks: this one knows its own records only
         records, captured_bytes = said["records"], said["captured_bytes"]
         self._files = [file for pack in self._packs for file in pack.kept_files(records.get(pack.kind, ()))]
         pieces = [(at, min(_COPIED_AT_ONCE, captured_bytes - at)) for at in range(0, captured_bytes, _COPIED_AT_ONCE)]
@@ -140,31 +140,31 @@ class Snapshot:
             if not self._backend.clone(file.path, self._copy_of(file)):
                 self._to_copy.append(file)
                 self._backend.create(self._copy_of(file), file.file_bytes, file.holes).close()
-        # Nor may it take the room that the next commit of the run itself needs.
+        # The snapshot must not take the space that the next commit of the run needs: a full disk fails here.
         spare = self.directories[0] / f"{of.manifest_path(self.number).name}.tmp"
         self._backend.create(spare, captured_bytes + 2 * of.manifest_path(self.number).stat().st_size).close()
         self._backend.remove(spare)
         return not self._to_copy
 
     def _remove_unfinished(self) -> None:
-        """What kills have left takes room, and nobody may ever ask for a snapshot of its name again."""
+        """Remove what killed snapshots left: it takes space, and nobody may ever ask for one of the same name again."""
         stores = [directory.parent for directory in self.directories]
         names = {name for store in stores if store.is_dir() for name in self._backend.names(store)}
         for name in sorted(names):
-            with contextlib.suppress(TierstoreError, OSError):  # somebody else uses it, or has it
+            with contextlib.suppress(TierstoreError, OSError):  # it is in use, or cannot be removed
                 left = [store / name for store in stores if (store / name).is_dir()]
-                if any((one / UNFINISHED).is_file() for one in left):  # to look closer at all of them takes long
+                if any((one / UNFINISHED).is_file() for one in left):  # first: `remove` looks longer
                     remove(left, self._backend, only_unfinished=True)
 
     def start_copying(self) -> None:
-        """In a thread; `copied` waits for it. The loop calls this."""
+        """Start copying in a thread; `copied` waits for that. Call this on the loop."""
         self._copying = asyncio.ensure_future(self._copied_in_a_thread())
 
     async def _copied_in_a_thread(self) -> None:
         try:
             await asyncio.to_thread(self._copy, asyncio.get_running_loop())
         except asyncio.CancelledError:
-            self._is_given_up = True  # the thread sees it
+            self._is_given_up = True  # the thread looks at this
             raise
 
     def _copy(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -190,7 +190,7 @@ class Snapshot:
             file.datasync()
 
     async def moves(self) -> bool:
-        """Wait until a part more is copied, or all is. Returns whether there is more."""
+        """Wait until another part is copied. Returns whether there is more to copy."""
         if self._copying is None:
             return False
         self._has_moved.clear()
@@ -202,7 +202,7 @@ class Snapshot:
         return not self._copying.done()
 
     async def copied(self) -> None:
-        """All its files are whole and durable.
+        """Wait until all its files are whole and durable.
 
         Raises:
             StorageError: the system refused.
@@ -211,7 +211,7 @@ class Snapshot:
             await asyncio.shield(self._copying)
 
     def publish(self) -> None:
-        """Make it a store that opens, by the manifest of its generation; from then on it is for others. Once."""
+        """Write the manifest of its generation, which makes this a store that others may open. Twice is fine."""
         if not self._is_ours:
             return
         path = Manifests(self._source, self._backend).manifest_path(self.number)
@@ -221,16 +221,16 @@ class Snapshot:
         self._lock.release()
 
     def abandon(self) -> None:
-        """Take away what there is of it, as far as that can be: another error is told already. Twice is fine."""
-        if self._lock.is_inherited:  # it is the parent's
+        """Remove what there is of it, as far as possible: the caller reports another error already. Twice is fine."""
+        if self._lock.is_inherited:  # in a forked child: it is the parent's
             return
         self._is_given_up = True
         self._lock.release()
-        with contextlib.suppress(TierstoreError, OSError):  # what is there may be another one of this name
+        with contextlib.suppress(TierstoreError, OSError):  # there may be another snapshot of this name
             remove(self.directories, self._backend, only_unfinished=not self._is_ours)
         self._is_ours = False
         for directory in self.directories:
-            with contextlib.suppress(OSError):  # others are in there
+            with contextlib.suppress(OSError):  # it holds files of others
                 directory.rmdir()
             with contextlib.suppress(OSError):
                 directory.parent.rmdir()

@@ -1,4 +1,4 @@
-"""The files of a training store: made, opened, and removed where no generation needs them.
+"""The files of a training store: made, opened, and removed when no generation needs them.
 
 Scope: packs, directories and lock, at every rank that shares them.
 Not here: what is read and written in a pack (`slots.py`), when a generation is published (`commits.py`).
@@ -33,12 +33,13 @@ class StoreFiles:
     """Packs, manifests and lock in the directories of one store; without directories there are none.
 
     Args:
-        shares: of the chunks, by directory.
+        shares: how many chunks each directory gets of a round.
         is_durable: steps can be committed; otherwise the packs have one slot and are removed at the end.
-        lock: held on the first directory if its generation was read; the rest is taken here, and given back.
+        lock: holds the first directory already if a generation was read there. The others are locked here; `release`
+            unlocks all.
 
     Attributes:
-        packs: of weights, of state, and of gradients as far as those are written.
+        packs: of weights, of state, and of gradients if any are written to disk.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class StoreFiles:
         # A delayed update's pending gradients are part of a generation, wherever they live.
         is_pending_kept = copies == 2 and self.is_durable
         if is_pending_kept or any(home is Tier.NVME for home in self._placement.gradient_home):
-            # Those that no generation keeps have names of their own: the previous one may keep others.
+            # Packs that no generation keeps have names of their own: the last generation may need `gradients`.
             kept = "gradients" if is_pending_kept else "spilled"
             names = [f"{kept}{copy or ''}" for copy in range(copies)]
             packs += [self._pack(Kind.GRADIENTS, name, 2 if is_pending_kept else 1) for name in names]
@@ -98,9 +99,9 @@ class StoreFiles:
         return self.packs if self._placement.gradient_copies == 2 else self.packs[:2]
 
     def layout(self) -> dict[str, Any]:
-        """What must be equal for a store to open."""
+        """The fingerprint: it must be equal for a store to open."""
         grid, disks = self._placement.chunk_elements, len(self.directories)
-        uneven = {"shares": list(self._shares)} if len(set(self._shares)) > 1 else {}  # older releases know none
+        uneven = {"shares": list(self._shares)} if len(set(self._shares)) > 1 else {}  # older releases know no shares
         return fingerprint(self._groups, grid, disks, self._asked.value, self._codecs) | uneven
 
     # --- making and opening -------------------------------------------------------------------------------------
@@ -109,8 +110,8 @@ class StoreFiles:
         """Make the files of an empty store, at full size.
 
         Raises:
-            ConfigError, StorageError, StoreLocked: nothing is left behind but the directories; a full disk is told
-                with what the store takes.
+            ConfigError, StorageError, StoreLocked: after `release` nothing is left behind except the directories. For a
+                full disk, the message says what the store takes.
         """
         await self._led(self._create, self._join)
 
@@ -119,12 +120,12 @@ class StoreFiles:
 
         Raises:
             ConfigError: directories are missing, or of different stores; nothing was changed.
-            FormatError: they are not its files.
+            FormatError: the files are not those of the generation.
         """
         await self._led(partial(self._open, generation), partial(self._join, generation))
 
     async def adopt(self, number: int) -> None:
-        """This generation is the last one, and stays it: newer ones are removed."""
+        """Make this generation the last one, for good: newer ones are removed."""
 
         async def adopt() -> None:
             if self.manifests is not None and leads(self._team):
@@ -133,7 +134,7 @@ class StoreFiles:
         await all_succeed(self._team, f"going on from generation {number}", adopt)
 
     async def _led(self, lead: Callable[[], None], follow: Callable[[], None]) -> None:
-        """The leader's part in a thread, and when all of them have succeeded, everybody else's."""
+        """Run the leaders' part in a thread; when all leaders have succeeded, run that of the other ranks."""
         is_leader = leads(self._team)
         for job in (lead if is_leader else _nothing, _nothing if is_leader else follow):
             await all_succeed(self._team, "the files of the store", partial(asyncio.to_thread, job))
@@ -174,7 +175,7 @@ class StoreFiles:
         refuse_mixed(self.directories)
         self._lock.add(self.directories)
         kept = [pack for pack in self.committed_packs if pack.kind in generation.records]
-        for pack in kept:  # all of them, before anything is changed: they may be those of another store
+        for pack in kept:  # all of them, before anything is changed: the files may be those of another store
             pack.check(generation.records[pack.kind])
         self._is_ours, self._opened = True, generation.number
         end_store_making(self.directories, self.backend)
@@ -182,7 +183,7 @@ class StoreFiles:
         for pack in self.packs:
             if pack in kept:
                 is_made |= pack.open(generation.records[pack.kind])
-            else:  # what no generation needs, or an update schedule that is new to this store
+            else:  # no generation needs it, or the update schedule is new to this store
                 self._remove(pack.paths())
                 pack.create()
                 is_made = True
@@ -190,7 +191,7 @@ class StoreFiles:
             self.backend.sync_directory(directory)
 
     def end_making(self) -> None:
-        """The store holds a generation: take away the mark of one that holds none."""
+        """Remove the mark of an unfinished store: it holds a generation now, or nothing any more."""
         end_store_making(self.directories, self.backend)
 
     # --- the end ------------------------------------------------------------------------------------------------
@@ -198,15 +199,15 @@ class StoreFiles:
     def release(self) -> None:
         """Close the files, remove those that no generation needs, and give the lock back. Twice is fine.
 
-        In the child of a fork nothing is done: they are the parent's.
+        In the child of a fork this does nothing: all is the parent's.
         """
         if self._lock.is_inherited:
             return
-        with contextlib.ExitStack() as stack:  # in reverse, and each of them whatever becomes of the others
+        with contextlib.ExitStack() as stack:  # runs them in reverse order, each even if another fails
             stack.callback(self._lock.release)
             if self._is_ours:
                 self._is_ours = False
-                if self._lock.is_in_place:  # else what is there is another's
+                if self._lock.is_in_place:  # else another store may be there
                     stack.callback(self._remove_needless)
             for pack in self.packs:
                 stack.callback(pack.close)
@@ -217,18 +218,18 @@ class StoreFiles:
         for pack in self.packs if has_nothing else self.packs[len(self.committed_packs) :]:
             self._remove(pack.paths())
         if self._opened is not None and numbers and numbers[-1] > self._opened:
-            self._remove(self._left_gradients())  # all generations that are there are of this run
+            self._remove(self._left_gradients())  # all generations that are left were made by this run
         if has_nothing:
             self.end_making()
 
     def _remove(self, paths: Iterable[Path]) -> None:
-        """Those that are there."""
+        """Remove those of the files that exist."""
         for path in paths:
             if os.path.lexists(path):
                 self.backend.remove(path)
 
     def _left_gradients(self) -> Iterator[Path]:
-        """Where another update schedule, which went on with this store before, has had gradients."""
+        """Files in which another update schedule, which used this store before, may have left gradients."""
         ours = {path for pack in self.packs for path in pack.paths()}
         for directory, kept, copy, slot in itertools.product(
             self.directories, ("gradients", "spilled"), ("", "1"), SLOT_NAMES

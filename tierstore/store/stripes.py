@@ -1,8 +1,8 @@
-"""Which of several disks has which chunk: each as many as it moves in the same time.
+"""Which of several disks has which chunk: each disk gets as many as it can move in the same time.
 
-Scope: the share of each disk by measured rates, dealing chunks out.
+Scope: the share of each disk by measured rates, dealing chunks out to disks.
 Not here: where on its disk a chunk lies (`slots.py`); disks of an archive (`archive/`).
-Owner: none; pure functions, but for the paths that are looked up.
+Owner: none; pure functions, except that paths are resolved.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from tierstore.config import TierConfig
 from tierstore.plan.bandwidth import BandwidthTable
 
 MOST_SHARES = 8
-"""Of the fastest disk. Disks whose rates differ by less than a sixteenth are alike: they do when measured twice."""
+"""Shares of the fastest disk. Rates that differ by less than a sixteenth count as equal: two measurements of one
+disk may differ as much."""
 
 
 def shares_of(tiers: TierConfig) -> tuple[int, ...]:
-    """What each directory gets of a round, by its rate in the table given (reads and writes at once); alike without.
+    """How many chunks each directory gets of a round, by its rate in the given table (reads and writes at once).
 
-    Several below one that was measured share its rate. What went through the page cache is the rate of memory.
+    Directories below one that was measured share its rate. A rate measured through the page cache is one of memory, and
+    does not count. If a directory has no rate, all get one chunk each.
     """
     measured: list[Path] = []
     known: dict[Path, float] = {}
@@ -32,7 +34,7 @@ def shares_of(tiers: TierConfig) -> tuple[int, ...]:
         known = {Path(os.path.realpath(one.path)): one.both.per_s for one in rows if one.is_direct}
         for directory in map(Path, map(os.path.realpath, tiers.nvme)):
             measured += [path for path in (directory, *directory.parents) if path in known][:1]
-    if len(measured) < len(tiers.nvme):  # one was not
+    if len(measured) < len(tiers.nvme):  # one of them was not measured
         return (1,) * len(tiers.nvme)
     rates = [known[path] / measured.count(path) for path in measured]
     shares = [max(1, round(MOST_SHARES * rate / max(rates))) for rate in rates]
@@ -40,19 +42,19 @@ def shares_of(tiers: TierConfig) -> tuple[int, ...]:
 
 
 def recorded_shares(layout: Mapping[str, Any]) -> tuple[int, ...]:
-    """Those of a store with this fingerprint."""
+    """The shares of a store with this fingerprint."""
     return tuple(layout.get("shares", (1,) * layout["directories"]))
 
 
 def dealt(count: int, shares: Sequence[int], after: int = 0) -> list[int]:
-    """The disk of each of so many chunks: neighbours on different ones, as far as shares allow.
+    """The disk of each of `count` chunks: neighbours are on different disks, as far as shares allow.
 
-    They are needed at the same time, so each disk reads its part of a group.
+    Neighbours are needed at the same time, so that each disk reads its part of a group.
 
     Args:
-        after: so many that were dealt before these.
+        after: how many chunks were dealt before these.
     """
-    disks, credits, before = [], [0] * len(shares), after % sum(shares)  # after that many it is as in the beginning
+    disks, credits, before = [], [0] * len(shares), after % sum(shares)  # after that many, the order repeats
     for _ in range(before + count):
         credits = [credit + share for credit, share in zip(credits, shares)]
         disk = credits.index(max(credits))

@@ -1,12 +1,12 @@
-"""The ranks that write one store together, as the store sees them: who leads, and telling each other how it went.
+"""The ranks that write one store together, as the store sees them: who leads, and how they tell each other of failures.
 
-Scope: the face of a team, a team of one, work that succeeds for all or for none.
+Scope: the interface of a team, a team of one, work that succeeds for all or for none.
 Not here: process groups (`train/ranks.py`).
 
-[Note: one store, many ranks] Every rank has the packs open and writes the chunks that it keeps. The first of those that
-share the directories leads: it makes the files and publishes the manifest, with the records of all. A generation is
-published when every rank's chunks are durable, and none overwrites a byte of the one before until every leader's
-manifest is.
+[Note: one store, many ranks] Every rank has the packs open and writes the chunks that it keeps. The first of the ranks
+that share directories leads: it makes the files and publishes the manifest, with the records of all these ranks. A
+generation is published when every rank's chunks are durable, and no rank overwrites a byte of the generation before
+until every leader's manifest is durable.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Outcome = tuple[T | None, tuple[type[Exception], str] | None]
 
 
 class Team(Protocol):
-    """The ranks of a run; every one has a team of its own."""
+    """The ranks of a run, as one of them sees it: each rank has a `Team` of its own."""
 
     @property
     def rank(self) -> int:
-        """Which of them this is."""
+        """The number of this rank."""
 
     @property
     def members(self) -> Sequence[int]:
         """The ranks that share the directories of this one, in order; the first of them leads."""
 
     async def exchange(self, what: str, mine: T) -> list[T]:
-        """What every rank gives, by rank. All call it, in the same order.
+        """Give `mine` to all ranks, and return what each gave, by rank. All make the same calls in the same order.
 
         Raises:
-            RankLost: one does not; `what` says what was waited for.
+            RankLost: a rank does not call; `what` says what was waited for.
         """
 
 
@@ -47,7 +47,7 @@ class Alone:
     members = (0,)
 
     async def exchange(self, what: str, mine: T) -> list[T]:
-        """Its own."""
+        """What this one rank gave."""
         return [mine]
 
 
@@ -57,10 +57,10 @@ def leads(team: Team) -> bool:
 
 
 async def all_succeed(team: Team, what: str, work: Callable[[], Awaitable[T]]) -> list[T]:
-    """What the work gave at every rank, by rank.
+    """Do work at every rank, and return the results of all, by rank.
 
     Raises:
-        TierstoreError: it failed at one; all raise, each its own error or that of the first rank that has one.
+        TierstoreError: it failed at a rank. All ranks raise: each its own error, or else that of the first that failed.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -82,15 +82,15 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def outcome(result: T | None, failure: Exception | None) -> Outcome[T]:
-    """What the others are told."""
+    """What this rank tells the others of its work."""
     return result, None if failure is None else (type(failure), str(failure))
 
 
 def results(outcomes: Sequence[Outcome[T]], failure: Exception | None) -> list[T]:
-    """What succeeded everywhere, by rank.
+    """The results of work that succeeded at all ranks, by rank.
 
     Raises:
-        TierstoreError: the rank's own failure, or that of the first rank that has one.
+        TierstoreError: this rank's own failure, or else that of the first rank that failed.
     """
     if failure is not None:
         raise failure

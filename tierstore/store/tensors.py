@@ -2,7 +2,7 @@
 
 Scope: the names; put, acquire, prefetch, move, delete, commit, open and close.
 Not here: how an entry gets from tier to tier (`entries.py`), packs and generations on disk (`shelf.py`).
-Owner: the event loop that opened the store; nothing is locked against other threads, they are refused.
+Owner: the event loop that opened the store. There are no locks against other threads: these are refused.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class TierUsage:
     """One tier at one moment.
 
     Attributes:
-        count: entries at home there.
-        bytes: of their tensors.
-        share: of the bytes of all entries; the offloaded share is that of CPU and NVMe together.
-        used_bytes: of the budget: homes, and on the device copies too.
+        count: entries at home on this tier.
+        bytes: bytes of their tensors.
+        share: their part of the bytes of all entries; the offloaded share is that of CPU and NVMe together.
+        used_bytes: bytes of the budget in use: by homes, and on the device by copies too.
         capacity_bytes: the budget; NVMe has none.
     """
 
@@ -123,14 +123,14 @@ class TensorStore:
         """A store to be entered by `async with`; nothing is touched before that.
 
         Args:
-            resume: "auto" opens the last generation if there is one, "must" fails without one, "previous" goes back one
-                after verifying every chunk of it, "never" refuses a store that has one.
-            device: None is the one that `tiers` names.
+            resume: "auto" opens the last generation if there is one, "must" fails without one, "previous" opens the one
+                before it, after verifying every chunk of that, "never" refuses a store that has a generation.
+            device: if None, the one that `tiers` names.
 
         Raises:
             ConfigError: there is no such device, no such way to resume, or the codec is "auto".
         Warns:
-            MachineWarning: entering it, of a directory whose files are in memory.
+            MachineWarning: when it is entered, for a directory whose files are in memory.
         """
         wanted = choice(Resume, "resume", resume)
         if not isinstance(tiers, TierConfig):
@@ -145,12 +145,13 @@ class TensorStore:
     async def put(self, name: str, tensors: Mapping[str, torch.Tensor], *, tier: Tier | str) -> None:
         """Store copies of `tensors` under `name`, in place of an entry of that name.
 
-        Shapes: any; every dense dtype; strides and `requires_grad` are not kept. Do not change them before it returns.
+        Shapes: any; every dense dtype; strides and `requires_grad` are not kept. Do not change `tensors` before this
+            returns.
         Raises:
-            BudgetError: with the smallest budget that fits. The old entry counts: it stays until the new one is whole.
+            BudgetError: names the smallest budget that fits. The old entry counts: it stays until the new one is whole.
             StorageError: the old entry is there, unchanged.
-            CancelledError: likewise, or the new one is, if it was in place by then.
-            Timeout: the old entry is there; `tensors` are read until the disk answers.
+            CancelledError: the old entry is there, unchanged, or the new one is, if it was in place by then.
+            Timeout: the old entry is there; `tensors` may still be read until the disk answers.
         """
         self._owner.check()
         check_tensors(name, tensors, self._device.torch_device)
@@ -170,17 +171,18 @@ class TensorStore:
 
     @contextlib.asynccontextmanager
     async def acquire(self, name: str, *, modify: bool = False) -> AsyncIterator[dict[str, torch.Tensor]]:
-        """The tensors of an entry on the compute device, valid inside the `async with`; all who acquire share them.
+        """The tensors of an entry on the compute device, valid inside the `async with`; all users share them.
 
-        In-place changes are kept only with `modify`, when the block ends without an error, and are lost otherwise;
-        those of an entry at home on the GPU tier, which has no other bytes, stay. Changes past the version counter
-        (`.data`, numpy) are seen only with `modify`. Work on them is queued on the stream that is current at the end.
+        In-place changes are kept only with `modify`, if the block ends without an error. Otherwise they are lost,
+        except on an entry at home on the GPU tier, which has no other bytes. Changes past the version counter (`.data`,
+        numpy) are seen only with `modify`. Queue all work on the tensors on the stream that is current at the end.
 
         Blocks: on the load. With `modify` also on writing back, which a cancellation does not stop.
         Raises:
             KeyError: there is no such entry.
-            ConfigError: another tensor was put into the mapping, which would be lost; as an error of the block itself.
-            BudgetError: what is acquired already does not leave room, with the smallest budget that fits.
+            ConfigError: the block put another tensor into the mapping, which would be lost. This counts as an error of
+                the block.
+            BudgetError: what is acquired already leaves no room; names the smallest budget that fits.
             ChecksumMismatch: names the damaged chunk and its file.
             Timeout: nothing moves any more; the load, or writing back, goes on when the disk answers.
         """
@@ -210,7 +212,7 @@ class TensorStore:
         Idle copies make room, acquired ones never do.
 
         Returns:
-            Those on the device or on their way; for the others there is no room now.
+            Names of the entries on the device or on their way there; for the others there is no room now.
         Raises:
             KeyError: there is no such entry; nothing was begun. (A load that fails raises at the next `acquire`.)
         """
@@ -223,7 +225,7 @@ class TensorStore:
 
         Raises:
             KeyError: there is no such entry.
-            BudgetError, StorageError, Timeout: or cancelled; it is where it was.
+            BudgetError, StorageError, Timeout: it is where it was, as after a cancellation.
         """
         await self._owner.run(f"move {name!r}", self._move, name, choice(Tier, "tier", tier))
 
@@ -233,7 +235,7 @@ class TensorStore:
             pass
 
     async def delete(self, name: str) -> None:
-        """Forget an entry; who has it acquired keeps it to the release.
+        """Forget an entry; whoever has acquired it keeps it until the release.
 
         Raises:
             KeyError: there is no such entry.
@@ -243,15 +245,15 @@ class TensorStore:
             del self._entries[name]
 
     async def commit(self) -> int:
-        """Make the entries as they are now a generation, durable; those in memory are written first.
+        """Make the entries as they are now a durable generation; those in memory are written first.
 
         What an open `acquire(modify=True)` has changed so far is not part of it (on the GPU tier it may be).
 
         Returns:
-            Its number; that of the last one if nothing has changed since.
+            The number of the generation; that of the last one if nothing has changed since.
         Raises:
-            StorageError: or cancelled; the generation before is there.
-            Timeout: likewise, or this one, if only its end is not known to be durable.
+            StorageError: the generation before is there, as after a cancellation.
+            Timeout: the generation before is there, or this one is, though it is not known to be durable.
         """
         self._owner.check()
         self._owner.raise_kept()
@@ -303,7 +305,7 @@ class TensorStore:
             for reason in in_memory:
                 warn_caller(reason, MachineWarning)
         except Timeout:
-            with contextlib.suppress(Timeout):  # it hangs still
+            with contextlib.suppress(Timeout):  # it still hangs
                 await self.close()
             raise
         except BaseException:
@@ -319,7 +321,7 @@ class TensorStore:
             await self._workers.submit(Priority.DEMAND, directories.claim)
         generation = await directories.find(self._resume)
         self._plan = self._plan_buffers(generation)
-        shares: tuple[int, ...] = ()  # those of a generation are in it
+        shares: tuple[int, ...] = ()  # a generation has its own
         if generation is None:
             shares = await self._workers.submit(Priority.DEMAND, lambda: shares_of(with_rates(self._tiers)))
         self._build(generation, shares)
@@ -334,7 +336,7 @@ class TensorStore:
         return in_memory
 
     def _check_machine(self) -> list[str]:
-        """Of what to warn."""
+        """Check the machine, and return what to warn of."""
         refuse_impossible([claim_memory(self._tiers.cpu_memory)], "a store with this cpu_memory")
         return reasons_in_memory(self._tiers.nvme)
 
@@ -392,7 +394,7 @@ class TensorStore:
         async with self._publishing:
             while unsaved := [entry for entry in self._entries.values() if not entry.is_saved]:
                 await together(self._homes.save(entry) for entry in unsaved)
-            # No await between the last look at the entries and these lines: what they say is one moment.
+            # No await between the last look at the entries and these lines: both are of one moment.
             described, packs = self._describe(), [entry.pack for entry in self._entries.values() if entry.pack]
             if described != self._committed:
                 self._committed = None
@@ -428,12 +430,12 @@ class TensorStore:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close, in this order: refuse new work, end what runs, cancel prefetch, commit unless an error is on its way,
-        remove what no generation names, join the workers, free the memory, unlock.
+        """Close, in this order: refuse new work, wait for running calls, cancel loads, commit unless the block failed,
+        remove what no generation names, join the workers, unlock, free the memory.
 
         Raises:
-            Timeout: something did not end. What hangs may still write, so memory and lock are kept: for `close`, or the
-                end of the process.
+            Timeout: something did not end. It may still write, so memory and lock are kept until `close` is called, or
+                the process ends.
             TierstoreError: the first failure on the way, or one that nobody has heard of yet.
         """
         self._owner.check()
@@ -450,10 +452,10 @@ class TensorStore:
             await self._owner.rest()
             if is_clean and self._shelf.is_durable:
                 await self._owner.in_time("the last commit did not end", self._commit())
-            await self._owner.rest()  # removals
+            await self._owner.rest()  # for removals that the commit has begun
             await self._owner.in_time("the store did not close", self._remove_unnamed())
         except TierstoreError as failure:
-            self._owner.keep_failure(failure)  # behind those that came first
+            self._owner.keep_failure(failure)  # after those that came first
         finally:
             try:
                 await self.close()
@@ -465,11 +467,11 @@ class TensorStore:
         await self._workers.submit(Priority.WRITE, self._shelf.unlink, self._shelf.unnamed())
 
     async def close(self) -> None:
-        """Give everything back; for a store whose opening or closing ended as `Timeout`. Twice is fine.
+        """Give everything back, if opening or closing the store ended with `Timeout`. Twice is fine.
 
         Raises:
-            Timeout: something hangs still; call again.
-            RuntimeError: it is in use.
+            Timeout: something still hangs; call again.
+            RuntimeError: the store is in use.
         """
         self._owner.check_process()
         if self._owner.is_open:
@@ -480,7 +482,7 @@ class TensorStore:
             await self._owner.rest()
             await self._owner.in_time("the store did not close", self._leave())
         except Timeout:
-            self._workers.give_up()  # or who waits for them would keep the event loop from ending
+            self._workers.give_up()  # else tasks that wait for them would keep the event loop from ending
             self._files.shutdown(wait=False)
             raise
         self._entries = {}
@@ -493,11 +495,11 @@ class TensorStore:
     async def _leave(self) -> None:
         if self._leaving is None or self._leaving.done():
             thread = FileThreads(1, "tierstore-close")
-            self._leaving = thread.submit(self._give_back)  # goes on where nobody waits for it any more
+            self._leaving = thread.submit(self._give_back)  # goes on even if nobody waits for it any more
             thread.shutdown(wait=False)
         await asyncio.wrap_future(self._leaving)
 
     def _give_back(self) -> None:
-        self._workers.close(threading.TIMEOUT_MAX)  # who waits for this looks whether it moves
+        self._workers.close(threading.TIMEOUT_MAX)  # the waiter looks whether anything moves
         self._files.shutdown()
         self._directories.release()

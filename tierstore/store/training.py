@@ -1,9 +1,9 @@
 """The training state of a model: weights, gradients and optimizer state on their tiers.
 
-Scope: assembling the rooms of this floor from a placement; what goes through several of them: open, verify, flush, end.
+Scope: assembling the parts of the store from a placement; what concerns several of them: open, verify, flush, end.
 Not here: modules, hooks and coefficients (`train/`); how a chunk moves (`weights.py`, `gradients.py`, `updates.py`);
     files (`store_files.py`) and commits (`commits.py`).
-Owner: everything here runs on the loop thread, but for `__init__` and `release`.
+Owner: everything here runs on the loop thread, except `__init__` and `release`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from tierstore.store.updates import UpdatePipeline
 from tierstore.store.weights import Weights
 from tierstore.trace import Tracer
 
-_LAST_JOBS_S = 30.0  # for jobs in threads when the runtime has closed: chunks, which take far less on a disk that works
+_LAST_JOBS_S = 30.0  # for jobs that still run when the runtime has closed: a chunk takes far less on a disk that works
 
 
 class TrainingStore:
     """All state of one model on its tiers.
 
     Args:
-        codecs: of each kind of chunks.
+        codecs: the codec of each kind of chunks.
         shares, is_durable, lock: see `StoreFiles`.
     """
 
@@ -78,7 +78,7 @@ class TrainingStore:
         self._index = ChunkIndex(groups, placement)
         self._io_workers = WorkerPool("tierstore-io", tiers.io_threads * max(1, len(tiers.nvme)))
         self._compute = WorkerPool("tierstore-update", update_threads(tiers.update_threads))
-        # One thread, for they share a stream: of several, each would wait for the others, and all for the interpreter.
+        # One thread, because its jobs share a stream: several would wait for each other, and all for the interpreter.
         self._gpu_worker = WorkerPool("tierstore-gpu", 1)
         self._marks = Marks()
         self._worker_pools = (self._marks, self._gpu_worker, self._compute, self._io_workers)
@@ -94,7 +94,7 @@ class TrainingStore:
             )
             self._furnish(device, team)
         except BaseException:
-            self._release_memory()  # it is pinned
+            self._release_memory()  # the arena is pinned
             raise
 
     def _make_pools(self, codec_scratch_bytes: int) -> dict[str, Pool]:
@@ -106,7 +106,7 @@ class TrainingStore:
         return {name: self.arena.pool(name, nbytes) for name, nbytes in sizes.items()}
 
     def _furnish(self, device: ComputeDevice, team: Team) -> None:
-        """The rooms of this floor, on the arena."""
+        """Make the parts of the store, on the arena."""
         groups, placement, packs, tracer = self.groups, self.placement, self.files.packs, self._tracer
         self._resident = self._reserve_resident()
         self.gpu_budget = ByteBudget(placement.gpu_weight_bytes)
@@ -140,7 +140,7 @@ class TrainingStore:
         self.weights.leave_device = self.updates.leave_device
 
     def _reserve_resident(self) -> dict[Kind, dict[tuple[int, int], Lease]]:
-        """Memory of what lives in CPU memory, taken once and for ever."""
+        """Memory for the chunks that live in CPU memory, for as long as the store lives."""
         resident: dict[Kind, dict[tuple[int, int], Lease]] = {Kind.WEIGHTS: {}, Kind.STATE: {}}
         for group, chunk in self._index.all():
             wanted = []
@@ -156,7 +156,7 @@ class TrainingStore:
         return resident
 
     def use_storages(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """The device storages, made after the files: what cannot be stored must not cost the model its weights."""
+        """Set the device storages. They are made after the files, so that a model keeps its weights if those fail."""
         self.weights.storages = storages
 
     def _trace_memory(self) -> None:
@@ -166,16 +166,16 @@ class TrainingStore:
 
     @property
     def cpu_peak_bytes(self) -> int:
-        """Largest use of the arena, at most: every pool at its own peak."""
+        """Upper bound of the largest use of the arena: the sum of the peaks of its pools."""
         return sum(pool.peak_bytes for pool in self._pools.values())
 
     # --- opening ------------------------------------------------------------------------------------------------
 
     async def open(self, generation: Generation, *, is_previous: bool = False) -> None:
-        """Continue from a generation: its records are current, and what lives in CPU memory is read.
+        """Continue from a generation: its records become current, and what does not live on NVMe is read.
 
         Args:
-            is_previous: it is not the last one, which stays until `go_back` is called.
+            is_previous: the generation is not the last one; newer ones stay until `go_back` is called.
         """
         await self.files.open(generation)
         if not is_previous:
@@ -198,7 +198,7 @@ class TrainingStore:
             await gradients.restore()
 
     async def go_back(self) -> None:
-        """The generation that was opened stays the last one: newer ones are removed."""
+        """Make the generation that was opened the last one: newer ones are removed."""
         await self.files.adopt(self.commits.generation)
 
     async def verify(self, generation: Generation) -> None:
@@ -210,13 +210,13 @@ class TrainingStore:
         await self.at_rest.verify(generation)
         for pack, gradients in zip(self.files.committed_packs[2:], self.gradients):
             for group, chunk in self._index.all():
-                if gradients.is_spilled(group) and gradients.is_filled(group, chunk):  # others were read to be opened
+                if gradients.is_spilled(group) and gradients.is_filled(group, chunk):  # the others were read by `open`
                     index = self._index(group, chunk)
                     async with self._pools["spill"].lent(pack.padded_bytes(index)) as array:
                         await pack.read(index, array, Priority.DEMAND)
 
     async def measure_reads(self) -> tuple[int, float]:
-        """Bytes and seconds of reading some chunks: the rate that a first depth is computed from."""
+        """Read some chunks, and return bytes and seconds: the first prefetch depth is computed from that rate."""
         before = self.io.meters["read"].totals()
         await self.at_rest.read_some()
         after = self.io.meters["read"].totals()

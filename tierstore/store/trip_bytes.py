@@ -1,6 +1,6 @@
 """Where the bytes of a trip are: weights, state and a spilled gradient, in memory or in its lease.
 
-Scope: reading what is not in memory, the pass of Adam over it, and the digests of what that has seen.
+Scope: reading what is not in memory, the Adam pass over a chunk, and checking the digests that the pass computes.
 Not here: when a trip reads, waits and writes (`updates.py`), the memory of leases (`trip_leases.py`).
 Owner: the loop thread; `run_adam` runs in a worker.
 """
@@ -47,7 +47,7 @@ class TripBytes:
         self._index = index
 
     def reads(self, trip: Trip, with_weights: bool, priority: Priority) -> Iterator[Coroutine[Any, Any, None]]:
-        """What of a chunk is not in memory."""
+        """Reads of what is not in memory of a chunk: state and weights."""
         if self._packs is None:
             return
         if trip.is_redo or not self.is_state_in_memory(trip):
@@ -56,8 +56,8 @@ class TripBytes:
             yield self._read(trip, self._packs, 0, priority)
 
     async def _read(self, trip: Trip, packs: tuple[SlotPack, SlotPack], part: int, priority: Priority) -> None:
-        """Weights (0) or state (1); they are checked in the pass of Adam if that sees them as they are stored."""
-        is_checked = await packs[part].read(  # no pass over both makes digests if one of them is coded
+        """Read weights (0) or state (1). The Adam pass verifies them, if it sees them as they are stored."""
+        is_checked = await packs[part].read(  # if either pack is coded, the pass makes no digests
             self._index(*trip.key), self.parts(trip)[part], priority,
             record=trip.before[part] if trip.is_redo else None, checks=trip.is_redo or _is_any_coded(packs),
         )  # fmt: skip
@@ -82,14 +82,18 @@ class TripBytes:
         return parts[0], parts[1], rest if rest is not None else parts[0][:0]
 
     def stored(self, trip: Trip) -> tuple[Bytes, Bytes] | None:
-        """The weights and the state of a trip as they are stored; None if that is not as they are in memory."""
+        """The weights and the state of a trip as they are stored; None if they are not stored as they are in memory."""
         if self._packs is None or _is_any_coded(self._packs):
             return None
         (weights, state, _), index = self.parts(trip), self._index(*trip.key)
         return weights[: self._packs[0].padded_bytes(index)], state[: self._packs[1].padded_bytes(index)]
 
     def check(self, trip: Trip, found: Digests) -> None:
-        """What was updated in place may have been damaged: then it goes nowhere (see [Note: chain] in `updates.py`)."""
+        """Verify what was updated in place. A damaged chunk goes no further (see [Note: chain] in `updates.py`).
+
+        Raises:
+            ChecksumMismatch: names the damaged chunk.
+        """
         for pack, record, digest in zip(self._packs or (), trip.before, found):
             if record is not None and digest is not None:
                 pack.check_digest(self._index(*trip.key), record, digest)
@@ -112,10 +116,11 @@ def run_adam(
     stored: tuple[Bytes, Bytes] | None,
     asks_before: Sequence[bool],
 ) -> tuple[Digests, Digests]:
-    """Update in place, and give the digests of what is `stored`, if that is given: before it if asked for, and after.
+    """Update in place. Returns the digests of `stored`, if given: before the update where asked for, and after it.
 
     Args:
-        copy: gets the new weights, too, if all of them are updated. All bytes but `stored` are without padding.
+        weights, copy: without padding. `copy` gets the new weights too; None unless all of them are updated.
+        asks_before: of weights and of state, whether the digest before the update is wanted.
     """
     count = len(weights) // spec.item_bytes
     flat = elements_of(weights, spec.dtype, count)

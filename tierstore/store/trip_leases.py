@@ -1,23 +1,25 @@
 """The memory of trips: leases granted in the order of need, and taken back where a step leaves that order.
 
-Scope: who waits for memory, who has it, and who only reads ahead with it.
+Scope: which trips wait for memory, which have it, and which only read ahead with it.
 Not here: what a trip does with its lease (`updates.py`), bytes (`io/memory.py`).
 Owner: the loop thread.
 
 [Note: one lease per trip] A trip reserves all the memory it will need before it reads, so it never waits for memory
 while it holds memory. Leases are granted in the order in which updates are needed. Where a step leaves that order (a
-block skipped, a new graph), a lease that waits for a later gradient is recalled and queues again. A gradient may wait
-for memory that an earlier one gives back when it is applied, so a trip without its gradient gives way, too. Who gives
-way queues again behind all others, also those of the next step; no trip of that is applied before he has his memory,
-for it would keep its own until it is written, which is after the commit of the step before. Then nothing waits in a
-circle. When all of a step is decided whose gradients are all here, those that still wait may change turns.
+block skipped, a new graph), a trip that waits for a later gradient is recalled: it gives its lease back and queues
+again. A gradient may wait for memory that an earlier gradient gives back when it is applied, so a trip without its
+gradient gives way, too. A trip that gives way queues again behind all others, also those of the next step. No trip of
+the next step is applied before the trip that gave way has its memory, because the later trip would keep its own until
+it is written, which is after the commit of the step before. So nothing waits in a circle. Once a whole step is decided
+and all its gradients are here, its trips that still wait may change turns.
 
-[Note: places of gradients] Where gradients are kept to the end of their step, their memory is free through forward, and
-much of it for long in backward. A trip may have the places of gradients that come after its own: in the order of need
-it gives them back before they come. Where a step leaves that order, it is recalled like the others. Once the step is
-over, what is left of it may have all places: the next forward waits for it, and no gradient comes before that. (With
-that, and such reads before writes, a step of GPT-2 124M took 2.95 and 2.80 s in 384 MiB, before it 3.23 and 3.52, in
-turns; in 512 MiB 2.43 and 2.65, before it 2.73 and 2.65; in 768 MiB and more as long as before, 2026-11-28.)
+[Note: places of gradients] Where gradients are kept to the end of their step, their memory is free during forward, and
+much of it during most of backward. A trip may have the places of gradients that come after its own: in the order of
+need it gives the places back before those gradients come. Where a step leaves that order, the trip is recalled like the
+others. Once the step is over, its remaining trips may have all places: the next forward waits for these trips, and no
+gradient comes before that. (With this, and with the reads of such trips before writes, a step of GPT-2 124M took 2.95
+and 2.80 s in 384 MiB, without it 3.23 and 3.52, measured in turns; in 512 MiB 2.43 and 2.65, without it 2.73 and 2.65;
+in 768 MiB and more as long with as without, 2026-11-28.)
 """
 
 from __future__ import annotations
@@ -32,22 +34,22 @@ from tierstore.store.rounds import Round, Trip
 class TripLeases:
     """Leases of one pool, one for each trip that needs memory.
 
-    A trip that is granted one has it as `trip.lease`; it is recalled to have that back.
+    A trip has its lease as `trip.lease`, and is recalled to get that back.
 
     Args:
-        gradients: has the places of gradients, see [Note: places of gradients].
+        gradients: the pool of the places of gradients, see [Note: places of gradients].
     """
 
     def __init__(self, pool: Pool, gradients: Pool) -> None:
         self._pool = pool
         self._gradients = gradients
-        self._queued: dict[Round, dict[int, dict[Trip, None]]] = {}  # wait for memory, by group
-        self._holding: dict[Trip, Round] = {}  # have it, or have been granted it
-        self._in_places: dict[Trip, None] = {}  # have what they hold from gradients; recalled in the order of need
+        self._queued: dict[Round, dict[int, dict[Trip, None]]] = {}  # trips that wait for memory, by group
+        self._holding: dict[Trip, Round] = {}  # trips that have memory, or have been granted it
+        self._in_places: dict[Trip, None] = {}  # trips in places of gradients; recalled in the order of need
         self._borrowers = 0
 
     async def reserve(self, round_: Round, trip: Trip, nbytes: int) -> bool:
-        """Wait for a trip's lease. False: others need that memory sooner."""
+        """Wait for a trip's lease. False: others need that memory sooner, so the trip must give it back."""
         self._queued.setdefault(round_, {}).setdefault(trip.group, {})[trip] = None
 
         def granted() -> None:
@@ -64,8 +66,8 @@ class TripLeases:
             raise
         finally:
             self._leave_queue(round_, trip)
-        # It may have come to the head of the queue before one that may go. One whose own gradient is on its way keeps
-        # its place: it would queue again behind all later ones, which then read ahead for nothing.
+        # This trip may have come to the head of the queue before one that may go. If its own gradient is on its way, it
+        # keeps its memory, or it would queue again behind all later trips, which would then read ahead for nothing.
         is_in_the_way = trip in self._in_places and self._gradients.is_waited_for
         return self.will_go(round_, trip) or not (
             self._borrowers or is_in_the_way or self._is_starving() or self.is_owed(round_)
@@ -81,7 +83,7 @@ class TripLeases:
                     del self._queued[round_]
 
     def is_owed(self, round_: Round) -> bool:
-        """Whether a trip of an earlier round waits for memory: those of this one wait with being applied."""
+        """Whether a trip of an earlier round waits for memory: until it has that, no trip of this round is applied."""
         return any(queued.number < round_.number for queued in self._queued)
 
     def will_go(self, round_: Round, trip: Trip) -> bool:
@@ -89,7 +91,7 @@ class TripLeases:
         return round_.will_go(trip) and not self.is_owed(round_)
 
     def _place_for(self, round_: Round, trip: Trip, nbytes: int) -> Lease | None:
-        """Places of gradients, if there are some that this trip may have now."""
+        """Places of gradients, if some are free that this trip may have now."""
         above = round_.free_above(trip)
         lease = None if above is None else self._gradients.try_reserve_last(nbytes, above)
         if lease is not None:
@@ -97,26 +99,26 @@ class TripLeases:
         return lease
 
     def rearrange(self, round_: Round) -> None:
-        """All of a round is decided: its trips that wait for memory have it in the order of the next forward."""
+        """A whole round is decided: its trips that wait for memory get it in the order of the next forward."""
         ranks = {group: rank for rank, group in enumerate(round_.then)}
         self._pool.rearrange({trip: ranks[trip.group] for trip in round_.trips if trip.group in ranks})
 
     def give_back(self, trip: Trip) -> None:
-        """A trip has no use for its lease, if it has one."""
+        """Give back the lease of a trip, if it has one."""
         self._holding.pop(trip, None)
         self._in_places.pop(trip, None)
         if trip.lease is not None:
             trip.lease.free()
             trip.lease = None
-        self.look_again()  # gradients may have gone with it
-        self.recall()  # who waited because this one was moving
+        self.look_again()  # its gradient may be gone too, and its place be free
+        self.recall()  # nobody was recalled as long as this trip was moving
 
     def look_again(self) -> None:
         """Places of gradients have come free."""
         self._pool.look_again()
 
     async def borrow(self, nbytes: int) -> Lease:
-        """Memory for something else than a trip: what reads ahead for a step that may be far away makes room."""
+        """Memory for something other than a trip. Trips that read ahead make room: their step may be far away."""
         self._borrowers += 1
         try:
             self._recall(trip for trip in self._holding if trip not in self._in_places)
@@ -125,9 +127,9 @@ class TripLeases:
             self._borrowers -= 1
 
     def recall(self) -> None:
-        """Take back what reads ahead, if a trip that may go has no memory or a gradient no place, and nothing moves.
+        """Recall trips that read ahead, if nothing moves, and a trip that may go has no memory, or a gradient no place.
 
-        In the order of need this does not happen: what reads ahead queued behind what may go.
+        In the order of need this does not happen: trips that read ahead then queue behind those that may go.
         """
         if not self._moves(self._holding) and self._is_starving():
             self._recall(self._holding)
@@ -135,20 +137,20 @@ class TripLeases:
             self._recall(self._in_places)
 
     def _moves(self, trips: Iterable[Trip]) -> bool:
-        """Whether one of these will give back what it has."""
+        """Whether one of these trips will give its memory back by itself."""
         return any(trip.applied.done() or self.will_go(self._holding[trip], trip) for trip in trips)
 
     def _is_starving(self) -> bool:
-        """Whether a trip waits for memory, and needs nothing else."""
+        """Whether a trip waits for memory, and for nothing else."""
         return any(
             round_.may_go(trip)
             for round_, queued in self._queued.items()
-            for group in round_.opened & queued.keys()  # asked at each turn: not all that are queued
+            for group in round_.opened & queued.keys()  # called often: do not go through all that are queued
             for trip in queued[group]
         )
 
     def _recall(self, trips: Iterable[Trip]) -> None:
-        """Those that have their lease already; who was granted one looks himself when he has his turn."""
+        """Recall those that have a lease and cannot be applied. One just granted its lease looks at that itself."""
         for trip in trips:
             round_ = self._holding[trip]
             if trip.lease is not None and (self.is_owed(round_) or not round_.may_go(trip)):

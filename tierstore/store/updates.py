@@ -1,14 +1,14 @@
 """The update of every chunk: state read ahead, one Adam pass, state and weights written behind.
 
 Scope: the trips of all rounds, and how loads wait for them.
-Not here: what the coefficients are (`train/optimizer.py`), the memory that trips take (`trip_leases.py`) and what is
-    where in it (`trip_bytes.py`), when a generation is committed (`commits.py`), the update of what lives on the GPU
+Not here: what the coefficients are (`train/optimizer.py`), the memory that trips take (`trip_leases.py`) and where
+    each part is (`trip_bytes.py`), when a generation is committed (`commits.py`), the update of what lives on the GPU
     (`gpu_updates.py`).
 Owner: the loop thread; workers read, run the kernel and write.
 
-[Note: chain] A chunk is on one trip at a time: a trip reads when that of the step before has ended. What of the chunk
-lives in memory, of the CPU or the GPU, may still be on its way to the disk then, for a commit: it changes, and the
-chunk's gradient goes, only when that has ended.
+[Note: chain] A chunk is on one trip at a time: a trip reads when that of the step before has ended. Those parts of the
+chunk that live in memory, of the CPU or the GPU, may then still be on their way to the disk, for a commit. They change,
+and the chunk's gradient is dropped, only when that write has ended. If a trip fails, the next one fails, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tierstore.trace import Tracer
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 _Before = tuple[asyncio.Task[None] | None, asyncio.Task[None] | None]
-"""What a trip follows: the one before it, and the write for a commit that began after that one."""
+"""What a trip follows: the trip of the chunk before it, and the write for a commit that began after that trip."""
 
 
 class UpdatePipeline:
@@ -85,12 +85,12 @@ class UpdatePipeline:
         self.chain: dict[tuple[int, int], asyncio.Task[None]] = {}
         """The last trip of each chunk."""
         self.resident_writes: dict[tuple[int, int], asyncio.Task[None]] = {}
-        """The last write for a commit of what lives in memory, which begins after a trip."""
+        """Of each chunk, the last write for a commit of what lives in memory. It begins after a trip."""
         self.dirty: dict[tuple[int, int], Digests] = {}
-        """Chunks of which a part lives in memory and is to be written, and what their last update says of it."""
+        """Chunks with a part that lives in memory and waits to be written, and the digests from their last update."""
 
     def forget_digests(self, group: int, chunk: int) -> None:
-        """What lives in CPU memory of a chunk is not, or will not be, what its last update has left there."""
+        """What lives in CPU memory of a chunk is not, or soon will not be, what its last update has left there."""
         if (group, chunk) in self.dirty:
             self.dirty[group, chunk] = (None, None)
 
@@ -117,7 +117,8 @@ class UpdatePipeline:
         """The gradient of a group is complete and its coefficients are known: update it now.
 
         Args:
-            after: work before it may read weights of chunks that got no gradient last, so that none is waited for.
+            after: device work before it may still read weights of the group. Waiting for its gradients is not enough:
+                a chunk may have got none in the last backward.
         """
         round_.decide_group(group, updates, after)
         self._make_pending(round_, group)
@@ -139,7 +140,7 @@ class UpdatePipeline:
         self._leases.recall()
 
     def approve(self, round_: Round) -> None:
-        """The speculation was right: gradients kept for a redo may go."""
+        """The speculation was right: drop the gradients that were kept for a redo."""
         round_.keeps_gradients = False
         for key in round_.kept:
             round_.gradients.drop(*key)
@@ -147,12 +148,12 @@ class UpdatePipeline:
         self._leases.look_again()
 
     async def redo(self, round_: Round, updates: Updates) -> Round:
-        """The speculation was wrong: every update of the round once more, from the records that its trips read.
+        """The speculation was wrong: do every update of the round again, from the records that its trips began from.
 
         Args:
-            updates: the right ones; empty for a step that is skipped.
+            updates: the right ones; empty if the step is skipped.
         Returns:
-            The round that replaces the first.
+            The round that replaces this one.
         """
         await self.round_finished(round_)
         again = Round(
@@ -191,7 +192,7 @@ class UpdatePipeline:
         is_at_rest_later = self._weights.is_home_nvme(group) or group in self._on_gpu
         if is_at_rest_later and trip.task is not None:
             await asyncio.shield(trip.task)
-        if self._pending[group, chunk] is not trip:  # the step after has decided meanwhile
+        if self._pending[group, chunk] is not trip:  # the next step has decided meanwhile
             return await self.settle(group, chunk)
         return False
 
@@ -204,19 +205,19 @@ class UpdatePipeline:
                 await asyncio.shield(trip.applied)
 
     async def unread(self, group: int) -> None:
-        """Wait until nothing on the device reads the weights of before the decided updates of a group.
+        """Wait until nothing on the device reads the weights that a group had before its decided updates.
 
-        Updates have waited for that, of which another rank may have all.
+        The updates themselves wait for that, but all of them may be at other ranks.
         """
         for mark in self._last_uses.get(group, ()):
             await self._marks.reached(mark)
 
     async def leave_device(self, group: int) -> None:
-        """Wait until no trip needs the device copy of a group's weights; of one that failed its task tells."""
+        """Wait until no trip needs the device copy of a group's weights. If a trip failed, its task raises that."""
         for round_ in self._rounds:
             if not round_.reads_weights and round_.is_open(group):
                 self._leases.recall()
-                if applied := [trip.applied for trip in round_.trips_of[group]]:  # none of a group of other ranks
+                if applied := [trip.applied for trip in round_.trips_of[group]]:  # none if others keep the group
                     await asyncio.wait(applied)
         await self.changing.ended(group)
 
@@ -236,7 +237,7 @@ class UpdatePipeline:
         """Wait for every trip of a round; all of them have ended when the first failure is raised."""
         tasks = [trip.task for trip in round_.trips if trip.task]
         if tasks:
-            await asyncio.wait(tasks)  # not `gather`, which would cancel them with who waits
+            await asyncio.wait(tasks)  # not `gather`, which would cancel them together with the waiter
         for task in tasks:
             task.result()
 
@@ -250,7 +251,7 @@ class UpdatePipeline:
                 trip.applied.set_exception(error)
                 trip.applied.exception()  # retrieved: the task raises it, too
                 if isinstance(error, Exception) and not round_.gradients.is_coming(*trip.key):
-                    round_.gradients.drop(*trip.key)  # others wait for its memory
+                    round_.gradients.drop(*trip.key)  # others may wait for its memory
             raise
         finally:
             self._leases.give_back(trip)
@@ -259,9 +260,9 @@ class UpdatePipeline:
         while not await self._read_ahead(round_, trip, *before):
             round_.gradients.let_go(*trip.key)
             self._leases.give_back(trip)
-            await asyncio.sleep(0)  # who was granted memory has its turn first; until then he counts as starving
+            await asyncio.sleep(0)  # trips that were granted this memory have their turn first
         updates = round_.updates_of(trip.group, *self._placement.chunk(trip.group, trip.chunk))
-        if updates and trip.group in self._on_gpu:  # which is never applied before the norm is known
+        if updates and trip.group in self._on_gpu:  # such a group is never applied before the norm is known
             await self._gpu_updates.apply(round_, trip, updates)
         else:
             if updates or trip.is_redo:
@@ -278,12 +279,12 @@ class UpdatePipeline:
         elif trip.is_redo and self._packs is not None:
             for pack, record in zip(self._packs, trip.before):
                 pack.current[self._index(*trip.key)] = record
-            self.forget_digests(*trip.key)  # of the update that was wrong
+            self.forget_digests(*trip.key)  # they are those of the wrong update
 
     async def _read_ahead(
         self, round_: Round, trip: Trip, previous: asyncio.Task[None] | None, write: asyncio.Task[None] | None
     ) -> bool:
-        """Reserve, wait for the chunk, read its state, wait for the gate. False: recalled, begin again.
+        """Reserve, wait for the chunk, read its state, wait for the gate. False: give the memory back, and begin again.
 
         Args:
             previous, write: see [Note: chain].
@@ -297,7 +298,7 @@ class UpdatePipeline:
             return False
         is_idle = round_.is_decided and not round_.updates_of(group, *self._placement.chunk(group, chunk))
         if not is_idle or trip.is_redo:
-            # What an update waits for goes before writes, which only give back memory.
+            # Reads that an update waits for go before writes, which only give back memory.
             priority = Priority.UPDATE if round_.may_go(trip) else Priority.PREFETCH
             await together(self._bytes.reads(trip, round_.reads_weights, priority))
         if write is not None and not await self._unless_recalled(round_, trip, write):
@@ -313,13 +314,13 @@ class UpdatePipeline:
         return trip.lease is None or not self._leases.is_owed(round_)
 
     async def _unless_recalled(self, round_: Round, trip: Trip, wanted: asyncio.Future[None]) -> bool:
-        """Wait for what others wait for, too; False if the trip's lease is recalled first.
+        """Wait for a future that others wait for, too; False if the trip is recalled first.
 
         A trip whose gradient has come since it was recalled goes on: it gives its memory back sooner that way.
 
         Raises:
-            BaseException: what `wanted` failed with: a chunk goes no further than its first failure, for what came
-                after would be no step's state.
+            BaseException: what `wanted` failed with. A chunk goes no further than its first failure, because what came
+                after would be the state of no step.
         """
         while not wanted.done():
             if trip.recalled.done():
@@ -337,15 +338,15 @@ class UpdatePipeline:
         for mark in round_.last_uses(group):
             await self._marks.reached(mark)
         if not any(one.number >= round_.number and not one.reads_weights for one in self._rounds):
-            # So that new weights go to a forward that has asked for them. Where weights come from the device, in this
-            # step or the next, the memory that a load waits for may be that of a group whose update waits for this one.
+            # So that new weights go to a forward that has asked for them. Not if weights come from the device, in this
+            # step or the next: the load may then wait for memory of a group whose update waits for this one.
             await self._weights.announced(group)
-        await self._weights.arrived(group, chunk)  # a load from before this was decided: its old weights come first
+        await self._weights.arrived(group, chunk)  # a load that began before the decision: its old weights come first
         needs_weights = self._weights.is_home_nvme(group) and not round_.reads_weights
         if needs_weights and not self._weights.is_valid_on_device(group):
             await self._weights.read(group, chunk, weights)
             needs_weights = False
-        # No await from here to `changing`: the group may not leave the device in between.
+        # No await from here to `changing`: the group must not leave the device in between.
         storage = self._weights.on_device(group)
         raw, offset = self._weights.raw_bytes(group, chunk), self._weights.device_offset(group, chunk)
         spec, device = self._groups[group], self._device
@@ -358,7 +359,7 @@ class UpdatePipeline:
             if needs_weights and storage is not None:
                 weights[raw:] = 0
                 if there is not None:
-                    here, there = there, here  # read on the device, written in both places
+                    here, there = there, here  # read them on the device, write them in both places
                 else:
                     # Backward's own mark was waited for when the gradients were collected.
                     device.copy_out_range(storage, offset, here, Reached())
@@ -369,7 +370,7 @@ class UpdatePipeline:
                 )
                 self._bytes.check(trip, found)
             if there is not None:
-                device.counters.add("h2d", raw, device.counters.clock())  # it took no time of its own
+                device.counters.add("h2d", raw, device.counters.clock())  # the copy took no time of its own
             elif storage is not None:
                 device.copy_in(storage, offset, here)
             return left
@@ -379,7 +380,7 @@ class UpdatePipeline:
         trip.applied.set_result(storage is not None)
 
     async def _write(self, round_: Round, trip: Trip) -> None:
-        """Write what does not live in memory; what does is dirty until a commit writes it."""
+        """Write what does not live in memory; what does live there is dirty until a commit writes it."""
         index, is_state_resident = self._index(*trip.key), self._bytes.is_state_in_memory(trip)
         is_weights_resident = not self._weights.is_home_nvme(trip.group)
         if is_state_resident or is_weights_resident:

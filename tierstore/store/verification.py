@@ -1,7 +1,7 @@
 """What a committed generation needs of the packs of a store, read from its manifest alone.
 
 Scope: the chunks of a generation of a model or of named tensors, where each lies and what its checksum is. Nothing is
-    opened or changed.
+    changed.
 Not here: reading them (`apps/verify.py`); a store that is open (`training.py`, `tensors.py`).
 Owner: none; plain records.
 """
@@ -42,7 +42,7 @@ class CommittedChunk:
 
     @property
     def stored_bytes(self) -> int:
-        """Of its bytes there."""
+        """Bytes that the chunk takes there."""
         return self.record.stored_bytes
 
 
@@ -51,7 +51,7 @@ class CommittedPack:
     """A pack as a manifest describes it; not open.
 
     Attributes:
-        specs, groups: its chunks, and of each the group or entry that it is of.
+        specs, groups: its chunks, and for each of them the group or entry that it belongs to.
     """
 
     slots: SlotPack
@@ -61,7 +61,7 @@ class CommittedPack:
 
 
 def is_of_tensors(generation: Generation) -> bool:
-    """Whether it is one of named tensors (`TensorStore`), and not the training state of a model."""
+    """Whether it holds named tensors (`TensorStore`), and not the training state of a model."""
     return not generation.layout["groups"]
 
 
@@ -75,7 +75,7 @@ def committed_chunks(
         number: of the generation; None is the last one.
 
     Raises:
-        ConfigError: not all of them are given, or some of another store.
+        ConfigError: not all directories are given, or some are of another store.
         FormatError: the manifest, or the state beside it, is damaged, or a file is missing.
     """
     manifests = Manifests(directories[0], backend or Backend())
@@ -99,7 +99,7 @@ def packs_of(
     """The packs of a store, as its manifest alone describes them.
 
     Raises:
-        FormatError: it describes none that this release knows.
+        FormatError: it describes packs that this release does not know.
     """
     describe = _packs_of_tensors if is_of_tensors(generation) else _packs_of_training
     io = ChunkIO(backend or Backend(), WorkerPool("verify", 1), None, time.monotonic)  # its thread is never started
@@ -117,7 +117,7 @@ def _packs_of_training(generation: Generation, directories: Sequence[Path], io: 
 
 
 def _packs_of_tensors(generation: Generation, directories: Sequence[Path], io: ChunkIO) -> Iterator[CommittedPack]:
-    from tierstore.store.entries import recorded_entries  # with torch, which all others do without
+    from tierstore.store.entries import recorded_entries  # imports torch, which all else here does without
     from tierstore.store.shelf import put_pack
 
     codec = _decided(Codec(generation.layout["codec"]), "tensors")
@@ -150,12 +150,12 @@ def chunks_of(generation: Generation, packs: Mapping[str, CommittedPack]) -> lis
 def damaged_headers(
     generation: Generation, directories: Sequence[Path], backend: Backend | None = None
 ) -> list[tuple[Path, int]]:
-    """Files of a generation whose header is not what its manifest makes it, and the bytes of that.
+    """Files of a generation whose header is not as it was made, and the size of the header in bytes.
 
-    The engine needs none of them; whoever else opens the file does.
+    The engine needs no header; other programs that open the files do.
 
     Raises:
-        StorageError: one cannot be read.
+        StorageError: a file cannot be read.
     """
     packs = packs_of(generation, directories, backend)
     return [one for kind, pack in packs.items() for one in pack.slots.damaged_headers(generation.records[kind])]

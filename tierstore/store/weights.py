@@ -5,8 +5,8 @@ Not here: which group to load or drop (`plan/residency.py` decides, `train/acces
     (`updates.py`).
 Owner: the loop thread; workers copy.
 
-Invariant: the weights of a chunk are at rest in CPU memory or on NVMe at every moment, or a trip of the update holds
-them and settles every load that waits for it; what is on the device is a copy.
+Invariant: at every moment the weights of a chunk are at rest in CPU memory or on NVMe, or a trip of the update holds
+them and settles every load that waits for the trip. What is on the device is a copy.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class Weights:
     """Flat device storages of the groups, and how their bytes get there.
 
     Args:
-        pack: chunks on NVMe; None without a store.
+        pack: the chunks on NVMe; None without a store.
         resident: leases of the chunks that live in CPU memory, by (group, chunk).
-        staging: memory that a chunk passes on its way from NVMe.
+        staging: memory that chunks pass on their way from NVMe.
 
     Attributes:
         storages: one per group, size 0 while it is not on the device.
-        settle: waits for a pending update of a chunk; True if that has put the new weights on the device itself.
+        settle: waits for a pending update of a chunk; True if the update itself has put the new weights on the device.
+        leave_device: waits until no trip needs the device copy of a group.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Weights:
         return (stop - start) * self._groups[group].item_bytes
 
     def announce(self, group: int) -> None:
-        """A load of this group will follow: an update that comes before its memory may wait for that."""
+        """A load of this group will follow: updates may wait until the group has its device memory."""
         self._announced[group] = asyncio.get_running_loop().create_future()
 
     async def announced(self, group: int) -> None:
@@ -135,7 +136,7 @@ class Weights:
         self._valid.add(group)
 
     async def reload(self, group: int, after: Mark) -> None:
-        """Have the weights at rest on the device, if the group stays there; no update of it is pending.
+        """Copy the weights at rest to the device again, if the group is there; no update of the group is pending.
 
         Args:
             after: the device work that may still read what is there.
@@ -164,13 +165,13 @@ class Weights:
             await self._copy_in(group, chunk, priority)
 
     async def arrived(self, group: int, chunk: int) -> None:
-        """Wait until nothing of a chunk is being copied to the device; what waits for its update is not yet."""
+        """Wait until nothing of a chunk is being copied to the device; loads that wait for its update do not count."""
         while (copying := self._arriving.get((group, chunk))) is not None:
             await asyncio.shield(copying)
 
     @contextlib.contextmanager
     def _copying(self, group: int, chunk: int) -> Iterator[None]:
-        """One at a time for a chunk: a group is loaded once, and reloaded when it is there."""
+        """In here a chunk is copied. One copy at a time: a group is loaded once, and reloaded when it is there."""
         ended = self._arriving[group, chunk] = asyncio.get_running_loop().create_future()
         try:
             yield
@@ -196,7 +197,7 @@ class Weights:
             await pack.read_with(index, priority, fill)
 
     async def read(self, group: int, chunk: int, into: Bytes) -> None:
-        """The weights on NVMe into `into` (padded length), for an update; those before it have ended."""
+        """Read the weights on NVMe into `into` (padded length), for an update; the updates before it have ended."""
         await self._need_pack().read(self._index(group, chunk), into, Priority.UPDATE)
 
     def _need_pack(self) -> SlotPack:
