@@ -9,9 +9,9 @@ Scope: the engine, by what its modules do:
     updates     `parameter_groups`, `optimizer`, `rounds`
     ranks       `ranks`, `partition`, `gathering`, `reduction`
     generations `generations`, `given`, `capture`
-and beside it, each for itself: models and their files (`materialize` with `deferred/`, `checkpoints` with
-`checkpoint_files` and `conversion`), batches (`loading`), `cpu_adam`, and `data_parallel/`; for these and the engine
-`owners` of parameters, and `newcomers`.
+and beside the engine, each usable alone: models and their files (`materialize` with `deferred/`, `checkpoints` with
+`checkpoint_files` and `conversion`), batches (`loading`), `cpu_adam`, and `data_parallel/`; shared by these and the
+engine: `owners` of parameters, and `newcomers`.
 Not here: anything that waits on the loop (`store/`); commands (`apps/`).
 Owner: the thread that trains.
 """

@@ -1,14 +1,14 @@
-"""Which groups the training side holds on the device, and what it asks of the store when it goes from one to the next.
+"""Which groups the training side holds on the device, and what it asks of the store when it moves to another group.
 
 Scope: entering and leaving groups, prefetch by the recorded order.
 Not here: parameters that are not on the device (`guard.py`), the policy (`plan/residency.py`), the moves themselves
     (`moves.py`), the hooks that call this (`hooks.py`).
 Owner: the training side, which is one thread at a time (forward's, or the one that runs backward). It keeps the lease
-of a group as long as it holds it, so going on inside a held group crosses no thread.
+of a group as long as it holds the group, so work inside a held group crosses to no other thread.
 
 [Note: who may drop] Only the training side decides to drop a group, and only if nobody is inside it and nobody holds a
-view of its storage (`Group.is_viewed`). The loop then waits for the device and frees the memory. What is being copied
-or gathered is viewed by those who do that: of a group that is not ready counts who held a view before (`keep_views`).
+view of its storage (`Group.is_viewed`). The loop then waits for the device and frees the memory. Copies and gathers
+hold views themselves, so for a group that is not ready only views from before count (`keep_views`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tierstore.train.moves import GroupMoves, Move
 
 
 class _InUse(Container[int]):
-    """The groups that may not be dropped, for one decision: none gets two answers."""
+    """The groups that may not be dropped, for one decision: the answer for a group is cached, so it cannot change."""
 
     def __init__(self, is_in_use: Callable[[Any], bool]) -> None:
         self._is_in_use = functools.cache(is_in_use)
@@ -46,8 +46,8 @@ class DeviceAccess:
 
     Args:
         clock: seconds, for the compute time of each visit.
-        gathers: completes groups with the parts of other ranks, if there are any. Then what is decided here depends on
-            nothing that takes time (see [Note: the order of gathers]).
+        gathers: completes groups with the parts of other ranks; None if this rank has all parts. With it, decisions
+            here do not depend on timing (see [Note: the order of gathers]).
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class DeviceAccess:
         self.device = device
         self._clock = clock
         self._gathers = gathers
-        # Then ranks may go different ways through the model: all comes at once, nothing in the order of one of them.
+        # Then ranks may take different ways through the model: all groups are loaded at once, not in one rank's order.
         self._holds_all = gathers is not None and store.placement.weights_stay
         self.depth = 1
-        """Groups fetched ahead, once the order is known."""
+        """How many groups are fetched ahead, once the order is known."""
         self.sizes = tuple(group.spec.device_bytes for group in groups)
         count = len(groups)
-        # Until the first step has shown the order: as registered, and back again, on demand only.
+        # Until the first step has shown the order: as registered, then in reverse, on demand only.
         self.order: tuple[int, ...] = (*range(count), *reversed(range(count)))
         self.is_recorded = False
         self.visit_seconds: list[float] = [0.0] * len(self.order)
@@ -95,9 +95,9 @@ class DeviceAccess:
         self.awaits_update: Callable[[int], bool] = lambda group: False
         """Whether a group will still be updated in this step, so that its weights are not yet those of the next."""
         self.before_visit: Callable[[int], None] = lambda group: None
-        """Called in forward before a group is needed; it may let others of the training side go first."""
+        """Called before a group is used; with forwards side by side (`vertical.py`) it may let the others go first."""
         self.read_late: Callable[[int], None] = lambda group: None
-        """Called when a group that was withdrawn is read all the same; it may refuse that."""
+        """Called when a withdrawn group is read after all; it may refuse that."""
         self.gate = Gate(self)
         for group in groups:
             guard(group, self.gate)
@@ -107,7 +107,7 @@ class DeviceAccess:
 
     def begin_forward(self) -> None:
         """The model's forward begins."""
-        self._users = list(self._long_users)  # an interrupt may have kept others from leaving
+        self._users = list(self._long_users)  # after an interrupt some `leave` may be missing
         self._position = -1
         self._current = None
         self._visits = []
@@ -123,10 +123,10 @@ class DeviceAccess:
         self.is_inside = True
 
     def end_pass(self) -> None:
-        """Forward or backward is over: what was acquired for its whole length is released."""
+        """Forward or backward is over: groups that were acquired for its whole length are released."""
         self.is_inside = False
         self._account()
-        self._users = list(self._long_users)  # an error may have kept others from leaving
+        self._users = list(self._long_users)  # after an error some `leave` may be missing
         self._withdrawn.clear()
         for group in self._held:
             self._guard(group)
@@ -159,10 +159,10 @@ class DeviceAccess:
     # --- entering and leaving -----------------------------------------------------------------------------------
 
     def enter(self, group: int, *, for_long: bool = False) -> None:
-        """Have a group on the device until `leave`, or until the pass ends; `for_long` also after that.
+        """Bring a group to the device and keep it until `leave` or the end of the pass; `for_long`: until `leave`.
 
         Raises:
-            BudgetError: it does not fit beside the groups in use.
+            BudgetError: the group does not fit beside the groups in use.
         """
         self.pass_through(group)
         self._users[group] += 1
@@ -176,30 +176,30 @@ class DeviceAccess:
             self._guard(group)
 
     def is_gathered(self, group: int) -> bool:
-        """Whether somebody has entered it for long."""
+        """Whether somebody has entered a group with `for_long`."""
         return self._long_users[group] > 0
 
     def pass_through(self, group: int) -> None:
-        """Have a group on the device now, which in forward others of the training side may wish to need first."""
+        """Bring a group to the device now; other forwards may go first (`before_visit`)."""
         self.before_visit(group)
-        if group not in self._withdrawn:  # else who reads it comes by `enter_unasked`
+        if group not in self._withdrawn:  # a withdrawn group is hidden: reading it calls `enter_unasked`
             self.visit(group)
 
     def visit(self, group: int) -> None:
-        """Have a group on the device now; a view of its storage keeps it there (see [Note: who may drop])."""
+        """Bring a group to the device now; a view of its storage keeps it there (see [Note: who may drop])."""
         self._tell_if_late(group)
         if group != self._current or group not in self._ready:
             self._go_to(group)
 
     def enter_unasked(self, group: int, parameter: nn.Parameter, *, is_write: bool) -> None:
-        """Have a group on the device that no module has announced, until `leave` or until forward or backward is over.
+        """Bring a group that no module has announced to the device, until `leave` or the end of forward or backward.
 
         Args:
-            parameter: of the group, which is asked for.
-            is_write: to be changed in place.
+            parameter: the parameter of the group that is accessed.
+            is_write: the parameter is to be changed in place.
 
         Raises:
-            GraphError: neither is running.
+            GraphError: neither forward nor backward is running.
         """
         if not self.is_inside:
             name = self._groups[group].name_of(parameter)
@@ -216,9 +216,10 @@ class DeviceAccess:
         self.enter(group)
 
     def withdraw(self, group: int) -> None:
-        """Who reads a group from now on in this backward is told by `read_late`: an update may have changed it.
+        """Call `read_late` if this group is read later in this backward: an update may have changed it by then.
 
-        Not what somebody has entered, or holds a view of, which is not updated on the device before that ends.
+        Not for reads by those who have entered the group, or hold a view of it: until they let go, it is not updated
+        on the device.
         """
         self._withdrawn.add(group)
         self._guard(group)
@@ -229,10 +230,10 @@ class DeviceAccess:
             self._withdrawn.discard(group)
 
     def check_unchanged(self) -> None:
-        """Refuse weights that the model has changed: updates go on from those at rest.
+        """Refuse weights that the model has changed: updates start from the weights at rest.
 
-        What goes past the version counters (`weight.data.clamp_()`) is not seen, and is lost, unless the update
-        takes weights from the device.
+        A change that bypasses the version counters (`weight.data.clamp_()`) is not noticed, and is lost unless the
+        update takes the weights from the device.
 
         Raises:
             GraphError: names one.
@@ -247,7 +248,7 @@ class DeviceAccess:
 
     def _go_to(self, group: int) -> None:
         self._account()
-        self._let_go_without_room()  # by now there may be some
+        self._let_go_without_room()  # by now there may be room
         self._refresh_stale()
         position = self._locate(group)
         if position is not None:
@@ -272,7 +273,7 @@ class DeviceAccess:
             return Decision()
         if self._gathers is not None and (viewed := self._viewed()):
             self._runtime.call(self._moves.unviewed, viewed)  # a copy may be over at one rank and not at another
-        # What cannot be dropped yet. With other ranks, where one may be there sooner than here, it can.
+        # Loading groups cannot be dropped yet. With other ranks they count as ready, which they may be elsewhere.
         loading = self._held - self._ready if self._gathers is None else set()
 
         def decide() -> Decision:
@@ -299,11 +300,11 @@ class DeviceAccess:
         return [group for group in self._held if not self._users[group] and self._is_in_use(group)]
 
     def _depth_from(self, position: int) -> int:
-        """How far to fetch ahead: not before the order is known, and not over an update that makes weights stale."""
+        """How far to fetch ahead: not before the order is known, and not past an update that makes weights stale."""
         if not self.is_recorded or self._holds_all:
             return 0
         if len(set(self.order[position : position + self.depth + 1])) > self.depth:
-            return self.depth  # all of it in this step
+            return self.depth  # all of these are visited in this step
         count, seen = len(self.order), {self.order[position]}
         for place in range(position + 1, position + count):
             group = self.order[place % count]
@@ -328,14 +329,14 @@ class DeviceAccess:
         return None
 
     def _wait_for(self, group: int) -> BudgetError | None:
-        """Until a group is ready; or it has no room, for this reason, and is not held any more."""
+        """Wait until a group is ready. If it finds no room, it is no longer held, and the reason is returned."""
         begin = self._clock()
         self._runtime.call(self._moves.loaded, group)
         self.stall_s += self._clock() - begin
         return self._let_go_without_room().get(group)
 
     def _let_go_without_room(self) -> dict[int, BudgetError]:
-        """Groups that have found no room since, which are not held: who needs one asks for it again."""
+        """Stop holding groups whose loads have found no room, and return why: who needs one asks for it again."""
         found = {group: self._moves.without_room.pop(group) for group in list(self._moves.without_room)}
         self._held.difference_update(found)
         self._stale.difference_update(found)
@@ -358,12 +359,12 @@ class DeviceAccess:
         move = Move(tuple(dropped), self.device.record() if dropped else Reached(), tuple(loaded))
         try:
             self._begin_move(move)
-        except BaseException:  # Ctrl-C between the books and the crossing: never one without the other
+        except BaseException:  # Ctrl-C between the sets and the crossing: never change one without the other
             self._begin_move(move)
             raise
 
     def _begin_move(self, move: Move) -> None:
-        """Twice is fine."""
+        """Begin a move; calling this twice with one move is fine."""
         for group in move.dropped:
             hide(self._groups[group])
             self._held.discard(group)
@@ -375,11 +376,11 @@ class DeviceAccess:
     # --- between steps ------------------------------------------------------------------------------------------
 
     def keep_views(self, groups: Iterable[int]) -> None:
-        """Before updates of these groups are pending: what somebody holds a view of stays until it is needed again.
+        """Before updates of these groups are pending: keep each group that somebody views until it is needed again.
 
-        With other ranks only: without, what is not ready is not dropped anyway. It is the same at each rank: what
-        updates of this backward still copy is waited for, and those to come hold views later. What was kept before
-        is ready by now, or soon.
+        Needed with other ranks only: without them, a group that is not ready is not dropped anyway. Every rank keeps
+        the same groups: copies by updates of this backward are waited for, and later updates take their views later.
+        Groups that were kept before are ready by now, or will be soon.
         """
         if self._gathers is not None:
             self._await_ready(self._kept)
@@ -389,14 +390,14 @@ class DeviceAccess:
             self._kept = {group for group in viewed if self._is_viewed(group)}
 
     def weights_changed(self, groups: Iterable[int]) -> None:
-        """Updates of these groups are pending: what is held of them is ready again only after those."""
+        """Updates of these groups are pending: those that are held become ready again only after their updates."""
         changed = set(groups) & self._held
         self._moves.change(changed)
         self._current = None
         self._stale |= changed
 
     def prefetch_start(self) -> None:
-        """Begin to fetch what the next forward needs first."""
+        """Begin to fetch the groups that the next forward needs first."""
         if self.is_recorded and self.depth > 0 and not self._holds_all:
             try:
                 decision = self._decide(0, self.order[0], self.depth - 1)
@@ -406,14 +407,15 @@ class DeviceAccess:
         self._refresh_stale()
 
     def _refresh_stale(self) -> None:
-        # After the loads were posted: a refresh lets updates go, which hand their weights to loads that are announced.
+        # After the loads were posted: a refresh lets updates run, and these hand their weights to announced loads.
         if self._stale:
             self._runtime.post(self._moves.refresh, sorted(self._stale))
             self._stale.clear()
 
     def release(self, groups: Collection[int]) -> None:
-        """Drop these groups, unless somebody uses them: what was changed on the device only is gone."""
-        if self._gathers is not None:  # the same at each rank, whose updates and gathers end sooner or later
+        """Drop these groups, except those in use; changes that exist only on the device are lost."""
+        if self._gathers is not None:
+            # All ranks must drop the same groups, but their updates and gathers end at different times.
             self._await_ready(groups)
         self._move([group for group in groups if group in self._ready and not self._is_in_use(group)], ())
 
@@ -435,13 +437,13 @@ class DeviceAccess:
         self.release_all()
 
     def settle(self) -> None:
-        """Wait until what was dropped is gone from the device."""
+        """Wait until the dropped groups are gone from the device."""
         self._runtime.call(self._moves.dropped, raises_kept=False)
 
     # --- guarding -----------------------------------------------------------------------------------------------
 
     def _guard(self, group: int) -> None:
-        """Nobody reads a group unseen any more, also if it is still on the device: its update may be due."""
+        """Hide a group that nobody has entered, so that no read goes unnoticed: its update may be due."""
         if not self._users[group]:
             hide(self._groups[group])
             if group == self._current:

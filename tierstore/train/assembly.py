@@ -1,4 +1,4 @@
-"""Building the engine's rooms: groups, placement, store, hooks; and taking them down in one written order.
+"""Building the engine's parts: groups, placement, store, hooks; and taking them down in a fixed order.
 
 Scope: from a model and options to an `Assembly`, new or resumed; filling a new store with weights.
 Not here: the step (`steps.py`), sizes (`sizing.py`), which generation is resumed (`opening.py`).
@@ -55,19 +55,19 @@ from tierstore.train.sizing import cut_groups
 from tierstore.train.stand_ins import Pair, put_back, replace_meta_parameters
 
 _SHARED_TIERS = {"gpu_memory", "codec", "prefetch_depth", "state_on_gpu"}
-"""Options of the tiers on which depends what all ranks do together."""
+"""Options of the tiers that must be the same at all ranks, because what they do together depends on these."""
 
 
 @dataclass
 class Assembly:
-    """The rooms of one engine.
+    """The parts of one engine.
 
     Attributes:
-        scheduler: what sets the learning rates, if somebody does.
-        gathers, reductions: with the other ranks, if there are any.
-        links: what moved between the ranks.
+        scheduler: sets the learning rates; None if there is none.
+        gathers, reductions: collectives with the other ranks; None where they are not needed.
+        links: meters of what moved between the ranks.
         opened: the generation that was resumed; None for a new store.
-        not_on_gpu: why no state is on the GPU, where it may be; None if some is.
+        not_on_gpu: why no state is on the GPU although it may be; None if some is, or none may be.
     """
 
     model: nn.Module
@@ -93,10 +93,10 @@ class Assembly:
     not_on_gpu: str | None
 
     def close(self, finish: Callable[[], object] = lambda: None) -> None:
-        """Finish and give back, in this order: reads ahead are let go, writes finish, hooks, loop, threads, files.
+        """Finish, then give everything back, in this order: reads ahead, writes, hooks, loop, threads, files.
 
         Args:
-            finish: posts the commit of the last step, if there is one to post.
+            finish: publishes the commit that waits, if there is one.
 
         Raises:
             TierstoreError: the first failure met on the way, after everything was given back.
@@ -113,7 +113,7 @@ class Assembly:
         )
 
     def go_on_closing(self) -> None:
-        """As `close`, which has met a timeout."""
+        """Go on with a `close` that ended in a timeout."""
         self._try_all()
 
     def _try_all(self, *first: Callable[[], object]) -> None:
@@ -121,7 +121,7 @@ class Assembly:
         for step in (self.runtime.close, self._end_threads, self.store.release):
             failures.append(_failure_of(step, tries=2))
             if not self.runtime.has_ended:
-                break  # what does not end may still write: it keeps the memory, the files and the lock
+                break  # a loop that has not ended may still write: it keeps the memory, the files and the lock
         for failure in filter(None, failures):
             raise failure
 
@@ -150,11 +150,11 @@ def assemble(
     """Make everything that an engine is made of, or nothing.
 
     Args:
-        source: of weights that the model does not hold itself.
-        step: that of the engine, for its optimizer.
+        source: gives the weights that the model does not hold itself.
+        step: the engine's own, which its optimizer calls.
 
     Raises:
-        TierstoreError: what was begun is taken down again.
+        TierstoreError: something failed; what was begun is taken down again.
     """
     runtime = Runtime(timeout_s=tiers.timeout_s)
     runtime.describe(backend.in_flight)
@@ -184,7 +184,7 @@ def assemble(
         warm_up(dtypes)
         if generation is not None:
             check_same_store(generation, specs, tiers, options.schedule)
-        # Before the store is made and takes the weights: what is wrong with the options must not cost them.
+        # Before the store is made and takes the weights: a mistake in the options must not cost the weights.
         optimizer = TieredOptimizer(given_groups(model, groups, parameter_groups, replaced), config, step)
         stepper = AdamStepper(groups, optimizer)
         if generation is not None:
@@ -211,7 +211,7 @@ def assemble(
         if generation is None:
             fill_alike(partition, store, runtime, groups.groups, pieces)
             partition.same_buffers(model.buffers())
-        _move_buffers(model, device)  # not before: a source of weights fills those that the model had
+        _move_buffers(model, device)  # not earlier: a source of weights fills the buffers that the model had
         driver = _driver_of(options, store, runtime, device, partition)
         links = {"gather": LinkMeter(clock), "reduce": LinkMeter(clock)} if partition.is_shared else {}
         gathers = None if partition.keeps_all else Gathers(partition, device, links["gather"], tracer)
@@ -237,10 +237,10 @@ def assemble(
 def _check_machine(
     placement: Placement, scratch_bytes: int, tiers: TierConfig, model: nn.Module, partition: Partition
 ) -> None:
-    """Refuse, or warn of, what ranks take together and their machine does not have; and of disks that are none.
+    """Refuse, or warn of, more memory than the machine has for its ranks; warn of directories that lie in memory.
 
     Raises:
-        BudgetError: at all of them; it never has.
+        BudgetError: at all ranks: the machine can never give that much.
     """
     nbytes = placement.pools.total_bytes + scratch_bytes + (placement.gpu_filled_bytes if tiers.device == "cpu" else 0)
     storages = {p.untyped_storage() for p in model.parameters() if p.device.type == "cpu"}
@@ -278,7 +278,7 @@ def _driver_of(
 
 
 def _shared_options(tiers: TierConfig, config: AdamWConfig, options: Options) -> dict[str, object]:
-    """By name, what is the same at all ranks."""
+    """By name, the options that must be the same at all ranks."""
     shared = asdict(options) | tiers.model_dump(include=_SHARED_TIERS) | config.model_dump()
     shared["update"] = shared.pop("schedule")
     return shared | {"nvme": "given" if tiers.nvme else "not given"}
@@ -287,11 +287,11 @@ def _shared_options(tiers: TierConfig, config: AdamWConfig, options: Options) ->
 def _placed(
     request: Request, tiers: TierConfig, device: ComputeDevice, dtypes: set[str], options: Options
 ) -> tuple[Placement, str | None]:
-    """Where everything lives, and why nothing is updated on the GPU, if it may be and is not.
+    """Where everything lives, and why nothing is updated on the GPU although it may be (else None).
 
     Raises:
         BudgetError: as `place`.
-        ConfigError: it was asked for, and cannot.
+        ConfigError: updates on the GPU were asked for (`state_on_gpu`), and are not possible.
     """
     placement = place(request)
     if not tiers.may_update_on_gpu:
@@ -318,15 +318,15 @@ def _placed(
 
 
 def _take_down(runtime: Runtime, store: TrainingStore | None, lock: StoreLock | None) -> None:
-    # Errors in here are not told: the one on its way out is.
+    # Errors in here are not reported: the one on its way out is.
     _failure_of(runtime.close, tries=2)
-    for room in (store, lock) if runtime.has_ended else ():  # what does not may still write: it keeps them
+    for room in (store, lock) if runtime.has_ended else ():  # a loop that goes on may still write: it keeps both
         if room is not None:
             _failure_of(room.release, tries=2)
 
 
 def _failure_of(step: Callable[[], object], tries: int = 1) -> BaseException | None:
-    """What it raised. An interrupt only ends the waiting in it: what may be called twice is, up to `tries` times."""
+    """What `step` raised. An interrupt only ends the wait in `step`: it is called again, up to `tries` times in all."""
     interrupt: KeyboardInterrupt | None = None
     for _ in range(tries):
         try:
@@ -348,13 +348,13 @@ def _hook_up(
     driver: RoundDriver,
     reductions: Reductions | None,
 ) -> None:
-    """What access and collector ask of the updates, and tell them."""
+    """Connect access and collector to the updates: what they ask of these, and what they tell them."""
 
     def on_complete(index: int) -> Callable[[Mark], None] | None:
         return driver.decide_group(index, stepper.updates(index, collector.touched, driver.guessed_scale))
 
     def awaits_update(index: int) -> bool:
-        # Which gradients are complete depends on the rank; what is fetched ahead must not.
+        # Which gradients are complete depends on the rank; which groups are fetched ahead must not.
         is_complete = reductions is None and index in collector.completed
         return groups.groups[index].spec.trainable and not is_complete
 
@@ -372,13 +372,13 @@ def _bind(groups: ModelGroups, store: TrainingStore, device: ComputeDevice) -> N
     gate = Gate()
     for group in groups.groups:
         group.bind(device)
-        guard(group, gate)  # if no engine comes of it: reading an empty storage would crash the process
+        guard(group, gate)  # in case no engine is made: reading an empty storage would crash the process
         hide(group)
     store.use_storages([group.storage for group in groups.groups])
 
 
 def _shares(tiers: TierConfig, generation: Generation | None, partition: Partition, team: Team) -> tuple[int, ...]:
-    """What each directory gets: as when the store was made, else by the rates that its leader was given."""
+    """The share of each directory: as when the store was made; in a new one, by the rates that its leader was given."""
     if generation is not None:
         return recorded_shares(generation.layout)
     return partition.exchange("the shares of the disks", shares_of(tiers))[team.members[0]]

@@ -5,18 +5,20 @@ Not here: the way to the store (`handover.py`), reductions (`reduction.py`), wha
     (`rounds.py`).
 Owner: the training side.
 
-[Note: complete] A group is complete when every parameter that the loss reaches has got its gradient. What autograd
-says of its graph does not show what reentrant checkpointing will recompute: how many gradients came from there is known
-from the last step. In the first step it is not, and when that changes it is wrong: what is left is taken when backward
-ends, and a gradient that comes after its group was taken is added, or, if the group was updated already, an error by
-name. With other ranks one order is kept, in which a group that never completes would hold up all behind it: where room
-is short in the first step, what should have come before is taken as it is, and what still comes is reduced at the end:
-equal to rounding to what one reduction gives.
+[Note: complete] A group is complete when every parameter that the loss reaches has got its gradient. Autograd's graph
+does not show what reentrant checkpointing will recompute: how many gradients recomputation adds is known from the last
+step. In the first step the number is not known, and after a change it is wrong. So groups that are left are taken when
+backward ends, and a gradient that comes after its group was taken is added, or, if the group was updated or reduced
+already, it is an error that names the parameter. With other ranks all groups are reduced in one order, in which a group
+that never completes would hold up all behind it. So where room is short in the first step, groups whose turn is earlier
+are taken as they are, and gradients that come after that are reduced at the end: up to rounding, the same as one
+reduction.
 
-[Note: kept] Of one rank, a gradient of a micro-batch that is not the last one of its step stays on the device, and what
-the next one adds is added there, if there is room for it beside the largest group's: a GPU does that far faster than
-the link takes gradients away. Autograd may give several parameters views of one storage, so none is added to in place,
-and what is kept holds no more memory than it takes. `settle` hands it over before anybody else looks for it.
+[Note: kept] With one rank, the gradient of a micro-batch that is not the last of its step stays on the device, if there
+is room for it beside the largest group's gradient, and the next micro-batch adds to it there: a GPU adds far faster
+than the link takes gradients away. Autograd may give several parameters views of one storage, so no gradient is added
+to in place, and a view of a larger storage is copied before it is kept. `settle` hands kept gradients over before
+anybody else looks for them.
 """
 
 from __future__ import annotations
@@ -49,12 +51,12 @@ class _Collected:
     """One group in one backward.
 
     Attributes:
-        gradients: what came and was not handed over yet, by position in the group.
-        bucket: takes their place where other ranks take part.
+        gradients: those that came and were not handed over yet, by position in the group.
+        bucket: holds the gradients instead where there are other ranks.
         missing: positions that the loss reaches and whose gradient has not come.
         reached: how many positions the loss reaches.
         fired: how many gradients have come.
-        is_taken: the group was complete, or taken for it.
+        is_taken: the group was complete, or was taken as if it were.
     """
 
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -73,7 +75,8 @@ class GradientCollector:
         reductions: with the other ranks, if there are any.
 
     Attributes:
-        on_complete: called on the loop when a group's gradient of a final micro-batch is with the store.
+        on_complete: called when a group that may be updated in backward is complete, on the loop if there are other
+            ranks. Returns what the loop calls when the store has been told of the gradient, or None.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class GradientCollector:
         self._recomputed: list[int | None] = [None] * len(self._groups)
         self._forwards = 1
         self._waiting: set[int] = set()
-        self._gathering: dict[int, Group] = {}  # some of their gradients have come and were not handed over
+        self._gathering: dict[int, Group] = {}  # gradients of these came and were not handed over
         self._largest_bytes = max((self._device_bytes[group.index] for group in self._trainable), default=0)
         self._kept: dict[int, dict[int, torch.Tensor]] = {}
         self._streams: set[Hashable] = set()
@@ -113,7 +116,7 @@ class GradientCollector:
         """Groups in the order in which the last backward completed them."""
         self.on_complete: Callable[[int], Callable[[Mark], None] | None] = lambda group: None
         self.before_update: Callable[[int], None] = lambda group: None
-        """Called before a group of the last backward of a step is handed over, which may be updated then."""
+        """Called in the last backward of a step, before a group is handed over: after that it may be updated."""
         if reductions is not None:
             reductions.on_complete = lambda group: self.on_complete(group)
             reductions.on_done = self._handover.count_done
@@ -126,8 +129,8 @@ class GradientCollector:
             self._forget_gradients(group)
 
     def renew(self, group: Group) -> None:
-        """The tensors of a group may be others: `torch.utils.swap_tensors` leaves parameters their hooks in Python, and
-        not in what calls them.
+        """The tensors of a group may have been replaced: after `torch.utils.swap_tensors` parameters still hold their
+        Python hooks, but nothing calls these until they are set again.
         """
         self._leaves.renew((group.index, position) for position in range(len(group.parameters)))
         self._forget_gradients(group)
@@ -135,7 +138,7 @@ class GradientCollector:
             parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
     def _come_last(self) -> None:
-        """Hooks of others on accumulated gradients, also of those that came later, see them before they are taken."""
+        """Move the engine's hooks to the end: hooks of others, also later ones, see gradients before they are taken."""
         with torch._C.DisableTorchFunctionSubclass():  # many are hidden
             for parameter in (one for group in self._trainable for one in group.parameters):
                 hooks = parameter._post_accumulate_grad_hooks
@@ -145,7 +148,7 @@ class GradientCollector:
 
     @staticmethod
     def _forget_gradients(group: Group) -> None:
-        """Those of before the engine."""
+        """Drop the `.grad` of each parameter: it is not one that the engine collected."""
         for parameter in group.parameters:
             parameter.grad = None
 
@@ -168,7 +171,7 @@ class GradientCollector:
         return any(self._recomputed)
 
     def expect(self, forwards: int) -> None:
-        """So many forwards go into each backward of the step that begins: what another number showed is forgotten."""
+        """This many forwards go into each backward of the step that begins; what another number showed is forgotten."""
         if forwards != self._forwards:
             self._forwards = forwards
             self._recomputed = [None] * len(self._groups)
@@ -179,9 +182,9 @@ class GradientCollector:
         """A backward begins.
 
         Args:
-            loss: what backward begins from.
+            loss: the one that backward begins from.
             needed: groups in the order in which forward needed them first.
-            is_final: it is the last one of the step.
+            is_final: this is the last backward of the step.
             is_streaming: a group may be updated as soon as it is complete.
         """
         for frozen in (group for group in self._groups if not group.spec.trainable):
@@ -209,7 +212,7 @@ class GradientCollector:
         self._leaves.ask(loss, partial(self._expect, store))
 
     def _expect(self, store: Gradients, reached: Sequence[tuple[int, int]]) -> None:
-        """Backward has begun, and goes on to these: groups and positions."""
+        """Backward has begun, and will reach these parameters, given by group and position."""
         for group, position in reached:
             self._collected[group].missing.add(position)
             self._collected[group].reached += 1
@@ -219,7 +222,7 @@ class GradientCollector:
                 if self.is_streaming and not unreached.is_free():
                     self._waiting.add(unreached.index)  # other ranks may reach it
                 else:
-                    self._take(unreached)  # the others need not wait for it
+                    self._take(unreached)  # other groups need not wait for it
 
     def finish(self) -> None:
         """Backward is over: take what is left."""
@@ -237,14 +240,14 @@ class GradientCollector:
             self._reductions.learn_order(self.completed)
 
     def settle(self) -> None:
-        """Hand over what is kept, and wait until it is with the store. Between passes."""
+        """Hand over what is kept, and wait until it is with the store. Called between passes."""
         if self._kept:
             for group in [self._groups[index] for index in self._kept]:
                 self._hand_over(group)
             self._handover.wait()
 
     def forget(self) -> None:
-        """The step is over, or given up, with what is kept."""
+        """The step is over, or given up: drop what is kept."""
         self._handover.count_done(self._kept_bytes)
         self._let_go()
         self.touched.clear()
@@ -268,7 +271,7 @@ class GradientCollector:
                 "make the module with sparse=False"
             )
         self._streams.add(self._device.stream())
-        if len(self._streams) > 1:  # a mark is of one stream; and so are those of weights, which nobody can check
+        if len(self._streams) > 1:  # a mark covers one stream, also for reads of weights, where nobody can check
             raise GraphError(
                 f"the gradient of {group.spec.parameters[position].name} was made in another CUDA stream than those "
                 "before it: call all of the model in one stream, from the first forward on"
@@ -281,9 +284,9 @@ class GradientCollector:
                 f"{'updated' if self.is_streaming else 'reduced'}: the model recomputed something else than in the "
                 f"step before{advice}"
             )
-        gradient = gradient.resolve_neg()  # as of an imaginary part; its bytes are read as they are
+        gradient = gradient.resolve_neg()  # a view of an imaginary part needs this: its bytes are read as they are
         self._add(group, collected, position, gradient)
-        del gradient  # the last reference is that of who copies it
+        del gradient  # whoever copies it holds the last reference
         collected.fired += 1
         collected.missing.discard(position)
         if not collected.missing and collected.fired >= self._needed(group) and not is_late:
@@ -317,11 +320,11 @@ class GradientCollector:
         if recomputed is not None:
             return reached + recomputed
         if self._reductions is not None and reached < len(group.parameters):
-            return sys.maxsize  # nothing can be added to what is reduced: it is taken when backward ends
+            return sys.maxsize  # nothing can be added once it is reduced: it is taken when backward ends
         return reached or len(group.parameters)
 
     def _make_room(self, group: Group) -> None:
-        """Wait until a group's gradient fits the device; what others have of theirs goes ahead if that is too much."""
+        """Wait until a group's gradient fits the device; if room is short, what came of other groups goes ahead."""
         group_bytes = self._device_bytes[group.index]
         if self._reductions is not None and self._reductions.is_first:
             self._take_before(group, self._reductions.order)
@@ -333,7 +336,7 @@ class GradientCollector:
         self._handover.make_room(group_bytes)
 
     def _take(self, group: Group) -> None:
-        """A group is complete, or what has come of it is to be."""
+        """A group is complete, or counts as complete with what has come of it."""
         collected = self._collected[group.index]
         if collected.is_taken:
             self.completed.remove(group.index)
@@ -375,7 +378,7 @@ class GradientCollector:
 
     @property
     def keeps(self) -> bool:
-        """Whether gradients are kept that the store does not know of."""
+        """Whether gradients are kept here that the store does not have."""
         return bool(self._kept)
 
     @property
@@ -383,9 +386,10 @@ class GradientCollector:
         return sum(self._device_bytes[index] for index in self._kept)
 
     def _take_before(self, group: Group, order: Sequence[int]) -> None:
-        """Groups whose turn to be reduced is earlier, complete or not, if room is short. See [Note: complete].
+        """If room is short, take the groups whose turn is before this one's, complete or not. See [Note: complete].
 
-        It goes by what waits for its turn and not by what is there: the same in every run, and so is what comes late.
+        Room is judged by which groups wait for their turn, not by what is on the device: the answer is the same in
+        every run, and so is what comes late.
         """
         waiting = list(itertools.dropwhile(lambda index: self._collected[index].is_taken, order))
         held_bytes = sum(self._device_bytes[index] for index in waiting if self._collected[index].fired)
@@ -396,7 +400,7 @@ class GradientCollector:
                     self._take(self._groups[index])
 
     def _take_late(self, reductions: Reductions) -> None:
-        """What has come at any rank after its group was taken. See [Note: complete]."""
+        """Take what has come, at any rank, after its group was taken. See [Note: complete]."""
         late = [index for index, collected in enumerate(self._collected) if collected.bucket is not None]
         order = reductions.late_order(late)
         self._runtime.post(reductions.begin, self._handover.store, order)
@@ -404,7 +408,7 @@ class GradientCollector:
             self._take(self._groups[index])
 
     def _pieces(self, group: Group) -> list[Piece]:
-        """What came of a group and was not handed over."""
+        """The gradients of a group that were not handed over yet; they are no longer kept here."""
         gradients, pieces = self._collected[group.index].gradients, []
         specs, touched = group.spec.parameters, self.touched
         for position in sorted(gradients):
@@ -419,7 +423,7 @@ class GradientCollector:
         return pieces
 
     def _hand_over(self, group: Group, *, is_complete: bool = False) -> None:
-        """Have the store take what came of a group; it is valid after what is queued now."""
+        """Have the store take what came of a group; it is valid after the device work that is queued now."""
         pieces = self._pieces(group)
         then = self.on_complete(group.index) if is_complete and self.is_streaming else None
         arrival = Arrival(group.index, pieces, self._device.record(), self.is_final, then is not None)

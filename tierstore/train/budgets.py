@@ -1,4 +1,4 @@
-"""What the planner is asked for: the groups, the budgets of the tiers, and what of them is not to be placed.
+"""What the planner is asked for: the groups, the budgets of the tiers, and the part of these that is not to be placed.
 
 Scope: from options to a `Request`.
 Not here: the decision (`plan/tiers.py`).
@@ -47,14 +47,16 @@ def request_for(
 
 
 def with_scratch(request: Request, tiers: TierConfig) -> Request:
-    """The request with memory for a codec, of a kind of chunks at least."""
+    """The request with scratch memory for codecs, where at least one kind of chunks has one."""
     scratch_bytes = _scratch_bytes(request, tiers.io_threads * len(tiers.nvme))
     limit_bytes = min(tiers.chunk_bytes or MAX_CHUNK_BYTES, scratch_bytes)
     return replace(request, scratch_bytes=scratch_bytes, chunk_bytes=limit_bytes)
 
 
 def _scratch_bytes(request: Request, threads: int) -> int:
-    """Memory in which chunks are encoded: an eighth of the budget if it is to spare, and always the smallest chunk."""
+    """Memory in which chunks are encoded: an eighth of the budget, less if that is not to spare or the threads need
+    less, but at least the smallest chunk.
+    """
     block = request.chunk_elements or BLOCK
     least = max(padded(min(n.elements, block) * max(n.weight_bytes, n.state_bytes)) for n in request.groups)
     smallest = smallest_budgets(request)

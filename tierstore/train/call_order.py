@@ -1,7 +1,7 @@
-"""In which order an engine may be called.
+"""The order in which an engine may be called.
 
-Scope: how far the step in progress has come, which blocks hold weights, who is inside; and the sentences that refuse a
-    call which would harm that.
+Scope: how far the step in progress has come, which blocks hold weights, which call is in progress; and the errors that
+    refuse a call which would disturb these.
 Not here: what the calls do (`steps.py`, `engine.py`).
 Owner: the training side.
 """
@@ -25,24 +25,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _INSIDE: ContextVar[tuple[object, ...]] = ContextVar("_INSIDE", default=())
-"""The calls that this thread is in, or waits for: threads that a call starts have a copy of its context."""
+"""The calls that this thread is in, or works for: threads that a call starts have a copy of its context."""
 
 _TELLING: ContextVar[tuple[CallOrder, ...]] = ContextVar("_TELLING", default=())
-"""Likewise: those whose callbacks this thread is in."""
+"""Likewise, the engines (by their order) whose callbacks this thread is in."""
 
 
 class CallOrder:
     """The calls of one engine.
 
     Args:
-        can_resume: a generation on disk has the step before whole.
+        can_resume: every step is committed, so a run can go on from the step before a broken one.
 
     Attributes:
         is_syncing: the next backward is the last one of its step (not in `no_sync`).
-        has_backward, has_final_backward: the step in progress has had one, and the last one.
-        is_broken: a step was left half done.
-        is_closed: the engine was.
-        is_to_close: a callback wants it to be closed once the step that it hears of is committed.
+        has_backward, has_final_backward: the step in progress has had a backward, and its last one.
+        is_broken: a step, or a change, was left half done.
+        is_closed: the engine was closed.
+        is_to_close: a callback wants the engine closed once the step that the callback was told of is committed.
     """
 
     def __init__(self, driver: RoundDriver, runtime: Runtime, *, can_resume: bool) -> None:
@@ -56,18 +56,18 @@ class CallOrder:
         self.has_backward = self.has_final_backward = False
         self.is_closed = self.is_to_close = False
         self._gathered: dict[object, Collection[int]] = {}
-        """By block of `gathering` in progress, the groups that it changes."""
+        """For each block of `gathering` in progress, the groups that it changes."""
         self._holder: dict[str, object] = {}
-        """The call in progress, if one is. No lock: Ctrl-C could come between taking it and knowing that."""
+        """The call in progress, if there is one. No lock: Ctrl-C could come between taking a lock and noting that."""
         self._is_walked = False
         self._tellings = 0
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
-        """One thread at a time is in here, one call in another; with it those that it waits for.
+        """Let one thread at a time in, with the threads that it waits for; a call may contain another.
 
         Raises:
-            ConfigError: another thread is.
+            ConfigError: another thread is inside.
             ClosedError: this is the child of a fork.
         """
         held = self._holder.get("call")
@@ -85,15 +85,15 @@ class CallOrder:
                 )
             yield
         finally:
-            if "call" in self._holder and self._holder["call"] is call:  # calls nothing: Ctrl-C comes after it
+            if "call" in self._holder and self._holder["call"] is call:  # no function call: Ctrl-C comes after it
                 del self._holder["call"]
             _INSIDE.set(tuple(one for one in _INSIDE.get() if one is not call))
 
     @contextlib.contextmanager
     def walked(self) -> Iterator[None]:
-        """Autograd walks a graph in here: of a GPU in a thread of its own, whose hooks have no context of this one.
+        """Autograd walks a graph in here; for a GPU in a thread of its own, where hooks lack this thread's context.
 
-        A hook of another model's backward, in another thread at the same time, is taken for one of them.
+        A hook of another model's backward that runs in another thread meanwhile is mistaken for one of these hooks.
         """
         self._is_walked = True
         try:
@@ -116,10 +116,10 @@ class CallOrder:
 
     @contextlib.contextmanager
     def unbroken(self, what: str = "a step", *, keeps_weights: bool = False) -> Iterator[None]:
-        """What is broken off in here leaves half a step, or half a change, behind: the engine goes no further.
+        """An error in here leaves half a step, or half a change, behind: the engine refuses to go on.
 
         Args:
-            keeps_weights: they are all of one step, and may be read.
+            keeps_weights: the weights are all of one step even then, and may be read.
         """
         try:
             yield
@@ -128,13 +128,13 @@ class CallOrder:
             raise
 
     def break_off(self, error: BaseException, what: str = "a step", *, keeps_weights: bool) -> None:
-        """As `unbroken`, of an error that is on its way already."""
+        """As `unbroken`, for an error that is on its way already."""
         self._broken_by, self._broken_off = error, what
         self._keeps_weights &= keeps_weights
 
     @contextlib.contextmanager
     def gathering(self, modified: Collection[int]) -> Iterator[None]:
-        """Somebody reads weights in here, and changes those of some groups."""
+        """Somebody reads weights in here, and changes those of the groups `modified`."""
         block = object()
         try:
             self._gathered[block] = modified
@@ -143,16 +143,16 @@ class CallOrder:
             self._gathered.pop(block, None)
 
     def is_modified(self, group: int) -> bool:
-        """Whether somebody changes its weights, and keeps that."""
+        """Whether a block in progress changes the weights of this group and will keep the changes."""
         return any(group in groups for groups in self._gathered.values())
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Callbacks hear in here of a step that is not committed yet; they may make steps of their own."""
+        """Callbacks are told in here of a step that is not committed yet; they may make steps of their own."""
         if not self.is_telling:
             self.is_to_close = False
         count, around = self._tellings, _TELLING.get()
-        try:  # from here on: left behind by Ctrl-C, it would keep the engine from being closed
+        try:  # set inside: a count that Ctrl-C left behind would keep the engine from being closed
             self._tellings = count + 1
             _TELLING.set((*around, self))
             yield
@@ -162,24 +162,24 @@ class CallOrder:
 
     @property
     def is_telling(self) -> bool:
-        """Whether such a callback calls."""
+        """Whether the call in progress comes from such a callback."""
         return self._tellings > 0 and self in _TELLING.get()
 
     def refuse_closed(self) -> None:
-        """Nothing goes on in a closed engine, nor in the child of a fork.
+        """Refuse to go on in a closed engine, or in the child of a fork.
 
         Raises:
-            ClosedError: it is one.
+            ClosedError: the engine is closed, or this is the child of a fork.
         """
         if self.is_closed:
             raise ClosedError("the engine is closed")
         self._runtime.check_process()
 
     def refuse_broken(self) -> None:
-        """Nothing can be trained or changed after what was broken off, or in a closed engine.
+        """Refuse to train or change anything after a step or a change was broken off, or in a closed engine.
 
         Raises:
-            ClosedError: there was one, or it is closed.
+            ClosedError: one was broken off, or the engine is closed.
         """
         if self._broken_by is not None:
             raise ClosedError(
@@ -210,7 +210,7 @@ class CallOrder:
         """Weights are not to be changed while a step uses them.
 
         Raises:
-            ConfigError: one has begun.
+            ConfigError: a step has begun.
         """
         if self._driver.has_begun:
             begun = "" if self.has_backward else " that a forward has begun (one under torch.no_grad() begins none)"
@@ -220,9 +220,9 @@ class CallOrder:
         """Weights are not to be read while updates change them.
 
         Raises:
-            ConfigError: they do since the last backward.
-            ClosedError: a step that was broken off has changed some of them. Where they are all that is left, it is
-                a warning.
+            ConfigError: they do so since the last backward.
+            ClosedError: a step that was broken off has changed some of them. It is only a warning where no run can be
+                resumed at the step before: these weights are all that is left.
         """
         if not self._keeps_weights and self._can_resume:
             self.refuse_broken()
@@ -250,7 +250,7 @@ E = TypeVar("E", bound=_HasOrder)
 def in_turn(method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
     """A method of an engine, for one thread at a time.
 
-    Its books are those of one pass, and what is read chunk by chunk would be of several steps.
+    The engine keeps account of one pass only, and weights read chunk by chunk would be of several steps.
     """
     name = "the engine" if method.__name__ == "__call__" else f"{method.__name__}()"
 

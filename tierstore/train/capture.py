@@ -1,6 +1,6 @@
-"""Everything but weights and moments that is needed to begin the next step: random states, buffers, registered objects.
+"""What the next step needs besides weights and moments: random states, buffers, registered objects.
 
-Scope: taking it out and putting it back. Not here: writing it (`store/manifest_files.py`).
+Scope: capturing and restoring these. Not here: writing them (`store/manifest_files.py`).
 Owner: the training side.
 """
 
@@ -30,7 +30,7 @@ _CAPTURED: Mapping[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 _MT19937_WORDS = 624
 _DEPTH_OF_A_RANK = 2
-"""How deep the state of another rank stands in that of the first one, which is written for all of them."""
+"""How deep the state of another rank is nested in that of the first rank, which is written for all of them."""
 
 
 class Stateful(Protocol):
@@ -60,7 +60,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     """Put back what `random_states` gave.
 
     Raises:
-        FormatError: it gave something else.
+        FormatError: they are not such states.
     """
     try:
         random.setstate(states["python"])
@@ -74,10 +74,10 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
 
 
 def check_captured(captured: Any) -> None:
-    """Look whether a state that was read is one that a run can begin with; what a user's object kept is not known here.
+    """Check that a run can begin with a captured state that was read; the states of users' objects are not checked.
 
     Raises:
-        FormatError: it is not.
+        FormatError: it cannot.
     """
     what = "the captured state"
     captured = mapping_of(captured, what)
@@ -108,11 +108,11 @@ def _check_random_states(states: Mapping[str, Any]) -> None:
     name, keys, position, *_ = state
     if name != "MT19937" or not isinstance(keys, np.ndarray) or keys.shape != (_MT19937_WORDS,):
         raise FormatError("the random state of numpy is of another length")
-    number_of(position, 0, _MT19937_WORDS, "the position of numpy's random state")  # numpy reads where it says
+    number_of(position, 0, _MT19937_WORDS, "the position of numpy's random state")  # numpy reads at this index
 
 
 def reseed(rank: int) -> None:
-    """Go on from these random states on a path of one's own, the same for the same rank."""
+    """Go on from the current random states so that each rank draws other numbers, the same ones for the same rank."""
     seed = (torch.initial_seed() + int(torch.randint(2**31, (), device="cpu").item()) + rank) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)
@@ -120,14 +120,14 @@ def reseed(rank: int) -> None:
 
 
 def plain(state: Any, name: str = "state") -> Any:
-    """A state without tensors: each becomes an array with its dtype beside it. A copy: the state goes on changing.
+    """A copy, as the state goes on changing, without tensors: each becomes an array with its dtype beside it.
 
     Raises:
-        ConfigError: a generation cannot hold a value, by its path.
+        ConfigError: a generation cannot hold some value; names its path.
     """
     try:
         found = _plain(state, name)
-        tree.encode(found, name, depth=_DEPTH_OF_A_RANK)  # now, for the commit that does it runs when the step is over
+        tree.encode(found, name, depth=_DEPTH_OF_A_RANK)  # tried now: the commit encodes when the step is over
     except FormatError as error:
         raise ConfigError(str(error)) from None
     except RecursionError:
@@ -146,22 +146,22 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, dict):
         return _as_kind_of(value, {key: _plain(item, f"{path}.{key}") for key, item in value.items()})
     if type(value) in (list, tuple):
-        if {*map(type, value)} <= {int, float}:  # as of random states, which are hundreds of numbers
+        if {*map(type, value)} <= {int, float}:  # as in random states, which are hundreds of numbers
             return type(value)(value)
         return type(value)(_plain(item, f"{path}[{index}]") for index, item in enumerate(value))
     return value.copy() if isinstance(value, (np.ndarray, set)) else value
 
 
 def _as_kind_of(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """These items in a dictionary like `value`, if a store can hold such a one; else in an ordinary one."""
+    """These items in a dictionary of the class of `value`, if a store can hold that class; else in an ordinary one."""
     return type(value)(items) if type(value) in (OrderedDict, Counter) else items
 
 
 def with_tensors(value: Any) -> Any:
-    """What `plain` was given.
+    """Undo `plain`.
 
     Raises:
-        FormatError: it was given something else.
+        FormatError: this is not what `plain` gives.
     """
     if isinstance(value, dict):
         if "$tensor" in value:
@@ -194,7 +194,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def load_extra_states(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Put back what `extra_states` gave, as far as it is there."""
+    """Put back what `extra_states` gave, for the modules that `values` has a state of."""
     for name, module in _with_extra_state(model):
         if name in values:
             module.set_extra_state(values[name])
@@ -207,14 +207,14 @@ def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:
-    """What a state_dict holds beside parameters."""
+    """What a state_dict holds besides parameters."""
     return persistent_buffers(model) | extra_states(model)
 
 
 def load_module_state(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Put back what `module_state` gave; buffers had another shape or dtype then, perhaps.
+    """Put back what `module_state` gave; buffers take the shape and dtype that they had then.
 
-    A store that is older has no extra states.
+    A store of an older release has no extra states.
 
     Raises:
         FormatError: the model has other buffers.
@@ -241,7 +241,7 @@ def check_stateful(name: str, value: Any, model: nn.Module) -> None:
     """Refuse what cannot be registered with an engine of this model.
 
     Raises:
-        ConfigError: nothing was changed.
+        ConfigError: it cannot be; nothing was changed.
     """
     if not isinstance(name, str):
         raise ConfigError(f"what is registered has a name that is text, not {name!r}")

@@ -63,7 +63,7 @@ class CheckpointFiles:
         room = aligned_room(padded(end - first))
         self._files(path).read_into(room, first, required_bytes=end - first)
         content = torch.from_numpy(room)[begin - first : end - first]
-        # Old files have headers of any length: a view of another dtype wants a multiple of its size.
+        # Old files have headers of any length, and a view as another dtype needs an offset that its size divides.
         aligned = content if begin % dtype.itemsize == 0 else content.clone()
         return aligned.view(dtype)
 
@@ -92,7 +92,7 @@ def _tensors_in(path: Path, header: Header, names: Iterable[str]) -> dict[str, S
     found = {}
     for name in names:
         entry = header.tensors[name]
-        is_known = entry.dtype in TORCH_DTYPES  # the model may have no use for others
+        is_known = entry.dtype in TORCH_DTYPES  # another dtype is refused only if the model needs it
         shape = torch_dtype(name, entry.dtype, entry.shape)[1] if is_known else entry.shape
         found[name] = Stored(path, header.data_start + entry.begin, entry.dtype, shape)
     return found

@@ -1,9 +1,9 @@
-"""Ordinary safetensors checkpoints, as Hugging Face lays them out, in and out without the model in memory.
+"""Ordinary safetensors checkpoints, as Hugging Face lays them out, read and written without the model in memory.
 
 Scope: a checkpoint as a source of a model's parameters; writing one whole or not at all.
-Not here: files and their tensors (`checkpoint_files.py`), which name goes where (`conversion.py`), how what is written
-    appears (`archive/publish.py`).
-Owner: a `CheckpointSource` holds no file between streams.
+Not here: files and their tensors (`checkpoint_files.py`), which name goes where (`conversion.py`), how written files
+    are published (`archive/publish.py`).
+Owner: a `CheckpointSource` holds no file open between streams.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ class _Plan:
 class CheckpointSource(BuiltSource):
     """The values of a model's parameters and persistent buffers in a directory of safetensors.
 
-    Names may differ as transformers lets them: the base model's prefix there or not, a tied weight under any of its
-    names, and whatever its tables convert on loading. A converted tensor is read whole, with all that it is made of;
-    others in pieces of 2**20 elements.
+    Names may differ as transformers allows: with or without the base model's prefix, a tied weight under any of its
+    names, and whatever transformers' tables convert on loading. For a converted tensor all that it is made of is read
+    whole; other tensors are read in pieces of 2**20 elements.
 
     Args:
         model: has the parameters to fill, on any device, and real buffers. Files are first read by `names`,
             `unexpected` or `stream`.
-        rest: gives the parameters of these names, if the checkpoint lacks some; buffers stay then. None: it may not.
+        rest: gives the parameters of the names that the checkpoint lacks; missing buffers stay as they are. None: a
+            missing tensor is an error.
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class CheckpointSource(BuiltSource):
         return set(self._plan.parameters)
 
     def stream(self) -> Iterator[Piece]:
-        """All parameters in pieces, in the dtype that is stored, in file order; fills the persistent buffers.
+        """All parameters in pieces, in the stored dtype; fills the persistent buffers.
+
+        In file order, then those that are converted, then those of `rest`.
 
         Raises:
             As `names`.
         Warns:
-            CheckpointWarning: of what is `unexpected`, and what it lacks.
+            CheckpointWarning: names `unexpected` tensors, and those that the checkpoint lacks.
         """
         plan = self._plan
         told = []
@@ -157,7 +160,7 @@ class CheckpointSource(BuiltSource):
         return _Plan(frozenset(self._canonical.values()), stored, direct, converted, missing, unexpected)
 
     def _problems_of(self, name: str, tensor: Stored) -> Iterator[str]:
-        """Why a stored tensor cannot be this one of the model."""
+        """Why a stored tensor cannot fill this tensor of the model."""
         shape, wanted, dtype = tensor.shape, self._shapes[name], tensor.dtype
         if shape != wanted:
             yield f"{name}: {list(shape)} in the checkpoint, {list(wanted)} in the model"
@@ -176,12 +179,12 @@ class CheckpointSource(BuiltSource):
         return name in self._buffers and self._ignores("missing", name)
 
     def _is_strange(self, name: str) -> bool:
-        """Not a buffer that is computed anew, as older versions of a model have stored it."""
+        """Whether an unused tensor is worth a warning. Not recomputed buffers, which older models have stored."""
         is_computed = name in dict(self._model.named_buffers()) or name.endswith("rotary_emb.inv_freq")
         return not (is_computed or self._ignores("unexpected", name))
 
     def _ignores(self, what: str, name: str) -> bool:
-        """Whether a model of transformers says so."""
+        """Whether the model, one of transformers', says that such a name does not matter."""
         patterns = getattr(self._model, f"_keys_to_ignore_on_load_{what}", None) or ()
         return any(re.search(pattern, name) for pattern in patterns)
 
@@ -190,7 +193,7 @@ class CheckpointSource(BuiltSource):
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Whether torch converts it to other floats, which it does not with pairs of 4-bit ones."""
+    """Whether torch converts this dtype to other floats; it does not convert pairs of 4-bit floats."""
     return dtype.is_floating_point and dtype is not torch.float4_e2m1fn_x2
 
 
@@ -208,8 +211,8 @@ class TensorOut(NamedTuple):
     """A tensor to write.
 
     Attributes:
-        pieces: its values in order, in its dtype; begun when the tensor's turn comes, which is after all tensors were
-            listed: what they need must not be a variable that the list changes.
+        pieces: its values in order, in its dtype. They are read when the tensor's turn comes, after all tensors were
+            listed: they must not depend on a loop variable that listing changes.
     """
 
     name: str
@@ -225,19 +228,19 @@ def write_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     backend: Backend | None = None,
 ) -> None:
-    """Writes `model.safetensors`, or shards and their index if that would be larger than a shard.
+    """Writes `model.safetensors`, or shards and their index if that file would be larger than a shard.
 
     An older checkpoint in the directory is replaced; other files stay. Inside a shard wider dtypes come first, so that
     all are aligned. Memory: one piece. See `archive/publish.py`, [Note: publication].
 
     Args:
-        tensors: listed at once, for a header comes before its data; a tied weight once, under one of its names.
+        tensors: all are listed first, because a header comes before its data; a tied weight once, under one name.
         max_shard_bytes: a tensor that is larger gets a shard of its own.
 
     Raises:
-        ConfigError: a name stands twice, or another process writes there; nothing was changed.
-        FormatError: a file cannot hold a dtype, or the pieces of a tensor are not as many elements as its shape, or of
-            another dtype; likewise.
+        ConfigError: a name is given twice, or another process writes there; nothing was changed.
+        FormatError: a file cannot hold a dtype, or the pieces of a tensor do not have the number of elements of its
+            shape, or have another dtype; nothing was changed.
         DoneButFor: all was written, but is not known to be durable, or something old is left.
         StorageFull, StorageError: nothing was changed.
     """
@@ -259,7 +262,7 @@ def write_checkpoint(
 
 
 def _new_names(target: Path, count: int) -> list[str]:
-    """Names of shards that nothing has; those that everybody uses, where the directory holds no shards."""
+    """Names of shards that no file has; the usual names, if no file in the directory has one of them."""
     stems = itertools.chain(["model"], (f"model-{number:08x}" for number in itertools.count(1)))
     tries = ([f"{stem}-{shard:05d}-of-{count:05d}.safetensors" for shard in range(1, count + 1)] for stem in stems)
     return next(names for names in tries if not any(os.path.lexists(target / name) for name in names))

@@ -4,12 +4,12 @@ Scope: a sample of the weights on their way into the store, state and gradients 
 Not here: the decision (`plan/codec_choice.py`); the codecs (`pack/codecs.py`).
 Owner: the thread that makes the engine.
 
-[Note: what is tried] Weights are the user's own, rounded as they are stored. The state of a new store is zeros, as are
-biases, and its gradients are not there yet, which says nothing of what they will be. Tried is therefore what the Adam
-kernel makes of these weights in a few steps with normal gradients: mantissas are noise and exponents lie close
-together, as in training; frozen weights stay as they are. Measured, ratios of LZ4 and Zstandard with bitshuffle, tried
-and then of GPT-2 (25 million parameters) after 45 steps: bf16 weights 1.32, 1.34 and 1.32, 1.34; bf16 state 1.11, 1.14
-and 1.13, 1.14; fp32 state 1.15, 1.19 and 1.17, 1.19.
+[Note: what is tried] Weights are the user's own, rounded as they are stored. The state of a new store is zeros, as
+biases are, and its gradients are not there yet: neither shows what will be stored later. So the trial takes what the
+Adam kernel makes of these weights in a few steps with normally distributed gradients: mantissas are noise and exponents
+lie close together, as in training; frozen weights stay as they are. Measured ratios of LZ4 and Zstandard with
+bitshuffle, first in the trial, then for GPT-2 (25 million parameters) after 45 steps: bf16 weights 1.32, 1.34 and 1.32,
+1.34; bf16 state 1.11, 1.14 and 1.13, 1.14; fp32 state 1.15, 1.19 and 1.17, 1.19.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def codecs_of(
     runtime: Runtime,
     clock: Callable[[], float],
 ) -> tuple[Codecs, Iterable[Piece]]:
-    """The codec of each kind: what the store says, what was asked for, or what pays; and all the pieces.
+    """The codec of each kind: the one that the store names, that was asked for, or that pays; and all the pieces.
 
-    Of several ranks rank 0 decides: the packs are everybody's, and the weights are its own.
+    Of several ranks rank 0 decides: all share the packs, and the weights come from rank 0.
     """
     if generation is not None:
         return recorded_codecs(generation.layout), pieces
@@ -81,7 +81,7 @@ def codecs_of(
 
 
 def _sample(coming: Iterator[Piece], taken: deque[Piece]) -> Floats:
-    """Some of the first weights; the pieces they are from go to `taken`."""
+    """Some of the first weights; the pieces that they come from go to `taken`."""
     found = [np.zeros(0, np.float32)]
     while sum(part.size for part in found) < _SAMPLE_ELEMENTS and (piece := next(coming, None)) is not None:
         taken.append(piece)
@@ -96,9 +96,9 @@ def _again(taken: deque[Piece], coming: Iterator[Piece]) -> Iterator[Piece]:
 
 
 def _disk_rates(tiers: TierConfig, runtime: Runtime) -> tuple[float, float]:
-    """Bytes per second read and written, of all directories at once: from the table, or from a first look.
+    """Bytes per second read and written, of all directories at once: from the table, or measured briefly.
 
-    A directory that is not there yet is taken to be on the disk of the nearest one above it.
+    A directory that is not there yet is assumed to be on the disk of the nearest existing one above it.
     """
     if isinstance(tiers.bandwidth, BandwidthTable):
         return tiers.bandwidth.read_bytes_per_s, tiers.bandwidth.write_bytes_per_s
@@ -140,7 +140,7 @@ def _choose(
 
 
 def like_trained(kind: Kind, dtype: str, master: Floats, *, is_frozen: bool = False) -> Bytes:
-    """The bytes of a chunk with these weights, as training leaves it. See [Note: what is tried]."""
+    """The bytes of a chunk with these weights, as training would leave it. See [Note: what is tried]."""
     noise = np.random.default_rng(0)
     weights, state = _encoded(dtype, master)
     gradient = weights

@@ -28,7 +28,7 @@ class Recipe:
     Attributes:
         targets: names in the model's state_dict.
         sources: names in the checkpoint, in the order of transformers' conversion.
-        patterns: of each source, where there is a converter.
+        patterns: the pattern that each source matches, where there is a converter.
         converter: transformers' `WeightConverter`; None: the source is the target.
     """
 
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def recipes(model: nn.Module, stored: Iterable[str]) -> tuple[list[Recipe], list[str]]:
-    """How to fill `model` from tensors of these names, and the names that it has no use for.
+    """How to fill `model` from tensors of these names, and the names that the model has no use for.
 
     Source: `convert_and_load_state_dict_in_model` of transformers 5, names only.
     """
@@ -96,7 +96,7 @@ def _with_prefix(name: str, state: Mapping[str, torch.Tensor], prefix: str) -> s
 
 
 def _library(model: nn.Module) -> tuple[ModuleType, list[Any]] | None:
-    """Transformers' loading module and its transforms for `model`, if it is one of its models."""
+    """Transformers' loading module and its transforms for `model`, if `model` is one of transformers'."""
     transformers = sys.modules.get("transformers")  # a model of the library has imported it
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None

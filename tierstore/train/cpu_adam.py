@@ -49,7 +49,7 @@ _TENSORS = {"F32": torch.float32, "I16": torch.int16}
 _OPTIONS = {"lr", "betas", "eps", "weight_decay"}
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
 _TENSORS_OF_STATE = {name for sections in STATE_SECTIONS.values() for name, _ in sections}
-_LINE = 64  # bytes that a core loads at once; a state begins with one
+_LINE = 64  # bytes of a cache line; each tensor of a state begins on one
 _PIECE = 16 * BLOCK  # elements of one job, about 1 ms of work; jobs of 4 blocks were 10 % slower (2-core Xeon, 2026)
 
 
@@ -91,8 +91,9 @@ class CPUAdam(torch.optim.Optimizer):
     """AdamW (or Adam with L2 regularization) with one fused pass per parameter; a drop-in for `torch.optim.AdamW`.
 
     16-bit parameters are trained against fp32 masters: the state of a bf16 parameter holds the int16 `residual` that
-    completes it losslessly (10 bytes per element), that of an fp16 parameter the `master` itself (12). A weight changed
-    from outside between two steps counts; what its master held beyond the weight's precision is then lost at most.
+    completes it losslessly (10 bytes per element), that of an fp16 parameter the `master` itself (12). A weight that
+    was changed from outside between two steps is taken over; at most what its master held beyond the weight's precision
+    is lost.
 
     Results are bit-identical for every number of threads, provided that `torch.set_flush_denormal`, if used, is called
     before the first step: the threads inherit it.
@@ -100,11 +101,11 @@ class CPUAdam(torch.optim.Optimizer):
     Args:
         params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
         decoupled: True is AdamW, False adds `weight_decay * p` to the gradient, as `torch.optim.Adam` does.
-        threads: None is one per available core, at most 8.
-        of_torch: its other options; `foreach` and `fused` are ignored, the others must be off.
+        threads: None is one per available core up to 8, and with more cores all but two, at most 16.
+        of_torch: other options of `torch.optim.AdamW`; `foreach` and `fused` are ignored, the others must be off.
 
     Raises:
-        ConfigError: an option has no sense or is not supported, or a parameter is none for this.
+        ConfigError: an option makes no sense, or an option or a kind of parameter is not supported.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class CPUAdam(torch.optim.Optimizer):
         Raises:
             ConfigError: a gradient is not dense, or not of its parameter's dtype; a parameter is of another shape or
                 dtype than when its state was made; an option that is not supported was set. Nothing was changed.
-            KeyboardInterrupt: some weights were changed, others not, and nothing changes them any more.
+            KeyboardInterrupt: some weights were updated and others were not; the threads have stopped updating.
         """
         loss = None
         if closure is not None:
@@ -208,8 +209,8 @@ class CPUAdam(torch.optim.Optimizer):
         """As torch's, but keeps fp32 state of 16-bit parameters; a state dict of `torch.optim.AdamW` fits too.
 
         Raises:
-            ConfigError: an option that this optimizer lacks is on, or a state has another shape, or is of another kind
-                of optimizer; nothing was changed.
+            ConfigError: an option that this optimizer lacks is on, or a state has another shape, or comes from another
+                kind of optimizer; nothing was changed.
         """
         of_others = any(entry and not entry.keys() >= _MOMENTS for entry in state_dict["state"].values())
         for group in state_dict["param_groups"]:
@@ -240,7 +241,7 @@ class CPUAdam(torch.optim.Optimizer):
             group.setdefault("decoupled", group.get("decoupled_weight_decay", self.defaults["decoupled"]))
 
     def _check(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Refuse what does not fit together: of a state the kernels look at no shapes."""
+        """Refuse what does not fit together: the kernels do not check the shapes of a state."""
         _check_tensor("parameter", parameter)
         if gradient.dtype != parameter.dtype:
             raise ConfigError(f"a parameter of {parameter.dtype} needs a gradient of its dtype, got {gradient.dtype}")
@@ -265,7 +266,7 @@ class CPUAdam(torch.optim.Optimizer):
         return _Job(parameter, weights, gradient.resolve_neg().contiguous(), state, coefficients)
 
     def _run(self, pieces: deque[Callable[[], None]]) -> None:
-        """All pieces, in any order: a worker takes the next as soon as it is free."""
+        """Run all pieces, in any order: a worker takes the next one as soon as it is free."""
         if self._threads == 1 or len(pieces) <= 1:
             _drain(pieces)
             return
@@ -319,16 +320,16 @@ def _forms_of_state(parameter: torch.Tensor) -> dict[str, tuple[torch.Size, torc
 
 
 def _new_states(parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-    """Of each before its first step; an fp16 master that differs from its weight is replaced in that.
+    """The state of each before its first step, in which an fp16 master that differs from its weight is replaced.
 
-    All lie in one mapping, of huge pages if they fill one. Of mappings for each, a process has too few.
+    All lie in one mapping, of huge pages if they fill one: a process may not have a mapping for each.
     """
     forms = [_forms_of_state(parameter) for parameter in parameters]
     sizes = [shape.numel() * dtype.itemsize for each in forms for shape, dtype in each.values()]
     starts = [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
     memory = huge_pages(starts[-1])[1] if starts[-1] >= HUGE_PAGE_BYTES else np.zeros(starts[-1], np.uint8)
-    # A storage for each, so that what is pickled of one is not all of them; but not of nothing, which would be at the
-    # address of another one, by which `torch.save` tells them.
+    # A storage for each, so that pickling one does not pickle all of them. An empty one is a tensor of its own: as a
+    # part of the memory it would have the address of another one, and `torch.save` tells storages apart by address.
     rooms = (
         torch.from_numpy(memory[start : start + size]) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
         for start, size in zip(starts, sizes)
@@ -349,7 +350,7 @@ def _protect(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill(state: dict[str, Any], parameter: torch.Tensor, entry: dict[str, Any]) -> None:
-    """A new state from a loaded entry, as far as that has it: a foreign one may lack something."""
+    """Fill a new state from a loaded entry, as far as the entry goes: one of another optimizer may lack something."""
     for name, fresh in state.items():
         item = entry.get(name)
         if item is None:

@@ -23,22 +23,24 @@ from tierstore.train.access import DeviceAccess
 from tierstore.train.partition import Partition
 
 DRIFT = 1.5
-"""The depth is computed anew when what the link moves while a step computes has changed by about this factor, and once
-for each such magnitude: where rates go up and down, computing it in every step would take longer than a small step."""
+"""The depth is computed again when the bytes that the link can move during a step's compute have changed by about this
+factor, once for each such magnitude: where rates go up and down, computing it in every step would take longer than a
+small step."""
 _IN_MEMORY = 2
-"""Of weights that all come from memory: the next group, and one more for a thread that is late. In a step of `tierstore
-bench step --heat cost` 14 of 99 small groups are fetched: with 1 compute waited for 7 of them, 2.2 ms each, with 2 for
-2 (machine B of README, 2026-11-27)."""
+"""The depth for weights that all come from memory: the next group, and one more because a thread may be late. In a step
+of `tierstore bench step --heat cost` 14 of 99 small groups are fetched: at depth 1 compute waited for 7 of them, 2.2 ms
+each, at depth 2 for 2 (machine B of README, 2026-11-27)."""
 
 
 class DepthChooser:
     """Sets the depth of the groups' access.
 
     Args:
-        links: between the ranks; two links are in series then: this rank's part from the disk, the others' from them.
+        links: meters between the ranks. With other ranks two links are in series: this rank's part comes from the disk,
+            then the other parts come from the other ranks.
 
     Attributes:
-        wanted: what this rank has computed. With other ranks, rank 0's is in force from the next step on.
+        wanted: the depth that this rank has computed. With other ranks, rank 0's is in force from the next step on.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class DepthChooser:
         self._known: dict[int, int] = {}
 
     def begin(self, tiers: TierConfig) -> None:
-        """Choose a first depth from the rates given (a table, not its file) or measured now."""
+        """Set the first depth, and take the first rates from the table given (not its file), or measure them now."""
         if tiers.prefetch_depth is not None:
             self.fix(tiers.prefetch_depth)
             return
@@ -78,10 +80,10 @@ class DepthChooser:
         self._access.depth = self.wanted
 
     def fix(self, depth: int) -> None:
-        """From now on this depth, whatever is measured.
+        """Use this depth from now on, whatever is measured.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: it is not a depth.
         """
         if type(depth) is not int or depth < 0:
             raise ConfigError(f"a prefetch depth is a whole number of groups from 0 on, not {depth!r}")
@@ -92,7 +94,7 @@ class DepthChooser:
         """Choose the depth again from what this step measured.
 
         Args:
-            computing_s: of forward and backward, without waiting for weights.
+            computing_s: time of forward and backward, without waiting for weights.
         """
         self._observe("read", self._store.io.meters["read"], self._reads)
         if "gather" in self._links:
@@ -102,7 +104,7 @@ class DepthChooser:
             return
         visit_seconds = access.visit_seconds
         if self._device.kind == "cuda":
-            # Kernels are queued, not run, during a visit: its share of the whole time is taken to be that of its bytes.
+            # Kernels are queued, not run, during a visit: it gets a share of the whole time in proportion to its bytes.
             total_bytes = sum(access.sizes[group] for group in access.order)
             visit_seconds = [computing_s * access.sizes[group] / total_bytes for group in access.order]
         moved_bytes = max(1.0, rate * sum(visit_seconds))
@@ -114,7 +116,7 @@ class DepthChooser:
             access.depth = self.wanted
 
     def agree(self, depth: int) -> None:
-        """Take the depth that rank 0 has computed: what is fetched ahead must be the same at all."""
+        """Take the depth that rank 0 has computed: what is fetched ahead must be the same at all ranks."""
         if self._partition.is_shared and not self._is_fixed:
             self._access.depth = depth
 
@@ -124,7 +126,7 @@ class DepthChooser:
         self._seen[link] = (moved_bytes, busy_s)
 
     def _rate(self) -> float | None:
-        """Bytes of whole groups per second; None: all come from memory, or nothing was measured."""
+        """Bytes of whole groups per second; None: all groups come from memory, or nothing was measured."""
         own = 1 / self._partition.count
         parts = ((own * self._disk_share, self._reads.bytes_per_s), (1 - own, self._gathers.bytes_per_s))
         seconds_per_byte = sum(share / rate for share, rate in parts if rate is not None)

@@ -1,7 +1,7 @@
 """The engine: a model trained from three tiers with an ordinary loop.
 
 Scope: the public face of training.
-Not here: making and opening the store (`assembly.py`), what happens in a step (`steps.py`), the rooms that do the work.
+Not here: making and opening the store (`assembly.py`), what happens in a step (`steps.py`), the parts that do the work.
 Owner: the thread that trains.
 """
 
@@ -47,27 +47,27 @@ class Engine:
     """Trains a model whose state lives on GPU, CPU and NVMe tiers.
 
     Args:
-        model: parameters in fp32, bf16 or fp16, one of them per block or mixed; on the meta device with `initialize`.
-            The engine takes it over: outside of forward its weights are read by `gathered`.
+        model: its parameters are fp32, bf16 or fp16, one dtype per block or mixed; on the meta device if `initialize`
+            is given. The engine takes the model over: outside of forward its weights are read inside `gathered`.
         tiers: budgets and directories.
         optimizer: hyper-parameters; groups in `parameter_groups` may override them, as in torch.
         update: "auto", "step", "forward", "backward", "speculative" or "delayed"; "auto" speculates in
             `train_step` only.
         max_grad_norm: clip gradients to this global norm; None: no clipping.
         commit_every: a generation is committed every so many steps.
-        durability: "commit", or "none": half the disk, and all training is lost with the process.
+        durability: "commit", or "none": half the disk space, and all training is lost when the process ends.
         resume: what to do with a store that holds a generation: "never" refuses it, "auto" continues if there is one,
             "must" insists on one, "previous" goes back one generation.
         parameter_groups: parameters, or groups of them with options of their own, as torch's optimizers take them; None
             is all of the model.
-        lr_scheduler: makes a scheduler from `engine.optimizer`; stepped inside `step()`. It is called twice where a run
-            is resumed that had one of another class.
+        lr_scheduler: makes a scheduler from `engine.optimizer`, which `step()` steps. It is called twice if the resumed
+            run had a scheduler of another class.
         loss_scale: None is dynamic for fp16 and 1 otherwise; "dynamic", or a fixed scale.
         initialize: source of the weights of a model on the meta device, which `deferred` gives with the model.
-        zero: ZeRO stage, 0 to 3, of several ranks; see `partition.py`. Each rank calls everything the engine offers, in
+        zero: ZeRO stage, 0 to 3, of several ranks; see `partition.py`. All ranks make the same calls of the engine in
             the same order; budgets are per rank.
         process_group: the ranks; None is the default group, if there is one.
-        device_mesh: instead, for hybrid sharding: one dimension (shard) or two (replicate, shard).
+        device_mesh: in its place, for hybrid sharding: one dimension (shard) or two (replicate, shard).
         registered: objects with a state_dict that are part of every generation, restored before this returns.
         overlap: False waits for every update and commit inside `step()`, as under "step": the serial baseline.
         tracer: gets a span for all that the engine does; None keeps none.
@@ -137,7 +137,7 @@ class Engine:
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
-    if not TYPE_CHECKING:  # which knows that there is no such attribute
+    if not TYPE_CHECKING:  # a type checker knows that there is no such attribute
 
         def __setattr__(self, name: str, value: object) -> None:
             if type(self) is Engine and name in _ARGUMENTS:
@@ -155,11 +155,11 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a loss; gradients go to their tier on the way, and `.grad` is None afterwards.
 
-        Outside of `no_sync` it is the last one of its step, if the update schedule applies gradients as they arrive
-        ("backward", "speculative").
+        Outside of `no_sync` this is the last backward of its step, if the update schedule applies gradients as they
+        arrive ("backward", "speculative").
 
         Raises:
-            ConfigError: not a loss, or a second last one; nothing was changed.
+            ConfigError: this is not a loss, or the step has had its last backward; nothing was changed.
             GraphError: the model cannot be trained as it is.
         """
         self._steps.backward(loss)
@@ -176,7 +176,7 @@ class Engine:
         """Forget the gradients of this step, as if it had seen no backward. `model.zero_grad()` cannot do that.
 
         Raises:
-            ConfigError: they were applied as they arrived.
+            ConfigError: the gradients were applied as they arrived.
         """
         self._steps.zero_grad()
 
@@ -187,16 +187,16 @@ class Engine:
         loss_of: Callable[[Any], torch.Tensor] | None = None,
         schedule: MicroBatchSchedule | str = MicroBatchSchedule.HORIZONTAL,
     ) -> StepReport:
-        """One step over all its micro-batches; the loss of each counts 1 / their number.
+        """One step over all its micro-batches; the loss of each is divided by their number.
 
         Args:
             batches: mappings become keyword arguments of the model, anything else its first argument.
-            loss_of: takes the model's output; None takes its `.loss`. It runs in the thread of its forward.
+            loss_of: makes the loss from the model's output, in the thread of that forward; None takes its `.loss`.
             schedule: "horizontal": one micro-batch after the other, with the activations of one. "vertical": all of
-                them side by side, so that weights are fetched once per pass, and with the activations and outputs of
-                all. Gradients agree to rounding, and dropout draws other numbers. The model is in several calls at
-                once, each in a thread of its own: it may not keep in itself what belongs to one call, and where they
-                go different ways several groups are in use together.
+                them side by side, so that weights are fetched once per pass, with the activations and outputs of all.
+                Gradients agree to rounding, and dropout draws other numbers. Several calls of the model run at once,
+                each in a thread of its own: the model may not keep in itself what belongs to one call, and where the
+                calls take different ways several groups are in use together.
         """
         self._generations.given.tell_what_is_left()
         return self._steps.train_step(self, batches, loss_of, schedule)
@@ -206,10 +206,10 @@ class Engine:
         """Apply the gradients, and commit the step in the background. It is `optimizer.step()`, with its hooks.
 
         Returns:
-            What the step did; it is on its way to disk, `flush` waits for it.
+            What the step did; the step is on its way to disk, and `flush` waits for that.
         Raises:
-            ConfigError: a learning rate or its kin was set after backward had applied gradients with what it was; or
-                somebody has set the `.grad` of a parameter since.
+            ConfigError: an option, such as a learning rate, was set after backward had applied gradients with its old
+                value; or somebody has set the `.grad` of a parameter since.
             TierstoreError: also failures of work that earlier steps left running; the last generation is untouched.
         """
         self._steps.report = None
@@ -227,7 +227,7 @@ class Engine:
     def apply_pending(self) -> None:
         """Apply the gradients that update="delayed" keeps for the next step, and commit; without any, as `flush`.
 
-        Any schedule can go on from there; a next delayed step applies nothing, as the first one of a run.
+        Training can go on from there with any schedule; the next delayed step applies nothing, like the first of a run.
 
         Raises:
             ConfigError: in the middle of a step, or within `gathered`.
@@ -246,7 +246,7 @@ class Engine:
         """Make an object part of every generation; on resume it gets its state now.
 
         Raises:
-            ConfigError: it is no such object; another one has that name; or a resumed run has gone on without it.
+            ConfigError: it has no state_dict; another object has that name; or a resumed run has gone on without it.
         """
         self._order.refuse_closed()
         self._generations.register(name, value)
@@ -254,7 +254,7 @@ class Engine:
     def on_step(self, callback: Callable[[StepReport], None]) -> None:
         """Call this inside every `step()`, before that step's commit is published.
 
-        What it raises comes out of `step()`. The step is done, and is committed with the next one.
+        An error that it raises comes out of `step()`. The step is done by then, and is committed with the next one.
         """
         self._order.refuse_closed()
         expect(callable(callback), "what on_step calls", "a function of a report", callback)
@@ -263,9 +263,10 @@ class Engine:
     def before_commit(self, callback: Callable[[], None]) -> None:
         """Call this before each generation is published, in a thread of its own, while training goes on.
 
-        What is not to be lost once a step is committed, as a line that `on_step` has written, reaches its disk there.
-        What it raises fails that commit, as an error of the store's disk would, and the generation before it stays. It
-        may not call the engine. Where nothing is committed (no `nvme`, durability="none") it is never called.
+        The callback makes durable what must not be lost once a step is committed, such as a line that `on_step` has
+        written. An error that it raises fails that commit, as an error of the store's disk would, and the generation
+        before stays. It may not call the engine. Where nothing is committed (no `nvme`, durability="none") it is never
+        called.
         """
         self._order.refuse_closed()
         expect(callable(callback), "what before_commit calls", "a function", callback)
@@ -273,7 +274,7 @@ class Engine:
 
     @in_turn
     def flush(self) -> None:
-        """Commit the last step if it is not, and wait until everything is at rest."""
+        """Commit the last step if it is not committed, and wait until everything is at rest."""
         self._order.refuse_closed()
         self._generations.flush()
 
@@ -281,18 +282,18 @@ class Engine:
     def snapshot(self, name: str) -> tuple[Path, ...]:
         """Keep this step, after `flush`, as a store of its own: `snapshots/NAME` in each directory.
 
-        Where the file system shares blocks between files (reflink: XFS, Btrfs) it is there at once, and takes room only
-        as the steps that follow overwrite what they share. Elsewhere it is copied while training goes on for one step;
-        the next one waits for the rest, and so do `flush` and, with `overlap=False`, this call. `StepReport.seconds`
-        says how long, `statistics()` the rest. If it cannot be copied, that comes out of the call that waits, and
-        training may go on.
+        Where the file system shares blocks between files (reflink: XFS, Btrfs) it is there at once, and takes disk
+        space only as later steps overwrite shared blocks. Elsewhere it is copied while training goes on for one step;
+        the next step waits for the rest of the copy, and so do `flush` and, with `overlap=False`, this call.
+        `StepReport.seconds` says how long a step waited, `statistics()` reports on the whole copy. If the copy fails,
+        the call that waits for it raises, and training may go on.
 
         Returns:
             Its directories, to be given as `TierConfig(nvme=...)`; it opens once it is copied.
         Raises:
-            ConfigError: it is no name, or there is one of that name, or no store that keeps generations; or this step
-                is not committed, as in a callback of `on_step`, or after the next forward if not every step is.
-            StorageError: the system refused, as for want of room; nothing is left of it.
+            ConfigError: this is not a name, or a snapshot has it, or there is no store that keeps generations; or this
+                step is not committed, as in a callback of `on_step`, or after the next forward if not every step is.
+            StorageError: the system refused, for example for lack of disk space; nothing is left of the snapshot.
         """
         parts = self._open_parts()
         if not parts.store.files.is_durable:
@@ -312,12 +313,12 @@ class Engine:
         return self._parts.stepper.optimizer
 
     def fix_prefetch_depth(self, depth: int) -> None:
-        """Fetch so many groups ahead from now on, whatever is measured; 0 fetches on demand only."""
+        """Fetch this many groups ahead from now on, whatever is measured; 0 fetches on demand only."""
         self._order.refuse_closed()
         self._parts.depth.fix(depth)
 
     def record(self) -> StepRecord:
-        """The last step as `plan.step_model` takes it; a step that began after `flush()` had no update beside it."""
+        """The last step as `plan.step_model` takes it; if it began after `flush()`, no earlier update ran beside it."""
         parts, needs = self._parts, self.placement.groups
         completed = tuple(parts.collector.completed)
         return StepRecord(
@@ -333,20 +334,20 @@ class Engine:
     def gathered(self, names: str | Iterable[str], modify: bool = False) -> Iterator[None]:
         """Parameters on the device, for reading outside of forward; with `modify` changes are kept.
 
-        Of several ranks, which all call it with the same names, each gets what rank 0 has changed. An error undoes what
-        the block has changed. Where a change that other ranks may know nothing of stays, for somebody holds a view of
-        weights of which they have parts, the engine refuses to go on.
+        Several ranks all call it with the same names, and each gets what rank 0 has changed. An error undoes what the
+        block has changed. Where that is not possible, because somebody holds a view of weights of which other ranks
+        have parts, the engine refuses to go on: the other ranks may know nothing of the change.
 
         Args:
             names: of parameters, and of modules, which stand for all parameters below them; "" is the model.
 
         Raises:
-            ConfigError: neither a parameter nor a module has such a name, ranks give others, or `modify` in the middle
-                of a step.
+            ConfigError: neither a parameter nor a module has such a name, ranks give different names, or `modify` in
+                the middle of a step.
             GraphError: weights were changed without `modify`, or the model has a parameter that is not the engine's.
-                What goes past the version counters (`weight.data.zero_()`) is not seen, and is lost, unless the update
-                takes weights from the device.
-            BudgetError: they do not fit together.
+                A change that bypasses the version counters (`weight.data.zero_()`) is not noticed, and is lost unless
+                the update takes the weights from the device.
+            BudgetError: the parameters do not fit the device together.
         """
         parts = self._open_parts()
         self._order.refuse_after_backward("gathered()")
@@ -383,19 +384,19 @@ class Engine:
         Shapes: as the parameter.
 
         Raises:
-            ConfigError: it was applied as it arrived, or by `step()`.
+            ConfigError: the gradient was applied as it arrived, or by `step()`.
         """
         parts = self._open_parts()
         group, spec = parts.groups.locate(name)
         if not self._order.has_backward:
             raise ConfigError(f"{name} has no gradient: there was no backward since the last step()")
-        if not parts.driver.is_speculating:  # that keeps them until it knows
+        if not parts.driver.is_speculating:  # a speculation keeps gradients until step() has decided
             self._order.refuse_after_backward("gradient()")
         parts.collector.settle()
         begin, end = group.spec.kept_part(spec.start, spec.stop)
         part = parts.runtime.call(self._generations.gradients.read, group.index, begin, max(begin, end))
         if spec.name not in parts.collector.touched:
-            part[:] = 0  # the update of the step before may be still to come, and its gradient there
+            part[:] = 0  # the update of the step before may still be due, and its gradient still there
         flat = parts.partition.joined(f"the gradient of {name}", part)
         return torch.from_numpy(to_float(group.spec.dtype, flat)).reshape(spec.shape)
 
@@ -416,13 +417,12 @@ class Engine:
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Set all weights and buffers; moments stay.
 
-        Of several ranks, which all call it, each gets the weights that rank 0 gives, and the buffers that it gives
-        itself.
+        Several ranks all call it; each gets the weights that rank 0 gives, and the buffers that it gives itself.
 
         Raises:
-            ConfigError: in the middle of a step, or it is no mapping; nothing was changed.
+            ConfigError: in the middle of a step, or this is not a mapping; nothing was changed.
             FormatError: a tensor is missing, has another shape or is no ordinary one; nothing was changed.
-            GraphError: the model has a parameter that is not the engine's; likewise.
+            GraphError: the model has a parameter that is not the engine's; nothing was changed.
         """
         self._order.refuse_broken()
         self._order.refuse_within_step("load_state_dict")
@@ -453,20 +453,20 @@ class Engine:
         """Totals since the engine was made: bytes by link, peaks by tier, generation, codecs, depth, buffered I/O.
 
         `stall_s` is the time in which compute waited for weights; `not_on_gpu` says why no optimizer state lives on
-        the GPU, where it may.
+        the GPU although it may.
         """
         return self._meters.totals()
 
     # --- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish what is running, commit it, and give everything back. Twice is fine; at exit it is done if it was not.
+        """Finish what is running, commit it, and give everything back. Twice is fine; at exit an open engine is closed.
 
-        A callback of `on_step` that calls it has the engine closed at the end of that step.
+        Called in a callback of `on_step`, it closes the engine at the end of that step.
 
         Raises:
             TierstoreError: a failure of work left running; everything was given back all the same.
-            Timeout: something does not end, and keeps what it uses, the store's lock too; close again to go on waiting.
+            Timeout: something does not end, and keeps what it uses and the store's lock; close again to go on waiting.
             ClosedError: this is the child of a fork; the engine is the parent's, and goes on there.
         """
         is_over = self._order.is_closed and not self._parts.runtime.is_open
@@ -483,7 +483,7 @@ class Engine:
         driver = self._parts.driver
         has_updated = self._order.has_final_backward or self._order.is_broken
         if driver.has_begun and (driver.schedule is UpdateSchedule.DELAYED or (driver.is_streaming and has_updated)):
-            self._generations.forget()  # the store has gone on from there, into a step that nobody ends
+            self._generations.forget()  # the store has moved past that commit, into a step that nobody will finish
         self._parts.close(self._generations.finish)
 
     def __enter__(self) -> Engine:
@@ -498,7 +498,7 @@ class Engine:
             self.close()
 
     def _commit_change(self) -> None:
-        if not self._order.is_telling:  # else it belongs to the step that callbacks hear of, whose commit follows
+        if not self._order.is_telling:  # else it belongs to the step whose callbacks run, and its commit follows
             self._generations.commit_change()
 
     def _open_parts(self) -> Assembly:
@@ -506,12 +506,12 @@ class Engine:
         return self._parts
 
 
-# A loop that sets `engine.max_grad_norm` would go on as before, and nobody would know.
+# A loop that sets `engine.max_grad_norm` would go on with the old value, and nobody would notice.
 _ARGUMENTS = inspect.signature(Engine).parameters.keys() - {"model", "optimizer"}
 
 
 def _close_at_exit(engine: weakref.ref[Engine]) -> None:
-    """The interpreter ends, and nobody closed the engine: its last step is committed all the same."""
+    """The interpreter ends, and nobody has closed the engine: its last step is committed all the same."""
     left = engine()
     if left is not None and not left._parts.runtime.is_inherited:
         left.close()

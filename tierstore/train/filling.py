@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PIECE_ELEMENTS = 2**20
 BUILT_AS = "_tierstore_built_as"
-"""Attribute of a parameter that `deferred` has built: its name then."""
+"""Attribute of a parameter that `deferred` has built: the name that it had then."""
 _OPEN_CHUNKS = 2
 
 
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 class Source(Protocol):
-    """Where the values of a model's parameters come from, beside those that the model holds itself."""
+    """Where the values of a model's parameters come from, except those that the model holds itself."""
 
     def names(self) -> set[str]:
         """The parameters it provides, as `named_parameters()` names them (a tied one once)."""
@@ -52,12 +52,12 @@ class Source(Protocol):
     def stream(self) -> Iterator[Piece]:
         """Flat pieces (name, element offset, values), in any order, each element exactly once.
 
-        Values have the parameter's dtype or the source's own; the receiver casts. A piece may be kept.
+        Values have the parameter's dtype or the source's own; the receiver casts. The receiver may keep a piece.
         """
 
 
 class BuiltSource(ABC):
-    """A source for a model that `deferred` has built, where nobody is to have set a weight since."""
+    """A source for a model that `deferred` has built; nobody may have set a weight since."""
 
     @abstractmethod
     def names(self) -> set[str]:
@@ -65,10 +65,10 @@ class BuiltSource(ABC):
 
 
 def check_source(model: nn.Module, source: Source | None) -> None:
-    """Refuse a model of which a source would change what somebody has set, or give values to others, or not to all.
+    """Refuse a source that would overwrite what somebody has set, fill a renamed parameter, or leave one unset.
 
     Raises:
-        ConfigError: names a parameter.
+        ConfigError: names the parameter.
     """
     changed = _overwritten(model, source) if source is not None and isinstance(source, BuiltSource) else ()
     for name, what in changed:
@@ -87,7 +87,7 @@ def check_source(model: nn.Module, source: Source | None) -> None:
 
 
 def _overwritten(model: nn.Module, source: BuiltSource) -> Iterator[tuple[str, str]]:
-    """Parameters that are not to have the values that the source has of their names, and why."""
+    """Parameters that must not get the values that the source has for their names, and why."""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if (what := _changed_since(parameter, name)) is not None:
@@ -99,7 +99,7 @@ def _overwritten(model: nn.Module, source: BuiltSource) -> Iterator[tuple[str, s
 
 
 def _changed_since(parameter: nn.Parameter, name: str) -> str | None:
-    """What has happened to a parameter since `deferred` has built it, if it has, and that."""
+    """What has happened to a parameter since `deferred` built it; None if nothing has, or `deferred` did not."""
     built_as = parameter.__dict__.get(BUILT_AS, name)
     if built_as != name:
         return f"was {built_as} when deferred() had built the model"
@@ -109,18 +109,18 @@ def _changed_since(parameter: nn.Parameter, name: str) -> str | None:
 
 
 def weights_of(model: nn.Module, source: Source | None = None) -> Iterator[Piece]:
-    """The weights that a source has, and those that the model holds beside them; a parameter's memory is let go when
-    its piece was taken.
+    """The weights of a source, then those that only the model holds. The model's are let go one by one as they are
+    taken.
 
     Raises:
-        ConfigError: a lazy module has none yet.
+        ConfigError: a lazy module has no weights yet.
     """
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise ConfigError(f"parameter {lazy} has no shape yet (a lazy module); call the model once, under no_grad")
     own = [(name, p.detach()) for name, p in model.named_parameters() if not p.is_meta]
     own.reverse()
-    given = None if source is None else source.stream()  # now: it may be of this model, whose memory goes
+    given = None if source is None else source.stream()  # called now: it may read this model, whose memory goes
 
     def pieces() -> Iterator[Piece]:
         if source is not None and given is not None:
@@ -135,7 +135,7 @@ def weights_of(model: nn.Module, source: Source | None = None) -> Iterator[Piece
 
 
 def in_pieces(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """A flat tensor cut: the first element of each piece, and views."""
+    """A flat tensor cut into pieces: of each the index of its first element, and a view."""
     for start in range(0, values.numel(), PIECE_ELEMENTS):
         yield start, values[start : start + PIECE_ELEMENTS]
 
@@ -150,9 +150,9 @@ class _Filler:
         self._written: set[tuple[int, int]] = set()
 
     def put(self, group: int, start: int, values: torch.Tensor) -> None:
-        """Elements from `start` of a group on; those that other ranks keep are left out."""
+        """Take values of a group from element `start` on; elements that other ranks keep are left out."""
         spec = self._store.groups[group]
-        zero = start - spec.first  # where the values begin, perhaps before what is kept
+        zero = start - spec.first  # where the values begin, perhaps before the part kept here
         here, last = spec.kept_part(start, start + values.numel())
         while here < last:
             key = group, here // self._store.placement.chunk_elements
@@ -196,9 +196,9 @@ def fill(
     """Write all weights of these groups.
 
     Args:
-        pieces: (parameter, first element, flat values), each element once, in any order; what is not of these groups
-            is left out.
-        keep: moments stay; otherwise they are zero.
+        pieces: (parameter, first element, flat values), each element once, in any order; pieces of other groups are
+            skipped.
+        keep: moments stay; otherwise they are set to zero.
 
     Raises:
         FormatError: a parameter got too many or too few elements.
@@ -238,7 +238,7 @@ def fill_alike(
         try:
             fill(store, runtime, groups, coming, keep=keep)
         except Exception as error:
-            coming.throw(error)  # it is told, and raised, where the others look for the next ones
+            coming.throw(error)  # raised at all ranks, where they ask for the next pieces
             raise
 
     partition.all_succeed("weights", work)

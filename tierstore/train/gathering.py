@@ -4,9 +4,9 @@ Scope: the order of all-gathers, one at a time.
 Not here: this rank's part (`store/weights.py`), when a group is wanted (`access.py`).
 Owner: the loop thread; a thread of its own launches and waits.
 
-[Note: the order of gathers] A collective meets the one that the other ranks launch at the same place of their order. So
-a group takes its turn when the training side asks for it, which is the same at every rank, and not when its part has
-arrived, which is not. What the training side decides must not depend on time either: see `DeviceAccess`.
+[Note: the order of gathers] A collective pairs with the one that other ranks launch at the same place in their order.
+So a group gets its turn when the training side asks for it: that order is the same at every rank, while parts arrive in
+any order. What the training side decides must not depend on timing either: see `DeviceAccess`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LET_GO_S = 1.0
 
 @dataclass(slots=True)
 class Turn:
-    """A place in the order: `before` has been launched, then this one may be."""
+    """A place in the order: this gather may be launched once the one before it has been."""
 
     before: asyncio.Future[None] | None
     launched: asyncio.Future[None]
@@ -61,10 +61,10 @@ class Gathers:
         return turn
 
     async def complete(self, group: Group, turn: Turn, own_part: Awaitable[None]) -> None:
-        """Wait for this rank's part, and gather the others' when it is the group's turn.
+        """Wait for this rank's part, and gather the other parts when it is the group's turn.
 
         Raises:
-            RankLost: another rank did not come; no later group can be completed any more.
+            RankLost: another rank did not take part; no later group can be completed any more.
         """
         try:
             await own_part
@@ -91,8 +91,8 @@ class Gathers:
         was_viewed = group.is_viewed()
         self._all_gather(group)
         deadline = time.monotonic() + _LET_GO_S
-        # The process group's threads let go of their views a little later; until then the group would seem to be in
-        # use, at this rank and not at others, and be spared when theirs are evicted.
+        # The process group's threads let go of their views a little later. Until then the group would seem to be in use
+        # at this rank and not at others, and would stay here while they evict it.
         while group.is_viewed() and not was_viewed and time.monotonic() < deadline:
             time.sleep(0)
 
@@ -110,7 +110,7 @@ class Gathers:
             self._device.complete("gather", lambda: all_gather_flat(flat, own, partition.gathers), ranks.wait_s)
 
     def _check_order(self, group: Group, ranks: Ranks) -> None:
-        """Before the weights of two groups are mixed up, or gloo ends the process because one is larger.
+        """Refuse ranks that want different groups: weights would be mixed up, or gloo would end the process.
 
         Raises:
             GraphError: at all ranks.

@@ -25,14 +25,14 @@ from tierstore.train.optimizer import LossScale
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Gradients that an update will use: the names of whose, and what they are multiplied with."""
+    """Gradients for an update: the names of the parameters that got one, and the factor that scales them."""
 
     touched: set[str]
     scale: float
 
 
 class Generations:
-    """The progress of a run, and its commits: one is due every `commit_every` steps, between them it waits.
+    """The progress of a run, and its commits: one is due every `commit_every` steps; the last step waits until then.
 
     Attributes:
         step_count: finished steps.
@@ -62,7 +62,7 @@ class Generations:
         return self._parts.store.gradients[self.gradient_set]
 
     def turn_over(self, arrived: Pending | None) -> Pending | None:
-        """Keep the gradients that arrived for the next step, and give those of the step before."""
+        """Keep the gradients that arrived for the next step, and return those of the step before."""
         before, self.pending = self.pending, arrived
         if arrived is None:
             self._parts.runtime.post(self.gradients.drop_all)
@@ -70,20 +70,20 @@ class Generations:
         return before
 
     def take_pending(self) -> Pending | None:
-        """Give the gradients of the last step, which are applied now and not with the next one."""
-        # The next step collects where it would have: what was there before that may still be on its way to the state.
+        """Return the gradients that wait for the next step, to be applied now."""
+        # The next step collects in the set that it would have used: those taken may still be on their way to the state.
         taken, self.pending = self.pending, None
         return taken
 
     def _collect_in(self, gradient_set: int) -> None:
-        """What is collected there is applied a step later."""
+        """Collect in this set from now on, for the update of a step later; rounds apply the other set meanwhile."""
         self.gradient_set = gradient_set
         self._parts.driver.gradient_set = 1 - gradient_set
 
     # --- commits ------------------------------------------------------------------------------------------------
 
     def commit(self, round_: Round | None) -> None:
-        """Publish the state as it is after `round_`, in the background, or remember it until it is due.
+        """Publish the state as it is after `round_`, in the background, or keep it until a commit is due.
 
         Without a store that keeps generations there is nothing to do.
         """
@@ -95,27 +95,27 @@ class Generations:
             self.publish()
 
     def commit_change(self) -> None:
-        """Publish a change that was made between steps: the step before it is published, and nobody makes it again."""
+        """Publish a change that was made between steps at once: a run that resumes would not make the change again."""
         self.commit(None)
         self.publish()
 
     def publish(self) -> None:
-        """Publish what waits, but not in the middle of a step: its updates may have begun."""
+        """Publish the commit that waits, but not in the middle of a step: its updates may have begun."""
         if self._waiting is not None and not self._parts.driver.has_begun:
             self._parts.runtime.post(self._parts.store.commits.begin, *self._waiting)
             self._published_step, self._has_published_since, self._waiting = self.step_count, True, None
             self._parts.driver.can_redo = True
 
     def flush(self) -> None:
-        """Publish what waits, and wait until everything is at rest."""
+        """Publish the commit that waits, and wait until everything is at rest."""
         self.finish()
         self._parts.runtime.call(self._parts.store.flush)
 
     def snapshot(self, name: str) -> tuple[Path, ...]:
-        """Begin to keep the last generation, after `flush`.
+        """Begin a snapshot of the last generation, after `flush`.
 
         Raises:
-            ConfigError: that would be of an earlier step.
+            ConfigError: that generation is of an earlier step.
         """
         self.flush()
         if self._published_step != self.step_count:
@@ -126,21 +126,21 @@ class Generations:
         self._has_published_since = False
         directories = self._parts.runtime.call(self._parts.store.commits.snapshot, name).directories
         if not self._parts.options.overlap:
-            self.end_snapshot()  # what fails comes out of here, and not out of a step that is done
+            self.end_snapshot()  # so a failure is raised here, and not in a step that is done
         return directories
 
     def end_snapshot(self) -> None:
-        """Wait until a snapshot that is being copied is there, however long that takes, as long as it moves.
+        """Wait until the snapshot in progress is copied, however long that takes, as long as the copy moves on.
 
         Raises:
-            StorageError: it could not be copied; nothing is left of it.
+            StorageError: the snapshot could not be copied; nothing is left of it.
         """
         commits, call, clock = self._parts.store.commits, self._parts.runtime.call, self._parts.tracer.clock
         if (kept := commits.kept) is None:
             return
         start_s = clock()
         try:
-            while call(commits.snapshot_moves, raises_kept=False):  # a failure of something else is told elsewhere
+            while call(commits.snapshot_moves, raises_kept=False):  # a failure of something else is raised elsewhere
                 pass
             call(commits.end_snapshot, raises_kept=False)
         finally:
@@ -152,17 +152,17 @@ class Generations:
         return self._has_published_since and self._parts.store.commits.kept is not None
 
     def finish(self) -> None:
-        """Publish what waits, and wait for a snapshot."""
+        """Publish the commit that waits, and wait for the snapshot in progress."""
         self.publish()
         self.end_snapshot()
 
     def forget(self) -> None:
-        """The store goes on from what waits to be published: it cannot be any more."""
+        """The store is about to move past the commit that waits, which can then no longer be published: drop it."""
         self._waiting = None
 
     def leave_newer(self) -> None:
-        """What follows changes the state: a generation newer than the one that was resumed is given up, and so is the
-        state of a schedule that has ended."""
+        """Called before the state changes: gives up a generation newer than the one that was resumed, and warns of a
+        schedule whose state is given up."""
         self.given.tell_what_ends()
         if self._is_previous:
             self._is_previous = False
@@ -174,8 +174,8 @@ class Generations:
         """Make an object part of every generation; on resume it gets its state now.
 
         Raises:
-            ConfigError: a resumed run has gone on, and the state of this one is that of the step before; or another
-                object has that name.
+            ConfigError: the resumed run has made steps, and the state kept for this object is from before them; or
+                another object has that name.
         """
         capture.check_stateful(name, value, self._parts.model)
         if self.given.awaits(name) and self.step_count > self._resumed_at:
@@ -196,15 +196,15 @@ class Generations:
         if self.pending is not None:
             touched = sorted(self.pending.touched)
             state["pending"] = {"set": self.gradient_set, "touched": touched, "scale": self.pending.scale}
-        # The random states last: making the others may draw.
+        # The random states last: capturing the others may draw random numbers.
         plain: dict[str, Any] = capture.plain(state) | {"random": capture.random_states()}
         return plain
 
     def begin(self) -> None:
-        """Go on from the generation that was opened; of a new store, commit the first one.
+        """Go on from the generation that was opened; in a new store, commit the first one.
 
         Raises:
-            FormatError: it is of other buffers, or of random states that the generators do not know.
+            FormatError: the generation has other buffers than the model, or random states that no generator takes.
         """
         if self._parts.opened is None:
             self.commit(None)
@@ -212,11 +212,11 @@ class Generations:
             self._restore(self._parts.opened.captured)
 
     def _restore(self, captured: Mapping[str, Any]) -> None:
-        # A newer one stays until the state changes.
+        # A newer generation stays until the state changes.
         self._is_previous = self._parts.options.resume is Resume.PREVIOUS
         self.step_count = self._resumed_at = self._published_step = captured["step"]
         self._parts.stepper.steps.update(captured["steps"])
-        if self._loss_scale.growth_interval:  # else it is what was given
+        if self._loss_scale.growth_interval:  # else it is the fixed scale that was given
             self._loss_scale.scale, self._loss_scale.good_steps = captured["loss_scale"]
         if (pending := captured["pending"]) is not None:
             touched = set(pending["touched"])
@@ -230,7 +230,7 @@ class Generations:
             capture.reseed(self._parts.partition.position)
 
     def _own_part(self, captured: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-        """What this rank has of its own (`PER_RANK`); one that was not there before takes what the first one has."""
+        """The part of the state that differs by rank (`PER_RANK`), and whether this rank is new and takes rank 0's."""
         position, others = self._parts.partition.position, captured.get("ranks", [])
         if position == 0:
             return captured, False

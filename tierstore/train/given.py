@@ -24,7 +24,7 @@ class Given:
     """What this run was given.
 
     Args:
-        scheduler: of the engine; None: it has none.
+        scheduler: the engine's; None if it has none.
         registered: objects, by name.
     """
 
@@ -35,18 +35,18 @@ class Given:
         self._scheduler = scheduler
         self._registered = dict(registered)
         self._made_with: Sequence[Mapping[str, Any]] | None = optimizer.given
-        """The hyper-parameters of the run that has made the store; None: it does not tell."""
+        """The hyper-parameters of the run that has made the store; None: the store does not tell."""
         self._schedule_kind = None if scheduler is None else type(scheduler).__name__
         # Of the run that is resumed:
         self._options: Sequence[Mapping[str, Any]] = ()
         self._unregistered: dict[str, Any] = {}
-        """States of what is not registered in this run, or not yet."""
-        self._left_schedule: Any = None  # its state, if this run has no schedule
-        self._ended_schedule: str | None = None  # its class, if this run has a schedule of another
+        """States of objects that are not registered in this run, or not yet."""
+        self._left_schedule: Any = None  # the state of its schedule, if this run has none
+        self._ended_schedule: str | None = None  # the class of its schedule, if this run has one of another class
         self._to_tell: list[tuple[str, type[Warning]]] | None = None
 
     def captured(self) -> dict[str, Any]:
-        """What a generation holds of it; what an earlier run was given, and this one not (yet), stays as it was."""
+        """What a generation holds of these; what only earlier runs were given, or not yet this one, stays as it was."""
         return {
             "optimizer": [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups],
             "made_with": self._made_with,
@@ -59,10 +59,10 @@ class Given:
         """Go on from a generation.
 
         Args:
-            registered: what this rank had registered.
+            registered: the states of the objects that this rank had registered.
 
         Raises:
-            ConfigError: the schedule does not take the state of that of then.
+            ConfigError: the schedule does not take the state of the resumed run's schedule.
         """
         self._options = captured["optimizer"]
         self._made_with = captured.get("made_with")
@@ -84,13 +84,13 @@ class Given:
                     f"the {self._schedule_kind} does not take the state of the schedule that the run had "
                     f"({type(error).__name__}: {first_line(error)}); give the lr_scheduler of then"
                 ) from error
-            self._optimizer.restore(self._options)  # making it has set the first step's rates
+            self._optimizer.restore(self._options)  # making the schedule has set the rates of its first step
 
     def register(self, name: str, value: capture.Stateful) -> None:
-        """Another object is part of every generation; it gets its state now.
+        """Make another object part of every generation; it gets its state now.
 
         Raises:
-            ConfigError: another one has that name.
+            ConfigError: another object has that name.
         """
         if self._registered.get(name, value) is not value:
             raise ConfigError(f"another object is registered as {name!r}, and would be kept no more; use another name")
@@ -104,13 +104,13 @@ class Given:
     def _restore_registered(self, name: str, value: capture.Stateful) -> None:
         if name in self._unregistered:
             value.load_state_dict(capture.with_tensors(self._unregistered[name]))
-            del self._unregistered[name]  # not before: one that was refused may be followed by the right one
+            del self._unregistered[name]  # only now: after an object that refused it the right one may come
             if self._scheduler is None and _schedules(value, self._optimizer):
-                # As in `_restore_schedule`; the others may have been set since.
+                # As in `_restore_schedule`; other options may have been set since.
                 self._optimizer.restore(self._options, but=_NOT_OF_SCHEDULES)
 
     def tell_what_ends(self) -> None:
-        """Before the state of a schedule goes: warn, once."""
+        """Warn, once, before the state of an ended schedule is given up."""
         ended, self._ended_schedule = self._ended_schedule, None
         if ended is not None:
             warn_caller(
@@ -120,7 +120,7 @@ class Given:
             )
 
     def tell_what_is_left(self) -> None:
-        """Before the first step after a resume: warn of what it goes on without, and of what is not used, once."""
+        """Warn, once, before the first step after a resume: of what the run goes on without, and what is not used."""
         if self._to_tell is None:
             self._to_tell = [*self._what_is_left()]
         while self._to_tell:
@@ -144,7 +144,7 @@ class Given:
 
 
 def _schedules(value: object, optimizer: TieredOptimizer) -> bool:
-    """Whether it is a scheduler of this optimizer, or one is an attribute of it, or in a list or a mapping there."""
+    """Whether an object is a scheduler of this optimizer, or has one as an attribute, or in a list or mapping there."""
     held = (value, *getattr(value, "__dict__", {}).values())
     return any(
         getattr(one, "__dict__", {}).get("optimizer") is optimizer and hasattr(one, "step")

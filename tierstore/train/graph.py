@@ -1,6 +1,6 @@
 """The graph that autograd will walk.
 
-Scope: the leaves that a backward will reach. Not here: what their gradients mean to anybody.
+Scope: the leaves that a backward will reach. Not here: what becomes of their gradients.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ Key = TypeVar("Key")
 class KnownLeaves(Generic[Key]):
     """Tells which of some parameters a backward will reach, each by a key.
 
-    The engine of autograd has looked at the whole graph when the first node of a backward runs: asked then, it takes a
-    tenth of what it takes to walk the graph once more from Python. Nested backwards (reentrant checkpointing) are
-    graphs of their own. The question is that of `torch.autograd.graph.register_multi_grad_hook`, which asks it of each
-    of its own hooks.
+    When the first node of a backward runs, autograd's engine has already looked at the whole graph. Asking it then
+    takes a tenth of the time of walking the graph once more from Python. Nested backwards (reentrant checkpointing) are
+    graphs of their own. `torch.autograd.graph.register_multi_grad_hook` asks the engine the same question.
     """
 
     def __init__(self, parameters: Mapping[Key, torch.Tensor]) -> None:
@@ -35,7 +34,7 @@ class KnownLeaves(Generic[Key]):
             self._nodes.pop(key, None)
 
     def ask(self, loss: torch.Tensor, answer: Callable[[list[Key]], object]) -> None:
-        """Have `answer` called with the keys of what is reached when the backward of `loss` begins."""
+        """When the backward of `loss` begins, `answer` is called with the keys of the parameters that it will reach."""
         self.forget()
         if loss.grad_fn is None:
             answer([key for key, parameter in self._parameters.items() if parameter is loss])
@@ -52,7 +51,7 @@ class KnownLeaves(Generic[Key]):
         self._asking = loss.grad_fn.register_prehook(begin)
 
     def forget(self) -> None:
-        """Nobody waits for an answer any more."""
+        """Stop asking: `answer` will not be called any more."""
         if self._asking is not None:
             self._asking.remove()
             self._asking = None
@@ -60,7 +59,7 @@ class KnownLeaves(Generic[Key]):
 
 def leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Every leaf that the graphs of `roots` reach, the roots included."""
-    with no_garbage_collection():  # it would look at every node of the graph many times, and find nothing
+    with no_garbage_collection():  # the collector would look at every node of the graph many times, and find nothing
         return list(_leaves_of(roots))
 
 
@@ -78,7 +77,7 @@ def _leaves_of(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         parents = node.next_functions
         if not parents:
             leaf = getattr(node, "variable", None)
-            if isinstance(leaf, torch.Tensor):  # the node of a function of the user's own may have such a name, too
+            if isinstance(leaf, torch.Tensor):  # a node of a user's own function may have such an attribute, too
                 yield leaf
         for parent, _ in parents:
             if parent is not None and parent not in seen:
